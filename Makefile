@@ -1,0 +1,20 @@
+# Every target sets itself up: a clean clone and Python 3.10 to 3.13 are all that is needed.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-fast lint format simulate stubs clean
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+
+# Wire stubs are committed; tests regenerate and compare them.
+stubs: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. protocol/wire/coordinator.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. protocol/wire/swarm.proto

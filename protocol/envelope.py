@@ -1,0 +1,87 @@
+"""Signed envelopes: the only way a message that matters enters.
+
+A signature covers DSSE's pre-authentication encoding (https://github.com/secure-systems-lab/dsse, PAE) of
+the message's kind and its exact payload bytes, so a signature for one purpose is none for another, and
+nothing is ever re-serialised to be checked. `open_envelope` verifies before anybody decodes the payload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from protocol.errors import MalformedError, SignatureError
+from protocol.identity import Identity, verify
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.wire import swarm_pb2 as wire
+
+MAX_ENVELOPE = 4 * 1024 * 1024 - 64 * 1024
+"""No envelope is larger: it fits one unary message of the transport (4 MiB)."""
+
+
+def pae(kind: str, payload: bytes) -> bytes:
+    """DSSE v1 pre-authentication encoding of a payload of the given kind."""
+    name = f"cairn/v1/{kind}".encode()
+    return b"DSSEv1 %d %s %d %s" % (len(name), name, len(payload), payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A verified message: its kind, author, payload, and the bytes that were sent (to be passed on as they are)."""
+
+    kind: str
+    author: PeerKey
+    payload: bytes
+    sent: bytes
+
+    @property
+    def digest(self) -> Digest:
+        """Names what was signed and by whom; not how the envelope around it was written."""
+        return content_digest(self.kind, self.author, self.payload)
+
+
+def content_digest(kind: str, author: PeerKey, payload: bytes) -> Digest:
+    """SHA-256 of the author and the PAE: the digest by which records and headers are named."""
+    return Digest(sha256(b"cairn/v1/digest", author, pae(kind, payload)))
+
+
+def seal(identity: Identity, kind: str, payload: bytes) -> Envelope:
+    """Sign a payload."""
+    signature = identity.sign(pae(kind, payload))
+    sent = wire.Envelope(kind=kind, payload=payload, key=bytes(identity.key), signature=signature).SerializeToString()
+    return Envelope(kind, identity.key, payload, sent)
+
+
+def open_envelope(sent: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> Envelope:
+    """Verify an envelope of the given kind. The payload is not looked at.
+
+    Raises MalformedError for anything that is not an envelope of at most `limit` bytes, SignatureError for
+    another kind or a signature that does not verify.
+    """
+    if len(sent) > limit:
+        raise MalformedError(f"a {kind} message of {len(sent)} bytes: at most {limit} are accepted")
+    message = wire.Envelope()
+    try:
+        message.ParseFromString(sent)
+    except DecodeError:
+        raise MalformedError(f"the bytes of a {kind} message do not parse") from None
+    if message.kind != kind:
+        raise SignatureError(f"a message of kind {message.kind[:32]!r} where {kind!r} was expected")
+    author = PeerKey(message.key)
+    if len(message.signature) != 64:
+        raise SignatureError("an Ed25519 signature is 64 bytes")
+    verify(author, pae(kind, message.payload), message.signature)
+    return Envelope(kind, author, message.payload, bytes(sent))
+
+
+def kind_of(sent: bytes, *, limit: int = MAX_ENVELOPE) -> str:
+    """The kind that an envelope claims, unverified: only for choosing how to open it. Raises MalformedError."""
+    if len(sent) > limit:
+        raise MalformedError(f"a message of {len(sent)} bytes: at most {limit} are accepted")
+    message = wire.Envelope()
+    try:
+        message.ParseFromString(sent)
+    except DecodeError:
+        raise MalformedError("the bytes of a message do not parse") from None
+    return message.kind

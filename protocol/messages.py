@@ -1,0 +1,438 @@
+"""The messages of the swarm as frozen values: built, signed, and parsed by functions that verify before they decode.
+
+`Signed` pairs a decoded body with the author and the exact bytes that were signed. `Opener` is the way in for all that
+comes from the network; it remembers what it has verified, so that a header that arrives alone, in a record and in a
+certificate is verified once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from protocol.envelope import Envelope, content_digest, open_envelope, seal
+from protocol.errors import AdmissionError, MalformedError
+from protocol.identity import Identity
+from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
+from protocol.merkle import MAX_BLOB
+from protocol.wire import swarm_pb2 as wire
+
+MAX_NAME = 40
+MAX_ADDRESSES = 16
+MAX_ADDRESS = 200
+MAX_CONTRIBUTORS = 4096
+MAX_KNOWN = 4096
+PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving")
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The owner's word that a peer may contribute, from `not_before` to `not_after` (unix seconds)."""
+
+    run: RunId
+    peer: PeerKey
+    not_before: int
+    not_after: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an author says of its update: it commits to the blob before anybody may see others' (see DESIGN)."""
+
+    run: RunId
+    round: Round
+    parent: Digest
+    base_state: Digest
+    first_window: int
+    end_window: int
+    inner_steps: int
+    blob: Digest
+    blob_size: int
+    loss: float
+    admission: bytes
+
+    @property
+    def windows(self) -> int:
+        return self.end_window - self.first_window
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a round accepts: signed headers in canonical order (ascending author key, each author once)."""
+
+    run: RunId
+    round: Round
+    parent: Digest
+    base_state: Digest
+    attempt: int
+    updates: tuple[Signed[Header], ...]
+
+    @property
+    def contributors(self) -> tuple[PeerKey, ...]:
+        return tuple(u.author for u in self.updates)
+
+    @property
+    def windows(self) -> int:
+        """Accepted windows; times the data's window length they are the accepted tokens."""
+        return sum(u.body.windows for u in self.updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """A contributor's word that it holds and has checked every update of a record."""
+
+    run: RunId
+    round: Round
+    record: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The owner's word that nothing up to and including this record is ever reverted."""
+
+    run: RunId
+    round: Round
+    record: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a member says of itself, for scheduling and for people. `known` are `short_id`s of the round's headers."""
+
+    run: RunId
+    sequence: int
+    round: Round
+    head: Digest
+    weight: int
+    windows: int
+    phase: str
+    tokens_per_second: float
+    loss: float
+    bytes_up: int
+    bytes_down: int
+    known: tuple[int, ...]
+    addresses: tuple[str, ...]
+    admission: bytes
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """The author leaves of its own will."""
+
+    run: RunId
+    sequence: int
+
+
+Body = Admission | Header | Record | Vote | Final | Heartbeat | Goodbye
+T = TypeVar("T", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class Signed(Generic[T]):
+    """A verified body, its author, its digest, and the envelope to pass on."""
+
+    body: T
+    author: PeerKey
+    digest: Digest
+    sent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A record with votes from more than two thirds of its contributors (ascending author key, each once)."""
+
+    record: Signed[Record]
+    votes: tuple[Signed[Vote], ...]
+
+
+def short_id(digest: Digest) -> int:
+    """The first 8 bytes of a digest: enough to ask "do you have it", never to trust."""
+    return int.from_bytes(digest[:8], "little")
+
+
+def votes_needed(contributors: int) -> int:
+    """The least number that is more than two thirds of the contributors."""
+    return contributors * 2 // 3 + 1
+
+
+# -- encoding ------------------------------------------------------------------------------------------------
+
+
+def _encode_admission(b: Admission) -> Message:
+    return wire.Admission(run=b.run, peer=b.peer, not_before=b.not_before, not_after=b.not_after, name=b.name)
+
+
+def _encode_header(b: Header) -> Message:
+    return wire.Header(
+        run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, first_window=b.first_window,
+        end_window=b.end_window, inner_steps=b.inner_steps, blob=b.blob, blob_size=b.blob_size, loss=b.loss,
+        admission=b.admission,
+    )  # fmt: skip
+
+
+def _encode_record(b: Record) -> Message:
+    return wire.Record(
+        run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, attempt=b.attempt,
+        updates=[u.sent for u in b.updates],
+    )  # fmt: skip
+
+
+def _encode_vote(b: Vote) -> Message:
+    return wire.Vote(run=b.run, round=b.round, record=b.record)
+
+
+def _encode_final(b: Final) -> Message:
+    return wire.Final(run=b.run, round=b.round, record=b.record)
+
+
+def _encode_heartbeat(b: Heartbeat) -> Message:
+    return wire.Heartbeat(
+        run=b.run, sequence=b.sequence, round=b.round, head=b.head, weight=b.weight, windows=b.windows, phase=b.phase,
+        tokens_per_second=b.tokens_per_second, loss=b.loss, bytes_up=b.bytes_up, bytes_down=b.bytes_down,
+        known=b.known, addresses=b.addresses, admission=b.admission, device=b.device,
+    )  # fmt: skip
+
+
+def _encode_goodbye(b: Goodbye) -> Message:
+    return wire.Goodbye(run=b.run, sequence=b.sequence)
+
+
+# -- decoding: every field bounded ---------------------------------------------------------------------------
+
+
+def _bounded(what: str, value: int, top: int = MAX_COUNT) -> int:
+    if value > top:
+        raise MalformedError(f"{what} is {value}: at most {top} is accepted")
+    return value
+
+
+def _finite(what: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise MalformedError(f"{what} is not a finite number")
+    return value
+
+
+def _text(what: str, value: str, top: int) -> str:
+    if len(value.encode()) > top or not value.isprintable():
+        raise MalformedError(f"{what} is longer than {top} bytes or not printable")
+    return value
+
+
+def _decode_admission(payload: bytes, _: Opener) -> Admission:
+    m = _parsed(wire.Admission(), payload)
+    return Admission(
+        RunId(m.run), PeerKey(m.peer), _bounded("not_before", m.not_before), _bounded("not_after", m.not_after),
+        _text("name", m.name, MAX_NAME),
+    )  # fmt: skip
+
+
+def _decode_header(payload: bytes, opener: Opener) -> Header:
+    m = _parsed(wire.Header(), payload)
+    header = Header(
+        RunId(m.run), Round(_bounded("round", m.round, MAX_ROUND)), Digest(m.parent), Digest(m.base_state),
+        _bounded("first_window", m.first_window), _bounded("end_window", m.end_window),
+        _bounded("inner_steps", m.inner_steps), Digest(m.blob), _bounded("blob_size", m.blob_size, MAX_BLOB),
+        _finite("loss", m.loss), bytes(m.admission),
+    )  # fmt: skip
+    if header.windows < 1 or header.inner_steps < 1:
+        raise MalformedError("an update covers at least one window and one inner step")
+    return header
+
+
+def _decode_record(payload: bytes, opener: Opener) -> Record:
+    m = _parsed(wire.Record(), payload)
+    if not 1 <= len(m.updates) <= MAX_CONTRIBUTORS:
+        raise MalformedError(f"a record lists 1 to {MAX_CONTRIBUTORS} updates, not {len(m.updates)}")
+    run, parent, base = RunId(m.run), Digest(m.parent), Digest(m.base_state)
+    number = Round(_bounded("round", m.round, MAX_ROUND))
+    updates = tuple(opener.header(u) for u in m.updates)
+    if any(a.author >= b.author for a, b in zip(updates, updates[1:], strict=False)):
+        raise MalformedError("a record lists each author once, by ascending key")
+    for u in updates:
+        if (u.body.run, u.body.round, u.body.parent, u.body.base_state) != (run, number, parent, base):
+            raise MalformedError("a record lists an update of another run, round, parent or base")
+    return Record(run, number, parent, base, _bounded("attempt", m.attempt, 2**20), updates)
+
+
+def _decode_vote(payload: bytes, _: Opener) -> Vote:
+    m = _parsed(wire.Vote(), payload)
+    return Vote(RunId(m.run), Round(_bounded("round", m.round, MAX_ROUND)), Digest(m.record))
+
+
+def _decode_final(payload: bytes, _: Opener) -> Final:
+    m = _parsed(wire.Final(), payload)
+    return Final(RunId(m.run), Round(_bounded("round", m.round, MAX_ROUND)), Digest(m.record))
+
+
+def _decode_heartbeat(payload: bytes, _: Opener) -> Heartbeat:
+    m = _parsed(wire.Heartbeat(), payload)
+    if len(m.known) > MAX_KNOWN or len(m.addresses) > MAX_ADDRESSES:
+        raise MalformedError("a heartbeat lists too many headers or addresses")
+    if m.phase not in PHASES:
+        raise MalformedError(f"{m.phase[:20]!r} is not a phase")
+    return Heartbeat(
+        RunId(m.run), _bounded("sequence", m.sequence), Round(_bounded("round", m.round, MAX_ROUND)), Digest(m.head),
+        _bounded("weight", m.weight), _bounded("windows", m.windows), m.phase,
+        _finite("tokens_per_second", m.tokens_per_second), _finite("loss", m.loss), _bounded("bytes_up", m.bytes_up),
+        _bounded("bytes_down", m.bytes_down), tuple(m.known),
+        tuple(_text("address", a, MAX_ADDRESS) for a in m.addresses), bytes(m.admission),
+        _text("device", m.device, 80),
+    )  # fmt: skip
+
+
+def _decode_goodbye(payload: bytes, _: Opener) -> Goodbye:
+    m = _parsed(wire.Goodbye(), payload)
+    return Goodbye(RunId(m.run), _bounded("sequence", m.sequence))
+
+
+M = TypeVar("M", bound=Message)
+
+
+def _parsed(message: M, payload: bytes) -> M:
+    try:
+        message.ParseFromString(payload)
+    except DecodeError:
+        raise MalformedError(f"the payload is not a {type(message).__name__}") from None
+    return message
+
+
+KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Opener], Any]]] = {
+    Admission: ("admission", 1024, _encode_admission, _decode_admission),
+    Header: ("update", 4096, _encode_header, _decode_header),
+    Record: ("record", 4 * 1024 * 1024 - 65536, _encode_record, _decode_record),
+    Vote: ("vote", 1024, _encode_vote, _decode_vote),
+    Final: ("final", 1024, _encode_final, _decode_final),
+    Heartbeat: ("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),
+    Goodbye: ("goodbye", 1024, _encode_goodbye, _decode_goodbye),
+}
+"""For each body: its kind on the wire, the largest envelope, how it is encoded and decoded."""
+
+_BY_KIND = {kind: body for body, (kind, *_) in KINDS.items()}
+
+
+class Signer(Protocol):
+    """Whatever signs this peer's messages. Deterministic; the simulator has a cheap one."""
+
+    key: PeerKey
+
+    def sign(self, body: T) -> Signed[T]: ...
+
+
+class KeySigner:
+    """Signs with an Ed25519 identity."""
+
+    def __init__(self, identity: Identity):
+        self._identity = identity
+        self.key = identity.key
+
+    def sign(self, body: T) -> Signed[T]:
+        kind, _, encode, _ = KINDS[type(body)]
+        e = seal(self._identity, kind, encode(body).SerializeToString(deterministic=True))
+        return Signed(body, e.author, e.digest, e.sent)
+
+
+class Opener:
+    """Verifies, then decodes. Keeps the last `remember` verified envelopes, by the SHA-256 of their bytes."""
+
+    def __init__(self, run: RunId, owner: PeerKey, *, remember: int = 16_384):
+        self.run = run
+        self.owner = owner
+        self._seen: OrderedDict[bytes, Signed[Any]] = OrderedDict()
+        self._remember = remember
+
+    def open(self, sent: bytes, body: type[T]) -> Signed[T]:
+        """The signed body of the given type. Raises MalformedError, SignatureError, AdmissionError."""
+        kind, limit, _, decode = KINDS[body]
+        if len(sent) > limit:
+            raise MalformedError(f"a {kind} message of {len(sent)} bytes: at most {limit} are accepted")
+        name = sha256(kind.encode(), b"\x00", sent)
+        if (known := self._seen.get(name)) is not None:
+            self._seen.move_to_end(name)
+            return known
+        envelope = open_envelope(sent, kind, limit=limit)
+        decoded = decode(envelope.payload, self)
+        if decoded.run != self.run:
+            raise MalformedError(f"a {kind} message of another run ({decoded.run.short})")
+        if body in (Admission, Final) and envelope.author != self.owner:
+            raise AdmissionError(f"a {kind} message that is not signed by the run's owner")
+        signed = self._signed(envelope, decoded)
+        self._seen[name] = signed
+        while len(self._seen) > self._remember:
+            self._seen.popitem(last=False)
+        return signed
+
+    def open_any(self, sent: bytes, kind: str) -> Signed[Any]:
+        """As `open`, for a kind by its name on the wire."""
+        body = _BY_KIND.get(kind)
+        if body is None:
+            raise MalformedError(f"a message of unknown kind {kind[:32]!r}")
+        return self.open(sent, body)
+
+    def header(self, sent: bytes) -> Signed[Header]:
+        """A signed header whose author the run's owner admitted (at some time: see `admission_at`)."""
+        signed = self.open(sent, Header)
+        self.admission_of(signed.body.admission, signed.author)
+        return signed
+
+    def admission_of(self, sent: bytes, peer: PeerKey) -> Admission:
+        """The admission of this peer in an envelope. Raises AdmissionError when it is another's."""
+        admission = self.open(sent, Admission).body
+        if admission.peer != peer:
+            raise AdmissionError(f"peer {peer.short} presents an admission of {admission.peer.short}")
+        return admission
+
+    def admission_at(self, sent: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = 600) -> Admission:
+        """The admission of this peer, valid at a time within a tolerance for clocks. Raises AdmissionError."""
+        a = self.admission_of(sent, peer)
+        if not a.not_before - tolerance <= unix_seconds <= a.not_after + tolerance:
+            raise AdmissionError(
+                f"the admission of peer {peer.short} is not valid now: it lasts from {a.not_before} to {a.not_after}, "
+                f"and this clock says {unix_seconds:.0f}; a wrong clock, or a renewal that did not happen, is the cause"
+            )
+        return a
+
+    def certificate(self, sent: bytes) -> Certificate:
+        """A certificate: every header and vote verified, votes by more than two thirds of its contributors."""
+        m = _parsed(wire.Certificate(), sent)
+        if len(m.votes) > MAX_CONTRIBUTORS:
+            raise MalformedError("a certificate with too many votes")
+        record = self.open(m.record, Record)
+        votes = tuple(self.open(v, Vote) for v in m.votes)
+        return check_certificate(Certificate(record, votes))
+
+    @staticmethod
+    def _signed(envelope: Envelope, body: T) -> Signed[T]:
+        return Signed(body, envelope.author, envelope.digest, envelope.sent)
+
+
+def check_certificate(certificate: Certificate) -> Certificate:
+    """The same certificate, if its votes make it one. Raises MalformedError."""
+    record, votes = certificate.record, certificate.votes
+    contributors = set(record.body.contributors)
+    if any(a.author >= b.author for a, b in zip(votes, votes[1:], strict=False)):
+        raise MalformedError("a certificate lists each vote once, by ascending key")
+    if any(v.body.record != record.digest or v.author not in contributors for v in votes):
+        raise MalformedError("a certificate with a vote for another record, or by no contributor")
+    if len(votes) < votes_needed(len(contributors)):
+        raise MalformedError(f"{len(votes)} votes of {len(contributors)} contributors are not more than two thirds")
+    return certificate
+
+
+def encode_certificate(certificate: Certificate) -> bytes:
+    """A certificate's bytes for the wire and the disk."""
+    return wire.Certificate(
+        record=certificate.record.sent, votes=[v.sent for v in certificate.votes]
+    ).SerializeToString(deterministic=True)
+
+
+def body_digest(author: PeerKey, body: Body) -> Digest:
+    """The digest that a body signed by the author has."""
+    kind, _, encode, _ = KINDS[type(body)]
+    return content_digest(kind, author, encode(body).SerializeToString(deterministic=True))

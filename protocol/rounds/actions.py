@@ -1,0 +1,134 @@
+"""What is to be done: the round machine's outputs, carried out in order by whoever drives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.ids import Digest, PeerKey, Round
+from protocol.messages import Certificate, Signed
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send to every member known (best effort; the machine repeats what matters)."""
+
+    message: Signed
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send to one member (best effort)."""
+
+    to: PeerKey
+    messages: tuple[Signed, ...] = ()
+    certificates: tuple[Certificate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MakeUpdate:
+    """Trainer: end the inner step, compress the pseudo-gradient; answered by `UpdateReady` with the same parent."""
+
+    round: Round
+    parent: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBlob:
+    """Get an update's blob from its author or any holder, check it; answered by BlobHeld, BlobBad or BlobMissing."""
+
+    blob: Digest
+    size: int
+    author: PeerKey
+    holders: tuple[PeerKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropBlob:
+    """Nobody needs this blob any more: stop fetching it, forget it."""
+
+    blob: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestChain:
+    """Ask a member for what comes after the newest of `have`; answered by ChainHeard or ChainSilent."""
+
+    to: PeerKey
+    have: tuple[Digest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCertificate:
+    """Store: this certificate is part of our tree of records; write it down before acting on what follows."""
+
+    certificate: Certificate
+
+
+@dataclass(frozen=True, slots=True)
+class KeepFinal:
+    """Store: the owner's newest final."""
+
+    message: Signed
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Trainer: the one record after the state that it holds. Answered by Applied or ApplyFailed.
+
+    `missed` are own blobs that this decided round leaves out: they go back into the error feedback.
+    `next_window` is the end of the own windows that the chain has accepted; `weight` the chain's accepted windows after it.
+    """
+
+    certificate: Certificate
+    missed: tuple[Digest, ...]
+    next_window: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """Trainer: leave what you hold, get the state after the last of `path`: start from the newest state you can have
+    among `path`'s base states (path[i].record.base_state is the state before path[i]) and apply the rest.
+
+    `path` runs from a record whose base state some member has as a checkpoint (or the genesis) to the new head.
+    Blobs are fetched by the driver as they are needed. `missed` as in `Apply`: own blobs on the branch that was left,
+    or lost with the state. Answered by Applied or ApplyFailed.
+    """
+
+    path: tuple[Certificate, ...]
+    missed: tuple[Digest, ...]
+    next_window: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Something that a person or a log should hear: `level` is info, warning or error; `about` a peer, if one."""
+
+    level: str
+    kind: str
+    text: str
+    about: PeerKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The run has reached its total tokens, or (after Leave) all that could be done is done: the driver may stop."""
+
+    reason: str
+
+
+Action = (
+    Broadcast
+    | Send
+    | MakeUpdate
+    | FetchBlob
+    | DropBlob
+    | RequestChain
+    | KeepCertificate
+    | KeepFinal
+    | Apply
+    | Resync
+    | Report
+    | Finished
+)

@@ -1,0 +1,127 @@
+"""What can happen to a member: the round machine's inputs. Messages in them have been verified (`messages.Opener`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate, Final, Goodbye, Header, Heartbeat, Record, Signed, Vote
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed. Needed only for faults and heartbeats; `machine.next_tick` says when the next one is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A message arrived: from its author, or passed on by another member."""
+
+    message: Signed[Heartbeat] | Signed[Goodbye] | Signed[Header] | Signed[Record] | Signed[Vote] | Signed[Final]
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateHeard:
+    """A whole certificate arrived from `source`."""
+
+    certificate: Certificate
+    source: PeerKey
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHeard:
+    """The answer to a `RequestChain`: certificates, oldest first, each the child of the one before."""
+
+    certificates: tuple[Certificate, ...]
+    final: Signed[Final] | None
+    source: PeerKey
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSilent:
+    """A `RequestChain` was not answered in time, or with rubbish."""
+
+    source: PeerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The own trainer's work: windows done that no update of ours covers yet, and how it goes."""
+
+    windows: int
+    loss: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReady:
+    """The own trainer's answer to `MakeUpdate`: the blob is in the store. `blob is None`: nothing was trained yet."""
+
+    parent: Digest
+    first_window: int
+    end_window: int
+    inner_steps: int
+    blob: Digest | None
+    blob_size: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlobHeld:
+    """A blob that was asked for by `FetchBlob` is in the store, and passed every check."""
+
+    blob: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class BlobBad:
+    """The blob's bytes are what its digest names, and they break the codec's rules: its author is at fault."""
+
+    blob: Digest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlobMissing:
+    """Nobody gave the blob in time. It may be asked for again."""
+
+    blob: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The trainer holds the state after `record` (the newest record of an `Apply` or `Resync`)."""
+
+    record: Digest
+    state: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyFailed:
+    """The trainer could not apply (it died, or a blob is gone): the machine asks for a `Resync` in due time."""
+
+    record: Digest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The user wants to stop: announce what is done, say goodbye."""
+
+
+Event = (
+    Tick
+    | Heard
+    | CertificateHeard
+    | ChainHeard
+    | ChainSilent
+    | Progress
+    | UpdateReady
+    | BlobHeld
+    | BlobBad
+    | BlobMissing
+    | Applied
+    | ApplyFailed
+    | Leave
+)

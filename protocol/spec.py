@@ -1,0 +1,278 @@
+"""The run spec: everything that peers must agree on. Its canonical bytes are a blob whose digest is the run id.
+
+A spec is written by the run owner's tools from a commented TOML file (see `examples/`), as canonical JSON (RFC 8785),
+and signed with the owner's key. A peer accepts it only when its digest is the run id in the invite.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import rfc8785
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.envelope import Envelope, open_envelope, seal
+from protocol.errors import SignatureError, SpecError
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey, RunId
+from protocol.merkle import MAX_BLOB, blob_digest
+
+KIND = "run-spec"
+MAX_SPEC = 1024 * 1024
+
+Hex32 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+Seconds = Annotated[float, Field(gt=0, le=86_400 * 7)]
+
+
+class Section(BaseModel):
+    """A table of the spec: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class BlobRef(Section):
+    """A blob that the spec names: the digest of its bytes (see `merkle`) and their number."""
+
+    digest: Hex32
+    size: Annotated[int, Field(ge=0, le=MAX_BLOB)]
+
+    @property
+    def name(self) -> Digest:
+        return Digest.parse(self.digest)
+
+
+class ModelSpec(Section):
+    """Any causal language model of `transformers`, by its config."""
+
+    config: dict[str, Any] = Field(description="the model's transformers config, with its model_type")
+
+    @model_validator(mode="after")
+    def _has_type(self):
+        if not isinstance(self.config.get("model_type"), str):
+            raise ValueError('write model_type, e.g. model_type = "llama"')
+        if "auto_map" in self.config or self.config.get("trust_remote_code"):
+            raise ValueError("models that bring their own code are not accepted: remove auto_map and trust_remote_code")
+        return self
+
+
+class Shard(BlobRef):
+    """A file of tokens, little endian, of the data's dtype."""
+
+    tokens: Count
+
+
+class DataSpec(Section):
+    """Pre-tokenised shards. Window w is tokens [w*window, (w+1)*window + 1) of a shard: inputs and shifted targets."""
+
+    window: Annotated[int, Field(ge=8, le=2**20)]
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    train: Annotated[list[Shard], Field(min_length=1, max_length=65_536)]
+    validation: Annotated[list[Shard], Field(max_length=1024)] = []
+    addresses: Annotated[list[str], Field(max_length=64)] = Field(
+        default=[],
+        description="fsspec addresses of folders that hold the shards as DIGEST.tokens; "
+        "when none has a shard, it is fetched from the swarm as a blob",
+    )
+
+    @property
+    def train_windows(self) -> int:
+        """Windows in all training shards together."""
+        return sum(windows_in(s.tokens, self.window) for s in self.train)
+
+
+def windows_in(tokens: int, window: int) -> int:
+    """How many windows a shard of so many tokens has (the last target is one token beyond its window)."""
+    return max(0, (tokens - 1) // window)
+
+
+class Schedule(Section):
+    """Learning rate as a factor of `lr`, a function of the tokens that the chain has accepted."""
+
+    kind: Literal["constant", "cosine", "wsd"] = "cosine"
+    warmup_tokens: Annotated[int, Field(ge=0, le=2**53)] = 0
+    total_tokens: Annotated[int, Field(ge=0, le=2**53)] = 0
+    decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+class InnerSpec(Section):
+    """The inner optimiser: what a peer does between rounds."""
+
+    optimiser: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0, le=10)] = 1e-3
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
+    clip_norm: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    batch: Annotated[int, Field(ge=1, le=65_536)] = Field(default=16, description="windows in one inner step")
+    schedule: Schedule = Schedule()
+
+
+class CodecSpec(Section):
+    """How pseudo-gradients are compressed."""
+
+    kind: Literal["sparse", "int8", "none"] = "sparse"
+    k: Annotated[int, Field(ge=64, le=4096)] = Field(
+        default=64, description="coordinates kept of each chunk of 4096 (sparse)"
+    )
+    beta: Annotated[float, Field(ge=0, le=1)] = Field(default=0.95, description="decay of the error feedback")
+
+
+class OuterSpec(Section):
+    """How accepted updates change the state."""
+
+    mean: Literal["senders", "all"] = "senders"
+    clip: Literal["median", "none"] = "median"
+    weight_cap: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="the largest share of a round's weight that one update can have"
+    )
+    optimiser: Literal["plain", "nesterov"] = "plain"
+    lr: Annotated[float, Field(gt=0, le=10)] = 1.0
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+
+class RoundSpec(Section):
+    """When a round ends and how long anything is waited for. Timers are for faults: a healthy round waits for none."""
+
+    target_tokens: Count = Field(description="the swarm's tokens that end a round's training")
+    max_seconds: Seconds = Field(default=600, description="a round's training ends after this time whatever was done")
+    exchange_seconds: Seconds = Field(default=60, description="from announcing to proposing without those who are late")
+    propose_seconds: Seconds = Field(default=10, description="how long the first in rank is waited for, then the next")
+    patience_seconds: Seconds = Field(
+        default=120, description="how long a certificate with less than half of the announced tokens is held back"
+    )
+    heartbeat_seconds: Seconds = 2.0
+    member_seconds: Seconds = Field(default=20, description="a member not heard of for so long is not waited for")
+    max_update_tokens: Count = Field(description="the most tokens one update may claim")
+    max_members: Annotated[int, Field(ge=1, le=10_000)] = 256
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.member_seconds < 2 * self.heartbeat_seconds:
+            raise ValueError("member_seconds must be at least twice heartbeat_seconds")
+        return self
+
+
+class AdmissionSpec(Section):
+    """Who may contribute."""
+
+    mode: Literal["open", "invite", "allow"] = "open"
+    seconds: Annotated[int, Field(ge=60, le=30 * 86_400)] = Field(
+        default=86_400, description="an admission lasts so long"
+    )
+    allow: Annotated[list[Hex32], Field(max_length=100_000)] = Field(
+        default=[], description='peer keys, for mode "allow"'
+    )
+
+
+class CreditSpec(Section):
+    """One credit is 10^15 model FLOPs of accepted training; kept in integers of a millionth of it."""
+
+    flops_per_parameter_token: Annotated[int, Field(ge=1, le=1000)] = 6
+
+
+class CheckpointSpec(Section):
+    """Which states are kept and when they become final."""
+
+    every: Annotated[int, Field(ge=1, le=100_000)] = Field(default=10, description="rounds between checkpoints")
+    keep: Annotated[int, Field(ge=1, le=1000)] = Field(default=2, description="checkpoints that each member keeps")
+    final_depth: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        default=12, description="the owner signs a record as final when so many are built on it"
+    )
+
+
+class RunSpec(Section):
+    """The whole spec. See `examples/sotu.toml` for a commented file from which one is made."""
+
+    version: Literal[1] = 1
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
+    owner: Hex32
+    seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    total_tokens: Annotated[int, Field(ge=0, le=2**53)] = Field(
+        default=0, description="training ends when the chain has accepted so many tokens; 0: never"
+    )
+    model: ModelSpec
+    genesis: BlobRef = Field(description="the checkpoint that is state[0]")
+    tokenizer: BlobRef
+    data: DataSpec
+    inner: InnerSpec = InnerSpec()
+    codec: CodecSpec = CodecSpec()
+    outer: OuterSpec = OuterSpec()
+    round: RoundSpec
+    admission: AdmissionSpec = AdmissionSpec()
+    credit: CreditSpec = CreditSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.round.max_update_tokens < self.inner.batch * self.data.window:
+            raise ValueError("round.max_update_tokens must allow one inner step: inner.batch * data.window tokens")
+        if self.data.train_windows < 1:
+            raise ValueError("data.train holds less than one window of tokens")
+        if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:
+            raise ValueError('inner.schedule.total_tokens must be set, or inner.schedule.kind = "constant"')
+        return self
+
+    @property
+    def owner_key(self) -> PeerKey:
+        return PeerKey.parse(self.owner)
+
+    @property
+    def max_update_windows(self) -> int:
+        """The most windows that one update may cover."""
+        return self.round.max_update_tokens // self.data.window
+
+    def canonical(self) -> bytes:
+        """RFC 8785 JSON: the bytes that the run id names."""
+        return rfc8785.dumps(self.model_dump(mode="json"))
+
+    @property
+    def run_id(self) -> RunId:
+        return RunId(blob_digest(self.canonical()))
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """One line a problem: the field, what is wrong, and what was found there."""
+    lines = []
+    for e in error.errors():
+        field = ".".join(str(part) for part in e["loc"]) or "the spec"
+        what = {
+            "missing": "is missing",
+            "extra_forbidden": "is not a field of the spec: remove it, or mend its spelling",
+        }
+        message = what.get(e["type"], e["msg"].removeprefix("Value error, "))
+        found = "" if e["type"] in ("missing", "value_error") else f" (found {str(e['input'])[:60]!r})"
+        lines.append(f"{where}: {field}: {message}{found}")
+    return "\n".join(lines)
+
+
+def parse_spec(data: bytes) -> RunSpec:
+    """A spec from its canonical bytes. Raises SpecError for anything else."""
+    if len(data) > MAX_SPEC:
+        raise SpecError(f"a run spec of {len(data)} bytes: at most {MAX_SPEC} are accepted")
+    try:
+        spec = RunSpec.model_validate_json(data)
+    except ValidationError as e:
+        raise SpecError(explain(e, "run spec")) from None
+    if spec.canonical() != data:
+        raise SpecError("the run spec is not in canonical form: it was made by another version of Cairn or altered")
+    return spec
+
+
+def sign_spec(owner: Identity, spec: RunSpec) -> Envelope:
+    """The signed spec. Raises SpecError when the key is not the owner's."""
+    if owner.key != spec.owner_key:
+        raise SpecError(f"this run is owned by {spec.owner[:8]}, not by the key {owner.key.short}")
+    return seal(owner, KIND, spec.canonical())
+
+
+def open_spec(sent: bytes, run: RunId) -> RunSpec:
+    """The spec in a signed envelope, if it is the run's. Raises SpecError, SignatureError, MalformedError."""
+    envelope = open_envelope(sent, KIND, limit=MAX_SPEC + 1024)
+    if blob_digest(envelope.payload) != run:
+        raise SpecError(f"this spec is not that of run {run.short}")
+    spec = parse_spec(envelope.payload)
+    if envelope.author != spec.owner_key:
+        raise SignatureError("the run spec is not signed by the owner that it names")
+    return spec

@@ -1,0 +1,154 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetRunRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    def __init__(self, run: _Optional[bytes] = ...) -> None: ...
+
+class GetRunReply(_message.Message):
+    __slots__ = ("spec", "addresses")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    spec: bytes
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, spec: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AdmitRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: bytes
+    def __init__(self, request: _Optional[bytes] = ...) -> None: ...
+
+class AdmitBody(_message.Message):
+    __slots__ = ("run", "time", "code", "name")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    time: int
+    code: str
+    name: str
+    def __init__(self, run: _Optional[bytes] = ..., time: _Optional[int] = ..., code: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class AdmitReply(_message.Message):
+    __slots__ = ("admission", "time", "addresses")
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    admission: bytes
+    time: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, admission: _Optional[bytes] = ..., time: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    def __init__(self, run: _Optional[bytes] = ...) -> None: ...
+
+class PeerStatus(_message.Message):
+    __slots__ = ("peer", "name", "phase", "round", "loss", "tokens_per_second", "bytes_up", "bytes_down", "micro_credits_settled", "micro_credits_pending", "head", "seconds_since_heard", "device")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    MICRO_CREDITS_SETTLED_FIELD_NUMBER: _ClassVar[int]
+    MICRO_CREDITS_PENDING_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    peer: bytes
+    name: str
+    phase: str
+    round: int
+    loss: float
+    tokens_per_second: float
+    bytes_up: int
+    bytes_down: int
+    micro_credits_settled: int
+    micro_credits_pending: int
+    head: bytes
+    seconds_since_heard: float
+    device: str
+    def __init__(self, peer: _Optional[bytes] = ..., name: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., head: _Optional[bytes] = ..., seconds_since_heard: _Optional[float] = ..., device: _Optional[str] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("name", "round", "head", "state", "state_round", "tokens", "total_tokens", "tokens_per_second", "loss", "peers", "page", "checkpoint", "checkpoint_round", "final_round")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STATE_ROUND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ROUND_FIELD_NUMBER: _ClassVar[int]
+    FINAL_ROUND_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    round: int
+    head: bytes
+    state: bytes
+    state_round: int
+    tokens: int
+    total_tokens: int
+    tokens_per_second: float
+    loss: float
+    peers: _containers.RepeatedCompositeFieldContainer[PeerStatus]
+    page: str
+    checkpoint: bytes
+    checkpoint_round: int
+    final_round: int
+    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., state: _Optional[bytes] = ..., state_round: _Optional[int] = ..., tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., page: _Optional[str] = ..., checkpoint: _Optional[bytes] = ..., checkpoint_round: _Optional[int] = ..., final_round: _Optional[int] = ...) -> None: ...
+
+class AccountRequest(_message.Message):
+    __slots__ = ("run", "peer")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    peer: bytes
+    def __init__(self, run: _Optional[bytes] = ..., peer: _Optional[bytes] = ...) -> None: ...
+
+class AccountReply(_message.Message):
+    __slots__ = ("name", "micro_credits_settled", "micro_credits_pending", "tokens", "rounds", "newest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MICRO_CREDITS_SETTLED_FIELD_NUMBER: _ClassVar[int]
+    MICRO_CREDITS_PENDING_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    micro_credits_settled: int
+    micro_credits_pending: int
+    tokens: int
+    rounds: int
+    newest: _containers.RepeatedCompositeFieldContainer[AccountEntry]
+    def __init__(self, name: _Optional[str] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., newest: _Optional[_Iterable[_Union[AccountEntry, _Mapping]]] = ...) -> None: ...
+
+class AccountEntry(_message.Message):
+    __slots__ = ("round", "record", "tokens", "micro_credits", "settled")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MICRO_CREDITS_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    record: bytes
+    tokens: int
+    micro_credits: int
+    settled: bool
+    def __init__(self, round: _Optional[int] = ..., record: _Optional[bytes] = ..., tokens: _Optional[int] = ..., micro_credits: _Optional[int] = ..., settled: bool = ...) -> None: ...

@@ -1,0 +1,174 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Envelope(_message.Message):
+    __slots__ = ("kind", "payload", "key", "signature")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    payload: bytes
+    key: bytes
+    signature: bytes
+    def __init__(self, kind: _Optional[str] = ..., payload: _Optional[bytes] = ..., key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class Admission(_message.Message):
+    __slots__ = ("run", "peer", "not_before", "not_after", "name")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    NOT_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NOT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    peer: bytes
+    not_before: int
+    not_after: int
+    name: str
+    def __init__(self, run: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., not_before: _Optional[int] = ..., not_after: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class Header(_message.Message):
+    __slots__ = ("run", "round", "parent", "base_state", "first_window", "end_window", "inner_steps", "blob", "blob_size", "loss", "admission")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    BASE_STATE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    END_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    BLOB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    round: int
+    parent: bytes
+    base_state: bytes
+    first_window: int
+    end_window: int
+    inner_steps: int
+    blob: bytes
+    blob_size: int
+    loss: float
+    admission: bytes
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., first_window: _Optional[int] = ..., end_window: _Optional[int] = ..., inner_steps: _Optional[int] = ..., blob: _Optional[bytes] = ..., blob_size: _Optional[int] = ..., loss: _Optional[float] = ..., admission: _Optional[bytes] = ...) -> None: ...
+
+class Record(_message.Message):
+    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    BASE_STATE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    round: int
+    parent: bytes
+    base_state: bytes
+    attempt: int
+    updates: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("run", "round", "record")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    round: int
+    record: bytes
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ...) -> None: ...
+
+class Certificate(_message.Message):
+    __slots__ = ("record", "votes")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
+    record: bytes
+    votes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, record: _Optional[bytes] = ..., votes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Final(_message.Message):
+    __slots__ = ("run", "round", "record")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    round: int
+    record: bytes
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("run", "sequence", "round", "head", "weight", "windows", "phase", "tokens_per_second", "loss", "bytes_up", "bytes_down", "known", "addresses", "admission", "device")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    sequence: int
+    round: int
+    head: bytes
+    weight: int
+    windows: int
+    phase: str
+    tokens_per_second: float
+    loss: float
+    bytes_up: int
+    bytes_down: int
+    known: _containers.RepeatedScalarFieldContainer[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    admission: bytes
+    device: str
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., weight: _Optional[int] = ..., windows: _Optional[int] = ..., phase: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., admission: _Optional[bytes] = ..., device: _Optional[str] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ("run", "sequence")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    sequence: int
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class Packet(_message.Message):
+    __slots__ = ("messages", "certificates")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedScalarFieldContainer[bytes]
+    certificates: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, messages: _Optional[_Iterable[bytes]] = ..., certificates: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ChainRequest(_message.Message):
+    __slots__ = ("run", "have")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    have: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, run: _Optional[bytes] = ..., have: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ChainReply(_message.Message):
+    __slots__ = ("certificates", "final", "more")
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    certificates: _containers.RepeatedScalarFieldContainer[bytes]
+    final: bytes
+    more: bool
+    def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., final: _Optional[bytes] = ..., more: bool = ...) -> None: ...
