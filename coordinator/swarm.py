@@ -1,0 +1,64 @@
+"""What the coordinator sees of the swarm: the interface that an observer of the chain offers.
+
+`cairn` implements it over the peer package's observer node; tests implement it in a few lines. All calls are made on
+the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate, Final, Heartbeat, Signed
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A member's newest heartbeat, and how long ago it came."""
+
+    heartbeat: Heartbeat
+    seconds_since: float
+
+
+class SwarmView(Protocol):
+    """The chain and the members, as an observer holds them."""
+
+    @property
+    def head(self) -> Digest:
+        """The newest record of the chain by fork choice, or the genesis."""
+        ...
+
+    @property
+    def final(self) -> Signed[Final] | None:
+        """The newest final that the swarm knows."""
+        ...
+
+    async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
+        """The chain from the child of `record` towards the head: oldest first, at most `limit`, fewer only at the head.
+
+        `record` may be the genesis. None when `record` is not on the chain that leads to the head, or when what follows
+        it is not there yet. May read from disk.
+        """
+        ...
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls back, on the event loop, whenever the head or the final changed. Returns what ends that."""
+        ...
+
+    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+        """The members that were heard of lately, observers too."""
+        ...
+
+    def addresses(self) -> Sequence[str]:
+        """Multiaddresses at which the swarm is entered, this observer's own first."""
+        ...
+
+    async def publish_final(self, final: Signed[Final]) -> None:
+        """Tell the swarm, and keep telling newcomers. The same final may be published again."""
+        ...
+
+    def has_blob(self, digest: Digest) -> bool:
+        """Whether a blob (a checkpoint, by its state digest) is in the observer's store."""
+        ...
