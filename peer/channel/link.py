@@ -1,0 +1,187 @@
+"""The node's end of the channel: starts the trainer's process, speaks with it, and sees it out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from peer.channel.messages import MAX_LINE, FromTrainer, ToTrainer, from_line, to_line
+from peer.errors import ChannelError, TrainerDied
+
+log = logging.getLogger("peer.trainer")
+
+SEND_SECONDS = 30.0
+"""A trainer takes messages between inner steps; the socket's buffer holds many. Longer than this means it is stuck."""
+
+_STDERR_LINES = 40
+_STDERR_LINE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerExit:
+    """How a trainer ended: its return code (negative: the signal) and the last lines that it printed."""
+
+    code: int
+    last_lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        how = f"with code {self.code}"
+        if self.code < 0:
+            with contextlib.suppress(ValueError):
+                how = f"by {signal.Signals(-self.code).name}"
+        cause = " (out of memory is the usual cause: the system log tells)" if self.code == -signal.SIGKILL else ""
+        tail = "; its last words: " + " | ".join(self.last_lines[-5:]) if self.last_lines else ""
+        return f"the trainer ended {how}{cause}{tail}"
+
+
+class TrainerLink:
+    """One trainer process. Use: `start`, `send`, `async for message in link`, then `stop`."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ):
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._lines: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._sending = asyncio.Lock()
+        self._drain = asyncio.create_task(self._drain_output())
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        threads: int = 1,
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] | None = None,
+    ) -> TrainerLink:
+        """A trainer's process, which waits for `Start`. It dies with this process, however this process ends.
+
+        `environment` adds to this process's own; `command` replaces `python -m peer.training` (for tests).
+        Raises TrainerDied when the process cannot be made.
+        """
+        ours, theirs = socket.socketpair()
+        env = dict(os.environ) | {
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        argv = [*(command or (sys.executable, "-m", "peer.training")), "--fd", str(theirs.fileno())]
+        argv += ["--parent", str(os.getpid())]
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(),),
+                    env=env | dict(environment or {}),
+                    # A Ctrl-C in the terminal is for the node, which then asks the trainer to stop.
+                    start_new_session=True,
+                )
+        except OSError as e:
+            ours.close()
+            raise TrainerDied(f"cannot start the trainer: {e}; check {argv[0]} and the limits on processes") from None
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.returncode is None
+
+    async def send(self, message: ToTrainer) -> None:
+        """Give a message to the trainer. Raises TrainerDied when it is gone, or takes nothing for SEND_SECONDS."""
+        line = to_line(message)
+        try:
+            async with self._sending:
+                self._writer.write(line)
+                await asyncio.wait_for(self._writer.drain(), SEND_SECONDS)
+        except asyncio.TimeoutError:
+            raise TrainerDied(
+                f"the trainer (process {self.pid}) has taken no message for {SEND_SECONDS:.0f} s"
+            ) from None
+        except (ConnectionError, RuntimeError) as e:
+            raise TrainerDied(f"the trainer (process {self.pid}) is gone: {e}") from None
+
+    async def __aiter__(self) -> AsyncIterator[FromTrainer]:
+        """Messages until the trainer closes the channel (it exited: see `wait`). Raises ChannelError on rubbish."""
+        while True:
+            try:
+                line = await self._reader.readline()
+            except ConnectionError:
+                return
+            except ValueError:
+                raise ChannelError(f"the trainer sent a line of more than {MAX_LINE} bytes") from None
+            if not line.endswith(b"\n"):
+                return
+            message = from_line(line[:-1])
+            if not isinstance(message, FromTrainer):
+                raise ChannelError(f"the trainer sent a {type(message).__name__} message, which is for trainers")
+            yield message
+
+    async def wait(self) -> TrainerExit:
+        """When the process has ended: how. Give it a deadline, or call `stop`, which has one."""
+        code = await self._process.wait()
+        # Whoever inherited the pipe may hold it open: what was printed last is read by then, or lost.
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._drain), 1.0)
+        return TrainerExit(code, tuple(self._lines))
+
+    async def stop(self, seconds: float = 5.0) -> TrainerExit:
+        """See the process out: wait for it this long with the channel closed, then kill it. Idempotent.
+
+        It saves nothing: send `Stop` and await `Stopped` first.
+        """
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), seconds)
+        except asyncio.TimeoutError:
+            log.warning("the trainer (process %d) did not exit in %.0f s: killed", self.pid, seconds)
+            self.kill()
+        gone = await self.wait()
+        self._drain.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+            await asyncio.gather(self._drain, self._writer.wait_closed())
+        return gone
+
+    def kill(self) -> None:
+        """SIGKILL, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _drain_output(self) -> None:
+        """Keep the last lines that the trainer printed, and log each: a full pipe would block it."""
+        stream = self._process.stdout
+        if stream is None:
+            return
+        rest = b""
+        while data := await stream.read(1 << 14):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[-_STDERR_LINE:]
+            for line in lines:
+                self._keep(line)
+        if rest:
+            self._keep(rest)
+
+    def _keep(self, line: bytes) -> None:
+        text = line[:_STDERR_LINE].decode(errors="replace").strip()
+        if text:
+            self._lines.append(text)
+            log.info("%s", text)

@@ -1,0 +1,93 @@
+"""The trainer's end of the channel: blocking, polled between inner steps."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+from peer.channel.messages import MAX_LINE, FromTrainer, Progress, ToTrainer, from_line, to_line
+from peer.errors import ChannelError
+
+SEND_SECONDS = 60.0
+"""A node that reads nothing for so long is gone or stuck: the trainer gives up."""
+
+_READ = 1 << 16
+
+
+class TrainerEnd:
+    """Messages from and to the node, over a connected stream socket that this object owns."""
+
+    def __init__(self, connection: socket.socket):
+        connection.setblocking(False)
+        self._socket = connection
+        self._buffer = bytearray()
+        self._scanned = 0
+        self._closed = False
+
+    @classmethod
+    def from_fd(cls, fd: int) -> TrainerEnd:
+        """The end whose descriptor this process inherited. Raises ChannelError when it is no socket."""
+        try:
+            return cls(socket.socket(fileno=fd))
+        except OSError as e:
+            raise ChannelError(f"descriptor {fd} is not the channel to a node ({e.strerror})") from None
+
+    def receive(self, seconds: float | None) -> ToTrainer | None:
+        """The next message; None when none came in this time (None: wait for one, 0: only look).
+
+        Raises ChannelError when the node closed the channel, or sent what is not a message to a trainer.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            end = self._buffer.find(b"\n", self._scanned)
+            if end >= 0:
+                line = bytes(self._buffer[:end])
+                del self._buffer[: end + 1]
+                self._scanned = 0
+                message = from_line(line)
+                if not isinstance(message, ToTrainer):
+                    raise ChannelError(f"a {type(message).__name__} message is not for the trainer")
+                return message
+            self._scanned = len(self._buffer)
+            if len(self._buffer) > MAX_LINE:
+                raise ChannelError(f"a line of more than {MAX_LINE} bytes on the channel")
+            if self._closed:
+                raise ChannelError("the node closed the channel")
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._socket], [], [], left)[0]:
+                return None
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_READ)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as e:
+            raise ChannelError(f"the channel to the node broke ({e.strerror})") from None
+        if data:
+            self._buffer += data
+        else:
+            self._closed = True
+
+    def send(self, message: FromTrainer) -> None:
+        """Give a message to the node. Progress is dropped when the node is behind; the next one says as much.
+
+        Raises ChannelError when the node is gone, or does not read for SEND_SECONDS.
+        """
+        left = memoryview(to_line(message))
+        deadline = time.monotonic() + SEND_SECONDS
+        if isinstance(message, Progress) and not select.select([], [self._socket], [], 0)[1]:
+            return
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except (BlockingIOError, InterruptedError):
+                if not select.select([], [self._socket], [], max(0.0, deadline - time.monotonic()))[1]:
+                    raise ChannelError(f"the node read nothing for {SEND_SECONDS:.0f} s") from None
+            except OSError as e:
+                raise ChannelError(f"the channel to the node broke ({e.strerror})") from None
+
+    def close(self) -> None:
+        self._socket.close()

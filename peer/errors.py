@@ -1,0 +1,25 @@
+"""What can go wrong in a peer, apart from what others send: one tree, worded for the volunteer who runs it."""
+
+from __future__ import annotations
+
+from protocol.errors import CairnError
+
+
+class PeerError(CairnError):
+    """The root of a peer's own failures."""
+
+
+class ChannelError(PeerError):
+    """The channel between node and trainer broke: closed, silent for too long, or a line that is no message."""
+
+
+class TrainerDied(PeerError):
+    """The trainer's process ended, or could not start: the message has its return code and last words."""
+
+
+class TrainingError(PeerError):
+    """The trainer cannot do what it was asked to (device, memory, data, a state that does not match)."""
+
+
+class SavedStateError(PeerError):
+    """A saved trainer state that cannot be used: damaged, of another run, peer or model, or not writable."""
