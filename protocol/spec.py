@@ -15,6 +15,7 @@ from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import SignatureError, SpecError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
+from protocol.layout import Layout, TensorShape
 from protocol.merkle import MAX_BLOB, blob_digest
 
 KIND = "run-spec"
@@ -46,6 +47,10 @@ class ModelSpec(Section):
     """Any causal language model of `transformers`, by its config."""
 
     config: dict[str, Any] = Field(description="the model's transformers config, with its model_type")
+    tensors: Annotated[list[tuple[str, list[Annotated[int, Field(ge=1, le=2**40)]]]], Field(min_length=1)] = Field(
+        description="name and shape of each parameter, by ascending name: the layout of updates, so that a node "
+        "knows it without building the model"
+    )
 
     @model_validator(mode="after")
     def _has_type(self):
@@ -54,6 +59,11 @@ class ModelSpec(Section):
         if "auto_map" in self.config or self.config.get("trust_remote_code"):
             raise ValueError("models that bring their own code are not accepted: remove auto_map and trust_remote_code")
         return self
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that `tensors` lists. Raises MalformedError when they are not in order."""
+        return Layout(tuple(TensorShape(name, tuple(shape)) for name, shape in self.tensors))
 
 
 class Shard(BlobRef):
