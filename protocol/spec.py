@@ -12,7 +12,7 @@ import rfc8785
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from protocol.envelope import Envelope, open_envelope, seal
-from protocol.errors import SignatureError, SpecError
+from protocol.errors import MalformedError, SignatureError, SpecError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.layout import Layout, TensorShape
@@ -216,6 +216,12 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _consistent(self):
+        try:
+            layout = self.model.layout
+        except MalformedError as e:
+            raise ValueError(f"model.tensors: {e}") from None
+        if 4 * layout.numel > MAX_BLOB:
+            raise ValueError("model.tensors: the model is larger than a checkpoint can be")
         if self.round.max_update_tokens < self.inner.batch * self.data.window:
             raise ValueError("round.max_update_tokens must allow one inner step: inner.batch * data.window tokens")
         if self.data.train_windows < 1:
