@@ -1,0 +1,55 @@
+"""Rows of small numbers to bytes and back: eight fields of `width` bits become `width` bytes, least significant first.
+
+Eight fields lie in one 64-bit word, a byte each, and three shift-and-mask steps press out the unused bits (the
+"compress" of Hacker's Delight, section 7-4, for a regular mask). Plain tensor operations on any device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def packed_size(count: int, width: int) -> int:
+    """Bytes that `count` fields of `width` bits take: the last byte is filled up with zero bits."""
+    return -(-count * width // 8)
+
+
+def _lanes(bits: int, lane: int) -> int:
+    """`bits` ones at the foot of every lane of `lane` bits of a 64-bit word."""
+    return sum(((1 << bits) - 1) << at for at in range(0, 64, lane))
+
+
+def pack(fields: Tensor, width: int) -> Tensor:
+    """uint8 [n, count] of values below 2**width, width 1 to 7, to uint8 [n, packed_size(count, width)]."""
+    n, count = fields.shape
+    words = -(-count // 8)
+    if count % 8:
+        padded = torch.zeros((n, words * 8), dtype=torch.uint8, device=fields.device)
+        padded[:, :count] = fields
+        fields = padded
+    x = fields.contiguous().view(torch.int64)
+    for step in (1, 2, 4):  # neighbours of 8, 16 and 32 bits move together
+        low = _lanes(8 * step, 16 * step)
+        x = (x & low) | ((x & ~low) >> ((8 - width) * step))
+    out = x.view(torch.uint8).view(n, words, 8)[:, :, :width].reshape(n, words * width)
+    return out[:, : packed_size(count, width)]
+
+
+def unpack(packed: Tensor, count: int, width: int) -> Tensor:
+    """The inverse of `pack`, with what lies beyond: uint8 [n, packed_size] to uint8 [n, count rounded up to 8].
+
+    Fields from `count` on hold the filling bits; a strict reader checks that they are zero.
+    """
+    n = packed.shape[0]
+    words = -(-count // 8)
+    spread = torch.zeros((n, words, 8), dtype=torch.uint8, device=packed.device)
+    whole = packed.shape[1] // width
+    spread[:, :whole, :width] = packed[:, : whole * width].view(n, whole, width)
+    if rest := packed.shape[1] - whole * width:
+        spread[:, whole, :rest] = packed[:, whole * width :]
+    x = spread.view(n, words * 8).view(torch.int64)
+    for step in (4, 2, 1):
+        low = _lanes(width * step, 16 * step)
+        x = (x & low) | ((x << ((8 - width) * step)) & (low << (8 * step)))
+    return x.view(torch.uint8)

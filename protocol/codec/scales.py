@@ -1,0 +1,51 @@
+"""Scales on the wire: bfloat16, little endian, 0 or between 2^-60 and 2^30. Exact in fp32 by a shift of 16 bits.
+
+The bounds keep every decoded value finite, and products with it far from overflow and (but for absurd clip factors)
+from the subnormal numbers. Encoders work within MAX_INPUT, so that rounding up never leaves the bounds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from protocol.codec.interface import refuse
+
+MAX_INPUT = 2.0**29
+"""The largest magnitude that an encoder takes. A pseudo-gradient beyond it is a training that has diverged."""
+MAX_VALUE = 2.0**30
+"""No decoded value is larger in magnitude."""
+MIN_SCALE = 2.0**-60
+
+
+def to_wire(scales: Tensor) -> Tensor:
+    """fp32 [n] or [n, c], each exactly a bfloat16, to uint8 [n, 2c]."""
+    bits = scales.reshape(scales.shape[0], -1).contiguous().view(torch.int32) >> 16
+    return torch.stack([bits & 0xFF, bits >> 8], 2).to(torch.uint8).view(scales.shape[0], -1)
+
+
+def from_wire(packed: Tensor, most: float = MAX_VALUE) -> Tensor:
+    """uint8 [n, 2c] from a stranger to fp32 [n, c]: 0 or from MIN_SCALE to `most`. Raises RecordError otherwise.
+
+    Negative numbers (negative zero too), infinities and NaNs all lie outside of the bounds.
+    """
+    wide = packed.to(torch.int32)
+    scales = ((wide[:, 0::2] << 16) | (wide[:, 1::2] << 24)).view(torch.float32)
+    # As integers: positive floats are ordered as their bits are, and -0.0 is not 0.
+    bits = scales.view(torch.int32)
+    low, high = torch.tensor([MIN_SCALE, most]).view(torch.int32).tolist()
+    refuse(((bits != 0) & ((bits < low) | (bits > high))).any(1), "a scale is negative, not finite or out of bounds")
+    return scales
+
+
+def nearest(scales: Tensor) -> Tensor:
+    """fp32 to the nearest scale (ties to even), what is below MIN_SCALE to 0."""
+    rounded = scales.to(torch.bfloat16).to(torch.float32)
+    return torch.where(rounded < MIN_SCALE, torch.zeros_like(rounded), rounded)
+
+
+def not_below(scales: Tensor) -> Tensor:
+    """fp32 to the smallest scale that is not below; what is below MIN_SCALE to 0."""
+    bits = scales.contiguous().view(torch.int32)
+    rounded = ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    return torch.where(scales < MIN_SCALE, torch.zeros_like(rounded), rounded)

@@ -1,0 +1,118 @@
+"""A state as bytes: its canonical checkpoint file, and the state digest, which is that file's blob digest.
+
+Whoever holds a state can therefore serve it chunk by chunk, and whoever fetches it can check every chunk against what
+the chain says. The file is safetensors: anything that reads those reads a checkpoint.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from protocol.errors import MalformedError
+from protocol.ids import Digest
+from protocol.layout import Layout, TensorShape
+from protocol.merkle import CHUNK, leaf_hash, tree_hash
+from protocol.spec import OuterSpec
+
+STAGE = 256 * CHUNK
+"""Bytes of a tensor on an accelerator that are copied to memory at a time."""
+BATCH = 256
+"""Chunks that wait to be hashed at a time."""
+
+
+def state_layout(model: Layout, outer: OuterSpec) -> Layout:
+    """The layout of a run's states: the model's tensors, and the outer optimiser's if it keeps any."""
+    return model.with_momentum() if outer.optimiser == "nesterov" else model
+
+
+def flat(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:
+    """The named tensor as a 1-d view of the same memory.
+
+    Raises MalformedError unless it is there, fp32, contiguous and of the layout's shape (or flattened).
+    """
+    tensor = tensors.get(shape.name)
+    if tensor is None:
+        raise MalformedError(f"tensor {shape.name[:120]!r} of the run's layout is missing")
+    tensor = tensor.detach()
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise MalformedError(f"tensor {shape.name[:120]!r} is not contiguous fp32: it is {tensor.dtype}")
+    if tuple(tensor.shape) not in (shape.shape, (shape.numel,)):
+        raise MalformedError(f"tensor {shape.name[:120]!r} has shape {tuple(tensor.shape)}, not {shape.shape}")
+    return tensor.view(-1)
+
+
+def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """The checkpoint file of a state in pieces of CHUNK bytes, the last one shorter.
+
+    Most are views of the tensors' own memory: use each before the state changes. Raises MalformedError for tensors that
+    do not fit the layout.
+    """
+    parts = [flat(tensors, t) for t in layout.tensors]
+    header = memoryview(layout.checkpoint_header())
+    yield from (header[i : i + CHUNK] for i in range(0, len(header), CHUNK))
+    pending = bytearray()  # the start of a chunk that spans tensors
+    for piece in _pieces(parts):
+        at = 0
+        if pending:
+            at = min(CHUNK - len(pending), len(piece))
+            pending += piece[:at]
+            if len(pending) < CHUNK:
+                continue
+            yield memoryview(pending)
+            pending = bytearray()
+        whole = at + (len(piece) - at) // CHUNK * CHUNK
+        yield from (piece[i : i + CHUNK] for i in range(at, whole, CHUNK))
+        pending += piece[whole:]
+    if pending:
+        yield memoryview(pending)
+
+
+def _pieces(parts: list[Tensor]) -> Iterator[memoryview]:
+    """The bytes of each flat tensor: views where it is in memory, copies of STAGE bytes where it is not."""
+    for part in parts:
+        for some in (part,) if part.device.type == "cpu" else part.split(STAGE // 4):
+            yield some.cpu().numpy().data.cast("B")
+
+
+def state_leaves(layout: Layout, tensors: Mapping[str, Tensor], threads: int | None = None) -> list[bytes]:
+    """The leaf hashes of a state's checkpoint file, by `threads` at once (by default one a core, at most 8)."""
+    chunks = checkpoint_chunks(layout, tensors)
+    leaves: list[bytes] = []
+    # hashlib lets go of the interpreter's lock while it hashes a chunk.
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+        while batch := list(islice(chunks, BATCH)):
+            leaves += pool.map(leaf_hash, batch)
+    return leaves
+
+
+def state_digest(layout: Layout, tensors: Mapping[str, Tensor], threads: int | None = None) -> Digest:
+    """The state's digest: that of the blob which is its checkpoint file."""
+    return tree_hash(state_leaves(layout, tensors, threads))
+
+
+def tensors_from_checkpoint(layout: Layout, data: bytes | bytearray | memoryview | mmap.mmap) -> dict[str, Tensor]:
+    """The tensors in a checkpoint file of this layout: fp32 copies, in memory of their own.
+
+    The bytes are taken to be what a digest vouched for. Raises MalformedError when they are not of this layout.
+    """
+    header = layout.checkpoint_header()
+    if len(data) != layout.checkpoint_size:
+        raise MalformedError(f"a checkpoint of {len(data)} bytes: for this model it has {layout.checkpoint_size}")
+    if data[: len(header)] != header:
+        raise MalformedError("this checkpoint is of another model, or its header is not in canonical form")
+    tensors: dict[str, Tensor] = {}
+    offset = len(header)
+    with memoryview(data) as view:
+        for shape in layout.tensors:
+            tensor = torch.empty(shape.numel, dtype=torch.float32)
+            tensor.numpy().data.cast("B")[:] = view[offset : offset + 4 * shape.numel]
+            tensors[shape.name] = tensor.view(shape.shape)
+            offset += 4 * shape.numel
+    return tensors
