@@ -49,16 +49,46 @@ def content_digest(kind: str, author: PeerKey, payload: bytes) -> Digest:
 def seal(identity: Identity, kind: str, payload: bytes) -> Envelope:
     """Sign a payload."""
     signature = identity.sign(pae(kind, payload))
-    sent = wire.Envelope(kind=kind, payload=payload, key=bytes(identity.key), signature=signature).SerializeToString()
-    return Envelope(kind, identity.key, payload, sent)
+    return Envelope(kind, identity.key, payload, _written(kind, payload, identity.key, signature))
+
+
+def _written(kind: str, payload: bytes, key: bytes, signature: bytes) -> bytes:
+    """The one accepted way to write these four down."""
+    message = wire.Envelope(kind=kind, payload=payload, key=bytes(key), signature=signature)
+    return message.SerializeToString(deterministic=True)
 
 
 def open_envelope(sent: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> Envelope:
     """Verify an envelope of the given kind. The payload is not looked at.
 
-    Raises MalformedError for anything that is not an envelope of at most `limit` bytes, SignatureError for
-    another kind or a signature that does not verify.
+    Raises MalformedError for anything that is not an envelope of at most `limit` bytes, written as `seal` writes it,
+    SignatureError for another kind or a signature that does not verify.
     """
+    message = _parsed(sent, kind, limit)
+    if message.kind != kind:
+        raise SignatureError(f"a message of kind {message.kind[:32]!r} where {kind!r} was expected")
+    author = PeerKey(message.key)
+    if len(message.signature) != 64:
+        raise SignatureError("an Ed25519 signature is 64 bytes")
+    # The envelope around the payload is not signed: were there more than one way to write it, whoever passes a
+    # message on could pad it, and make of one header any number that all verify.
+    if _written(kind, message.payload, author, message.signature) != sent:
+        raise MalformedError(f"the envelope of a {kind} message is not in canonical form")
+    verify(author, pae(kind, message.payload), message.signature)
+    return Envelope(kind, author, message.payload, bytes(sent))
+
+
+def kind_of(sent: bytes, *, limit: int = MAX_ENVELOPE) -> str:
+    """The kind that an envelope claims, unverified: only for choosing how to open it. Raises MalformedError."""
+    return _parsed(sent, "signed", limit).kind
+
+
+def author_of(sent: bytes, *, limit: int = MAX_ENVELOPE) -> PeerKey:
+    """The author that an envelope claims, unverified: only for refusing cheaply. Raises MalformedError."""
+    return PeerKey(_parsed(sent, "signed", limit).key)
+
+
+def _parsed(sent: bytes, kind: str, limit: int) -> wire.Envelope:
     if len(sent) > limit:
         raise MalformedError(f"a {kind} message of {len(sent)} bytes: at most {limit} are accepted")
     message = wire.Envelope()
@@ -66,22 +96,4 @@ def open_envelope(sent: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> Envel
         message.ParseFromString(sent)
     except DecodeError:
         raise MalformedError(f"the bytes of a {kind} message do not parse") from None
-    if message.kind != kind:
-        raise SignatureError(f"a message of kind {message.kind[:32]!r} where {kind!r} was expected")
-    author = PeerKey(message.key)
-    if len(message.signature) != 64:
-        raise SignatureError("an Ed25519 signature is 64 bytes")
-    verify(author, pae(kind, message.payload), message.signature)
-    return Envelope(kind, author, message.payload, bytes(sent))
-
-
-def kind_of(sent: bytes, *, limit: int = MAX_ENVELOPE) -> str:
-    """The kind that an envelope claims, unverified: only for choosing how to open it. Raises MalformedError."""
-    if len(sent) > limit:
-        raise MalformedError(f"a message of {len(sent)} bytes: at most {limit} are accepted")
-    message = wire.Envelope()
-    try:
-        message.ParseFromString(sent)
-    except DecodeError:
-        raise MalformedError("the bytes of a message do not parse") from None
-    return message.kind
+    return message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from protocol.errors import IdentityError, MalformedError, SignatureError
+from protocol.errors import IdentityError, SignatureError
 from protocol.ids import PeerKey
 
 _PEM_LABEL = "CAIRN PRIVATE KEY"
@@ -58,7 +58,7 @@ def from_key_file(text: str) -> Identity:
         raise IdentityError("this is not a Cairn key file; move it away and a new identity is made at the next start")
     try:
         return Identity(bytes.fromhex(lines[1]))
-    except (ValueError, MalformedError):
+    except (ValueError, IdentityError):
         raise IdentityError(
             "the key file is damaged: restore it from a copy, or move it away for a new identity"
         ) from None

@@ -16,6 +16,9 @@ MAX_COUNT = 2**53
 """Bound on every counter on the wire: exact in JSON and in a double."""
 
 
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+
+
 class _Bytes32(bytes):
     """32 bytes with a kind. Ordered and hashed as bytes; printed as hex."""
 
@@ -29,10 +32,10 @@ class _Bytes32(bytes):
     @classmethod
     def parse(cls, text: str):
         """From 64 hexadecimal digits. Raises MalformedError."""
-        try:
-            return cls(bytes.fromhex(text))
-        except ValueError:
-            raise MalformedError(f"{text[:80]!r} is not a {cls.__name__}: want 64 hexadecimal digits") from None
+        # `fromhex` alone would take white space too: one name would have many spellings.
+        if len(text) != 64 or not set(text) <= _HEX_DIGITS:
+            raise MalformedError(f"{text[:80]!r} is not a {cls.__name__}: want 64 hexadecimal digits")
+        return cls(bytes.fromhex(text))
 
     @property
     def short(self) -> str:
@@ -94,8 +97,12 @@ def b64url(data: bytes) -> str:
 
 
 def from_b64url(text: str) -> bytes:
-    """The inverse of `b64url`. Raises MalformedError."""
+    """The inverse of `b64url`, for exactly the texts that it makes. Raises MalformedError."""
     try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except ValueError:
-        raise MalformedError("not base64url text") from None
+        data = None
+    # The decoder overlooks padding in odd places, the plain alphabet's + and /, and stray bits at the end.
+    if data is None or b64url(data) != text:
+        raise MalformedError("not base64url text")
+    return data

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from protocol.envelope import Envelope, content_digest, open_envelope, seal
+from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
@@ -27,6 +27,10 @@ MAX_ADDRESSES = 16
 MAX_ADDRESS = 200
 MAX_CONTRIBUTORS = 4096
 MAX_KNOWN = 4096
+MAX_CERTIFICATE = MAX_ENVELOPE
+"""No certificate is larger. The limits of headers and votes (`KINDS`) are such that the largest there can be fits."""
+MAX_REMEMBERED = 32 * 1024 * 1024
+"""About the most memory, in bytes, that an `Opener` spends on the verified messages of one kind."""
 PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving")
 
 
@@ -219,6 +223,12 @@ def _finite(what: str, value: float) -> float:
     return value
 
 
+def _rate(what: str, value: float) -> float:
+    if not 0 <= value <= MAX_COUNT:
+        raise MalformedError(f"{what} is not a number from 0 to {MAX_COUNT}")
+    return value
+
+
 def _text(what: str, value: str, top: int) -> str:
     if len(value.encode()) > top or not value.isprintable():
         raise MalformedError(f"{what} is longer than {top} bytes or not printable")
@@ -252,9 +262,10 @@ def _decode_record(payload: bytes, opener: Opener) -> Record:
         raise MalformedError(f"a record lists 1 to {MAX_CONTRIBUTORS} updates, not {len(m.updates)}")
     run, parent, base = RunId(m.run), Digest(m.parent), Digest(m.base_state)
     number = Round(_bounded("round", m.round, MAX_ROUND))
-    updates = tuple(opener.header(u) for u in m.updates)
-    if any(a.author >= b.author for a, b in zip(updates, updates[1:], strict=False)):
+    # Claimed authors first: else one admitted key could have thousands of headers verified in vain.
+    if not _ascending([author_of(u, limit=HEADER_LIMIT) for u in m.updates]):
         raise MalformedError("a record lists each author once, by ascending key")
+    updates = tuple(opener.header(u) for u in m.updates)
     for u in updates:
         if (u.body.run, u.body.round, u.body.parent, u.body.base_state) != (run, number, parent, base):
             raise MalformedError("a record lists an update of another run, round, parent or base")
@@ -280,7 +291,7 @@ def _decode_heartbeat(payload: bytes, _: Opener) -> Heartbeat:
     return Heartbeat(
         RunId(m.run), _bounded("sequence", m.sequence), Round(_bounded("round", m.round, MAX_ROUND)), Digest(m.head),
         _bounded("weight", m.weight), _bounded("windows", m.windows), m.phase,
-        _finite("tokens_per_second", m.tokens_per_second), _finite("loss", m.loss), _bounded("bytes_up", m.bytes_up),
+        _rate("tokens_per_second", m.tokens_per_second), _finite("loss", m.loss), _bounded("bytes_up", m.bytes_up),
         _bounded("bytes_down", m.bytes_down), tuple(m.known),
         tuple(_text("address", a, MAX_ADDRESS) for a in m.addresses), bytes(m.admission),
         _text("device", m.device, 80),
@@ -290,6 +301,10 @@ def _decode_heartbeat(payload: bytes, _: Opener) -> Heartbeat:
 def _decode_goodbye(payload: bytes, _: Opener) -> Goodbye:
     m = _parsed(wire.Goodbye(), payload)
     return Goodbye(RunId(m.run), _bounded("sequence", m.sequence))
+
+
+def _ascending(keys: Sequence[PeerKey]) -> bool:
+    return all(a < b for a, b in zip(keys, keys[1:], strict=False))
 
 
 M = TypeVar("M", bound=Message)
@@ -303,11 +318,16 @@ def _parsed(message: M, payload: bytes) -> M:
     return message
 
 
-KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Opener], Any]]] = {
-    Admission: ("admission", 1024, _encode_admission, _decode_admission),
-    Header: ("update", 4096, _encode_header, _decode_header),
-    Record: ("record", 4 * 1024 * 1024 - 65536, _encode_record, _decode_record),
-    Vote: ("vote", 1024, _encode_vote, _decode_vote),
+# The limits leave room for what a field or two more would take, and no more: a record must fit MAX_ENVELOPE, and a
+# certificate MAX_CERTIFICATE, though each of MAX_CONTRIBUTORS pads its messages as far as it may.
+HEADER_LIMIT = 640
+VOTE_LIMIT = 256
+
+KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Any], Any]]] = {
+    Admission: ("admission", 320, _encode_admission, _decode_admission),
+    Header: ("update", HEADER_LIMIT, _encode_header, _decode_header),
+    Record: ("record", MAX_ENVELOPE, _encode_record, _decode_record),
+    Vote: ("vote", VOTE_LIMIT, _encode_vote, _decode_vote),
     Final: ("final", 1024, _encode_final, _decode_final),
     Heartbeat: ("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),
     Goodbye: ("goodbye", 1024, _encode_goodbye, _decode_goodbye),
@@ -333,28 +353,62 @@ class KeySigner:
         self.key = identity.key
 
     def sign(self, body: T) -> Signed[T]:
-        kind, _, encode, _ = KINDS[type(body)]
+        """The signed body, rounded as the wire rounds it. Raises MalformedError for a body that others would refuse."""
+        kind, limit, encode, decode = KINDS[type(body)]
         e = seal(self._identity, kind, encode(body).SerializeToString(deterministic=True))
+        if len(e.sent) > limit:
+            raise MalformedError(f"a {kind} message of {len(e.sent)} bytes: at most {limit} are accepted")
+        if not isinstance(body, Record):  # whose updates are verified already
+            body = decode(e.payload, None)
         return Signed(body, e.author, e.digest, e.sent)
 
 
+class _Memory:
+    """The verified envelopes of one kind that were used last, by SHA-256; bounded in number and in bytes."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self._used = 0
+        self._seen: OrderedDict[bytes, Signed[Any]] = OrderedDict()
+
+    def get(self, name: bytes) -> Signed[Any] | None:
+        if (known := self._seen.get(name)) is not None:
+            self._seen.move_to_end(name)
+        return known
+
+    def put(self, name: bytes, signed: Signed[Any]) -> None:
+        self._seen[name] = signed
+        self._used += self._cost(signed)
+        while len(self._seen) > self._count or self._used > MAX_REMEMBERED:
+            self._used -= self._cost(self._seen.popitem(last=False)[1])
+
+    @staticmethod
+    def _cost(signed: Signed[Any]) -> int:
+        # About what the decoded values take: 8 bytes of `known` on the wire are 40 in a tuple of ints.
+        return 1024 + 5 * len(signed.sent)
+
+
 class Opener:
-    """Verifies, then decodes. Keeps the last `remember` verified envelopes, by the SHA-256 of their bytes."""
+    """Verifies, then decodes. Keeps the last `remember` verified envelopes of each kind, within MAX_REMEMBERED: a flood
+    of one kind, which anybody may sign, leaves the others remembered."""
 
     def __init__(self, run: RunId, owner: PeerKey, *, remember: int = 16_384):
         self.run = run
         self.owner = owner
-        self._seen: OrderedDict[bytes, Signed[Any]] = OrderedDict()
-        self._remember = remember
+        self._seen = {body: _Memory(remember) for body in KINDS}
 
     def open(self, sent: bytes, body: type[T]) -> Signed[T]:
-        """The signed body of the given type. Raises MalformedError, SignatureError, AdmissionError."""
+        """The signed body of the given type. Raises MalformedError, SignatureError, AdmissionError.
+
+        A header's author was admitted by the owner, and a heartbeat's too unless it presents no admission; at some
+        time: see `admission_at`. A vote or a record may be anybody's: whether its author is a contributor is the
+        chain's and the round machine's to say.
+        """
         kind, limit, _, decode = KINDS[body]
         if len(sent) > limit:
             raise MalformedError(f"a {kind} message of {len(sent)} bytes: at most {limit} are accepted")
-        name = sha256(kind.encode(), b"\x00", sent)
-        if (known := self._seen.get(name)) is not None:
-            self._seen.move_to_end(name)
+        name = sha256(sent)
+        if (known := self._seen[body].get(name)) is not None:
             return known
         envelope = open_envelope(sent, kind, limit=limit)
         decoded = decode(envelope.payload, self)
@@ -362,10 +416,10 @@ class Opener:
             raise MalformedError(f"a {kind} message of another run ({decoded.run.short})")
         if body in (Admission, Final) and envelope.author != self.owner:
             raise AdmissionError(f"a {kind} message that is not signed by the run's owner")
-        signed = self._signed(envelope, decoded)
-        self._seen[name] = signed
-        while len(self._seen) > self._remember:
-            self._seen.popitem(last=False)
+        if body is Header or (body is Heartbeat and decoded.admission):
+            self.admission_of(decoded.admission, envelope.author)
+        signed = Signed(decoded, envelope.author, envelope.digest, envelope.sent)
+        self._seen[body].put(name, signed)
         return signed
 
     def open_any(self, sent: bytes, kind: str) -> Signed[Any]:
@@ -377,9 +431,7 @@ class Opener:
 
     def header(self, sent: bytes) -> Signed[Header]:
         """A signed header whose author the run's owner admitted (at some time: see `admission_at`)."""
-        signed = self.open(sent, Header)
-        self.admission_of(signed.body.admission, signed.author)
-        return signed
+        return self.open(sent, Header)
 
     def admission_of(self, sent: bytes, peer: PeerKey) -> Admission:
         """The admission of this peer in an envelope. Raises AdmissionError when it is another's."""
@@ -400,29 +452,36 @@ class Opener:
 
     def certificate(self, sent: bytes) -> Certificate:
         """A certificate: every header and vote verified, votes by more than two thirds of its contributors."""
+        if len(sent) > MAX_CERTIFICATE:
+            raise MalformedError(f"a certificate of {len(sent)} bytes: at most {MAX_CERTIFICATE} are accepted")
         m = _parsed(wire.Certificate(), sent)
         if len(m.votes) > MAX_CONTRIBUTORS:
             raise MalformedError("a certificate with too many votes")
         record = self.open(m.record, Record)
+        # Claimed authors and the count before any signature is looked at.
+        _check_voters(record.body, [author_of(v, limit=VOTE_LIMIT) for v in m.votes])
         votes = tuple(self.open(v, Vote) for v in m.votes)
         return check_certificate(Certificate(record, votes))
-
-    @staticmethod
-    def _signed(envelope: Envelope, body: T) -> Signed[T]:
-        return Signed(body, envelope.author, envelope.digest, envelope.sent)
 
 
 def check_certificate(certificate: Certificate) -> Certificate:
     """The same certificate, if its votes make it one. Raises MalformedError."""
     record, votes = certificate.record, certificate.votes
-    contributors = set(record.body.contributors)
-    if any(a.author >= b.author for a, b in zip(votes, votes[1:], strict=False)):
-        raise MalformedError("a certificate lists each vote once, by ascending key")
-    if any(v.body.record != record.digest or v.author not in contributors for v in votes):
-        raise MalformedError("a certificate with a vote for another record, or by no contributor")
-    if len(votes) < votes_needed(len(contributors)):
-        raise MalformedError(f"{len(votes)} votes of {len(contributors)} contributors are not more than two thirds")
+    _check_voters(record.body, [v.author for v in votes])
+    ballot = (record.body.run, record.body.round, record.digest)
+    if any((v.body.run, v.body.round, v.body.record) != ballot for v in votes):
+        raise MalformedError("a certificate with a vote for another record")
     return certificate
+
+
+def _check_voters(record: Record, voters: Sequence[PeerKey]) -> None:
+    contributors = record.contributors
+    if not _ascending(voters):
+        raise MalformedError("a certificate lists each vote once, by ascending key")
+    if not set(voters) <= set(contributors):
+        raise MalformedError("a certificate with a vote by no contributor of its record")
+    if len(voters) < votes_needed(len(contributors)):
+        raise MalformedError(f"{len(voters)} votes of {len(contributors)} contributors are not more than two thirds")
 
 
 def encode_certificate(certificate: Certificate) -> bytes:

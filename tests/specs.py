@@ -1,0 +1,77 @@
+"""A tiny valid run, for tests that need one: its owner, its spec, and peers that it admits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.identity import Identity
+from protocol.ids import Digest, sha256
+from protocol.messages import Admission, KeySigner, Signed
+from protocol.spec import RunSpec
+
+
+def identity(name: str | int) -> Identity:
+    """The same key for the same name, always."""
+    return Identity(sha256(f"test identity {name}".encode()))
+
+
+def digest(name: str | int) -> Digest:
+    """The same digest for the same name, always."""
+    return Digest(sha256(f"test digest {name}".encode()))
+
+
+OWNER = identity("owner")
+
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def spec_fields(**changes: Any) -> dict[str, Any]:
+    """The fields of a tiny valid spec, as plain values; `changes` replace whole top-level fields, None removes one."""
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "owner": OWNER.key.hex(),
+        "seed": 1,
+        "model": {"config": dict(TINY_LLAMA)},
+        "genesis": {"digest": digest("genesis").hex(), "size": 524_288},
+        "tokenizer": {"digest": digest("tokenizer").hex(), "size": 1000},
+        "data": {
+            "window": 16,
+            "dtype": "uint16",
+            "train": [{"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}],
+            "validation": [{"digest": digest("held out").hex(), "size": 2_000, "tokens": 1_000}],
+        },
+        "inner": {"batch": 4, "lr": 0.001, "schedule": {"kind": "constant"}},
+        "codec": {"kind": "sparse", "k": 256},
+        "round": {
+            "target_tokens": 1024,
+            "max_seconds": 30,
+            "exchange_seconds": 10,
+            "propose_seconds": 2,
+            "patience_seconds": 10,
+            "heartbeat_seconds": 0.5,
+            "member_seconds": 4,
+            "max_update_tokens": 16_384,
+        },
+    } | changes
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def tiny_spec(**changes: Any) -> RunSpec:
+    """A tiny valid spec; `changes` replace whole top-level fields (see `spec_fields`)."""
+    return RunSpec.model_validate(spec_fields(**changes))
+
+
+def admission(spec: RunSpec, peer: Identity, *, not_before: int = 0, not_after: int = 2**33) -> Signed[Admission]:
+    """The owner's admission of a peer to this run."""
+    body = Admission(spec.run_id, peer.key, not_before, not_after, f"peer {peer.key.short}")
+    return KeySigner(OWNER).sign(body)
