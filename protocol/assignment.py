@@ -1,7 +1,7 @@
 """Which windows of the data a peer trains on: a pure function of (spec seed, peer key, counter).
 
 A peer counts the windows that it trains on, from 0 and for ever. Pass p of a peer is its counters [p*n, (p+1)*n), n
-being the training windows there are; in each pass it sees every window exactly once, in an order of its own. So a peer's
+being the training windows there are; in each pass it sees every window exactly once, in its own order. So a peer's
 assignment is exactly uniform over each pass, peers are independent of each other, and anyone can tell what any peer was
 meant to have seen, one counter at a time, which is what audits need.
 

@@ -21,7 +21,7 @@ from protocol.layout import Layout
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Fields that say how a model is used, printed or stored, not what it computes: left out of a spec, so that a config.json
+# Fields that say how a model is used, printed or stored, not what it computes: left out, so that a config.json
 # from elsewhere can be pasted into a run.toml. Parameters are fp32 whatever its dtype says.
 _NOT_OF_THE_MODEL = frozenset(
     "_name_or_path _attn_implementation _commit_hash architectures attn_implementation chunk_size_feed_forward dtype "

@@ -1,0 +1,171 @@
+"""Where token shards come from: a verified file of this peer, or a folder at an address that the spec names.
+
+A source is asked for ranges of bytes with a deadline and a fixed size. It never gives more than was asked for; whether
+what it gives is right is for the reader to check.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from peer.errors import PeerError
+from protocol.ids import Digest
+from protocol.merkle import CHUNK, blob_leaves, chunk_count
+
+ALLOWED = ("file", "http", "https", "s3", "gs", "gcs", "az", "abfs", "hf")
+"""What an address may begin with. Addresses are written by a run's owner, whom a volunteer need not trust: fsspec's
+chained and code-loading file systems stay out."""
+
+MAX_STUCK = 8
+"""Calls to an address that never came back, after which it is asked no more."""
+
+
+class SourceError(PeerError):
+    """A source did not give what it was asked for. The message says why."""
+
+
+class Source(Protocol):
+    """Something that holds shards."""
+
+    name: str
+
+    def leaves(self, shard: Digest, size: int) -> bytes:
+        """The leaf hashes of a shard of `size` bytes, one after the other, unverified. Raises SourceError."""
+        ...
+
+    def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
+        """So many bytes at an offset, unverified. Raises SourceError."""
+        ...
+
+
+class LocalFiles:
+    """Shards that lie on this disk, as blobs of the peer's store or as prepared files."""
+
+    name = "this disk"
+
+    def __init__(self, paths: Mapping[Digest, Path]):
+        self._paths = dict(paths)
+
+    def leaves(self, shard: Digest, size: int) -> bytes:
+        """From the file beside it (`.leaves`) where there is one of the right size, else by hashing the shard."""
+        path = self._path(shard)
+        try:
+            for beside in (path.with_suffix(".leaves"), path.with_name(path.name + ".leaves")):
+                if beside != path and beside.is_file() and beside.stat().st_size == 32 * chunk_count(size):
+                    return beside.read_bytes()
+            if path.stat().st_size != size:
+                raise SourceError(f"{path} has {path.stat().st_size} bytes, the spec says {size}")
+            with path.open("rb") as file:
+                return b"".join(blob_leaves(chunk)[0] for chunk in iter(lambda: file.read(CHUNK), b""))
+        except OSError as e:
+            raise SourceError(f"{path}: {e.strerror or e}") from None
+
+    def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
+        path = self._path(shard)
+        try:
+            with path.open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), size, offset)
+        except OSError as e:
+            raise SourceError(f"{path}: {e.strerror or e}") from None
+
+    def _path(self, shard: Digest) -> Path:
+        if shard not in self._paths:
+            raise SourceError(f"shard {shard.short} is not on this disk")
+        return self._paths[shard]
+
+
+def at_address(address: str, timeout: float) -> Source:
+    """The source at an address of the spec: a folder with DIGEST.tokens and DIGEST.leaves. Raises SourceError."""
+    protocol, sep, _ = address.partition("://")
+    if "::" in address or (sep and protocol not in ALLOWED):
+        raise SourceError(f"{address[:100]}: an address begins with one of {', '.join(ALLOWED)}")
+    return HttpFolder(address, timeout) if protocol in ("http", "https") else FsspecFolder(address, timeout)
+
+
+class HttpFolder:
+    """A folder on an ordinary web server that answers range requests (RFC 9110 section 14)."""
+
+    def __init__(self, address: str, timeout: float):
+        self.name = address.rstrip("/")
+        self._timeout = timeout
+
+    def leaves(self, shard: Digest, size: int) -> bytes:
+        return self._range(f"{self.name}/{shard}.leaves", 0, 32 * chunk_count(size))
+
+    def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
+        return self._range(f"{self.name}/{shard}.tokens", offset, size)
+
+    def _range(self, url: str, start: int, size: int) -> bytes:
+        """Reads at most `size` bytes whatever the server sends, within the deadline."""
+        if not size:
+            return b""
+        until = time.monotonic() + self._timeout
+        request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{start + size - 1}"})
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                if response.status != 206 and start:
+                    raise SourceError(f"{url}: the server does not answer range requests (status {response.status})")
+                data = bytearray()
+                while len(data) < size and (piece := response.read1(size - len(data))):
+                    data += piece
+                    if time.monotonic() > until:
+                        raise SourceError(f"{url}: {len(data)} of {size} bytes after {self._timeout:.0f} s")
+                return bytes(data)
+        except urllib.error.HTTPError as e:
+            raise SourceError(f"{url}: status {e.code}") from None
+        except (OSError, http.client.HTTPException, ValueError) as e:
+            raise SourceError(f"{url}: {getattr(e, 'reason', None) or e or type(e).__name__}") from None
+
+
+class FsspecFolder:
+    """A folder on any file system that fsspec knows. Each call has a thread, for few of them have deadlines."""
+
+    def __init__(self, address: str, timeout: float):
+        self.name = address.rstrip("/")
+        self._timeout = timeout
+        self._stuck = 0
+
+    def leaves(self, shard: Digest, size: int) -> bytes:
+        return self._range(f"{shard}.leaves", 0, 32 * chunk_count(size))
+
+    def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
+        return self._range(f"{shard}.tokens", offset, size)
+
+    def _range(self, file: str, start: int, size: int) -> bytes:
+        if self._stuck >= MAX_STUCK:
+            raise SourceError(f"{self.name}: {MAX_STUCK} calls never came back")
+        result: list[bytes] = []
+        failure: list[Exception] = []
+
+        def call() -> None:
+            try:
+                fs, folder = _filesystem(self.name)
+                result.append(fs.cat_file(f"{folder}/{file}", start=start, end=start + size))
+            except Exception as e:  # noqa: BLE001 - any file system, any error: handed to the caller
+                failure.append(e)
+
+        thread = threading.Thread(target=call, name=f"read {file}", daemon=True)
+        thread.start()
+        thread.join(self._timeout)
+        if thread.is_alive():
+            self._stuck += 1
+            raise SourceError(f"{self.name}/{file}: no answer in {self._timeout:.0f} s")
+        if failure:
+            missing = isinstance(failure[0], FileNotFoundError)
+            reason = "is not there" if missing else str(failure[0]) or type(failure[0]).__name__
+            raise SourceError(f"{self.name}/{file}: {reason}")
+        return bytes(result[0])
+
+
+def _filesystem(address: str) -> tuple[Any, str]:
+    import fsspec.core
+
+    return fsspec.core.url_to_fs(address)
