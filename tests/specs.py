@@ -35,13 +35,29 @@ TINY_LLAMA: dict[str, Any] = {
 }
 
 
+def _tiny_llama_tensors() -> list[tuple[str, list[int]]]:
+    hidden, wide, vocabulary = 32, 64, 256
+    shapes = {"model.embed_tokens.weight": [vocabulary, hidden], "model.norm.weight": [hidden]}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{p}_proj.weight": [hidden, hidden] for p in "qkvo"}
+        shapes |= {f"{at}.mlp.{p}_proj.weight": [wide, hidden] for p in ("gate", "up")}
+        shapes |= {f"{at}.mlp.down_proj.weight": [hidden, wide]}
+        shapes |= {f"{at}.{n}_layernorm.weight": [hidden] for n in ("input", "post_attention")}
+    return sorted(shapes.items())
+
+
+TINY_LLAMA_TENSORS = _tiny_llama_tensors()
+"""What `protocol.model.model_layout` finds in a model of TINY_LLAMA: 28,832 parameters."""
+
+
 def spec_fields(**changes: Any) -> dict[str, Any]:
     """The fields of a tiny valid spec, as plain values; `changes` replace whole top-level fields, None removes one."""
     fields: dict[str, Any] = {
         "name": "tiny",
         "owner": OWNER.key.hex(),
         "seed": 1,
-        "model": {"config": dict(TINY_LLAMA)},
+        "model": {"config": dict(TINY_LLAMA), "tensors": list(TINY_LLAMA_TENSORS)},
         "genesis": {"digest": digest("genesis").hex(), "size": 524_288},
         "tokenizer": {"digest": digest("tokenizer").hex(), "size": 1000},
         "data": {
