@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest, sha256
-from protocol.merkle import CHUNK
+from protocol.merkle import CHUNK, MAX_BLOB
 
 CODEC_CHUNK = 4096
 """Coordinates in a codec chunk. Chunks lie over each flattened tensor; the last of a tensor may be shorter."""
 
 MAX_TENSORS = 100_000
+MAX_TENSOR_NAME = 256
+"""Bytes of a tensor's name in UTF-8."""
+MAX_DIMENSIONS = 8
 MAX_HEADER = 64 * 1024 * 1024
+MAX_NUMEL = (MAX_BLOB - MAX_HEADER - 8) // 4
+"""Parameters of a layout: a checkpoint holds no more."""
 MOMENTUM = "outer_momentum/"
 """Prefix of the outer optimiser's momentum tensors in a state."""
 
@@ -45,16 +51,20 @@ class Layout:
     tensors: tuple[TensorShape, ...]
 
     def __post_init__(self):
+        if not 1 <= len(self.tensors) <= MAX_TENSORS:
+            raise MalformedError(f"a layout lists 1 to {MAX_TENSORS:,} tensors, not {len(self.tensors):,}")
+        for t in self.tensors:
+            _check_tensor(t)
         names = [t.name.encode() for t in self.tensors]
-        if not names or len(names) > MAX_TENSORS or any(a >= b for a, b in zip(names, names[1:], strict=False)):
-            raise MalformedError("a layout lists 1 to 100,000 tensors, each once, by ascending name")
-        if any(n <= 0 for t in self.tensors for n in t.shape):
-            raise MalformedError("a layout's tensors have positive dimensions")
+        if any(a >= b for a, b in zip(names, names[1:], strict=False)):
+            raise MalformedError("a layout lists each tensor once, by ascending name")
+        if self.numel > MAX_NUMEL:
+            raise MalformedError(f"a layout of {self.numel:,} parameters: a checkpoint holds at most {MAX_NUMEL:,}")
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         """From names to shapes, in any order."""
-        return cls(tuple(TensorShape(n, tuple(shapes[n])) for n in sorted(shapes, key=str.encode)))
+        return cls(tuple(TensorShape(n, tuple(shapes[n])) for n in sorted(shapes, key=_utf8)))
 
     @cached_property
     def numel(self) -> int:
@@ -104,18 +114,59 @@ class Layout:
         Strict: only a file whose header is exactly `checkpoint_header` of its layout is accepted.
         Raises MalformedError.
         """
-        size = int.from_bytes(start[:8], "little")
-        if len(start) < 8 or not 0 < size <= MAX_HEADER or len(start) < 8 + size:
-            raise MalformedError("this is not a Cairn checkpoint: its header is cut off or too large")
-        try:
-            entries = json.loads(start[8 : 8 + size])
-            shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in entries.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise MalformedError("this is not a Cairn checkpoint: its header does not parse") from None
-        layout = cls.of(shapes)
-        if layout.checkpoint_header() != start[: 8 + size]:
+        size = checkpoint_header_size(start)
+        if len(start) < size:
+            raise MalformedError("this is not a Cairn checkpoint: its header is cut off")
+        layout = cls(tuple(_header_entries(bytes(start[8:size]))))
+        if layout.checkpoint_header() != start[:size]:
             raise MalformedError("this is not a Cairn checkpoint: its header is not in canonical form")
         return layout
+
+
+def _check_tensor(t: TensorShape) -> None:
+    name = _utf8(t.name)
+    # The name "__metadata__" means something else in safetensors.
+    if not 1 <= len(name) <= MAX_TENSOR_NAME or not t.name.isprintable() or t.name == "__metadata__":
+        raise MalformedError(
+            f"{t.name[:80]!r} is not the name of a tensor: want 1 to {MAX_TENSOR_NAME} printable bytes"
+        )
+    if len(t.shape) > MAX_DIMENSIONS or any(type(n) is not int or not 0 < n <= MAX_NUMEL for n in t.shape):
+        raise MalformedError(
+            f"tensor {t.name} has not at most {MAX_DIMENSIONS} dimensions, each from 1 to {MAX_NUMEL:,}"
+        )
+
+
+def _utf8(name: str) -> bytes:
+    try:
+        return name.encode()
+    except UnicodeEncodeError:
+        raise MalformedError(f"{name[:80]!r} is not the name of a tensor: it is not Unicode text") from None
+
+
+# One entry of `checkpoint_header`. A strange header is read entry by entry with this, not as JSON: 64 MiB of JSON can
+# unfold to gigabytes of lists, and a long number takes time that grows with the square of its length.
+_ENTRY = re.compile(
+    rb'"((?:[ !#-\[\]-~]|\\[ -~]){1,%d})":{"dtype":"F32","shape":\[((?:\d{1,13},){0,%d}\d{1,13})?\],'
+    rb'"data_offsets":\[\d{1,15},\d{1,15}\]}([,}])' % (6 * MAX_TENSOR_NAME, MAX_DIMENSIONS - 1)
+)
+
+
+def _header_entries(text: bytes) -> Iterator[TensorShape]:
+    """The tensors that a header lists, as far as it is in canonical form. Raises MalformedError where it is not."""
+    at = 1
+    for _ in range(MAX_TENSORS):
+        entry = _ENTRY.match(text, at)
+        if entry is None:
+            break
+        try:
+            name = json.loads(b'"' + entry[1] + b'"')
+        except ValueError:
+            break
+        yield TensorShape(name, tuple(int(n) for n in entry[2].split(b",")) if entry[2] else ())
+        if entry[3] == b"}":
+            return
+        at = entry.end()
+    raise MalformedError("this is not a Cairn checkpoint: its header is not in canonical form")
 
 
 def checkpoint_header_size(start: bytes) -> int:
