@@ -1,0 +1,344 @@
+"""Asks a run's coordinator: the spec, admission, how the swarm is, what a peer has earned.
+
+The coordinator is known by the fingerprint of its TLS certificate in the invite, and what it says is checked all the
+same: the spec against the run id, the admission against the owner's key. All four calls may be repeated without harm,
+so one that got no answer is tried again, at the next coordinator of the invite if there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from peer.errors import PeerError
+from protocol.envelope import seal
+from protocol.errors import CairnError, MalformedError
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.invite import TLS_NAME, Endpoint, Invite
+from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Opener, Signed
+from protocol.spec import RunSpec, open_spec
+from protocol.wire import coordinator_pb2 as wire
+from protocol.wire import coordinator_pb2_grpc as stubs
+
+T = TypeVar("T")
+
+CONNECT_SECONDS = 5.0
+MAX_REPLY = 4 * 1024 * 1024
+MAX_CERTIFICATE = 16 * 1024
+
+_OPTIONS = (
+    ("grpc.ssl_target_name_override", TLS_NAME),
+    ("grpc.max_receive_message_length", MAX_REPLY),
+    ("grpc.enable_retries", 0),  # tried again here, with one policy
+    ("grpc.enable_http_proxy", 0),  # the pinned certificate is fetched without one, too
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+_AGAIN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+)
+
+
+class CoordinatorUnreachable(PeerError):
+    """No coordinator of the invite answered."""
+
+
+class CoordinatorRefused(PeerError):
+    """The coordinator answered, and said no: asking again will not help."""
+
+
+class WrongCoordinator(PeerError):
+    """Who answers is not the coordinator that the invite means."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """A run's verified spec, the signed bytes to keep, and where its swarm is entered."""
+
+    spec: RunSpec
+    sent: bytes
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A verified admission; `clock_ahead` is by how many seconds this machine's clock is ahead of the coordinator's."""
+
+    admission: Signed[Admission]
+    addresses: tuple[str, ...]
+    clock_ahead: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """One peer as the coordinator sees it. Texts are printable and short, numbers finite."""
+
+    peer: PeerKey
+    name: str
+    phase: str
+    round: int
+    loss: float
+    tokens_per_second: float
+    bytes_up: int
+    bytes_down: int
+    micro_credits_settled: int
+    micro_credits_pending: int
+    head: Digest | None
+    seconds_since_heard: float
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The swarm as the coordinator sees it. `checkpoint` is the state digest of the newest one it holds."""
+
+    name: str
+    health: str
+    words: str
+    round: int
+    head: Digest
+    state: Digest
+    state_round: int
+    tokens: int
+    total_tokens: int
+    tokens_per_second: float
+    loss: float
+    peers: tuple[PeerStatus, ...]
+    page: str
+    checkpoint: Digest | None
+    checkpoint_round: int
+    final_round: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AccountEntry:
+    """What one accepted update earned."""
+
+    round: int
+    record: Digest
+    tokens: int
+    micro_credits: int
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a peer has earned in all, and its newest entries."""
+
+    name: str
+    micro_credits_settled: int
+    micro_credits_pending: int
+    tokens: int
+    rounds: int
+    newest: tuple[AccountEntry, ...]
+
+
+class CoordinatorClient:
+    """The coordinators of one invite. Use with `async with`, or close it."""
+
+    def __init__(self, invite: Invite, *, timeout: float = 10.0, attempts: int = 3):
+        self._invite = invite
+        self._timeout = timeout
+        self._attempts = attempts
+        self._channels: dict[Endpoint, grpc.aio.Channel] = {}
+        self._first = 0  # which coordinator answered last
+        self._lock = asyncio.Lock()
+        self._spec: RunSpec | None = None
+
+    async def __aenter__(self) -> CoordinatorClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close(None)
+
+    # -- the calls -------------------------------------------------------------------------------------------
+
+    async def get_run(self) -> RunInfo:
+        """The spec, verified against the invite's run id. Raises CairnError."""
+        request = wire.GetRunRequest(run=bytes(self._invite.run))
+        reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t))
+        self._spec = open_spec(reply.spec, self._invite.run)
+        return RunInfo(self._spec, reply.spec, _addresses(reply.addresses))
+
+    async def admit(self, identity: Identity, name: str = "", *, code: str | None = None) -> Admitted:
+        """An admission for this identity, or its renewal. `code`: the invite's, unless another is given.
+
+        Raises CoordinatorRefused (with the coordinator's reason), and CairnError for all else.
+        """
+        spec = self._spec or (await self.get_run()).spec
+        code = self._invite.code if code is None else code
+
+        def ask(stub: stubs.CoordinatorStub, seconds: float) -> Awaitable[wire.AdmitReply]:
+            # Signed anew for every attempt: the time in it is compared with the coordinator's clock.
+            body = wire.AdmitBody(run=bytes(self._invite.run), time=int(time.time()), code=code, name=name)
+            request = wire.AdmitRequest(
+                request=seal(identity, "admit", body.SerializeToString(deterministic=True)).sent
+            )
+            return stub.Admit(request, timeout=seconds)
+
+        reply: wire.AdmitReply = await self._call(ask)
+        opener = Opener(self._invite.run, spec.owner_key, remember=1)
+        ahead = time.time() - reply.time
+        # By the coordinator's clock, which the admission was made by; this one may be off.
+        opener.admission_at(reply.admission, identity.key, float(reply.time))
+        return Admitted(opener.open(reply.admission, Admission), _addresses(reply.addresses), ahead)
+
+    async def status(self) -> Status:
+        """How the swarm is. Raises CairnError."""
+        request = wire.StatusRequest(run=bytes(self._invite.run))
+        m: wire.StatusReply = await self._call(lambda stub, t: stub.Status(request, timeout=t))
+        return Status(
+            _text(m.name), _text(m.health), _text(m.words, 400), m.round, Digest(m.head), Digest(m.state),
+            m.state_round, m.tokens, m.total_tokens, _number(m.tokens_per_second), _number(m.loss), tuple(_peer(p) for p in m.peers),
+            _text(m.page, 300), Digest(m.checkpoint) if m.checkpoint else None, m.checkpoint_round,
+            m.final_round if m.HasField("final_round") else None,
+        )  # fmt: skip
+
+    async def account(self, peer: PeerKey) -> Account:
+        """What a peer has earned; all zero for one that the run does not know. Raises CairnError."""
+        request = wire.AccountRequest(run=bytes(self._invite.run), peer=bytes(peer))
+        m: wire.AccountReply = await self._call(lambda stub, t: stub.Account(request, timeout=t))
+        newest = tuple(
+            AccountEntry(e.round, Digest(e.record), e.tokens, e.micro_credits, e.settled) for e in m.newest[:50]
+        )
+        return Account(
+            _text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds, newest
+        )  # fmt: skip
+
+    # -- how they are made -----------------------------------------------------------------------------------
+
+    async def _call(self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]]) -> T:
+        """The answer of the first coordinator that gives one; each is tried `attempts` times, with growing pauses."""
+        endpoints = self._invite.coordinators
+        failures: dict[Endpoint, CairnError] = {}
+        for attempt in range(self._attempts):
+            if attempt:
+                # Spread out, so that a swarm whose coordinator comes back does not ask all at once.
+                await asyncio.sleep(min(4.0, 0.25 * 2**attempt) * random.uniform(0.5, 1.5))
+            for i in range(len(endpoints)):
+                which = (self._first + i) % len(endpoints)
+                endpoint = endpoints[which]
+                if isinstance(failures.get(endpoint), WrongCoordinator):
+                    continue
+                try:
+                    reply = await self._ask(endpoint, ask)
+                except (CoordinatorUnreachable, WrongCoordinator) as e:
+                    failures[endpoint] = e
+                    continue
+                self._first = which
+                return reply
+        if len(failures) == 1:
+            raise next(iter(failures.values()))
+        wrong = [e for e in failures.values() if isinstance(e, WrongCoordinator)]
+        raise (wrong[0] if wrong else CoordinatorUnreachable("; ".join(str(e) for e in failures.values())))
+
+    async def _ask(self, endpoint: Endpoint, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]]) -> T:
+        channel = await self._channel(endpoint)
+        try:
+            return await ask(stubs.CoordinatorStub(channel), self._timeout)
+        except grpc.aio.AioRpcError as e:
+            said = _text(e.details() or "", 500)
+            if e.code() not in _AGAIN:
+                raise CoordinatorRefused(f"the coordinator at {endpoint} refused: {said or e.code().name}") from None
+            if e.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise CoordinatorUnreachable(f"the coordinator at {endpoint} is busy: {said}") from None
+            await self._drop(endpoint)
+            raise _silent(endpoint, said) from None
+
+    async def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+        async with self._lock:
+            if (channel := self._channels.get(endpoint)) is None:
+                der = await asyncio.to_thread(_certificate_of, endpoint)
+                if sha256(der) != self._invite.fingerprint:
+                    raise WrongCoordinator(
+                        f"the coordinator at {endpoint} shows another certificate than the invite names "
+                        f"({sha256(der).hex()[:16]}, not {self._invite.fingerprint.hex()[:16]}): the invite is old, or "
+                        "someone answers in the coordinator's place; ask the run's owner for the current invite"
+                    )
+                pem = ssl.DER_cert_to_PEM_cert(der).encode()
+                credentials = grpc.ssl_channel_credentials(root_certificates=pem)
+                channel = grpc.aio.secure_channel(str(endpoint), credentials, options=_OPTIONS)
+                self._channels[endpoint] = channel
+            return channel
+
+    async def _drop(self, endpoint: Endpoint) -> None:
+        if (channel := self._channels.pop(endpoint, None)) is not None:
+            # Another call may be on it: let that one end by its own deadline.
+            await channel.close(self._timeout)
+
+
+def _certificate_of(endpoint: Endpoint) -> bytes:
+    """The certificate (DER) that is shown at an address: not trusted, only compared. Raises CoordinatorUnreachable."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with contextlib.closing(socket.create_connection((endpoint.host, endpoint.port), CONNECT_SECONDS)) as plain:
+            with context.wrap_socket(plain, server_hostname=TLS_NAME) as tls:
+                der = tls.getpeercert(binary_form=True)
+    except socket.gaierror:
+        raise CoordinatorUnreachable(
+            f"the name {endpoint.host} does not resolve: check your network, and that the invite is current"
+        ) from None
+    except ssl.SSLError:
+        raise WrongCoordinator(
+            f"what answers at {endpoint} does not speak TLS: it is not a coordinator; ask the run's owner for the "
+            "current invite"
+        ) from None
+    except OSError as e:
+        raise _silent(endpoint, e.strerror or str(e)) from None
+    if not der or len(der) > MAX_CERTIFICATE:
+        raise WrongCoordinator(f"what answers at {endpoint} shows no usable certificate: it is not a coordinator")
+    return der
+
+
+def _silent(endpoint: Endpoint, why: str) -> CoordinatorUnreachable:
+    return CoordinatorUnreachable(
+        f"the coordinator at {endpoint} does not answer ({why or 'no reason given'}): is it running, and does "
+        "a firewall let you through? Training among peers goes on without it"
+    )
+
+
+def _peer(m: wire.PeerStatus) -> PeerStatus:
+    return PeerStatus(
+        PeerKey(m.peer), _text(m.name), _text(m.phase), m.round, _number(m.loss), _number(m.tokens_per_second),
+        m.bytes_up, m.bytes_down, m.micro_credits_settled, m.micro_credits_pending,
+        Digest(m.head) if m.head else None, _number(m.seconds_since_heard), _text(m.device),
+    )  # fmt: skip
+
+
+def _text(text: str, top: int = 80) -> str:
+    """What a terminal may be shown: printable, of bounded length."""
+    return "".join(c if c.isprintable() else "?" for c in text[:top])
+
+
+def _number(value: float) -> float:
+    if not math.isfinite(value):
+        raise MalformedError("the coordinator's answer holds a number that is not finite: is it of another version?")
+    return value
+
+
+def _addresses(sent) -> tuple[str, ...]:
+    """Multiaddresses are hints: what is none, or too long, is dropped."""
+    return tuple(a for a in sent[:MAX_ADDRESSES] if len(a) <= MAX_ADDRESS and a.startswith("/") and a.isprintable())
