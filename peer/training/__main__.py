@@ -1,0 +1,59 @@
+"""The trainer's process: `python -m peer.training --fd N --parent PID`. Started by a node, never by hand."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+
+from peer.channel.trainer_end import TrainerEnd
+from peer.errors import ChannelError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with(parent: int) -> bool:
+    """Ask the kernel (Linux) for a SIGKILL when the node ends, however it ends. False when it has ended already.
+
+    Elsewhere the closed channel ends the trainer, between two steps.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return os.getppid() == parent
+
+
+def main() -> int:
+    """Serve the node at the other end of the descriptor. Returns the exit code."""
+    # A Ctrl-C or a service's SIGTERM is for the node: it asks the trainer to save and stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="python -m peer.training", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the channel to the node")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the node")
+    arguments = parser.parse_args()
+    try:
+        end = TrainerEnd.from_fd(arguments.fd)
+    except ChannelError as e:
+        print(f"trainer: {e}; it is started by cairn peer join, not by hand", file=sys.stderr)
+        return 2
+    if not _die_with(arguments.parent):
+        return 1
+    from peer.training.service import Service  # torch and transformers: seconds
+
+    try:
+        return Service(end).run()
+    except ChannelError as e:
+        print(f"trainer: {e}", file=sys.stderr)
+        return 1
+    finally:
+        end.close()
+
+
+if __name__ == "__main__":
+    # Not sys.exit: reading threads may sit in a request to a source of data for a while, and would hold the process.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,46 @@
+"""Which device this trainer uses, and how it is set up."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from peer.errors import TrainingError
+
+
+def choose_device(name: str, threads: int) -> torch.device:
+    """The device for "auto" (CUDA where there is one), "cpu" or "cuda:N", ready for use. Raises TrainingError."""
+    torch.set_num_threads(threads)
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise TrainingError(f"{name[:40]!r} is not a device: write auto, cpu, or cuda:0 (cuda:1, ...)") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise TrainingError(f"{name[:40]!r} is not a device that Cairn trains on: write auto, cpu, or cuda:0")
+    if not torch.cuda.is_available():
+        raise TrainingError(
+            f"{name} is asked for, and torch {torch.__version__} sees no CUDA device: look whether nvidia-smi lists "
+            "the GPU, and whether a torch with CUDA is installed; or train with --device cpu"
+        )
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise TrainingError(f"{name} is asked for; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    try:
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    except RuntimeError as e:
+        raise TrainingError(
+            f"{name} cannot be used ({' '.join(str(e).split())[:200]}): is another program on it?"
+        ) from None
+    torch.set_float32_matmul_precision("high")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """For people: at most 80 printable characters."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    return "".join(c for c in name if c.isprintable())[:80]

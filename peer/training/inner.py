@@ -1,0 +1,122 @@
+"""The inner loop: one optimiser step at a time on this process's model.
+
+AdamW with decoupled weight decay (Loshchilov and Hutter 2019) on matrices and embeddings, none on norms and biases
+(parameters of fewer than two dimensions); the gradient's norm is clipped. On CUDA the forward pass runs in bf16 by
+autocast over fp32 weights. A step is `inner.batch` windows, in as few pieces as fit into memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from peer.errors import TrainingError
+from protocol.spec import InnerSpec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came of a step: the mean loss of its tokens, the gradient's norm before clipping, whether it was taken."""
+
+    loss: float
+    gradient_norm: float
+    taken: bool
+
+
+class Inner:
+    """Model, optimiser, and the step. The only place that runs the model; with many ranks it becomes theirs."""
+
+    def __init__(self, spec: InnerSpec, model: nn.Module, device: torch.device):
+        self.spec = spec
+        self.model = model
+        self.device = device
+        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        decayed = [p for p in self._named.values() if p.ndim >= 2]
+        plain = [p for p in self._named.values() if p.ndim < 2]
+        self.optimiser = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=spec.lr,
+            betas=spec.betas,
+            eps=spec.eps,
+            fused=True,
+        )
+        self._piece = spec.batch
+        """Windows in one forward pass; halved when memory runs out."""
+
+    @property
+    def learning_rate(self) -> float:
+        return self.optimiser.param_groups[0]["lr"]
+
+    def set_rate(self, factor: float) -> None:
+        """The learning rate from now on, as a factor of the spec's."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.spec.lr * factor
+
+    def step(self, windows: Tensor) -> Step:
+        """One step on integer tokens [batch, window + 1]: inputs, and targets shifted by one.
+
+        A loss or gradient that is not finite changes nothing (`taken` is False).
+        Raises TrainingError when memory does not suffice for a single window.
+        """
+        while True:
+            try:
+                return self._step(windows)
+            except torch.OutOfMemoryError:
+                self.optimiser.zero_grad(set_to_none=True)
+                if self._piece == 1:
+                    raise TrainingError(
+                        "the GPU's memory does not suffice for one window: stop other programs on it (nvidia-smi lists "
+                        "them), choose another with --device, or take a GPU with more memory"
+                    ) from None
+                self._piece = max(1, self._piece // 2)
+            # Outside of the handler: the exception's frames hold the tensors that are to be freed.
+            torch.cuda.empty_cache()
+
+    def _step(self, windows: Tensor) -> Step:
+        windows = windows.to(self.device, non_blocking=True)
+        total = torch.zeros((), device=self.device)
+        self.optimiser.zero_grad(set_to_none=True)
+        for piece in windows.split(self._piece):
+            tokens = piece.long()
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+                logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+            loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss = loss * (len(piece) / len(windows))
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self._named.values(), self.spec.clip_norm)
+        loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
+        taken = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if taken:
+            self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return Step(loss_value, norm_value, taken)
+
+    # -- what survives a restart -----------------------------------------------------------------------------
+
+    def moments(self) -> tuple[int, dict[str, Tensor]]:
+        """(steps taken, the optimiser's moments as MOMENT/parameter). No copies."""
+        taken, out = 0, {}
+        for name, parameter in self._named.items():
+            state = self.optimiser.state.get(parameter)
+            if state:
+                taken = max(taken, int(state["step"].item()))
+                out |= {f"{moment}/{name}": state[moment] for moment in MOMENTS}
+        return taken, out
+
+    def set_moments(self, taken: int, moments: Mapping[str, Tensor]) -> None:
+        """Take up saved moments. A parameter without any starts anew."""
+        for name, parameter in self._named.items():
+            if all(f"{moment}/{name}" in moments for moment in MOMENTS):
+                state = self.optimiser.state[parameter]
+                state["step"] = torch.tensor(float(taken), device=self.device)
+                for moment in MOMENTS:
+                    # Not as_tensor: the optimiser changes them in place, and the saved ones are the caller's.
+                    state[moment] = moments[f"{moment}/{name}"].to(self.device, torch.float32, copy=True)

@@ -1,0 +1,104 @@
+"""The outer side of a peer's training: what was learnt becomes an update; accepted updates become the next state.
+
+Four sets of tensors, by the layout's names: `base`, the replicated state, the same bits on every peer; `local`, the
+model's own parameters, which the inner loop changes; `anchor`, from which progress is counted (local at the last
+announcement, or the base since the last round); `feedback`, what was learnt and has not been sent (e in DESIGN).
+
+    announce   feedback <- beta * feedback + (anchor - local); anchor <- local
+               blob = encode(feedback); feedback <- feedback - decode(blob)
+    apply      base <- apply(base, accepted); local <- base + (local - anchor); anchor <- base
+    restore    feedback <- feedback + decode(blob)          (an update that missed its round)
+
+With beta = 1 nothing is ever lost: decoded updates + feedback + (anchor - local) is all that was learnt.
+
+The seam for many ranks: every operation is elementwise over the tensors it is given, apart from the codec and `apply`,
+which work on whole flattened tensors by chunks. A rank that owns a range of chunks holds those ranges here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from protocol.codec import Codec
+from protocol.outer import Contribution, apply
+from protocol.spec import OuterSpec
+
+
+class OuterSide:
+    """See the module. `local` are the model's own tensors (fp32, contiguous, one device); they are changed in place."""
+
+    def __init__(self, local: Mapping[str, Tensor], codec: Codec, beta: float, spec: OuterSpec):
+        self.local = dict(local)
+        self.codec = codec
+        self.beta = beta
+        self.spec = spec
+        self.base: dict[str, Tensor] | None = None
+        """The replicated state, outer momentum included; None before the first `load`, and after one that failed."""
+        self.anchor = {n: t.clone() for n, t in self.local.items()}
+        self.feedback = {n: torch.zeros_like(t) for n, t in self.local.items()}
+
+    @torch.no_grad()
+    def announce(self) -> bytes:
+        """An update's blob from all that was learnt and not sent. Raises CodecError when it is not finite."""
+        for name, e in self.feedback.items():
+            e.mul_(self.beta).add_(self.anchor[name]).sub_(self.local[name])
+            self.anchor[name].copy_(self.local[name])
+        return bytes(self.codec.encode(self.feedback))
+
+    def apply(self, contributions: Sequence[Contribution]) -> None:
+        """The next state from a round's accepted updates, and progress moved onto it.
+
+        Raises CodecError, and then holds no base (`local - anchor` and `feedback` are as before): it needs a `load`.
+        """
+        base, self.base = self.base, None
+        if base is None:
+            raise ValueError("apply before a state was loaded")
+        apply(base, contributions, self.codec, self.spec)
+        self._rebase(base)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Another state instead of the held one; progress since the anchor is moved onto it. Takes `state` over."""
+        self._rebase(dict(state))
+
+    @torch.no_grad()
+    def _rebase(self, base: dict[str, Tensor]) -> None:
+        for name, local in self.local.items():
+            local.sub_(self.anchor[name]).add_(base[name])
+            self.anchor[name].copy_(base[name])
+        self.base = base
+
+    def restore(self, blob: bytes) -> None:
+        """An own update that was not accepted: back into the feedback. Raises CodecError."""
+        self.codec.check(blob)
+        self.codec.add_to(blob, self.feedback)
+
+    @torch.no_grad()
+    def withdraw(self, blob: bytes, factor: float) -> None:
+        """An own update that was restored, then accepted after all: it leaves the feedback. `factor`: decay since."""
+        self.codec.check(blob)
+        decoded = {n: torch.zeros_like(t) for n, t in self.feedback.items()}
+        self.codec.add_to(blob, decoded)
+        for name, e in self.feedback.items():
+            e.sub_(decoded[name].mul_(factor))
+
+    @torch.no_grad()
+    def progress(self) -> dict[str, Tensor]:
+        """What was learnt since the anchor, as a change of the parameters (local - anchor): fresh tensors."""
+        return {n: t - self.anchor[n] for n, t in self.local.items()}
+
+    @torch.no_grad()
+    def resume(self, feedback: Mapping[str, Tensor], progress: Mapping[str, Tensor]) -> None:
+        """Take up saved feedback and progress; before the first `load`."""
+        for name, local in self.local.items():
+            self.feedback[name].copy_(feedback[name])
+            local.copy_(self.anchor[name]).add_(progress[name].to(local.device))
+
+    @torch.no_grad()
+    def forget_progress(self) -> None:
+        """Drop what was learnt since the anchor and the feedback: nothing of it will be announced."""
+        for name, local in self.local.items():
+            local.copy_(self.anchor[name])
+            self.feedback[name].zero_()

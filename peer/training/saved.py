@@ -1,0 +1,221 @@
+"""A trainer's own state on disk: what is learnt and not sent, the optimiser's moments, and the count of windows.
+
+Two files in the trainer's folder. `trainer-N.safetensors` holds the tensors; `trainer.json` names it with its digest,
+and is replaced, durably, only when the tensors are on disk: so there is always one whole state, the old or the new.
+What is read back is checked (digest, run, peer, layout, shapes, finiteness); nothing is ever unpickled. Beside them
+lies the blob of the update that is not decided yet: `update-DIGEST.blob`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from peer.channel.messages import DigestField, PeerKeyField
+from peer.errors import SavedStateError
+from peer.training.claims import Announced, Claims
+from peer.training.durable import publish, sync, write_durably
+from peer.training.inner import MOMENTS
+from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
+from protocol.layout import Layout
+from protocol.merkle import CHUNK, leaf_hash, tree_hash
+
+SHEET = "trainer.json"
+MAX_SHEET = 1024 * 1024
+FEEDBACK, PROGRESS = "feedback", "progress"
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class _Update(_Strict):
+    parent: DigestField
+    blob: DigestField
+    size: Count
+    first: Count
+    end: Count
+    steps: Count
+    loss: float
+
+
+class _Restored(_Strict):
+    blob: DigestField
+    factor: Annotated[float, Field(ge=0, le=1)]
+
+
+class _Sheet(_Strict):
+    version: Literal[1] = 1
+    run: DigestField
+    peer: PeerKeyField
+    layout: DigestField
+    record: DigestField
+    round: Count
+    counter: Count
+    claimed_from: Count
+    steps: Count
+    announced: _Update | None
+    restored: list[_Restored]
+    optimiser_steps: Count
+    file: Annotated[str, Field(pattern=r"^trainer-\d+\.safetensors$")]
+    digest: DigestField
+
+
+@dataclass(frozen=True)
+class Saved:
+    """`record` is what was held when it was saved. `restored`: own updates put back, with the decay since."""
+
+    record: Digest
+    round: int
+    claims: Claims
+    restored: Mapping[Digest, float]
+    optimiser_steps: int
+    feedback: Mapping[str, Tensor]
+    progress: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+
+
+class SavedFolder:
+    """Where one trainer's state lies: of one run, peer and model."""
+
+    def __init__(self, folder: Path, run: RunId, peer: PeerKey, layout: Layout):
+        self.folder, self.run, self.peer, self.layout = folder, run, peer, layout
+
+    def write(self, state: Saved) -> None:
+        """Replace what is saved. Raises SavedStateError, and then the old state is still there."""
+        tensors = {f"{FEEDBACK}/{n}": t for n, t in state.feedback.items()}
+        tensors |= {f"{PROGRESS}/{n}": t for n, t in state.progress.items()}
+        tensors |= state.moments
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            serials = [int(p.stem.split("-")[1]) for p in self._files()]
+            path = self.folder / f"trainer-{max(serials, default=0) + 1}.safetensors"
+            temporary = path.with_name(f".{path.name}.part")
+            save_file({n: t.contiguous() for n, t in tensors.items()}, temporary)
+            sync(temporary)
+            digest = _file_digest(temporary)
+            publish(temporary, path)
+            sheet = self._sheet(state, path.name, digest)
+            write_durably(self.folder / SHEET, [sheet.model_dump_json(indent=1).encode()])
+            for old in self._files():
+                if old != path:
+                    old.unlink(missing_ok=True)
+        except (OSError, SafetensorError) as e:
+            raise SavedStateError(
+                f"the trainer's state was not saved in {self.folder} ({e}): free some space or mend its permissions; "
+                "until then a restart loses what was not yet announced"
+            ) from None
+
+    def read(self) -> Saved | None:
+        """What is saved; None when nothing is. Raises SavedStateError when it cannot be used."""
+        path = self.folder / SHEET
+        try:
+            if path.stat().st_size > MAX_SHEET:
+                raise SavedStateError(f"{path} is too large to be a trainer's state")
+            sheet = _Sheet.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as e:
+            raise SavedStateError(f"{path} does not parse ({e.errors()[0]['msg']})") from None
+        except OSError as e:
+            raise SavedStateError(f"{path} cannot be read: {e.strerror}") from None
+        if (sheet.run, sheet.peer, sheet.layout) != (self.run, self.peer, self.layout.digest):
+            raise SavedStateError(f"the trainer's state in {self.folder} is of another run, peer or model")
+        return self._state(sheet, self._tensors(sheet))
+
+    def set_aside(self) -> None:
+        """Move a state that cannot be used out of the way (one such is kept, for a look at it)."""
+        for path in (self.folder / SHEET, *self._files()):
+            if path.exists():
+                path.replace(path.with_name(f"unusable-{path.name}"))
+
+    def keep_update(self, name: Digest, blob: bytes) -> Path:
+        """Keep an own update's blob until it is decided. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.update_file(name)
+        write_durably(path, [blob])
+        return path
+
+    def update_file(self, name: Digest) -> Path:
+        return self.folder / f"update-{name}.blob"
+
+    def drop_updates(self, keep: Digest | None) -> None:
+        """Forget the updates that are decided. Raises OSError."""
+        for path in self.folder.glob("update-*.blob"):
+            if keep is None or path != self.update_file(keep):
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return [p for p in self.folder.glob("trainer-*.safetensors") if p.stem.split("-")[1].isdigit()]
+
+    def _sheet(self, state: Saved, file: str, digest: Digest) -> _Sheet:
+        a = state.claims.announced
+        return _Sheet(
+            run=self.run,
+            peer=self.peer,
+            layout=self.layout.digest,
+            record=state.record,
+            round=state.round,
+            counter=state.claims.counter,
+            claimed_from=state.claims.claimed_from,
+            steps=state.claims.steps,
+            announced=a
+            and _Update(
+                parent=a.parent, blob=a.blob, size=a.size, first=a.first, end=a.end, steps=a.steps, loss=a.loss
+            ),
+            restored=[_Restored(blob=b, factor=f) for b, f in state.restored.items()],
+            optimiser_steps=state.optimiser_steps,
+            file=file,
+            digest=digest,
+        )  # fmt: skip
+
+    def _tensors(self, sheet: _Sheet) -> dict[str, Tensor]:
+        path = self.folder / sheet.file
+        try:
+            if _file_digest(path) != sheet.digest:
+                raise SavedStateError(f"{path} is damaged: its bytes are not those that were saved")
+            return load_file(path)
+        except (OSError, SafetensorError) as e:
+            raise SavedStateError(f"{path} cannot be read: {e}") from None
+
+    def _state(self, sheet: _Sheet, tensors: dict[str, Tensor]) -> Saved:
+        shapes = {t.name: t.shape for t in self.layout.tensors}
+        groups: dict[str, dict[str, Tensor]] = {g: {} for g in (FEEDBACK, PROGRESS, *MOMENTS)}
+        for key, tensor in tensors.items():
+            group, _, name = key.partition("/")
+            fits = group in groups and shapes.get(name) == tuple(tensor.shape) and tensor.dtype == torch.float32
+            if not fits or not bool(tensor.isfinite().all()):
+                raise SavedStateError(
+                    f"{self.folder / sheet.file} holds {key[:80]}, which does not fit or is not finite"
+                )
+            groups[group][name] = tensor
+        if any(groups[g].keys() != shapes.keys() for g in (FEEDBACK, PROGRESS)):
+            raise SavedStateError(f"{self.folder / sheet.file} does not hold the whole model")
+        a = sheet.announced
+        announced = a and Announced(a.parent, a.blob, a.size, a.first, a.end, a.steps, a.loss)
+        return Saved(
+            sheet.record,
+            sheet.round,
+            Claims(sheet.counter, sheet.claimed_from, sheet.steps, announced),
+            {r.blob: r.factor for r in sheet.restored},
+            sheet.optimiser_steps,
+            groups[FEEDBACK],
+            groups[PROGRESS],
+            {f"{m}/{n}": t for m in MOMENTS for n, t in groups[m].items()},
+        )
+
+
+def _file_digest(path: Path) -> Digest:
+    """The blob digest of a file's bytes, read piece by piece."""
+    with open(path, "rb") as file:
+        return tree_hash([leaf_hash(piece) for piece in iter(lambda: file.read(CHUNK), b"")])

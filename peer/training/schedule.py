@@ -1,0 +1,33 @@
+"""The learning rate as a function of the tokens that the chain has accepted: the same for every peer of a round."""
+
+from __future__ import annotations
+
+import math
+
+from protocol.spec import Schedule
+
+
+def factor(schedule: Schedule, tokens: float) -> float:
+    """What `inner.lr` is multiplied with when so many tokens have been accepted: in [0, 1].
+
+    Warmup is linear from 0. `cosine` falls from 1 to min_ratio at total_tokens (Loshchilov and Hutter 2017); `wsd`
+    stays at 1 and falls linearly to min_ratio over the last decay_fraction (Hu et al. 2024). Then min_ratio for ever.
+    """
+    if tokens < schedule.warmup_tokens:
+        return max(0.0, tokens) / schedule.warmup_tokens
+    if schedule.kind == "constant":
+        return 1.0
+    start = schedule.warmup_tokens
+    if schedule.kind == "wsd":
+        start = max(start, schedule.total_tokens * (1 - schedule.decay_fraction))
+    done = 1.0 if schedule.total_tokens <= start else (tokens - start) / (schedule.total_tokens - start)
+    done = min(1.0, max(0.0, done))
+    if tokens < schedule.total_tokens and schedule.total_tokens <= start:
+        done = 0.0  # nothing to decay over: full rate up to the end
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if schedule.kind == "cosine" else 1 - done
+    return schedule.min_ratio + (1 - schedule.min_ratio) * shape
+
+
+def round_factor(schedule: Schedule, accepted_tokens: int, target_tokens: int) -> float:
+    """The factor of a whole round that starts at `accepted_tokens`: that of its middle, so the first is not 0."""
+    return factor(schedule, accepted_tokens + target_tokens / 2)

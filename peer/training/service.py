@@ -1,0 +1,221 @@
+"""The trainer's loop: take what the node asks between inner steps, answer it, train, and say how it goes."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from peer.channel import (
+    Apply,
+    Failed,
+    FromTrainer,
+    Load,
+    MakeUpdate,
+    Note,
+    Progress,
+    Save,
+    Saved,
+    Start,
+    Stop,
+    Stopped,
+    ToTrainer,
+    TrainerEnd,
+    UpdateMade,
+)
+from peer.errors import SavedStateError, TrainingError
+from peer.training.data import DataError
+from peer.training.trainer import Trainer, out_of_memory
+from protocol.errors import CairnError, CodecError
+
+PROGRESS_SECONDS = 0.2
+IDLE_SECONDS = 1.0
+DATA_WAIT = (1.0, 30.0)
+"""First and longest wait after data could not be read."""
+
+SAVE_SHARE = 0.02
+"""The most of the time that saving on its own may take."""
+
+NOTES_MOST = 100
+
+
+class Stopping(Exception):
+    """The node asked for the end."""
+
+
+class Service:
+    """One trainer behind one channel. `run` returns the process's exit code."""
+
+    def __init__(self, end: TrainerEnd):
+        self._end = end
+        self._notes: queue.Queue[Note] = queue.Queue(NOTES_MOST)
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="batch")
+        self._coming: tuple[int, Future[Tensor]] | None = None
+        self._data_failed: tuple[float, float] | None = None
+        """(when to try again, how long the wait was)."""
+        self._progress_due = 0.0
+        self._save_due = 0.0
+        self._stepping = False
+
+    def run(self) -> int:
+        """Serve until Stop. Raises ChannelError when the node is gone."""
+        start = self._end.receive(None)
+        if not isinstance(start, Start):
+            self._end.send(Failed("start", f"the first message is {type(start).__name__}, not Start", fatal=True))
+            return 1
+        try:
+            trainer = Trainer(start, self._note)
+        except torch.OutOfMemoryError:
+            self._end.send(Failed("start", str(out_of_memory(torch.device("cuda"), "build the model")), fatal=True))
+            return 1
+        except (CairnError, OSError) as e:
+            self._end.send(Failed("start", str(e), fatal=True))
+            return 1
+        self._end.send(trainer.ready())
+        try:
+            while True:
+                self._turn(trainer)
+        except Stopping:
+            return 0
+        except TrainingError as e:
+            self._send_notes()
+            self._end.send(Failed("train", str(e), fatal=True))
+            return 1
+        finally:
+            self._reading.shutdown(wait=False, cancel_futures=True)
+
+    def _turn(self, trainer: Trainer) -> None:
+        """Messages that are there, then one inner step; or wait for whichever can come first."""
+        batch = self._next_batch(trainer)
+        self._send_notes()
+        while (message := self._end.receive(0.0 if batch is not None else self._patience(trainer))) is not None:
+            self._answer(trainer, message)
+            batch = self._next_batch(trainer)
+        if batch is None:
+            self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
+            return
+        self._coming = None
+        following = trainer.claims.counter + len(batch)
+        self._ask_for(trainer, following)  # read while the device computes
+        trainer.step(batch)
+        self._send_progress(trainer, waiting=False)
+
+    # -- data ------------------------------------------------------------------------------------------------
+
+    def _next_batch(self, trainer: Trainer) -> Tensor | None:
+        """The batch of the next step when it is there and may be trained on; asks for it when it is not."""
+        if not trainer.may_train:
+            return None
+        if self._data_failed and time.monotonic() < self._data_failed[0]:
+            return None
+        first = trainer.claims.counter
+        if self._coming is None or self._coming[0] != first:
+            self._ask_for(trainer, first)
+        if self._coming is None or not self._coming[1].done():
+            return None
+        try:
+            batch = self._coming[1].result()
+        except DataError as e:
+            wait = min(DATA_WAIT[1], 2 * self._data_failed[1]) if self._data_failed else DATA_WAIT[0]
+            self._data_failed = (time.monotonic() + wait, wait)
+            self._coming = None
+            self._note("error", "data", f"{e}; trying again in {wait:.0f} s")
+            return None
+        self._data_failed = None
+        return batch
+
+    def _ask_for(self, trainer: Trainer, first: int) -> None:
+        # In a thread of its own: a slow source of data must not keep the node waiting for answers.
+        self._coming = (first, self._reading.submit(trainer.batches.take, first))
+
+    def _patience(self, trainer: Trainer) -> float:
+        """How long to wait for a message when there is no batch to train on."""
+        if self._coming is not None and trainer.may_train:
+            return 0.01
+        return IDLE_SECONDS
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def _answer(self, trainer: Trainer, message: ToTrainer) -> None:
+        match message:
+            case MakeUpdate():
+                self._do("update", trainer, lambda: trainer.make_update(message))
+            case Apply():
+                self._do("apply", trainer, lambda: trainer.apply(message))
+            case Load():
+                self._do("load", trainer, lambda: trainer.load(message))
+            case Save():
+                self._save(trainer, tell=True)
+            case Stop():
+                saved = self._save(trainer, tell=False)
+                self._send_notes()
+                self._end.send(Stopped(saved))
+                raise Stopping
+            case Start():
+                self._end.send(Failed("channel", "Start was sent twice: a new run needs a new trainer", fatal=False))
+
+    def _do(self, what, trainer: Trainer, action: Callable[[], FromTrainer]) -> None:
+        try:
+            answer = action()
+        except torch.OutOfMemoryError:
+            raise out_of_memory(trainer.device, f"{what} a state") from None
+        except (CairnError, OSError) as e:
+            self._send_notes()
+            # What was learnt is not a number any more, or the model cannot be compressed: no next try can succeed.
+            fatal = what == "update" and isinstance(e, CodecError)
+            self._end.send(Failed(what, str(e), fatal=False))
+            if fatal:
+                raise TrainingError(f"what was learnt cannot be sent: {e}") from None
+            return
+        self._send_notes()
+        self._end.send(answer)
+        self._progress_due = 0.0
+        self._send_progress(trainer, waiting=not trainer.may_train)
+        if isinstance(answer, UpdateMade) and time.monotonic() >= self._save_due:
+            # Now, because the saved state then knows of the update: whatever becomes of it, nothing is counted twice.
+            self._save(trainer, tell=False)
+
+    def _save(self, trainer: Trainer, *, tell: bool) -> bool:
+        began = time.monotonic()
+        try:
+            trainer.save()
+        except SavedStateError as e:
+            self._end.send(Failed("save", str(e), fatal=False) if tell else Note("warning", "saved-state", str(e)))
+            self._save_due = time.monotonic() + 60.0
+            return False
+        took = time.monotonic() - began
+        self._save_due = began + took / SAVE_SHARE
+        if tell:
+            self._end.send(Saved(took))
+        return True
+
+    def _send_progress(self, trainer: Trainer, *, waiting: bool) -> None:
+        now = time.monotonic()
+        if trainer.record is None or now < self._progress_due:
+            return
+        self._progress_due = now + PROGRESS_SECONDS
+        claims, pace = trainer.claims, trainer.pace
+        self._end.send(
+            Progress(
+                claims.uncovered, pace.late_loss, pace.tokens_per_second(now), claims.steps,
+                trainer.inner.learning_rate, waiting,
+            )
+        )  # fmt: skip
+
+    def _note(self, level, kind: str, text: str) -> None:
+        """From any thread; sent by the loop. More than NOTES_MOST at once are not for people."""
+        try:
+            self._notes.put_nowait(Note(level, kind, text))
+        except queue.Full:
+            return
+
+    def _send_notes(self) -> None:
+        while True:
+            try:
+                self._end.send(self._notes.get_nowait())
+            except queue.Empty:
+                return

@@ -1,0 +1,321 @@
+"""What a trainer holds and does: one method for each thing that the node asks, and one for an inner step.
+
+No channel and no loop here (that is `service`): a test drives this object directly. Methods raise CairnError, OSError
+or torch.OutOfMemoryError; after a failed `load` or `apply` nothing is trained until the next `load`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from peer.channel import Applied, Apply, Load, MakeUpdate, NothingDone, Ready, RoundUpdates, Start, UpdateMade
+from peer.errors import SavedStateError, TrainingError
+from peer.training.claims import Announced, Claims
+from peer.training.data import Batches, WindowReader
+from peer.training.device import choose_device, device_name
+from peer.training.durable import give, write_durably
+from peer.training.inner import Inner, Step
+from peer.training.outer import OuterSide
+from peer.training.pace import Pace
+from peer.training.saved import Saved, SavedFolder
+from peer.training.schedule import round_factor
+from protocol.assignment import windows_of
+from protocol.codec import make_codec
+from protocol.errors import CodecError, MalformedError
+from protocol.ids import Digest
+from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
+from protocol.model import build_model, model_layout, parameters_of
+from protocol.outer import Contribution
+from protocol.outer import apply as apply_round
+from protocol.spec import MAX_SPEC, RunSpec, parse_spec
+from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
+
+NON_FINITE_MOST = 10
+"""So many steps in a row without a finite loss and gradient, and training stops."""
+
+RESTORED_MOST = 64
+
+Report = Callable[[str, str, str], None]
+"""(level, kind, text): tell a person. Called from any thread."""
+
+
+class Trainer:
+    """One process's share of a peer's training: today, all of it."""
+
+    def __init__(self, start: Start, report: Report):
+        if start.spec_path.stat().st_size > MAX_SPEC:
+            raise TrainingError(f"{start.spec_path} is too large for a run spec")
+        self.spec: RunSpec = parse_spec(start.spec_path.read_bytes())
+        self.me = start.identity_key
+        self.threads = start.threads
+        self.report = report
+        self.device = choose_device(start.device, start.threads)
+        model = build_model(self.spec.model.config, device=self.device)
+        self.layout = model_layout(model)
+        if self.layout != self.spec.model.layout:
+            raise TrainingError(
+                "the installed transformers builds another model from this run's config than its owner's did: "
+                "install a newer one (pip install --upgrade transformers), or ask the owner for the version"
+            )
+        self.state_layout = state_layout(self.layout, self.spec.outer)
+        self.codec = make_codec(self.spec.codec, self.layout)
+        self.inner = Inner(self.spec.inner, model, self.device)
+        self.outer = OuterSide(parameters_of(model), self.codec, self.spec.codec.beta, self.spec.outer)
+        self.claims = Claims()
+        self.restored: dict[Digest, float] = {}
+        """Own updates that were put back into the feedback, and how much of them is left by decay."""
+        self.record: Digest | None = None
+        """The record whose state is held: None before the first load."""
+        self.round = 0
+        self.non_finite = 0
+        self.pace = Pace(time.monotonic())
+        self.batches = self._batches(start)
+        self.folder = SavedFolder(start.state_folder, self.spec.run_id, self.me, self.layout)
+        self._saved = self._read_saved()
+
+    def ready(self) -> Ready:
+        return Ready(device_name(self.device), self.layout.numel, self.threads, self.codec.size)
+
+    def _batches(self, start: Start) -> Batches:
+        vocabulary = self.spec.model.config.get("vocab_size")
+        reader = WindowReader(
+            self.spec.data,
+            {Digest.parse(d): Path(p) for d, p in start.shards.items() if p},
+            vocabulary=vocabulary if isinstance(vocabulary, int) else None,
+            report=lambda text: self.report("warning", "data", text),
+        )
+        assigned = partial(windows_of, self.spec.seed, self.me, total=reader.total)
+        return Batches(reader, lambda first, count: assigned(first, count), batch=self.spec.inner.batch)
+
+    def _read_saved(self) -> Saved | None:
+        try:
+            return self.folder.read()
+        except SavedStateError as e:
+            try:
+                self.folder.set_aside()
+            except OSError as problem:
+                self.report("warning", "saved-state", f"{self.folder.folder} cannot be written to: {problem}")
+            text = f"{e}. It was set aside, and training starts from the run's state: what was not announced is lost"
+            self.report("warning", "saved-state", text)
+            return None
+
+    # -- inner steps -----------------------------------------------------------------------------------------
+
+    @property
+    def may_train(self) -> bool:
+        """A state is held, and the next update may claim another step."""
+        return self.outer.base is not None and self.claims.room(self.spec.max_update_windows) >= self.spec.inner.batch
+
+    def step(self, windows: Tensor) -> Step:
+        """One inner step on the batch at `claims.counter`. Raises TrainingError after too many that are not finite."""
+        step = self.inner.step(windows)
+        self.claims.trained(len(windows))
+        if step.taken:
+            self.non_finite = 0
+            self.pace.step(time.monotonic(), len(windows) * self.spec.data.window, step.loss)
+            return step
+        self.non_finite += 1
+        if self.non_finite >= NON_FINITE_MOST:
+            raise TrainingError(
+                f"{self.non_finite} steps in a row gave a loss or gradient that is not finite. If other peers train "
+                "well, this GPU is at fault (memory, overclocking): test it or use another. If not, the run has "
+                "diverged: its owner must lower inner.lr and start again from an earlier checkpoint"
+            )
+        if self.non_finite == 1:
+            self.report("warning", "non-finite", "a step's loss or gradient was not finite: it is skipped")
+        return step
+
+    # -- updates ---------------------------------------------------------------------------------------------
+
+    def make_update(self, ask: MakeUpdate) -> UpdateMade | NothingDone:
+        """Compress all that was learnt and not sent. Asked again for the same parent, it gives the same update."""
+        if self.outer.base is None or ask.parent != self.record:
+            held = self.record.short if self.record else "nothing"
+            raise TrainingError(f"an update after record {ask.parent.short} was asked for; what is held is {held}")
+        before = self.claims.announced
+        if before is not None:
+            give(self.folder.update_file(before.blob), ask.out)
+            return _made(before, ask.out)
+        claim = self.claims.claim(self.spec.max_update_windows)
+        if claim is None:
+            return NothingDone(ask.parent)
+        blob = self.outer.announce()
+        self.restored = {b: f * self.spec.codec.beta for b, f in self.restored.items() if f > 1e-3}
+        name, (first, end, steps), loss = blob_digest(blob), claim, self.pace.span_loss
+        self.pace.new_span()
+        try:
+            give(self.folder.keep_update(name, blob), ask.out)
+        except OSError:
+            self.outer.restore(blob)
+            raise
+        self.claims.announced = Announced(ask.parent, name, len(blob), first, end, steps, loss)
+        return _made(self.claims.announced, ask.out)
+
+    # -- states ----------------------------------------------------------------------------------------------
+
+    def apply(self, ask: Apply) -> Applied:
+        """The one record after the state that is held."""
+        began = time.monotonic()
+        if self.outer.base is None:
+            raise TrainingError("a record was to be applied, and no state is held: load one first")
+        if ask.update.round != self.round:
+            raise TrainingError(f"a record of round {ask.update.round} was to be applied to the state of {self.round}")
+        contributions = self._contributions(ask.update)
+        mine = self._own(contributions)
+        self.outer.apply(contributions)
+        self._settle(ask.update.record, self.round + 1, ask.missed, mine, ask.next_window, ask.accepted_windows)
+        return self._applied(began, ask.write_checkpoint)
+
+    def load(self, ask: Load) -> Applied:
+        """The state in a checkpoint, and the records after it, instead of what is held."""
+        began = time.monotonic()
+        state = self._checkpoint(ask.checkpoint, ask.base_state)
+        # Let go of the old state before the replay: there may be no memory for both. Progress and feedback stay.
+        self.outer.base = None
+        record, number, mine = ask.record, ask.round, dict[Digest, bytes]()
+        for update in ask.replay:
+            if update.round != number:
+                raise TrainingError(f"the records to replay are not in order: {update.round} where {number} was due")
+            contributions = self._contributions(update)
+            mine |= self._own(contributions)
+            apply_round(state, contributions, self.codec, self.spec.outer)
+            record, number = update.record, number + 1
+        self._take_up_saved(ask.next_window)
+        self.outer.load(state)
+        self._settle(record, number, ask.restore, mine, ask.next_window, ask.accepted_windows)
+        return self._applied(began, ask.write_checkpoint)
+
+    def _settle(
+        self,
+        record: Digest,
+        number: int,
+        back: Sequence[Path],
+        accepted: dict[Digest, bytes],
+        next_window: int,
+        accepted_windows: int,
+    ) -> None:
+        """What a new state means for own updates, windows and the learning rate. The state is in `outer` already."""
+        for name, blob in accepted.items():
+            if (factor := self.restored.pop(name, None)) is not None:
+                self.outer.withdraw(blob, factor)
+        put_back = [self._put_back(path) for path in back]
+        mine = self.claims.announced
+        open_still = False
+        if mine is not None and mine.end > next_window and mine.blob not in self.restored:
+            open_still = mine.parent == record
+            if not open_still:
+                put_back.append(self._put_back(self.folder.update_file(mine.blob)))
+        self.claims.decided(next_window, kept=bool(put_back) and all(put_back), undecided=open_still)
+        self.folder.drop_updates(mine.blob if mine is not None and open_still else None)
+        self.record, self.round = record, number
+        tokens = accepted_windows * self.spec.data.window
+        self.inner.set_rate(round_factor(self.spec.inner.schedule, tokens, self.spec.round.target_tokens))
+
+    def _put_back(self, path: Path) -> bool:
+        """An own update that does not count goes back into the feedback, once. False when its blob is gone."""
+        try:
+            blob = self._blob(path)
+            name = blob_digest(blob)
+            if name not in self.restored:
+                self.outer.restore(blob)
+                self.restored[name] = 1.0
+        except (OSError, CodecError) as e:
+            self.report("warning", "lost-update", f"an own update that missed its round cannot be put back: {e}")
+            return False
+        while len(self.restored) > RESTORED_MOST:
+            self.restored.pop(next(iter(self.restored)))
+        return True
+
+    def _own(self, contributions: Sequence[Contribution]) -> dict[Digest, bytes]:
+        """Own updates among those accepted, by digest."""
+        mine = [bytes(c.blob) for c in contributions if c.author == self.me]
+        return {blob_digest(blob): blob for blob in mine}
+
+    def _contributions(self, update: RoundUpdates) -> list[Contribution]:
+        return [Contribution(u.author, u.windows, self._blob(u.blob)) for u in update.updates]
+
+    def _blob(self, path: Path) -> bytes:
+        """An update's bytes. Raises CodecError before reading when they are too many or too few, OSError."""
+        if (size := path.stat().st_size) != self.codec.size:
+            raise CodecError(f"{path} has {size} bytes: an update of this run has {self.codec.size}")
+        return path.read_bytes()
+
+    def _checkpoint(self, path: Path, digest: Digest) -> dict[str, Tensor]:
+        with open(path, "rb") as file:
+            if file.seek(0, 2) != self.state_layout.checkpoint_size:
+                raise MalformedError(f"{path} is not a checkpoint of this run's model: it has {file.tell()} bytes")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                found = tree_hash([leaf_hash(data[i : i + CHUNK]) for i in range(0, len(data), CHUNK)])
+                if found != digest:
+                    raise MalformedError(
+                        f"{path} is damaged or another state: its digest is {found.short}, the chain says "
+                        f"{digest.short}; fetch it again"
+                    )
+                state = tensors_from_checkpoint(self.state_layout, data)
+        return {name: tensor.to(self.device) for name, tensor in state.items()}
+
+    def _applied(self, began: float, checkpoint: Path | None) -> Applied:
+        base, record = self.outer.base, self.record
+        if base is None or record is None:
+            raise TrainingError("no state is held")
+        digest = state_digest(self.state_layout, base, self.threads)
+        if checkpoint is not None:
+            write_durably(checkpoint, checkpoint_chunks(self.state_layout, base))
+        return Applied(record, digest, time.monotonic() - began, checkpoint)
+
+    # -- what survives a restart -----------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write what no other peer has. Raises SavedStateError. Before the first load nothing is new: does nothing."""
+        if self.record is None:
+            return
+        steps, moments = self.inner.moments()
+        self.folder.write(
+            Saved(
+                self.record,
+                self.round,
+                replace(self.claims),
+                dict(self.restored),
+                steps,
+                self.outer.feedback,
+                self.outer.progress(),
+                moments,
+            )
+        )
+
+    def _take_up_saved(self, next_window: int) -> None:
+        """At the first load: go on from what was saved, as far as it still fits what the chain has accepted."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        self.inner.set_moments(saved.optimiser_steps, saved.moments)
+        claims, mine = saved.claims, saved.claims.announced
+        if next_window > claims.claimed_from and not (mine and next_window == mine.end):
+            # Updates made after it was saved were accepted: its feedback is in them already. To send it again would
+            # count that work twice.
+            text = "the saved state is older than the last accepted update: only its optimiser's moments are used"
+            self.report("info", "saved-state", text)
+            return
+        self.claims = claims
+        self.restored = dict(saved.restored)
+        self.outer.resume(saved.feedback, saved.progress)
+
+
+def _made(a: Announced, out: Path) -> UpdateMade:
+    return UpdateMade(a.parent, out, a.size, a.blob, a.first, a.end, a.steps, a.loss)
+
+
+def out_of_memory(device: torch.device, doing: str) -> TrainingError:
+    """What to say when memory ran out outside of a step."""
+    return TrainingError(
+        f"the memory of {device_name(device)} does not suffice to {doing}: a peer of this run needs about 28 bytes a "
+        "parameter and room for one window; stop other programs on it, choose another device, or a GPU with more memory"
+    )

@@ -1,0 +1,107 @@
+"""A run small enough for tests of the trainer: a Llama of 14,000 parameters, a shard of counted tokens, its genesis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from peer.channel import Load, RoundUpdates, Start, UpdateFile, UpdateMade
+from peer.training.durable import write_durably
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.merkle import blob_digest
+from protocol.model import build_model, model_layout, parameters_of, plain_config
+from protocol.spec import (
+    BlobRef,
+    CodecSpec,
+    DataSpec,
+    InnerSpec,
+    ModelSpec,
+    OuterSpec,
+    RoundSpec,
+    RunSpec,
+    Schedule,
+    Shard,
+)
+from protocol.state import checkpoint_chunks, state_layout
+
+WINDOW, BATCH = 16, 4
+GENESIS = Digest(sha256(b"genesis"))
+
+
+def peer_key(n: int) -> PeerKey:
+    return PeerKey(sha256(b"peer", bytes([n])))
+
+
+def record_digest(n: int) -> Digest:
+    return Digest(sha256(b"record", bytes([n])))
+
+
+@dataclass(frozen=True)
+class World:
+    """The run's files under one folder, and the messages that begin a trainer's life in it."""
+
+    folder: Path
+    spec: RunSpec
+    genesis: Path
+
+    @classmethod
+    def make(cls, folder: Path, *, codec: CodecSpec | None = None, outer: OuterSpec | None = None, **inner) -> World:
+        config = plain_config(
+            {
+                "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+                "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+                "max_position_embeddings": 64, "tie_word_embeddings": False,
+            }
+        )  # fmt: skip
+        tokens = (np.arange(4096, dtype=np.uint32) * 7 % 64).astype("<u2").tobytes()
+        shard = blob_digest(tokens)
+        write_durably(folder / f"{shard}.tokens", [tokens])
+        model = build_model(config, seed=1)
+        outer = outer or OuterSpec()
+        layout = state_layout(model_layout(model), outer)
+        tensors = parameters_of(model)
+        tensors |= {
+            t.name: next(iter(tensors.values())).new_zeros(t.shape) for t in layout.tensors if t.name not in tensors
+        }
+        genesis = folder / "genesis.safetensors"
+        write_durably(genesis, checkpoint_chunks(layout, tensors))
+        data = genesis.read_bytes()
+        nowhere = BlobRef(digest="0" * 64, size=0)
+        spec = RunSpec(
+            name="tiny",
+            owner=peer_key(0).hex(),
+            seed=5,
+            model=ModelSpec(config=config, tensors=[(t.name, list(t.shape)) for t in model_layout(model).tensors]),
+            genesis=BlobRef(digest=blob_digest(data).hex(), size=len(data)),
+            tokenizer=nowhere,
+            data=DataSpec(window=WINDOW, train=[Shard(digest=shard.hex(), size=len(tokens), tokens=4096)]),
+            inner=InnerSpec(**({"lr": 3e-3, "batch": BATCH, "schedule": Schedule(kind="constant")} | inner)),
+            codec=codec or CodecSpec(kind="sparse", k=256),
+            outer=outer,
+            round=RoundSpec(target_tokens=10 * BATCH * WINDOW, max_update_tokens=40 * BATCH * WINDOW),
+        )
+        write_durably(folder / "spec.json", [spec.canonical()])
+        return cls(folder, spec, genesis)
+
+    def start(self, n: int) -> Start:
+        home = self.folder / f"peer{n}"
+        home.mkdir(exist_ok=True)
+        shard = self.spec.data.train[0].digest
+        return Start(
+            self.folder / "spec.json", home, peer_key(n), home / "trainer", "cpu", 1,
+            {shard: str(self.folder / f"{shard}.tokens")},
+        )  # fmt: skip
+
+    def load(self, *replay: RoundUpdates, restore: tuple[Path, ...] = (), next_window: int = 0) -> Load:
+        accepted = sum(u.windows for r in replay for u in r.updates)
+        return Load(self.genesis, self.spec.genesis.name, GENESIS, 0, replay, restore, next_window, accepted)
+
+
+def accepted_round(number: int, *made: tuple[int, UpdateMade]) -> RoundUpdates:
+    """Round `number`'s record that accepts these updates of peers."""
+    files = sorted(
+        (UpdateFile(peer_key(n), m.end_window - m.first_window, m.blob_path) for n, m in made), key=lambda u: u.author
+    )
+    return RoundUpdates(number, record_digest(number), tuple(files))
