@@ -30,9 +30,10 @@ class Int8Codec(Codec):
         scale = not_below(largest / torch.full_like(largest, LEVELS))
         ratio = x / torch.where(scale > 0, scale, torch.ones_like(scale))
         # A scale of 0 stands for a chunk too small to say anything of.
-        codes = torch.where(scale > 0, ratio.round_(), torch.zeros_like(ratio)).clamp_(-LEVELS, LEVELS)
-        x.sub_(codes * scale)
-        return torch.cat([to_wire(scale), codes.to(torch.int8).view(torch.uint8)], 1)
+        codes = torch.where(scale > 0, ratio.round_(), torch.zeros_like(ratio)).clamp_(-LEVELS, LEVELS).to(torch.int8)
+        # From the int8, as the decoder: it knows no -0.
+        x.sub_(codes.to(torch.float32) * scale)
+        return torch.cat([to_wire(scale), codes.view(torch.uint8)], 1)
 
     def _decode(self, records: Tensor, width: int) -> Decoded:
         scale, codes = _parts(records)
