@@ -1,0 +1,243 @@
+"""The documents in a person's files: plain text, JSONL or Parquet, compressed or not, on disk or at fsspec addresses.
+
+Documents are read one after the other in a fixed order and given out in bounded pieces, so that a corpus of any size
+passes through little memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from coordinator.authoring.errors import DataInputError
+
+TEXT, JSONL, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
+COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
+MAX_LINE = 256 * 1024 * 1024
+"""Bytes of one JSONL line."""
+
+PIECE = 256 * 1024
+"""Characters of a document that are given out at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file of documents: its file system and path, and the name by which a manifest and errors call it."""
+
+    fs: Any
+    path: str
+    name: str
+
+    @property
+    def suffixes(self) -> tuple[str, str]:
+        """(format, compression) as in a.jsonl.xz: (".jsonl", ".xz"); compression may be empty."""
+        stem, last = os.path.splitext(self.path.lower())
+        if last in COMPRESSED:
+            return os.path.splitext(stem)[1], last
+        return last, ""
+
+    def fingerprint(self) -> str:
+        """Changes when the file changes: SHA-256 of a local file, else what the file system says of it."""
+        if not _is_local(self.fs):
+            return f"remote:{self.fs.ukey(self.path)}"
+        digest = hashlib.sha256()
+        with self.fs.open(self.path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a document; `last` ends it."""
+
+    text: str
+    last: bool
+
+
+def find_sources(inputs: Sequence[str], base: Path) -> list[Source]:
+    """The files that inputs name, in their order, each file once; a folder's and a pattern's files in order of name.
+
+    An input is a file, a folder (all files in it with a known ending), a pattern such as `data/*.jsonl.gz`, or an
+    fsspec address of one of these. Relative paths are relative to `base`. Raises DataInputError.
+    """
+    import fsspec.core
+
+    found: dict[str, Source] = {}
+    for given in inputs:
+        address = given if "://" in given else str(base / Path(given).expanduser())
+        try:
+            fs, path = fsspec.core.url_to_fs(address)
+            folder, paths = _matches(fs, path, given)
+        except (OSError, ValueError, ImportError) as e:
+            raise DataInputError(f"{given}: {e}") from None
+        for p in paths:
+            name = os.path.relpath(p, folder).replace(os.sep, "/") if folder else p.rsplit("/", 1)[-1]
+            source = Source(fs, p, name)
+            if source.suffixes[0] not in TEXT + JSONL + PARQUET:
+                raise DataInputError(
+                    f"{given}: {name} is no known kind of document: name files {', '.join(TEXT + JSONL + PARQUET)}, "
+                    f"each also with {', '.join(COMPRESSED)}"
+                )
+            found.setdefault(f"{fs.protocol}:{p}", source)
+    return list(found.values())
+
+
+def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
+    """The folder that names are relative to ("" for none) and the paths, sorted."""
+    if any(c in given for c in "*?["):
+        paths = sorted(p for p in fs.glob(path) if not fs.isdir(p))
+        if not paths:
+            raise DataInputError(f"{given}: no file matches this pattern")
+        return "", paths
+    if fs.isdir(path):
+        known = TEXT + JSONL + PARQUET
+        paths = sorted(p for p in fs.find(path) if Source(fs, p, "").suffixes[0] in known and not _hidden(p, path))
+        if not paths:
+            raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(known)}")
+        return path, paths
+    if not fs.exists(path):
+        raise DataInputError(f"{given}: no such file or folder (looked at {path})")
+    return "", [path]
+
+
+def _hidden(path: str, folder: str) -> bool:
+    return any(part.startswith(".") for part in path.removeprefix(folder).split("/"))
+
+
+def _is_local(fs: Any) -> bool:
+    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+
+
+def read_documents(source: Source, field: str) -> Iterator[Piece]:
+    """The documents of one file; those without text are passed over. Raises DataInputError."""
+    kind, _ = source.suffixes
+    try:
+        if kind in JSONL:
+            documents = _read_jsonl(source, field)
+        elif kind in PARQUET:
+            documents = _read_parquet(source, field)
+        else:
+            yield from _read_text(source)
+            return
+        for text in documents:
+            if text.strip():
+                yield from _cut(text)
+    except (OSError, EOFError) as e:
+        raise DataInputError(f"{source.name}: cannot be read: {e}") from None
+    except UnicodeDecodeError as e:
+        raise DataInputError(
+            f"{source.name}: not UTF-8 text (byte 0x{e.object[e.start]:02x}): convert it, e.g. iconv -t UTF-8"
+        ) from None
+    except UnicodeEncodeError:
+        raise DataInputError(
+            f"{source.name}: text with half a surrogate pair: mend the escapes \\ud800 to \\udfff"
+        ) from None
+    except Exception as e:
+        if type(e).__module__.partition(".")[0] in ("_lzma", "lzma", "zlib", "zstandard", "pyarrow"):
+            raise DataInputError(f"{source.name}: damaged, or not what its ending says: {e}") from None
+        raise
+
+
+def _open(source: Source) -> IO[bytes]:
+    _, compression = source.suffixes
+    try:
+        return source.fs.open(source.path, "rb", compression=COMPRESSED.get(compression))
+    except ValueError as e:
+        if compression == ".zst":
+            raise DataInputError(f"{source.name}: reading .zst needs one more package: pip install zstandard") from None
+        raise DataInputError(f"{source.name}: {e}") from None
+
+
+def _read_text(source: Source) -> Iterator[Piece]:
+    """One document a file, however long."""
+    held, some = "", False
+    with _open(source) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
+        while block := file.read(PIECE):
+            held += block
+            some = some or bool(held.strip())
+            while some and len(held) > PIECE:
+                end = _end_of_piece(held, 0)
+                yield Piece(held[:end], False)
+                held = held[end:]
+            held = held if some else ""
+    if some:
+        yield Piece(held, True)
+
+
+def _cut(text: str) -> Iterator[Piece]:
+    """A whole document in pieces."""
+    at = 0
+    while len(text) - at > PIECE:
+        end = _end_of_piece(text, at)
+        yield Piece(text[at:end], False)
+        at = end
+    yield Piece(text[at:], True)
+
+
+def _end_of_piece(text: str, at: int) -> int:
+    """Where a piece of at most PIECE characters that begins at `at` ends: before white space, where there is some."""
+    middle, end = at + PIECE // 2, at + PIECE
+    found = max(text.rfind("\n", middle, end), text.rfind(" ", middle, end))
+    return found if found > at else end
+
+
+def _read_jsonl(source: Source, field: str) -> Iterator[str]:
+    with _open(source) as file:
+        number = 0
+        while line := file.readline(MAX_LINE + 1):
+            number += 1
+            if len(line) > MAX_LINE:
+                raise DataInputError(f"{source.name}: line {number} is longer than {MAX_LINE >> 20} MiB")
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError:
+                raise
+            except (ValueError, RecursionError) as e:
+                raise DataInputError(f"{source.name}: line {number} is not JSON: {e}") from None
+            if not isinstance(row, dict):
+                raise DataInputError(f"{source.name}: line {number} is not a JSON object: want one with {field!r}")
+            yield _text_of(row, field, f"{source.name}: line {number}")
+
+
+def _text_of(row: dict, field: str, where: str) -> str:
+    if field not in row:
+        there = ", ".join(map(repr, list(row)[:10])) or "nothing"
+        raise DataInputError(f"{where}: no field {field!r}: there is {there}; name the one that holds the text")
+    text = row[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise DataInputError(f"{where}: field {field!r} holds a {type(text).__name__}, not text")
+    text.encode()  # a lone surrogate has no UTF-8 form
+    return text
+
+
+def _read_parquet(source: Source, field: str) -> Iterator[str]:
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DataInputError(
+            f"{source.name}: reading Parquet needs one more package: pip install 'cairn[parquet]'"
+        ) from None
+    with _open(source) as file:
+        table = pq.ParquetFile(file)
+        columns = table.schema_arrow.names
+        if field not in columns:
+            there = ", ".join(map(repr, columns[:10]))
+            raise DataInputError(
+                f"{source.name}: no column {field!r}: there is {there}; name the one that holds the text"
+            )
+        row = 0
+        for batch in table.iter_batches(batch_size=64, columns=[field]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield _text_of({field: value}, field, f"{source.name}: row {row}")

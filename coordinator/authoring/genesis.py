@@ -1,0 +1,46 @@
+"""The genesis checkpoint: state[0] of a run, initial weights drawn from the run's seed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator.authoring.errors import AuthoringError
+from coordinator.authoring.shards import PARTIAL, sync_folder
+from protocol.layout import MOMENTUM
+from protocol.merkle import leaf_hash, tree_hash
+from protocol.model import build_model, model_layout, parameters_of
+from protocol.spec import BlobRef, OuterSpec
+from protocol.state import checkpoint_chunks, state_layout
+
+
+def write_genesis(config: Mapping[str, Any], seed: int, outer: OuterSpec, path: Path) -> BlobRef:
+    """Build the model on the CPU, write its checkpoint (with zero momentum where the outer optimiser has some).
+
+    The same config and seed give the same bytes on the same version of torch; nobody needs to make them twice, for the
+    checkpoint travels as a blob. Raises SpecError for the config, AuthoringError when the file cannot be written.
+    """
+    model = build_model(config, seed=seed)
+    tensors = {name: p.contiguous() for name, p in parameters_of(model).items()}
+    layout = state_layout(model_layout(model), outer)
+    for t in layout.tensors:
+        if t.name.startswith(MOMENTUM):
+            tensors[t.name] = torch.zeros(t.shape)
+    partial = path.with_name(f"{PARTIAL}{path.name}")
+    leaves = []
+    try:
+        with partial.open("wb") as file:
+            for chunk in checkpoint_chunks(layout, tensors):
+                leaves.append(leaf_hash(chunk))
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        sync_folder(path.parent)
+    except OSError as e:
+        raise AuthoringError(f"{path}: the genesis checkpoint cannot be written: {e.strerror or e}") from None
+    return BlobRef(digest=str(tree_hash(leaves)), size=layout.checkpoint_size)

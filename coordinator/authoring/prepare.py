@@ -1,0 +1,305 @@
+"""`prepare`: from documents to a folder of token shards, with a tokenizer and a manifest. Behind `cairn data prepare`.
+
+The folder is complete when manifest.json is there: it is written last. The same documents and settings give the same
+digests; preparing again into the same folder finds that out from the manifest and does nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from coordinator.authoring import tokens
+from coordinator.authoring.documents import Piece, Source, find_sources, read_documents
+from coordinator.authoring.errors import DataInputError, RunChangedError
+from coordinator.authoring.shards import PARTIAL, ShardWriter, write_file
+from protocol.ids import Digest
+from protocol.merkle import MAX_BLOB, blob_digest
+from protocol.spec import BlobRef, Section, Shard, explain
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+SHARD_TOKENS = 2**26
+
+
+class SourceRef(Section):
+    """A file that data were prepared from."""
+
+    name: str
+    fingerprint: str
+    part: Literal["train", "validation"]
+
+
+class Settings(Section):
+    """What besides the documents decides the shards."""
+
+    field: str
+    vocabulary: int | None
+    tokenizer: str | None
+    end_of_text: str | None
+    validation_every: int
+    shard_tokens: int
+
+
+class Part(Section):
+    """One part of the data: its shards, and how much is in them. `text_bytes` counts UTF-8."""
+
+    shards: list[Shard]
+    documents: int
+    tokens: int
+    text_bytes: int
+
+
+class Manifest(Section):
+    """What is in a prepared folder, and from what it was made."""
+
+    format: Literal[1] = 1
+    dtype: Literal["uint16", "uint32"]
+    vocabulary: int
+    end_of_text: str
+    end_of_text_id: int
+    tokenizer: BlobRef
+    train: Part
+    validation: Part
+    settings: Settings
+    sources: list[SourceRef]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A complete prepared folder. `reused`: it was there already."""
+
+    folder: Path
+    manifest: Manifest
+    reused: bool
+
+    @property
+    def blobs(self) -> dict[Digest, Path]:
+        """Every blob in it: shards and tokenizer."""
+        shards = [*self.manifest.train.shards, *self.manifest.validation.shards]
+        return {s.name: self.folder / f"{s.digest}.tokens" for s in shards} | {
+            self.manifest.tokenizer.name: self.folder / TOKENIZER
+        }
+
+
+def prepare(
+    inputs: Sequence[str],
+    out: Path,
+    *,
+    field: str = "text",
+    vocabulary: int | None = None,
+    tokenizer: Path | None = None,
+    end_of_text: str | None = None,
+    validation_every: int = 0,
+    validation: Sequence[str] = (),
+    shard_tokens: int = SHARD_TOKENS,
+    base: Path | None = None,
+    replace: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> Prepared:
+    """Turn documents into token shards in the folder `out`.
+
+    Args:
+        inputs: files, folders, patterns or fsspec addresses of text, JSONL or Parquet (see `documents.find_sources`).
+        field: the JSONL field or Parquet column that holds the text.
+        vocabulary: train a byte-level BPE of so many tokens on the training documents; or
+        tokenizer: take this tokenizer.json. Exactly one of the two.
+        end_of_text: the token that ends each document, for a given tokenizer.
+        validation_every: every n-th document (the n-th, 2n-th, ...) is held out; 0: none. Or
+        validation: inputs whose documents are all held out.
+        shard_tokens: tokens in a shard at most.
+        base: what relative inputs are relative to; by default the current folder.
+        replace: what was prepared from other documents or settings is replaced; by default that is RunChangedError.
+        report: told in a line what goes on.
+
+    Raises DataInputError, or RunChangedError as above.
+    """
+    if (vocabulary is None) == (tokenizer is None):
+        raise DataInputError("give either the size of a vocabulary to train, or a tokenizer.json to take")
+    if validation_every < 0 or validation_every == 1:
+        raise DataInputError(f"validation_every = {validation_every}: write 2 or more, or 0 for none")
+    if validation_every and validation:
+        raise DataInputError("hold out every n-th document or whole files, not both: remove one of the two")
+    if shard_tokens < 2 or shard_tokens * 4 > MAX_BLOB:
+        raise DataInputError(f"shard_tokens = {shard_tokens}: write a number from 2 to {MAX_BLOB // 4}")
+    base = base or Path.cwd()
+    train, held_out = find_sources(inputs, base), find_sources(validation, base)
+    twice = {(s.path) for s in train} & {s.path for s in held_out}
+    if twice:
+        raise DataInputError(f"{min(twice)} is both for training and for validation")
+    taken = tokens.load(tokenizer, end_of_text) if tokenizer else None
+    settings = Settings(
+        field=field,
+        vocabulary=vocabulary,
+        tokenizer=str(blob_digest(taken.file)) if taken else None,
+        end_of_text=taken.end if taken else None,
+        validation_every=validation_every,
+        shard_tokens=shard_tokens,
+    )
+    sources = [SourceRef(name=s.name, fingerprint=s.fingerprint(), part="train") for s in train]
+    sources += [SourceRef(name=s.name, fingerprint=s.fingerprint(), part="validation") for s in held_out]
+    with _locked(out):
+        if (out / MANIFEST).exists():
+            there = load_prepared(out)
+            differences = _differences(there.manifest, settings, sources)
+            if not differences:
+                return Prepared(out, there.manifest, reused=True)
+            if not replace:
+                raise RunChangedError(
+                    f"{out} was prepared differently ({'; '.join(differences)}): choose another folder, or remove "
+                    "this one"
+                )
+            _clear(out)
+        for left in out.glob(f"{PARTIAL}*"):
+            left.unlink()
+        run = taken or _trained(train, settings, report)
+        manifest = _write(out, run, train, held_out, settings, sources, report)
+        write_file(out / TOKENIZER, run.file)
+        write_file(out / MANIFEST, manifest.model_dump_json(indent=1).encode())
+    return Prepared(out, manifest, reused=False)
+
+
+def load_prepared(folder: Path) -> Prepared:
+    """A folder that `prepare` has filled. Raises DataInputError when it is not complete."""
+    try:
+        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise DataInputError(f"{folder}: no {MANIFEST} in it: make it with `cairn data prepare`") from None
+    except OSError as e:
+        raise DataInputError(f"{folder / MANIFEST}: {e.strerror or e}") from None
+    except ValidationError as e:
+        raise DataInputError(explain(e, str(folder / MANIFEST)) + "\nprepare the data again") from None
+    prepared = Prepared(folder, manifest, reused=True)
+    sizes = {s.name: s.size for s in (*manifest.train.shards, *manifest.validation.shards)}
+    sizes[manifest.tokenizer.name] = manifest.tokenizer.size
+    for digest, path in prepared.blobs.items():
+        found = path.stat().st_size if path.is_file() else -1
+        if found != sizes[digest]:
+            what = "is missing" if found < 0 else f"has {found} bytes instead of {sizes[digest]}"
+            raise DataInputError(f"{path} {what}: remove {folder} and prepare the data again")
+    return prepared
+
+
+def _trained(train: Sequence[Source], settings: Settings, report: Callable[[str], None]) -> tokens.RunTokenizer:
+    assert settings.vocabulary is not None  # `prepare` takes a tokenizer or a vocabulary
+    report(f"training a tokenizer of {settings.vocabulary} tokens")
+    pieces = (p for p, held_out in _documents(train, settings) if not held_out)
+    return tokens.train(pieces, settings.vocabulary)
+
+
+def _documents(sources: Sequence[Source], settings: Settings) -> Iterator[tuple[Piece, bool]]:
+    """The pieces of all documents, and whether their document is held out."""
+    every, number = settings.validation_every, 0
+    for source in sources:
+        for piece in read_documents(source, settings.field):
+            yield piece, bool(every) and number % every == every - 1
+            number += piece.last
+
+
+def _write(
+    out: Path,
+    run: tokens.RunTokenizer,
+    train: Sequence[Source],
+    held_out: Sequence[Source],
+    settings: Settings,
+    sources: list[SourceRef],
+    report: Callable[[str], None],
+) -> Manifest:
+    dtype = "uint16" if run.size <= 2**16 else "uint32"
+    writers = [ShardWriter(out, part, dtype, settings.shard_tokens) for part in ("train", "validation")]
+    documents, counts, sizes = [0, 0], [0, 0], [0, 0]
+    stream = itertools.chain(
+        _documents(train, settings), ((p, True) for s in held_out for p in read_documents(s, settings.field))
+    )
+    parts: deque[int] = deque()  # of the pieces that are being encoded, in order
+
+    def pieces() -> Iterator[Piece]:
+        for piece, is_held_out in stream:
+            parts.append(int(is_held_out))
+            sizes[is_held_out] += len(piece.text.encode())
+            yield piece
+
+    try:
+        for ids, last in run.encode(pieces()):
+            part = parts.popleft()
+            writers[part].add(ids)
+            counts[part] += len(ids)
+            documents[part] += last
+            if last and sum(documents) % 10_000 == 0:
+                report(f"{sum(documents):,} documents, {sum(counts):,} tokens")
+        shards = [w.finish() for w in writers]
+    finally:
+        for writer in writers:
+            writer.close()
+    if not counts[0]:
+        raise DataInputError("no text to train on in these documents")
+    if settings.validation_every and not documents[1]:
+        raise DataInputError(
+            f"validation_every = {settings.validation_every}, but there are only {documents[0]} documents: none is "
+            "held out; write a smaller number, or name files for validation"
+        )
+    report(f"{sum(documents):,} documents, {sum(counts):,} tokens, {documents[1]:,} documents held out")
+    made = [
+        Part(shards=s, documents=d, tokens=c, text_bytes=b)
+        for s, d, c, b in zip(shards, documents, counts, sizes, strict=True)
+    ]
+    return Manifest(
+        dtype=dtype,
+        vocabulary=run.size,
+        end_of_text=run.end,
+        end_of_text_id=run.end_id,
+        tokenizer=BlobRef(digest=str(blob_digest(run.file)), size=len(run.file)),
+        train=made[0],
+        validation=made[1],
+        settings=settings,
+        sources=sources,
+    )
+
+
+def _differences(there: Manifest, settings: Settings, sources: list[SourceRef]) -> list[str]:
+    """What is not as when the folder was prepared, for a person."""
+    before, now = there.settings.model_dump(), settings.model_dump()
+    found = [f"{k} was {before[k]}, is {now[k]}" for k in now if before[k] != now[k]]
+    old = {(s.part, s.name, s.fingerprint) for s in there.sources}
+    new = {(s.part, s.name, s.fingerprint) for s in sources}
+    changed = sorted({name for _, name, _ in old ^ new})
+    if changed:
+        found.append(f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} changed, came or went")
+    elif there.sources != sources:
+        found.append("the documents are in another order")
+    return found
+
+
+def _clear(folder: Path) -> None:
+    """Remove what `prepare` has put into a folder, the manifest first."""
+    (folder / MANIFEST).unlink()
+    for pattern in ("*.tokens", "*.leaves", TOKENIZER):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder, made, and for this process alone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as e:
+        raise DataInputError(f"{folder}: cannot be written to: {e.strerror or e}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataInputError(f"{folder}: another process prepares data there: wait for it, or stop it") from None
+        try:
+            yield
+        except OSError as e:
+            raise DataInputError(f"{folder}: {e.strerror or e}: free some space or choose another folder") from None

@@ -1,0 +1,248 @@
+"""`resolve`: from a run.toml to a signed run spec and the files of all blobs that it names.
+
+The first call in a working folder begins the run: it writes data/, genesis.safetensors, and last run.json and
+spec.signed. Every later call gives the same spec, and refuses a run.toml or data that say something else: a run's spec
+never changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from coordinator.authoring.errors import AuthoringError, DataInputError, RunChangedError, RunFileError
+from coordinator.authoring.prepare import Prepared, load_prepared, prepare
+from coordinator.authoring.runfile import RunFile, differences
+from coordinator.authoring.shards import write_file
+from protocol.envelope import open_envelope
+from protocol.errors import ProtocolError, SpecError
+from protocol.identity import Identity
+from protocol.ids import Digest
+from protocol.layout import Layout
+from protocol.merkle import leaf_hash, tree_hash
+from protocol.spec import (
+    KIND,
+    MAX_SPEC,
+    BlobRef,
+    DataSpec,
+    ModelSpec,
+    RunSpec,
+    explain,
+    parse_spec,
+    sign_spec,
+    windows_in,
+)
+
+SPEC, RUN, DATA, GENESIS = "spec.signed", "run.json", "data", "genesis.safetensors"
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run that can be served: its spec, the signed envelope's exact bytes, and the files of its blobs."""
+
+    spec: RunSpec
+    spec_envelope: bytes
+    blobs: dict[Digest, Path]
+
+
+def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = lambda line: None) -> ResolvedRun:
+    """The run of this run.toml in this folder, begun or continued.
+
+    Raises RunFileError, SpecError or DataInputError for what must be mended, RunChangedError when the run began with
+    something else, AuthoringError for the folder. Each begins with the file that it is about.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise AuthoringError(f"{workdir}: cannot be made: {e.strerror or e}") from None
+    if (workdir / SPEC).exists():
+        return _continued(run_file, workdir, owner, report)
+    prepared = _data(run_file, workdir, report, replace=True)
+    config = _config(run_file, prepared)
+    layout = _layout(run_file, config)
+    report(f"drawing initial weights: {layout.numel:,} parameters")
+    from coordinator.authoring.genesis import write_genesis
+
+    genesis = write_genesis(config, run_file.run.seed, run_file.outer, workdir / GENESIS)
+    spec = _spec(run_file, owner, config, layout, prepared, genesis)
+    envelope = sign_spec(owner, spec).sent
+    try:
+        write_file(workdir / RUN, json.dumps(run_file.model_dump(mode="json"), indent=1).encode())
+        write_file(workdir / SPEC, envelope)  # last: with it the run has begun
+    except OSError as e:
+        raise AuthoringError(f"{workdir}: cannot be written to: {e.strerror or e}") from None
+    report(f"run {spec.run_id.short} ({spec.name}) begins")
+    return ResolvedRun(spec, envelope, _blobs(spec, prepared, workdir))
+
+
+def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report) -> ResolvedRun:
+    """The run that began here. Raises RunChangedError when it is not this one any more."""
+    try:
+        sent = (workdir / SPEC).read_bytes()
+        envelope = open_envelope(sent, KIND, limit=MAX_SPEC + 1024)
+        spec = parse_spec(envelope.payload)
+        before = RunFile.model_validate_json((workdir / RUN).read_bytes()).model_dump(mode="json")
+    except (OSError, ProtocolError, SpecError, ValidationError) as e:
+        raise AuthoringError(
+            f"{workdir}: the run that began here cannot be read ({' '.join(str(e).split())[:200]}): restore {SPEC} and "
+            f"{RUN} from a copy, or begin a new run in another folder"
+        ) from None
+    remedy = "put it back, or give the run a new name and a new folder"
+    if owner.key != spec.owner_key or envelope.author != owner.key:
+        raise RunChangedError(
+            f"{workdir}: the run that began here is owned by {spec.owner[:8]}, this is key {owner.key.short}: use the "
+            "owner's key file, or begin a new run in another folder"
+        )
+    changed = list(differences(before, run_file.model_dump(mode="json")))
+    if changed:
+        raise RunChangedError(f"{run_file.path}: changed since the run began: {'; '.join(changed)}: {remedy}")
+    try:
+        prepared = _data(run_file, workdir, report, replace=False)
+    except RunChangedError as e:
+        raise RunChangedError(f"{run_file.path}: the data changed since the run began: {e}") from None
+    if _data_spec(run_file, prepared) != spec.data or prepared.manifest.tokenizer != spec.tokenizer:
+        raise RunChangedError(f"{prepared.folder}: holds other data than the run began with: {remedy}")
+    blobs = _blobs(spec, prepared, workdir)
+    if not _is_blob(workdir / GENESIS, spec.genesis):
+        report("writing the genesis checkpoint again: the file is missing or damaged")
+        from coordinator.authoring.genesis import write_genesis
+
+        if write_genesis(spec.model.config, spec.seed, spec.outer, workdir / GENESIS) != spec.genesis:
+            raise AuthoringError(
+                f"{workdir / GENESIS}: missing or damaged, and this version of torch draws other weights: restore the "
+                "file from a copy"
+            )
+    return ResolvedRun(spec, sent, blobs)
+
+
+def _data(run_file: RunFile, workdir: Path, report: Report, *, replace: bool) -> Prepared:
+    """The prepared data of a run file: what it names, or what its documents become in the working folder."""
+    data = run_file.data
+    if data.prepared is not None:
+        return load_prepared(run_file.folder / Path(data.prepared).expanduser())
+    try:
+        return prepare(
+            data.sources,
+            workdir / DATA,
+            field=data.field,
+            vocabulary=data.vocabulary,
+            tokenizer=run_file.folder / Path(data.tokenizer).expanduser() if data.tokenizer else None,
+            end_of_text=data.end_of_text,
+            validation_every=data.validation_every,
+            validation=data.validation,
+            shard_tokens=data.shard_tokens,
+            base=run_file.folder,
+            replace=replace,
+            report=report,
+        )
+    except DataInputError as e:
+        raise DataInputError(f"{run_file.path}: data: {e}") from None
+
+
+def _config(run_file: RunFile, prepared: Prepared) -> dict[str, Any]:
+    """The model's whole config, with what follows from the tokenizer filled in. Raises SpecError or RunFileError."""
+    from protocol.model import plain_config
+
+    manifest = prepared.manifest
+    asked = dict(run_file.model)
+    vocabulary = asked.setdefault("vocab_size", manifest.vocabulary)
+    if type(vocabulary) is int and vocabulary < manifest.vocabulary:
+        raise RunFileError(
+            f"{run_file.path}: model.vocab_size: {vocabulary} is less than the tokenizer's {manifest.vocabulary} "
+            "tokens: remove the line, and it is filled in"
+        )
+    asked.setdefault("bos_token_id", manifest.end_of_text_id)
+    asked.setdefault("eos_token_id", manifest.end_of_text_id)
+    try:
+        config = plain_config(asked)
+    except SpecError as e:
+        raise SpecError(f"{run_file.path}: {e}") from None
+    check_length(run_file, config)
+    return config
+
+
+def check_length(run_file: RunFile, config: dict[str, Any]) -> None:
+    """Raises RunFileError when a window does not fit the model's positions."""
+    for field in ("max_position_embeddings", "n_positions"):
+        most = config.get(field)
+        if type(most) is int and most < run_file.data.window:
+            raise RunFileError(
+                f"{run_file.path}: data.window: {run_file.data.window} tokens do not fit model.{field} = {most}: make "
+                "one smaller or the other larger"
+            )
+
+
+def _layout(run_file: RunFile, config: dict[str, Any]) -> Layout:
+    from protocol.model import build_model, model_layout
+
+    try:
+        return model_layout(build_model(config, device="meta"))
+    except SpecError as e:
+        raise SpecError(f"{run_file.path}: {e}") from None
+
+
+def _data_spec(run_file: RunFile, prepared: Prepared) -> DataSpec:
+    manifest = prepared.manifest
+    return DataSpec(
+        window=run_file.data.window,
+        dtype=manifest.dtype,
+        train=manifest.train.shards,
+        validation=manifest.validation.shards,
+        addresses=run_file.data.addresses,
+    )
+
+
+def _spec(
+    run_file: RunFile,
+    owner: Identity,
+    config: dict[str, Any],
+    layout: Layout,
+    prepared: Prepared,
+    genesis: BlobRef,
+) -> RunSpec:
+    shards = prepared.manifest.train.shards
+    if not any(windows_in(s.tokens, run_file.data.window) for s in shards):
+        raise RunFileError(
+            f"{run_file.path}: data.window: {run_file.data.window} tokens, but the documents have only "
+            f"{prepared.manifest.train.tokens}: add documents or make it smaller"
+        )
+    try:
+        return RunSpec(
+            name=run_file.run.name,
+            owner=str(owner.key),
+            seed=run_file.run.seed,
+            total_tokens=run_file.run.total_tokens,
+            model=ModelSpec(config=config, tensors=[(t.name, list(t.shape)) for t in layout.tensors]),
+            genesis=genesis,
+            tokenizer=prepared.manifest.tokenizer,
+            data=_data_spec(run_file, prepared),
+            inner=run_file.inner,
+            codec=run_file.codec,
+            outer=run_file.outer,
+            round=run_file.round,
+            admission=run_file.admission,
+            credit=run_file.credit,
+            checkpoint=run_file.checkpoint,
+        )
+    except ValidationError as e:
+        raise RunFileError(explain(e, str(run_file.path))) from None
+
+
+def _blobs(spec: RunSpec, prepared: Prepared, workdir: Path) -> dict[Digest, Path]:
+    return prepared.blobs | {spec.genesis.name: workdir / GENESIS}
+
+
+def _is_blob(path: Path, ref: BlobRef) -> bool:
+    """Whether the file holds exactly the blob."""
+    from protocol.merkle import CHUNK
+
+    if not path.is_file() or path.stat().st_size != ref.size:
+        return False
+    with path.open("rb") as file:
+        return tree_hash([leaf_hash(chunk) for chunk in iter(lambda: file.read(CHUNK), b"")]) == ref.name

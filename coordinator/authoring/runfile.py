@@ -1,0 +1,233 @@
+"""run.toml: the file that a run's owner writes. Every field is described in docs/runs.md.
+
+Most tables are the run spec's own sections; `[run]`, `[model]` and `[data]` are for people: they name a corpus where
+the spec names shards by digest. `load_run` checks all that can be checked without reading data or building a model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
+
+from coordinator.authoring.errors import RunFileError
+from coordinator.authoring.prepare import SHARD_TOKENS
+from protocol.spec import (
+    AdmissionSpec,
+    CheckpointSpec,
+    CodecSpec,
+    CreditSpec,
+    InnerSpec,
+    OuterSpec,
+    RoundSpec,
+    Section,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+MAX_FILE = 1024 * 1024
+
+
+class RunTable(Section):
+    """[run]: what the run is called, and how long it is."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
+    seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    total_tokens: Annotated[int, Field(ge=0, le=2**53)] = 0
+
+
+class DataTable(Section):
+    """[data]: the documents, or a folder made by `cairn data prepare`. Relative paths: relative to the run.toml."""
+
+    source: str | list[str] | None = None
+    prepared: str | None = None
+    window: Annotated[int, Field(ge=8, le=2**20)]
+    field: str = "text"
+    vocabulary: Annotated[int, Field(ge=257, le=2**24)] | None = None
+    tokenizer: str | None = None
+    end_of_text: str | None = None
+    validation_every: Annotated[int, Field(ge=0)] = 0
+    validation: list[str] = []
+    shard_tokens: Annotated[int, Field(ge=2, le=2**38)] = SHARD_TOKENS
+    addresses: Annotated[list[str], Field(max_length=64)] = []
+
+    @model_validator(mode="after")
+    def _one_way(self):
+        if (self.source is None) == (self.prepared is None):
+            raise ValueError("write either source (documents) or prepared (a folder made by `cairn data prepare`)")
+        if self.source is not None and (self.vocabulary is None) == (self.tokenizer is None):
+            raise ValueError("write either vocabulary (tokens of a tokenizer to train) or tokenizer (a tokenizer.json)")
+        if self.validation_every and self.validation:
+            raise ValueError("write either validation_every or validation, not both")
+        if self.validation_every == 1:
+            raise ValueError("validation_every = 1 would hold out every document: write 2 or more")
+        if self.prepared is not None:
+            settled = (
+                "field",
+                "vocabulary",
+                "tokenizer",
+                "end_of_text",
+                "validation_every",
+                "validation",
+                "shard_tokens",
+            )
+            also = [name for name in settled if name in self.model_fields_set]
+            if also:
+                raise ValueError(f"{', '.join(also)}: settled when the folder was prepared; remove it here")
+        return self
+
+    @property
+    def sources(self) -> list[str]:
+        """`source` as a list."""
+        return [self.source] if isinstance(self.source, str) else list(self.source or [])
+
+
+class RunFile(Section):
+    """A checked run.toml."""
+
+    run: RunTable
+    model: dict[str, Any]
+    data: DataTable
+    inner: InnerSpec = InnerSpec()
+    codec: CodecSpec = CodecSpec()
+    outer: OuterSpec = OuterSpec()
+    round: RoundSpec
+    admission: AdmissionSpec = AdmissionSpec()
+    credit: CreditSpec = CreditSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    _path: Path = PrivateAttr(default=Path("run.toml"))
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
+    def folder(self) -> Path:
+        """What its relative paths are relative to."""
+        return self._path.parent
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if not isinstance(self.model.get("model_type"), str):
+            raise ValueError('model.model_type: is missing: write one, e.g. model_type = "llama"')
+        if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:
+            raise ValueError(
+                "run.total_tokens: a schedule that decays needs an end: write the run's tokens, or "
+                'inner.schedule.kind = "constant"'
+            )
+        step = self.inner.batch * self.data.window
+        if self.round.max_update_tokens < step:
+            raise ValueError(f"round.max_update_tokens: must allow one inner step, batch * window = {step} tokens")
+        return self
+
+
+def load_run(path: Path) -> RunFile:
+    """The checked run.toml. Raises RunFileError: a line for each problem, with file, line and field."""
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise RunFileError(f"{path}: larger than {MAX_FILE >> 10} KiB: this is not a run.toml")
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise RunFileError(f"{path}: no such file: examples/sotu.toml is one to begin with") from None
+    except OSError as e:
+        raise RunFileError(f"{path}: cannot be read: {e.strerror or e}") from None
+    except UnicodeDecodeError:
+        raise RunFileError(f"{path}: not UTF-8 text: save it as such") from None
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise RunFileError(f"{path}: not TOML: {e}") from None
+    except RecursionError:
+        raise RunFileError(f"{path}: not TOML that can be read: nested too deep") from None
+    _fill_in(tables)
+    try:
+        run_file = RunFile.model_validate(tables)
+    except ValidationError as e:
+        raise RunFileError("\n".join(_problems(e, path, text))) from None
+    run_file._path = path.resolve()
+    return run_file
+
+
+def _fill_in(tables: dict[str, Any]) -> None:
+    """Defaults that follow from others: the schedule ends with the run; an update holds up to two rounds' work."""
+    run, window_of = tables.get("run"), tables.get("data")
+    inner, round_ = tables.setdefault("inner", {}), tables.get("round")
+    if isinstance(inner, dict) and isinstance(run, dict):
+        schedule = inner.setdefault("schedule", {})
+        if isinstance(schedule, dict) and "total_tokens" in run:
+            schedule.setdefault("total_tokens", run["total_tokens"])
+    if isinstance(round_, dict) and isinstance(window_of, dict) and isinstance(inner, dict):
+        target, window = round_.get("target_tokens"), window_of.get("window")
+        batch = inner.get("batch", InnerSpec().batch)
+        if all(type(n) is int and n > 0 for n in (target, window, batch)):
+            round_.setdefault("max_update_tokens", max(2 * target, 4 * batch * window))  # type: ignore[operator]
+
+
+def _problems(error: ValidationError, path: Path, text: str) -> Iterator[str]:
+    """One line a problem: file:line: field: what is wrong (what was found)."""
+    for e in error.errors():
+        loc = [part for part in e["loc"] if part not in ("str", "list[str]")]
+        field, message = ".".join(map(str, loc)), e["msg"].removeprefix("Value error, ")
+        if e["type"] == "missing":
+            message = "is missing: see docs/runs.md for what it means"
+        elif e["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(loc[-1]), _fields_at(loc[:-1]), n=1)
+            message = f"is not a field; did you mean {near[0]}?" if near else "is not a field: remove it"
+        elif e["type"] != "value_error":
+            message = f"{message} (found {str(e['input'])[:60]!r})"
+        elif not loc and ": " in message:  # a check over several tables begins with the field it is about
+            field, message = message.split(": ", 1)
+            loc = field.split(".")
+        line = _line_of(loc, text)
+        yield f"{path}{f':{line}' if line else ''}: {field or 'the file'}: {message}"
+
+
+def _fields_at(loc: list[Any]) -> list[str]:
+    """The names of the fields in a table of a run.toml."""
+    model: type[BaseModel] | None = RunFile
+    for part in loc:
+        annotation = model.model_fields[part].annotation if model and part in model.model_fields else None
+        candidates = (annotation, *get_args(annotation))
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return list(model.model_fields) if model else []
+
+
+def _line_of(loc: list[Any], text: str) -> int | None:
+    """The line on which a field is set, or its table begins; None when neither is found."""
+    names = [p for p in loc if isinstance(p, str)]
+    table, table_line = [], None
+    for number, line in enumerate(text.splitlines(), 1):
+        bare = line.split("#", 1)[0].strip()
+        if bare.startswith("["):
+            table = [p.strip().strip("\"'") for p in bare.strip("[]").split(".")]
+            if table == names:
+                return number
+            if table and table == names[: len(table)]:
+                table_line = number
+        elif "=" in bare:
+            key = [p.strip().strip("\"'") for p in bare.split("=", 1)[0].split(".")]
+            if table + key == names or (table + key == names[: len(table + key)]):
+                return number
+    return table_line
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Field by field, what two dumped run files differ in, for a person."""
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            yield f"{prefix}{key} was {_shown(a)}, is now {_shown(b)}"
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)[:80]

@@ -1,0 +1,99 @@
+"""Token shards on disk: written chunk by chunk under a temporary name, then named by the digest of what is in them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from protocol.merkle import CHUNK, leaf_hash, tree_hash
+from protocol.spec import Shard
+
+PARTIAL = ".partial-"
+
+
+class ShardWriter:
+    """Writes a stream of tokens as shards of at most `tokens_each` tokens: DIGEST.tokens and DIGEST.leaves.
+
+    A shard's bytes are its tokens, little endian, of `dtype` ("uint16" or "uint32"). Memory: one chunk.
+    """
+
+    def __init__(self, folder: Path, part: str, dtype: str, tokens_each: int):
+        self.shards: list[Shard] = []
+        self._folder, self._part = folder, part
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._tokens_each = tokens_each
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tokens = 0
+        self._leaves: list[bytes] = []
+        self._held = bytearray()
+        self._path = self._folder / f"{PARTIAL}{self._part}"
+        self._file = None
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append tokens (integers [n] that fit the dtype)."""
+        while len(tokens):
+            some = tokens[: self._tokens_each - self._tokens]
+            tokens = tokens[len(some) :]
+            self._tokens += len(some)
+            self._held += some.astype(self._dtype).tobytes()
+            self._write_chunks()
+            if self._tokens == self._tokens_each:
+                self._end()
+
+    def finish(self) -> list[Shard]:
+        """End the last shard. All shards are on disk, under their names, when this returns."""
+        if self._tokens:
+            self._end()
+        return self.shards
+
+    def close(self) -> None:
+        """Leave nothing open after a failure."""
+        if self._file:
+            self._file.close()
+
+    def _write_chunks(self, last: bool = False) -> None:
+        while len(self._held) >= CHUNK or (last and self._held):
+            chunk = bytes(self._held[:CHUNK])
+            del self._held[:CHUNK]
+            if self._file is None:
+                self._file = self._path.open("wb")
+            self._file.write(chunk)
+            self._leaves.append(leaf_hash(chunk))
+
+    def _end(self) -> None:
+        self._write_chunks(last=True)
+        assert self._file is not None  # a shard with tokens has at least one chunk
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        digest = tree_hash(self._leaves)
+        write_file(self._folder / f"{digest}.leaves", b"".join(self._leaves))
+        self._path.rename(self._folder / f"{digest}.tokens")
+        sync_folder(self._folder)
+        shard = Shard(digest=str(digest), size=self._tokens * self._dtype.itemsize, tokens=self._tokens)
+        self.shards.append(shard)
+        self._begin()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file so that after a crash it is there whole or not at all."""
+    partial = path.with_name(f"{PARTIAL}{path.name}")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's names durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,125 @@
+"""What a run.toml means, in a few lines, before anything is begun: behind `cairn run validate FILE`."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from pathlib import Path
+
+from coordinator.authoring import tokens
+from coordinator.authoring.documents import Source, find_sources, read_documents
+from coordinator.authoring.errors import DataInputError
+from coordinator.authoring.prepare import load_prepared
+from coordinator.authoring.resolve import check_length
+from coordinator.authoring.runfile import RunFile, load_run
+from protocol.errors import SpecError
+from protocol.layout import Layout
+from protocol.spec import windows_in
+
+LOOKED_AT = 64
+"""Pieces (each at most 256 Ki characters) of each file that are looked at."""
+
+
+def validate(path: Path) -> list[str]:
+    """Check a run.toml, its model and that its data can be read; a summary for people, a line each.
+
+    Raises what `load_run` and `resolve` raise. Data are not prepared: what follows from tokens is an estimate where
+    there is no prepared folder, and says so.
+    """
+    from protocol.codec import make_codec
+    from protocol.model import build_model, model_layout, plain_config
+
+    run_file = load_run(path)
+    vocabulary, data_lines = _data(run_file)
+    try:
+        config = plain_config({"vocab_size": vocabulary} | run_file.model)
+        layout = model_layout(build_model(config, device="meta"))
+    except SpecError as e:
+        raise SpecError(f"{path}: {e}") from None
+    check_length(run_file, config)
+    update = make_codec(run_file.codec, layout).size
+    round_, inner = run_file.round, run_file.inner
+    step = inner.batch * run_file.data.window
+    lines = [
+        f"{path} is a valid run file: {run_file.run.name}",
+        f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
+        f"a checkpoint is {_bytes(layout.checkpoint_size)}",
+        *data_lines,
+        f"inner step: {inner.batch} windows of {run_file.data.window} = {step:,} tokens",
+        f"round: ends at {round_.target_tokens:,} tokens of all peers together "
+        f"({round_.target_tokens / step:.1f} inner steps), or after {round_.max_seconds:g} s",
+        f"update: {_bytes(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
+        f"round a peer sends its own and fetches every other contributor's: with 16 peers {_bytes(15 * update)} down",
+        f"memory: about {_bytes(_memory(layout, config, step))} on each GPU "
+        f"({_bytes(28 * layout.numel)} of it state: weights, gradients, AdamW, base, anchor, error feedback)",
+    ]
+    if run_file.run.total_tokens:
+        rounds = math.ceil(run_file.run.total_tokens / round_.target_tokens)
+        lines.append(f"length: {run_file.run.total_tokens:,} tokens, about {rounds:,} rounds")
+    else:
+        lines.append("length: without end (run.total_tokens is 0)")
+    return lines
+
+
+def _data(run_file: RunFile) -> tuple[int, list[str]]:
+    """The size of the vocabulary, and lines about the data."""
+    data = run_file.data
+    try:
+        if data.prepared is not None:
+            manifest = load_prepared(run_file.folder / Path(data.prepared).expanduser()).manifest
+            train, validation = (
+                sum(windows_in(s.tokens, data.window) for s in part.shards)
+                for part in (manifest.train, manifest.validation)
+            )
+            documents = manifest.train.documents + manifest.validation.documents
+            return manifest.vocabulary, [
+                f"data: {train:,} windows to train on, {validation:,} to validate on, from {documents:,} documents; "
+                f"vocabulary {manifest.vocabulary:,}"
+            ]
+        sources = find_sources(data.sources, run_file.folder)
+        held_out = find_sources(data.validation, run_file.folder)
+        given = run_file.folder / Path(data.tokenizer).expanduser() if data.tokenizer else None
+        vocabulary = tokens.load(given, data.end_of_text).size if given else data.vocabulary or 0
+        size, whole = _text_bytes(sources, data.field)
+        _text_bytes(held_out, data.field)
+    except DataInputError as e:
+        raise DataInputError(f"{run_file.path}: data: {e}") from None
+    if not size:
+        raise DataInputError(f"{run_file.path}: data.source: no text in these documents")
+    windows = int(size / _bytes_per_token(vocabulary) / data.window)
+    return vocabulary, [
+        f"data: {len(sources)} files{'' if whole else ', of which the beginnings were looked at'}; "
+        f"{'about' if whole else 'more than'} {windows:,} windows (estimated: `cairn data prepare` counts them); "
+        f"vocabulary {vocabulary:,}"
+    ]
+
+
+def _text_bytes(sources: list[Source], field: str) -> tuple[int, bool]:
+    """UTF-8 bytes of the text looked at, and whether that is all of it."""
+    size, whole = 0, True
+    for source in sources:
+        pieces = read_documents(source, field)
+        size += sum(len(p.text.encode()) for p in islice(pieces, LOOKED_AT * 64))
+        whole = whole and next(pieces, None) is None
+    return size, whole
+
+
+def _bytes_per_token(vocabulary: int) -> float:
+    """Of English under byte-level BPE: about 3.0 at 1,024 tokens, 4.5 at 8,192 and beyond."""
+    return min(4.5, max(1.0, 3.0 + 0.5 * (math.log2(max(2, vocabulary)) - 10)))
+
+
+def _memory(layout: Layout, config: dict, step: int) -> int:
+    """Bytes on a GPU, roughly: state, activations of one inner step in bf16 (34 values a token, layer and hidden unit,
+    Korthikanti et al. 2022 without attention scores), and logits in fp32 with their gradient."""
+    hidden = config.get("hidden_size") or config.get("n_embd") or 0
+    layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
+    return 28 * layout.numel + step * (34 * hidden * layers + 10 * config.get("vocab_size", 0))
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TB"

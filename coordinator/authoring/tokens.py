@@ -1,0 +1,125 @@
+"""The tokenizer of a run: trained on its documents (byte-level BPE), or a tokenizer.json that someone made before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from coordinator.authoring.documents import Piece
+from coordinator.authoring.errors import DataInputError
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
+MIN_VOCABULARY = 257  # every byte, and the end of text
+MAX_TOKENIZER = 256 * 1024 * 1024
+SAMPLE = 256 * 1024 * 1024
+"""Characters on which a tokenizer is trained at most."""
+
+BATCH = 1024 * 1024
+"""Characters that are encoded at a time."""
+
+
+@dataclass(frozen=True)
+class RunTokenizer:
+    """A tokenizer, its file's exact bytes, and the token that ends a document."""
+
+    tokenizer: Tokenizer
+    file: bytes
+    end: str
+    end_id: int
+
+    @property
+    def size(self) -> int:
+        """The number of token ids: one more than the highest."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[np.ndarray, bool]]:
+        """Tokens of each piece, in order: (uint32 array, whether it ends a document and so has the end token last).
+
+        Text that looks like a special token is text.
+        """
+        batch: list[Piece] = []
+        size = 0
+        for piece in pieces:
+            batch.append(piece)
+            size += len(piece.text)
+            if size >= BATCH:
+                yield from self._encoded(batch)
+                batch, size = [], 0
+        yield from self._encoded(batch)
+
+    def _encoded(self, batch: Sequence[Piece]) -> Iterator[tuple[np.ndarray, bool]]:
+        encodings = self.tokenizer.encode_batch_fast([p.text for p in batch], add_special_tokens=False)
+        for piece, encoding in zip(batch, encodings, strict=True):
+            ids = [*encoding.ids, self.end_id] if piece.last else encoding.ids
+            yield np.array(ids, dtype=np.uint32), piece.last
+
+
+def train(pieces: Iterable[Piece], vocabulary: int) -> RunTokenizer:
+    """A byte-level BPE of at most `vocabulary` tokens, trained on the first SAMPLE characters.
+
+    The same text gives the same tokenizer, whatever the number of threads. Raises DataInputError.
+    """
+    if vocabulary < MIN_VOCABULARY:
+        raise DataInputError(
+            f"a vocabulary of {vocabulary}: at least {MIN_VOCABULARY} are needed, one for each byte and the end of text"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(pieces), trainer)
+    return _made(tokenizer, tokenizer.to_str().encode(), END_OF_TEXT, "the trained tokenizer")
+
+
+def load(path: Path, end: str | None) -> RunTokenizer:
+    """The tokenizer in a tokenizer.json. `end` names its end-of-text token; by default it is looked for.
+
+    Raises DataInputError.
+    """
+    try:
+        if path.stat().st_size > MAX_TOKENIZER:
+            raise DataInputError(f"{path}: a tokenizer of more than {MAX_TOKENIZER >> 20} MiB")
+        file = path.read_bytes()
+    except OSError as e:
+        raise DataInputError(f"{path}: the tokenizer cannot be read: {e.strerror or e}") from None
+    try:
+        tokenizer = Tokenizer.from_str(file.decode())
+    except Exception as e:  # noqa: BLE001 - tokenizers raises plain Exception; the cause is passed on
+        raise DataInputError(f"{path}: not a tokenizer.json that the tokenizers library reads: {e}") from None
+    if end is None:
+        end = next((t for t in KNOWN_ENDS if tokenizer.token_to_id(t) is not None), None)
+        if end is None:
+            raise DataInputError(
+                f"{path}: it is not clear which token ends a document ({', '.join(KNOWN_ENDS)} are not in it): "
+                "name it as end_of_text"
+            )
+    return _made(tokenizer, file, end, str(path))
+
+
+def _made(tokenizer: Tokenizer, file: bytes, end: str, where: str) -> RunTokenizer:
+    end_id = tokenizer.token_to_id(end)
+    if end_id is None:
+        raise DataInputError(f"{where}: it has no token {end!r}: name the one that ends a document as end_of_text")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return RunTokenizer(tokenizer, file, end, end_id)
+
+
+def _sample(pieces: Iterable[Piece]) -> Iterator[str]:
+    left = SAMPLE
+    for piece in pieces:
+        yield piece.text
+        left -= len(piece.text)
+        if left <= 0:
+            return
