@@ -6,10 +6,11 @@ and signed with the owner's key. A peer accepts it only when its digest is the r
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import rfc8785
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import MalformedError, SignatureError, SpecError
@@ -17,12 +18,26 @@ from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.layout import Layout, TensorShape
 from protocol.merkle import MAX_BLOB, blob_digest
+from protocol.messages import MAX_CONTRIBUTORS
 
 KIND = "run-spec"
 MAX_SPEC = 1024 * 1024
+MAX_INT = 2**53 - 1
+"""The largest integer that canonical JSON has."""
+MAX_CONFIG_DEPTH = 32
+SHOWN = 20
+"""Problems that an error lists; the rest it counts."""
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"has characters that cannot be shown: {text[:60]!r}")
+    return text
+
 
 Hex32 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=1, le=2**53)]
+Address = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 7)]
 
 
@@ -52,18 +67,56 @@ class ModelSpec(Section):
         "knows it without building the model"
     )
 
-    @model_validator(mode="after")
-    def _has_type(self):
-        if not isinstance(self.config.get("model_type"), str):
+    @field_validator("config")
+    @classmethod
+    def _plain(cls, config: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(config.get("model_type"), str):
             raise ValueError('write model_type, e.g. model_type = "llama"')
-        if "auto_map" in self.config or self.config.get("trust_remote_code"):
-            raise ValueError("models that bring their own code are not accepted: remove auto_map and trust_remote_code")
+        _check_plain(config, "")
+        return config
+
+    @model_validator(mode="after")
+    def _has_layout(self):
+        try:
+            _ = self.layout
+        except MalformedError as e:
+            raise ValueError(f"tensors: {e}") from None
         return self
 
     @property
     def layout(self) -> Layout:
         """The layout that `tensors` lists. Raises MalformedError when they are not in order."""
         return Layout(tuple(TensorShape(name, tuple(shape)) for name, shape in self.tensors))
+
+
+def _check_plain(value: Any, field: str, depth: int = 0) -> None:
+    """Raises ValueError unless the value is as good in canonical JSON as it is here, and brings no code."""
+    if depth > MAX_CONFIG_DEPTH:
+        raise ValueError(f"{field[:60]}... is nested more than {MAX_CONFIG_DEPTH} deep")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str) or not key.isprintable() or len(key) > 128:
+                raise ValueError(f"{field}{key!r:.60} is not a field's name: want printable text")
+            if key == "auto_map" or (key == "trust_remote_code" and inner):
+                raise ValueError(f"{field}{key}: models that bring their own code are not accepted: remove it")
+            _check_plain(inner, f"{field}{key}.", depth + 1)
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            _check_plain(inner, f"{field}{i}.", depth + 1)
+    elif isinstance(value, str):
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError(f"{field[:-1]} is not Unicode text")
+    elif isinstance(value, int):
+        if abs(value) > MAX_INT:
+            raise ValueError(f"{field[:-1]} is beyond {MAX_INT}, the largest integer that a spec can hold")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{field[:-1]} is {value}: write a finite number")
+        # Canonical JSON writes it as an integer, which would then be read as one.
+        if MAX_INT < abs(value) < 1e21:
+            raise ValueError(f"{field[:-1]} is beyond {MAX_INT}, the largest integer that a spec can hold")
+    elif value is not None:
+        raise ValueError(f"{field[:-1]} is a {type(value).__name__}: write plain numbers, words, lists and tables")
 
 
 class Shard(BlobRef):
@@ -79,11 +132,23 @@ class DataSpec(Section):
     dtype: Literal["uint16", "uint32"] = "uint16"
     train: Annotated[list[Shard], Field(min_length=1, max_length=65_536)]
     validation: Annotated[list[Shard], Field(max_length=1024)] = []
-    addresses: Annotated[list[str], Field(max_length=64)] = Field(
+    addresses: Annotated[list[Address], Field(max_length=64)] = Field(
         default=[],
         description="fsspec addresses of folders that hold the shards as DIGEST.tokens; "
         "when none has a shard, it is fetched from the swarm as a blob",
     )
+
+    @model_validator(mode="after")
+    def _sized(self):
+        width = {"uint16": 2, "uint32": 4}[self.dtype]
+        for kind, shards in (("train", self.train), ("validation", self.validation)):
+            for i, shard in enumerate(shards):
+                if shard.size != width * shard.tokens:
+                    raise ValueError(
+                        f"{kind}.{i}: {shard.tokens} tokens of {self.dtype} are {width * shard.tokens} bytes, "
+                        f"not {shard.size}: mend size, tokens or dtype"
+                    )
+        return self
 
     @property
     def train_windows(self) -> int:
@@ -100,8 +165,8 @@ class Schedule(Section):
     """Learning rate as a factor of `lr`, a function of the tokens that the chain has accepted."""
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
-    warmup_tokens: Annotated[int, Field(ge=0, le=2**53)] = 0
-    total_tokens: Annotated[int, Field(ge=0, le=2**53)] = 0
+    warmup_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
+    total_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
 
@@ -155,7 +220,7 @@ class RoundSpec(Section):
     heartbeat_seconds: Seconds = 2.0
     member_seconds: Seconds = Field(default=20, description="a member not heard of for so long is not waited for")
     max_update_tokens: Count = Field(description="the most tokens one update may claim")
-    max_members: Annotated[int, Field(ge=1, le=10_000)] = 256
+    max_members: Annotated[int, Field(ge=1, le=MAX_CONTRIBUTORS)] = 256
 
     @model_validator(mode="after")
     def _ordered(self):
@@ -198,8 +263,8 @@ class RunSpec(Section):
     version: Literal[1] = 1
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
     owner: Hex32
-    seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
-    total_tokens: Annotated[int, Field(ge=0, le=2**53)] = Field(
+    seed: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
+    total_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = Field(
         default=0, description="training ends when the chain has accepted so many tokens; 0: never"
     )
     model: ModelSpec
@@ -216,12 +281,6 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _consistent(self):
-        try:
-            layout = self.model.layout
-        except MalformedError as e:
-            raise ValueError(f"model.tensors: {e}") from None
-        if 4 * layout.numel > MAX_BLOB:
-            raise ValueError("model.tensors: the model is larger than a checkpoint can be")
         if self.round.max_update_tokens < self.inner.batch * self.data.window:
             raise ValueError("round.max_update_tokens must allow one inner step: inner.batch * data.window tokens")
         if self.data.train_windows < 1:
@@ -249,18 +308,27 @@ class RunSpec(Section):
 
 
 def explain(error: ValidationError, where: str) -> str:
-    """One line a problem: the field, what is wrong, and what was found there."""
+    """One line a problem, the first SHOWN: the field, what is wrong, and what was found there. Fit for a terminal,
+    whoever wrote the spec."""
     lines = []
-    for e in error.errors():
-        field = ".".join(str(part) for part in e["loc"]) or "the spec"
+    for e in error.errors(include_url=False)[:SHOWN]:
+        field = ".".join(_shown(part) for part in e["loc"]) or "the spec"
         what = {
             "missing": "is missing",
             "extra_forbidden": "is not a field of the spec: remove it, or mend its spelling",
         }
         message = what.get(e["type"], e["msg"].removeprefix("Value error, "))
-        found = "" if e["type"] in ("missing", "value_error") else f" (found {str(e['input'])[:60]!r})"
+        found = "" if e["type"] in ("missing", "value_error", "json_invalid") else f" (found {str(e['input'])[:60]!r})"
         lines.append(f"{where}: {field}: {message}{found}")
+    if error.error_count() > SHOWN:
+        lines.append(f"{where}: and {error.error_count() - SHOWN} problems more")
     return "\n".join(lines)
+
+
+def _shown(part: str | int) -> str:
+    """A part of a field's name: as it is when it is a name, else quoted, for it may hold anything."""
+    text = str(part)
+    return text if len(text) <= 60 and text.isprintable() else repr(text[:60])
 
 
 def parse_spec(data: bytes) -> RunSpec:
