@@ -1,0 +1,199 @@
+"""The outer side's promises, on tensors alone: same bits everywhere, nothing lost, missed work comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from peer.training.outer import OuterSide
+from protocol.codec import make_codec
+from protocol.errors import CodecError
+from protocol.ids import PeerKey, sha256
+from protocol.layout import Layout
+from protocol.outer import Contribution
+from protocol.spec import CodecSpec, OuterSpec
+from protocol.state import state_digest, state_layout
+
+LAYOUT = Layout.of({"a.weight": (96, 100), "b.bias": (70,), "c.weight": (3, 4096)})
+KEYS = [PeerKey(sha256(bytes([n]))) for n in range(4)]
+CODECS = [
+    CodecSpec(kind="sparse", k=64),
+    CodecSpec(kind="sparse", k=4096),
+    CodecSpec(kind="int8"),
+    CodecSpec(kind="none"),
+]
+
+
+def noise(seed: int, scale: float = 0.01) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {t.name: torch.randn(t.shape, generator=made) * scale for t in LAYOUT.tensors}
+
+
+def side(spec: CodecSpec, *, beta: float = 1.0, outer: OuterSpec | None = None, start: int = 99) -> OuterSide:
+    """A peer's outer side that holds the state made from `start`."""
+    outer = outer or OuterSpec()
+    local = {t.name: torch.zeros(t.shape) for t in LAYOUT.tensors}
+    made = OuterSide(local, make_codec(spec, LAYOUT), beta, outer)
+    state = noise(start, 1.0)
+    for t in state_layout(LAYOUT, outer).tensors:
+        state.setdefault(t.name, torch.zeros(t.shape))
+    made.load(state)
+    return made
+
+
+def learn(peer: OuterSide, change: dict[str, Tensor]) -> None:
+    for name, tensor in peer.local.items():
+        tensor.add_(change[name])
+
+
+def digest(peer: OuterSide):
+    assert peer.base is not None
+    return state_digest(state_layout(LAYOUT, peer.spec), peer.base)
+
+
+def dense(peer: OuterSide, blob: bytes) -> dict[str, Tensor]:
+    into = {t.name: torch.zeros(t.shape) for t in LAYOUT.tensors}
+    peer.codec.add_to(blob, into)
+    return into
+
+
+@pytest.mark.parametrize("spec", CODECS, ids=lambda s: f"{s.kind}-{s.k}")
+@pytest.mark.parametrize("optimiser", ["plain", "nesterov"])
+def test_peers_that_apply_the_same_rounds_hold_the_same_bits_whatever_they_learn(spec, optimiser):
+    outer = OuterSpec(optimiser=optimiser, lr=0.7)
+    peers = [side(spec, beta=0.95, outer=outer) for _ in range(3)]
+    for r in range(4):
+        blobs = []
+        for n, peer in enumerate(peers):
+            learn(peer, noise(10 * r + n))
+            blobs.append(Contribution(KEYS[n], n + 1, peer.announce()))
+            learn(peer, noise(1000 + 10 * r + n))  # goes on while the updates travel
+        for n, peer in enumerate(peers):
+            peer.apply(blobs[n:] + blobs[:n])
+        assert len({digest(p) for p in peers}) == 1
+    assert digest(peers[0]) != digest(side(spec, outer=outer))
+
+
+def test_a_rebase_moves_what_was_learnt_since_the_announcement_onto_the_new_state():
+    peer = side(CodecSpec(kind="sparse", k=64))
+    learn(peer, noise(1))
+    blob = peer.announce()
+    later = noise(2)
+    learn(peer, later)
+    peer.apply([Contribution(KEYS[0], 1, blob), Contribution(KEYS[1], 1, blob)])
+    assert peer.base is not None
+    for name, tensor in peer.local.items():
+        torch.testing.assert_close(tensor, peer.base[name] + later[name], atol=1e-6, rtol=0)
+        torch.testing.assert_close(peer.progress()[name], later[name], atol=1e-6, rtol=0)
+
+
+def test_without_progress_the_model_is_the_state_bit_for_bit():
+    peer = side(CodecSpec(kind="sparse", k=64))
+    learn(peer, noise(1))
+    peer.apply([Contribution(KEYS[0], 1, peer.announce())])
+    assert peer.base is not None
+    assert all(torch.equal(peer.local[n], peer.base[n]) for n in peer.local)
+
+
+def test_work_that_is_not_announced_in_a_round_is_carried_over():
+    slow, fast = side(CodecSpec(kind="none")), side(CodecSpec(kind="none"))
+    done = noise(1)
+    learn(slow, done)
+    learn(fast, noise(2))
+    slow.apply([Contribution(KEYS[1], 1, fast.announce())])
+    carried = dense(slow, slow.announce())
+    for name in done:
+        torch.testing.assert_close(carried[name], -done[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("spec", CODECS, ids=lambda s: f"{s.kind}-{s.k}")
+def test_a_missed_update_returns_to_the_feedback(spec):
+    peer = side(spec, beta=0.9)
+    learn(peer, noise(3))
+    learnt = {n: peer.anchor[n] - t for n, t in peer.local.items()}
+    blob = peer.announce()
+    peer.restore(blob)
+    for name, e in peer.feedback.items():
+        torch.testing.assert_close(e, learnt[name], atol=1e-8, rtol=1e-6)
+    peer.withdraw(blob, 1.0)  # accepted after all
+    again = side(spec, beta=0.9)
+    learn(again, noise(3))
+    again.announce()
+    for name, e in peer.feedback.items():
+        torch.testing.assert_close(e, again.feedback[name], atol=1e-8, rtol=1e-6)
+
+
+def test_a_missed_raw_update_returns_exactly():
+    peer = side(CodecSpec(kind="none"))
+    learn(peer, noise(3))
+    learnt = {n: peer.anchor[n] - t for n, t in peer.local.items()}
+    peer.restore(peer.announce())
+    assert all(torch.equal(peer.feedback[n], learnt[n]) for n in learnt)
+
+
+@pytest.mark.parametrize("spec", CODECS, ids=lambda s: f"{s.kind}-{s.k}")
+def test_nothing_is_lost_with_beta_one(spec):
+    """Accepted + feedback + not yet announced is all that was ever learnt, through misses and training in between."""
+    peer = side(spec)
+    learnt = {t.name: torch.zeros(t.shape, dtype=torch.float64) for t in LAYOUT.tensors}
+    accepted = {t.name: torch.zeros(t.shape, dtype=torch.float64) for t in LAYOUT.tensors}
+    for r in range(12):
+        for seed, announce_after in ((2 * r, True), (2 * r + 1, False)):
+            change = noise(seed)
+            before = {n: t.clone() for n, t in peer.local.items()}
+            learn(peer, change)
+            for n in learnt:  # as it was in fp32
+                learnt[n] += before[n].double() - peer.local[n].double()
+            if announce_after:
+                blob = peer.announce()
+        if r % 3 == 1:
+            peer.apply([Contribution(KEYS[1], 1, dense_blob(spec, 100 + r))])
+            peer.restore(blob)
+        else:
+            peer.apply([Contribution(KEYS[0], 2, blob), Contribution(KEYS[1], 1, dense_blob(spec, 100 + r))])
+            for n, t in dense(peer, blob).items():
+                accepted[n] += t.double()
+    for n, progress in peer.progress().items():
+        total = accepted[n] + peer.feedback[n].double() - progress.double()
+        torch.testing.assert_close(total, learnt[n], atol=2e-5, rtol=0)
+    assert max(float(t.abs().max()) for t in learnt.values()) > 0.05  # it had something to lose
+
+
+def dense_blob(spec: CodecSpec, seed: int) -> bytes:
+    return bytes(make_codec(spec, LAYOUT).encode(noise(seed)))
+
+
+def test_another_branchs_state_takes_progress_and_feedback_along():
+    peer = side(CodecSpec(kind="sparse", k=64))
+    learn(peer, noise(1))
+    peer.announce()
+    later = noise(2)
+    learn(peer, later)
+    feedback = {n: t.clone() for n, t in peer.feedback.items()}
+    other = noise(55, 1.0)
+    peer.load({n: t.clone() for n, t in other.items()})
+    for name, tensor in peer.local.items():
+        torch.testing.assert_close(tensor, other[name] + later[name], atol=1e-6, rtol=0)
+        assert torch.equal(peer.feedback[name], feedback[name])
+
+
+def test_a_round_that_cannot_be_applied_leaves_no_state_and_loses_no_work():
+    peer = side(CodecSpec(kind="sparse", k=64))
+    learn(peer, noise(1))
+    blob = peer.announce()
+    learn(peer, noise(2))
+    before = peer.progress()
+    with pytest.raises(CodecError):
+        peer.apply([Contribution(KEYS[0], 1, blob), Contribution(KEYS[1], 1, b"rubbish")])
+    assert peer.base is None
+    peer.load(noise(99, 1.0))
+    for name, tensor in peer.progress().items():
+        torch.testing.assert_close(tensor, before[name], atol=1e-6, rtol=0)
+
+
+def test_what_is_not_finite_is_never_announced():
+    peer = side(CodecSpec(kind="sparse", k=64))
+    next(iter(peer.local.values())).view(-1)[5] = float("nan")
+    with pytest.raises(CodecError):
+        peer.announce()
