@@ -1,0 +1,98 @@
+"""The identity on disk: read, or made on first use. It is the peer's name and its credits: nobody else may read it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from protocol.errors import IdentityError
+from protocol.identity import Identity, from_key_file, to_key_file
+
+log = logging.getLogger(__name__)
+
+MAX_KEY_FILE = 4096
+"""A key file is about 130 bytes; nothing longer is read."""
+
+
+def load_or_make(path: Path | str) -> Identity:
+    """The identity in `path`; a new one, written there durably with mode 0600, when there is no such file.
+
+    A key file that others may read is closed to them again, with a warning. Raises IdentityError, with the remedy, for
+    a file that is damaged, not ours to read, or cannot be written.
+    """
+    path = Path(path).expanduser()
+    try:
+        return _load(path)
+    except FileNotFoundError:
+        pass
+    except OSError as e:
+        raise IdentityError(f"the key file {path} cannot be read: {_why(e)}; check who owns it") from None
+    try:
+        return _make(path)
+    except FileExistsError:  # another process made it between our two looks: its key is the identity
+        return _load(path)
+    except OSError as e:
+        raise IdentityError(
+            f"no identity can be written to {path}: {_why(e)}; free some disk, or name another folder"
+        ) from None
+
+
+def _load(path: Path) -> Identity:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise IdentityError(f"{path} is not a file: move it away and a new identity is made at the next start")
+        if info.st_mode & 0o077:
+            _close_to_others(path, fd, info)
+        data = file.read(MAX_KEY_FILE + 1)
+    try:
+        if len(data) > MAX_KEY_FILE:
+            raise IdentityError("it is too long for a key file")
+        return from_key_file(data.decode("ascii", errors="replace"))
+    except IdentityError as e:
+        raise IdentityError(f"{path}: {e}") from None
+
+
+def _close_to_others(path: Path, fd: int, info: os.stat_result) -> None:
+    """The key may have been read by then, so the user hears of it; from here on it is private."""
+    try:
+        os.fchmod(fd, 0o600)
+    except OSError:
+        raise IdentityError(
+            f"others can read the key file {path} (mode {stat.S_IMODE(info.st_mode):04o}) and it is not yours to "
+            f"change: run `chmod 600 {path}` as its owner"
+        ) from None
+    log.warning(
+        "others could read the key file %s (mode %04o): it is 0600 again; if anybody may have copied it, move it away "
+        "and start anew", path, stat.S_IMODE(info.st_mode),
+    )  # fmt: skip
+
+
+def _make(path: Path) -> Identity:
+    """Write whole, then link into place: a crash leaves either no key file or a good one."""
+    identity = Identity(secrets.token_bytes(32))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(to_key_file(identity).encode())
+            file.flush()
+            os.fsync(fd)
+        os.link(draft, path)  # unlike rename, fails when somebody else's key is there by now
+    finally:
+        os.unlink(draft)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return identity
+
+
+def _why(e: OSError) -> str:
+    return (e.strerror or str(e)).lower()

@@ -1,0 +1,56 @@
+"""Certificates on disk: one file each, in the order of their rounds, each with a checksum of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from peer.store.disk import disk, flush_folder, remove, write_durably
+from protocol.ids import Digest, Round, sha256
+
+_NAME = re.compile(r"(\d{13})-([0-9a-f]{64})")
+
+
+class ChainFiles:
+    """The certificates in a folder. Several of one round may lie there: the branches of a fork."""
+
+    def __init__(self, folder: Path, scratch: Path, notice: Callable[[str], None]):
+        self._folder = folder
+        self._scratch = scratch
+        self._notice = notice
+
+    def append(self, data: bytes, round: Round, digest: Digest) -> None:
+        """Keep a certificate of a record named `digest`. Idempotent; durable when it returns."""
+        path = self._folder / f"{round:013d}-{digest.hex()}"
+        if path.exists():
+            return
+        with disk(f"writing the certificate of round {round}"):
+            write_durably(path, sha256(data), data, scratch=self._scratch)
+
+    def read(self) -> Iterator[bytes]:
+        """All certificates, by round, then digest. What does not match its checksum is removed, with a notice."""
+        for path, round, _ in self._entries():
+            with disk(f"reading the certificate of round {round}"):
+                content = path.read_bytes()
+                if sha256(content[32:]) != content[:32]:
+                    remove(path)
+                    self._notice(f"the certificate of round {round} on disk was damaged and is removed: others have it")
+                    continue
+            yield content[32:]
+
+    def drop_before(self, round: Round) -> int:
+        """Forget the certificates of earlier rounds; says how many."""
+        with disk("removing old certificates"):
+            old = [path for path, r, _ in self._entries() if r < round]
+            for path in old:
+                remove(path)
+            if old:
+                flush_folder(self._folder)
+        return len(old)
+
+    def _entries(self) -> list[tuple[Path, Round, Digest]]:
+        with disk("listing the certificates"):
+            names = sorted(p.name for p in self._folder.iterdir())
+        matches = [(n, m) for n in names if (m := _NAME.fullmatch(n))]
+        return [(self._folder / n, Round(int(m[1])), Digest.parse(m[2])) for n, m in matches]

@@ -1,0 +1,80 @@
+"""Durable steps on a POSIX file system: what has returned is still there after a crash."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from peer.store.errors import disk_error
+
+
+@contextmanager
+def disk(doing: str) -> Iterator[None]:
+    """Turns an OSError into a StoreError that says what was being done and what to do."""
+    try:
+        yield
+    except OSError as e:
+        raise disk_error(e, doing) from None
+
+
+def flush_folder(folder: Path) -> None:
+    """Make renames and unlinks in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_durably(path: Path, *parts: bytes | memoryview, scratch: Path) -> None:
+    """Replace `path` by a file of these parts: at every instant it is the old one or the new one, whole.
+
+    `scratch` is a folder of the same file system, where the draft lies until it is complete.
+    """
+    draft = scratch / secrets.token_hex(12)
+    try:
+        with open(draft, "xb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(draft, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
+    flush_folder(path.parent)
+
+
+def write_loosely(path: Path, data: bytes, *, scratch: Path) -> None:
+    """Like `write_durably` without the flushes: for what is checked when it is read and can be made again."""
+    draft = scratch / secrets.token_hex(12)
+    draft.write_bytes(data)
+    os.rename(draft, path)
+
+
+def remove(path: Path) -> None:
+    """Unlink, and be content when it is gone already."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Give a file its size, with the space on disk where the file system can: a full disk shows now, not half-way."""
+    if size == 0:
+        return
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return
+        except OSError as e:
+            if e.errno not in _NO_RESERVE:
+                raise
+    os.ftruncate(fd, size)
+
+
+_NO_RESERVE = {22, 38, 95}
+"""EINVAL, ENOSYS, EOPNOTSUPP: file systems that cannot reserve."""

@@ -1,0 +1,159 @@
+"""A blob that is still arriving: chunks in any order, each checked before it is written; survives a restart."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peer.store.disk import disk, reserve
+from peer.store.errors import BlobMissing, StoreError
+from protocol.errors import MalformedError
+from protocol.ids import Digest
+from protocol.merkle import CHUNK, chunk_count, chunk_size, leaf_hash
+
+
+class Partial:
+    """Made by `Store.partial`, which has checked `leaves` against the digest. Thread-safe.
+
+    One object a blob, shared by all who fetch it at the same time; each of them calls `close` once.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        digest: Digest,
+        size: int,
+        leaves: Sequence[bytes],
+        *,
+        mutex: threading.RLock,
+        finished: Callable[[Partial], None],
+    ):
+        self.digest = digest
+        self.size = size
+        self.leaves = list(leaves)
+        self.path = path
+        self._mutex = mutex  # the store's; always taken before our own
+        self._finished = finished
+        self._lock = threading.Lock()
+        self._whole = False
+        self._closed = False
+        self._users = 1
+        self._have = bytearray(chunk_count(size))
+        self._left = len(self._have)
+        with disk(f"making room for blob {digest.short} ({size:,} bytes)"):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                if os.fstat(self._fd).st_size == size and size:
+                    self._recheck()
+                else:
+                    os.ftruncate(self._fd, 0)
+                    reserve(self._fd, size)
+            except OSError:
+                os.close(self._fd)
+                os.unlink(path)
+                raise
+
+    def _recheck(self) -> None:
+        """After a restart: what lies on disk counts only where it hashes to its leaf."""
+        for index, leaf in enumerate(self.leaves):
+            data = os.pread(self._fd, chunk_size(self.size, index), index * CHUNK)
+            self._have[index] = leaf_hash(data) == leaf
+        self._left = len(self._have) - sum(self._have)
+
+    @property
+    def done(self) -> bool:
+        """The whole blob is in the store, or was given up."""
+        return self._closed
+
+    @property
+    def left(self) -> int:
+        """How many chunks are still to come."""
+        return self._left
+
+    def has(self, index: int) -> bool:
+        """Whether a chunk is here, checked."""
+        return 0 <= index < len(self._have) and bool(self._have[index])
+
+    def missing(self) -> list[int]:
+        """The indices of the chunks that are still to come."""
+        return [i for i, have in enumerate(self._have) if not have]
+
+    def bitmap(self) -> bytes:
+        """One bit a chunk, the lowest bit of the first byte for chunk 0."""
+        out = bytearray(-(-len(self._have) // 8))
+        for i, have in enumerate(self._have):
+            if have:
+                out[i >> 3] |= 1 << (i & 7)
+        return bytes(out)
+
+    def write(self, index: int, data: bytes) -> None:
+        """Take a chunk. Raises MalformedError when it is not the one that the digest names: nothing is written then;
+        BlobMissing when the store has given the blob up meanwhile."""
+        if len(data) != chunk_size(self.size, index) or leaf_hash(data) != self.leaves[index]:
+            raise MalformedError(f"chunk {index} is not that of blob {self.digest.short}")
+        with self._lock, disk(f"writing blob {self.digest.short}"):
+            if self._have[index]:
+                return
+            self._check_open()
+            view = memoryview(data)
+            at = index * CHUNK
+            while view:
+                n = os.pwrite(self._fd, view, at)
+                view, at = view[n:], at + n
+            self._have[index] = 1
+            self._left -= 1
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BlobMissing(f"blob {self.digest.short} is not wanted any more")
+
+    def read_chunk(self, index: int) -> bytes:
+        """A chunk that is here already, for others who want it. Raises BlobMissing."""
+        with self._lock:
+            if self._closed or not self.has(index):
+                raise BlobMissing(f"chunk {index} of blob {self.digest.short} has not arrived yet")
+            with disk(f"reading blob {self.digest.short}"):
+                return os.pread(self._fd, chunk_size(self.size, index), index * CHUNK)
+
+    def finish(self) -> None:
+        """Flush and hand the complete file to the store. Idempotent. Raises StoreError while chunks are missing,
+        BlobMissing when the store has given the blob up meanwhile."""
+        with self._lock, disk(f"finishing blob {self.digest.short}"):
+            if self._whole:
+                return
+            self._check_open()
+            if self._left:
+                raise StoreError(f"blob {self.digest.short} is not complete: {self._left} chunks are missing")
+            os.fsync(self._fd)
+        with self._mutex, self._lock, disk(f"finishing blob {self.digest.short}"):
+            if self._whole:
+                return
+            self._check_open()
+            self._finished(self)
+            self._whole = True
+            self._shut()
+
+    def share(self) -> bool:
+        """One more user, who will `close` it; False when it is closed already."""
+        with self._lock:
+            self._users += not self._closed
+            return not self._closed
+
+    def close(self) -> None:
+        """This user stops for now; what has arrived stays for the next time. The last one closes the file."""
+        with self._lock:
+            self._users -= 1
+            if self._users <= 0:
+                self._shut()
+
+    def _shut(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
+
+    def shut(self) -> None:
+        """Close for all users: the store is closing, or removes the blob. Their next `write` does nothing."""
+        with self._lock:
+            self._shut()

@@ -1,0 +1,82 @@
+"""How much one sender may ask of us: token buckets and concurrency, with a bound on how many senders are remembered."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from peer.swarm.errors import SwarmError
+from protocol.ids import PeerKey
+
+
+class TooBusy(SwarmError):
+    """A sender asked for more than its share: nothing of the request was looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what comes in by unary calls. Rates are per sender and second, with twice as much at once."""
+
+    calls_per_second: float = 200
+    bytes_per_second: float = 16 * 1024 * 1024
+    concurrent_per_sender: int = 16
+    concurrent: int = 256
+    handler_seconds: float = 15
+    senders: int = 4096
+
+
+@dataclass(slots=True)
+class _Sender:
+    calls: float
+    volume: float
+    refilled: float
+    busy: int = 0
+
+
+@dataclass
+class Guard:
+    """Admits calls within the limits. Not thread-safe: one event loop."""
+
+    limits: Limits = field(default_factory=Limits)
+    _senders: OrderedDict[PeerKey, _Sender] = field(default_factory=OrderedDict)
+    _busy: int = 0
+
+    @contextmanager
+    def admit(self, sender: PeerKey, size: int, *, now: float | None = None) -> Iterator[None]:
+        """Holds a place for one call of `size` bytes. Raises TooBusy."""
+        limits = self.limits
+        state = self._state(sender, time.monotonic() if now is None else now)
+        if state.calls < 1:
+            raise TooBusy(f"more than {limits.calls_per_second:.0f} calls a second: slow down")
+        if state.volume < size:
+            raise TooBusy(f"more than {limits.bytes_per_second:.0f} bytes a second: slow down")
+        if state.busy >= limits.concurrent_per_sender or self._busy >= limits.concurrent:
+            raise TooBusy("too many calls at once: try again")
+        state.calls -= 1
+        state.volume -= size
+        state.busy += 1
+        self._busy += 1
+        try:
+            yield
+        finally:
+            state.busy -= 1
+            self._busy -= 1
+
+    def _state(self, sender: PeerKey, now: float) -> _Sender:
+        limits = self.limits
+        state = self._senders.get(sender)
+        if state is None:
+            state = self._senders[sender] = _Sender(2 * limits.calls_per_second, 2 * limits.bytes_per_second, now)
+            if len(self._senders) > limits.senders:  # the longest silent one with nothing under way
+                idle = next((k for k, s in self._senders.items() if not s.busy and k != sender), None)
+                if idle is not None:
+                    del self._senders[idle]
+        self._senders.move_to_end(sender)
+        passed = max(0.0, now - state.refilled)
+        state.calls = min(2 * limits.calls_per_second, state.calls + passed * limits.calls_per_second)
+        state.volume = min(2 * limits.bytes_per_second, state.volume + passed * limits.bytes_per_second)
+        state.refilled = now
+        return state
