@@ -1,0 +1,5 @@
+"""`python -m cairn` is `cairn`."""
+
+from cairn.main import main
+
+main()

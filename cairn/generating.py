@@ -1,0 +1,38 @@
+"""Text from an archived checkpoint: what the swarm's model says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordinator.errors import CoordinatorError
+
+
+def generate_text(
+    checkpoint: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str = "cpu"
+) -> str:
+    """The prompt and what the model goes on with. `temperature` 0 takes the likeliest token each time.
+
+    Raises CoordinatorError when the folder is not an archived checkpoint, or the prompt is empty.
+    """
+    import torch
+    from tokenizers import Tokenizer
+
+    from coordinator.evaluation import load_archived
+
+    if not (checkpoint / "tokenizer.json").is_file():
+        raise CoordinatorError(
+            f"{checkpoint} is not an archived checkpoint: it has no tokenizer.json; "
+            "name a folder like checkpoints/round-000030 of a coordinator"
+        )
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    ids = tokenizer.encode(prompt).ids
+    if not ids:
+        raise CoordinatorError("the prompt is empty: write at least one word")
+    model = load_archived(checkpoint, device)
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
+    with torch.inference_mode():
+        out = model.generate(  # type: ignore[operator]
+            torch.tensor([ids], device=device), max_new_tokens=tokens, pad_token_id=0, eos_token_id=None, **sampling
+        )
+    return tokenizer.decode(out[0].tolist())

@@ -1,0 +1,212 @@
+"""The `cairn` command: parses arguments, hands over, and turns expected failures into one line with the remedy."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from cairn import __version__
+from protocol.errors import CairnError
+
+DEFAULT_HOME = "~/.cairn"
+
+
+class _Commands(click.Group):
+    """A group whose commands fail in one line: expected errors are printed, the rest is a bug and crashes loudly."""
+
+    def invoke(self, ctx: click.Context):
+        try:
+            return super().invoke(ctx)
+        except CairnError as e:
+            click.echo(f"error: {e}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)
+            ctx.exit(130)
+        except BrokenPipeError:
+            # The reader of our output has left (`cairn ... | head`): nothing is wrong.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(0)
+
+
+def _home(f):
+    return click.option(
+        "--home",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=DEFAULT_HOME,
+        envvar="CAIRN_HOME",
+        show_default=True,
+        help="Where identity, runs and logs are kept.",
+        callback=lambda _c, _p, value: value.expanduser(),
+    )(f)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="cairn")
+def main() -> None:
+    """Cairn: strangers train one model together, on their own GPUs, over the ordinary internet.
+
+    \b
+    Volunteer:   cairn peer join INVITE
+    Run owner:   cairn run validate run.toml, then cairn coordinator serve run.toml
+    Anyone:      cairn status INVITE
+    Look first:  cairn demo
+    """
+
+
+@main.group(cls=_Commands)
+def peer() -> None:
+    """Contribute your GPU (or CPU) to a run."""
+
+
+@peer.command("join")
+@click.argument("invite")
+@_home
+@click.option("--name", default="", help="What to be called on the run's page (at most 40 bytes).")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the trainer.  [default: all]"
+)
+@click.option("--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free TCP port]")
+@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to tell others, if not those found.")
+@click.option("--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.")
+@click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
+def join(invite, home, name, device, threads, listen, announce, disk, plain) -> None:
+    """Join the run that INVITE names, and train until Ctrl-C.
+
+    Ctrl-C announces what is done, saves the rest and leaves; the same command resumes.
+    """
+    from cairn.joining import JoinOptions, join_run
+
+    join_run(
+        JoinOptions(
+            invite=invite,
+            home=home,
+            name=name,
+            device=device,
+            threads=threads,
+            listen=tuple(listen),
+            announce=tuple(announce),
+            disk_bytes=_size(disk, "--disk"),
+            plain=plain,
+        )
+    )
+
+
+@main.group(cls=_Commands)
+def coordinator() -> None:
+    """Run the service of a run that you own."""
+
+
+@coordinator.command("serve")
+@click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path))
+@_home
+@click.option("--grpc", default="0.0.0.0:7410", show_default=True, metavar="HOST:PORT", help="For peers.")
+@click.option("--page", default="0.0.0.0:7411", show_default=True, metavar="HOST:PORT", help="For people.")
+@click.option("--swarm", default="/ip4/0.0.0.0/tcp/7412", show_default=True, metavar="MULTIADDR", help="For the swarm.")
+@click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
+@click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
+def serve(run_file, home, grpc, page, swarm, public, code) -> None:
+    """Serve the run that RUN_FILE (a run.toml) describes, and print its invite."""
+    from cairn.serving import ServeOptions, serve_run
+
+    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code))
+
+
+@main.command()
+@click.argument("invite")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def status(invite, as_json) -> None:
+    """Show the swarm of the run that INVITE names."""
+    from cairn.status import show_status
+
+    show_status(invite, as_json=as_json)
+
+
+@main.group(cls=_Commands)
+def run() -> None:
+    """Write and check run files."""
+
+
+@run.command("validate")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def validate(file) -> None:
+    """Check a run.toml, and say what it would cost a peer."""
+    from coordinator.authoring import validate as check
+
+    for line in check(file):
+        click.echo(line)
+
+
+@main.group(cls=_Commands)
+def data() -> None:
+    """Prepare data for a run."""
+
+
+@data.command("prepare")
+@click.argument("inputs", nargs=-1, required=True)
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the shards.")
+@click.option(
+    "--vocab", type=click.IntRange(257, 2**20), default=32_768, show_default=True, help="Size of a new vocabulary."
+)
+@click.option(
+    "--tokenizer", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Use this tokenizer.json."
+)
+@click.option("--field", default="text", show_default=True, help="The text's field in JSONL and column in Parquet.")
+@click.option(
+    "--shard-tokens", type=click.IntRange(1024, 2**31), default=2**26, show_default=True, help="Tokens a shard."
+)
+def prepare(inputs, out, vocab, tokenizer, field, shard_tokens) -> None:
+    """Turn text, JSONL or Parquet files into token shards with a manifest."""
+    from cairn.preparing import prepare_data
+
+    prepare_data(inputs, out, vocab=vocab, tokenizer=tokenizer, field=field, shard_tokens=shard_tokens)
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="What the text begins with.")
+@click.option("--tokens", type=click.IntRange(1, 100_000), default=100, show_default=True, help="How much to write.")
+@click.option("--temperature", type=click.FloatRange(0, 10), default=0.8, show_default=True, help="0: the likeliest.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+def generate(checkpoint, prompt, tokens, temperature, seed, device) -> None:
+    """Let the model in CHECKPOINT (a folder that a coordinator archived) go on from a prompt."""
+    from cairn.generating import generate_text
+
+    click.echo(generate_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
+
+
+@main.command()
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), default="demo-run", show_default=True)
+@click.option(
+    "--run-file", type=click.Path(dir_okay=False, path_type=Path), default=None, help="[default: examples/sotu.toml]"
+)
+@click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
+def demo(folder, run_file, plain) -> None:
+    """Train a small Llama with four peers on this machine: one is killed, one joins late."""
+    from cairn.demo import run_demo
+
+    sys.exit(run_demo(folder, run_file, plain=plain))
+
+
+def _size(text: str, option: str) -> int:
+    """Bytes in "50G", "800M" or "123456"."""
+    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in units else (text, "")
+    try:
+        value = int(float(number) * units.get(unit, 1))
+    except ValueError:
+        value = 0
+    if value < 10**6:
+        raise click.BadParameter(
+            f"{text!r} is not a size of at least 1M: write for example 800M or 50G", param_hint=option
+        )
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The validation loss of a state: what a run is judged by; from an archived checkpoint and the held-out shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coordinator.errors import CoordinatorError
+from protocol.spec import DataSpec, windows_in
+
+
+def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
+    """The model in an archived folder, in evaluation mode. Raises CoordinatorError for anything else."""
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
+        raise CoordinatorError(
+            f"{folder} is not an archived checkpoint: it has no config.json and model.safetensors; "
+            "name a folder like checkpoints/round-000030 of a coordinator"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as e:
+        raise CoordinatorError(f"{folder} does not load: {' '.join(str(e).split())[:300]}") from None
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    return model.eval()
+
+
+def validation_loss(
+    model: torch.nn.Module,
+    data: DataSpec,
+    shards: Sequence[Path],
+    *,
+    max_windows: int = 512,
+    batch: int = 16,
+) -> float:
+    """Mean cross-entropy in nats a token over at most `max_windows` evenly spaced windows of the validation shards.
+
+    `shards`: files of `data.dtype` tokens, little endian, in the order of `data.validation`.
+    """
+    dtype = np.dtype(data.dtype).newbyteorder("<")
+    windows: list[np.ndarray] = []
+    for path in shards:
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+        n = windows_in(len(tokens), data.window)
+        windows += [tokens[i * data.window : (i + 1) * data.window + 1] for i in range(n)]
+    if not windows:
+        raise CoordinatorError("the run has no validation data: hold some out in run.toml ([data] validation)")
+    picked = [windows[i * len(windows) // max_windows] for i in range(min(max_windows, len(windows)))]
+    if len(windows) <= max_windows:
+        picked = windows
+    device = next(model.parameters()).device
+    total = 0.0
+    with torch.inference_mode():
+        for i in range(0, len(picked), batch):
+            block = torch.from_numpy(np.stack(picked[i : i + batch]).astype(np.int64)).to(device)
+            logits = model(input_ids=block[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), block[:, 1:].flatten())
+            total += float(loss) * len(block)
+    return total / len(picked)

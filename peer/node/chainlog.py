@@ -1,0 +1,76 @@
+"""The chain between disk and memory: loads what the store kept, answers those who lack some of it."""
+
+from __future__ import annotations
+
+import logging
+from itertools import islice
+
+from peer.store import Store
+from protocol.chain import Chain, ChainLimits, UnknownParent
+from protocol.errors import ChainError, MalformedError, ProtocolError
+from protocol.ids import Digest
+from protocol.messages import Certificate, Final, Opener, Signed, encode_certificate
+from protocol.spec import RunSpec
+from protocol.wire import swarm_pb2 as wire
+
+log = logging.getLogger("peer.chain")
+
+FINAL = "final"
+MAX_HAVE = 256
+REPLY_CERTIFICATES = 64
+REPLY_BYTES = 2 * 1024 * 1024
+
+
+class ChainLog:
+    """`load` first; then certificates and finals are kept as the machine orders it."""
+
+    def __init__(self, store: Store, opener: Opener, spec: RunSpec):
+        self._store = store
+        self._opener = opener
+        self._spec = spec
+        self.chain: Chain | None = None
+
+    def load(self, limits: ChainLimits) -> Chain:
+        """The chain of the store; what does not verify is left out, with a warning, and comes from others again."""
+        chain = self.chain = Chain(self._spec.run_id, self._spec.genesis.name, limits)
+        loaded = 0
+        for data in self._store.certificates():
+            try:
+                loaded += chain.add(self._opener.certificate(data))
+            except ProtocolError as e:
+                log.warning("a stored certificate is left out: %s", e)
+        if (sent := self._store.read_value(FINAL)) is not None:
+            try:
+                chain.add_final(self._opener.open(sent, Final))
+            except ProtocolError as e:
+                log.warning("the stored final is left out: %s", e)
+        if loaded:
+            log.info("resuming: %d records in the store, round %d", loaded, chain.height(chain.head))
+        return chain
+
+    def keep(self, certificate: Certificate) -> None:
+        """On disk when it returns."""
+        record = certificate.record
+        self._store.append_certificate(encode_certificate(certificate), record.body.round, record.digest)
+
+    def keep_final(self, final: Signed[Final]) -> None:
+        """On disk when it returns."""
+        self._store.write_value(FINAL, final.sent)
+
+    def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
+        """What the asker lacks, as far as memory goes. Raises ProtocolError for a request that is none."""
+        if bytes(request.run) != self._spec.run_id or len(request.have) > MAX_HAVE:
+            raise MalformedError("a chain request of another run, or with too long a list")
+        chain = self.chain
+        if chain is None:
+            raise ChainError("the chain is not loaded yet")
+        have = [Digest(d) for d in islice(request.have, MAX_HAVE)]
+        try:
+            certificates, more = chain.after(have, count=REPLY_CERTIFICATES, size=REPLY_BYTES)
+        except UnknownParent as e:
+            raise ChainError(str(e)) from None
+        return wire.ChainReply(
+            certificates=[encode_certificate(c) for c in certificates],
+            final=chain.final.sent if chain.final is not None else b"",
+            more=more,
+        )

@@ -1,0 +1,86 @@
+"""Who is in the swarm and where: the newest heartbeat of every member and observer. Pure; bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from protocol.ids import PeerKey
+from protocol.messages import Heartbeat, Signed
+
+
+@dataclass(slots=True)
+class Entry:
+    """One known peer."""
+
+    heartbeat: Signed[Heartbeat]
+    heard: float
+    """When it was last heard of, by our clock."""
+
+
+class Directory:
+    """The peers heard of within `forget_seconds`; at most `limit` members and `observers` others."""
+
+    def __init__(self, me: PeerKey, *, forget_seconds: float, limit: int, observers: int = 64):
+        self._me = me
+        self._forget = forget_seconds
+        self._limit = limit
+        self._observers = observers
+        self._entries: dict[PeerKey, Entry] = {}
+        self._gone: dict[PeerKey, int] = {}
+
+    def hear(self, heartbeat: Signed[Heartbeat], now: float) -> bool | None:
+        """Take a heartbeat. True: a peer that was not known; False: news of a known one; None: old or unwelcome."""
+        key, body = heartbeat.author, heartbeat.body
+        if key == self._me or body.sequence <= self._gone.get(key, -1):
+            return None
+        known = self._entries.get(key)
+        if known is not None:
+            if body.sequence <= known.heartbeat.body.sequence:
+                return None
+            known.heartbeat, known.heard = heartbeat, now
+            return False
+        admitted = bool(body.admission)
+        same_sort = sum(bool(e.heartbeat.body.admission) == admitted for e in self._entries.values())
+        if same_sort >= (self._limit if admitted else self._observers):
+            return None
+        self._entries[key] = Entry(heartbeat, now)
+        return True
+
+    def goodbye(self, key: PeerKey, sequence: int) -> None:
+        """A peer left: heartbeats from before that are not news."""
+        known = self._entries.get(key)
+        if known is not None and sequence < known.heartbeat.body.sequence:
+            return
+        self._entries.pop(key, None)
+        self._gone[key] = sequence
+        while len(self._gone) > self._limit:
+            self._gone.pop(next(iter(self._gone)))
+
+    def forget_silent(self, now: float) -> list[PeerKey]:
+        """Drop those not heard of for long; they are returned."""
+        silent = [k for k, e in self._entries.items() if now - e.heard > self._forget]
+        for key in silent:
+            del self._entries[key]
+        return silent
+
+    def peers(self) -> list[PeerKey]:
+        """Everyone known."""
+        return list(self._entries)
+
+    def entries(self) -> dict[PeerKey, Entry]:
+        """A copy of what is known."""
+        return dict(self._entries)
+
+    def heartbeats(self) -> list[Signed[Heartbeat]]:
+        """The newest heartbeat of each, to pass on to a newcomer."""
+        return [e.heartbeat for e in self._entries.values()]
+
+    def addresses(self, but: Iterable[PeerKey] = ()) -> list[str]:
+        """Addresses to enter the swarm by: the newest heard first."""
+        out: list[str] = []
+        skip = set(but)
+        for key, e in sorted(self._entries.items(), key=lambda item: -item[1].heard):
+            if key not in skip:
+                out += [a for a in e.heartbeat.body.addresses if a not in out]
+        return out

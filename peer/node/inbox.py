@@ -1,0 +1,80 @@
+"""Opens what arrives from the network: bytes in, events of verified messages out. Refusals are counted and named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from protocol.envelope import kind_of
+from protocol.errors import MalformedError, ProtocolError
+from protocol.ids import PeerKey
+from protocol.messages import Header as UpdateHeader
+from protocol.messages import Heartbeat, Opener, Record, Signed
+from protocol.rounds.events import CertificateHeard, ChainHeard, Heard
+from protocol.wire import swarm_pb2 as wire
+
+log = logging.getLogger("peer.inbox")
+
+MAX_MESSAGES = 2048
+MAX_CERTIFICATES = 256
+MAX_KINDS_OF_REFUSAL = 1000
+SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "vote", "final")
+
+
+class Inbox:
+    """Verifies messages with an `Opener` and the admissions in them against the clock."""
+
+    def __init__(self, opener: Opener):
+        self._opener = opener
+        self.refused: dict[tuple[PeerKey, str], int] = {}
+
+    def packet(self, sender: PeerKey, packet: wire.Packet, unix_seconds: float) -> Iterator[Heard | CertificateHeard]:
+        """The events in a packet; what breaks the protocol is refused with its reason in the log."""
+        if len(packet.messages) > MAX_MESSAGES or len(packet.certificates) > MAX_CERTIFICATES:
+            self._refuse(sender, "packet", MalformedError("a packet with too many messages"))
+            return
+        for sent in packet.messages:
+            try:
+                yield Heard(self.message(sent, unix_seconds))
+            except ProtocolError as e:
+                self._refuse(sender, "message", e)
+        for sent in packet.certificates:
+            try:
+                yield CertificateHeard(self._opener.certificate(sent), sender)
+            except ProtocolError as e:
+                self._refuse(sender, "certificate", e)
+
+    def message(self, sent: bytes, unix_seconds: float) -> Signed:
+        """One verified message. Raises ProtocolError."""
+        kind = kind_of(sent)
+        if kind not in SWARM_KINDS:
+            raise MalformedError(f"a message of kind {kind[:32]!r} does not belong in the swarm")
+        signed = self._opener.open_any(sent, kind)
+        match signed.body:
+            case UpdateHeader():
+                self._opener.admission_at(signed.body.admission, signed.author, unix_seconds)
+            case Heartbeat() if signed.body.admission:
+                self._opener.admission_at(signed.body.admission, signed.author, unix_seconds)
+            case Record():
+                for update in signed.body.updates:
+                    self._opener.admission_at(update.body.admission, update.author, unix_seconds)
+            case _:
+                pass
+        return signed
+
+    def chain(self, source: PeerKey, reply: wire.ChainReply) -> ChainHeard:
+        """The answer to a chain request. Raises ProtocolError: then nothing of it is used."""
+        if len(reply.certificates) > MAX_CERTIFICATES:
+            raise MalformedError("a chain reply with too many certificates")
+        certificates = tuple(self._opener.certificate(c) for c in reply.certificates)
+        final = self._opener.open_any(reply.final, "final") if reply.final else None
+        return ChainHeard(certificates, final, source, reply.more)
+
+    def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:
+        key = (sender, str(error))
+        if len(self.refused) >= MAX_KINDS_OF_REFUSAL and key not in self.refused:
+            self.refused.pop(next(iter(self.refused)))
+        count = self.refused[key] = self.refused.get(key, 0) + 1
+        # The first of a sort is news; a flood of the same is one line each power of ten.
+        if count in (1, 10, 100, 1000) or count % 10_000 == 0:
+            log.warning("refused a %s from %s: %s%s", what, sender.short, error, f" ({count} times)" * (count > 1))

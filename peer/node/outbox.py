@@ -1,0 +1,94 @@
+"""Sends to every peer without letting a slow one hold up the others: one bounded queue and one task a peer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+
+from protocol.errors import CairnError
+from protocol.ids import PeerKey
+from protocol.messages import Certificate, Heartbeat, Signed, encode_certificate
+from protocol.wire import swarm_pb2 as wire
+
+log = logging.getLogger("peer.outbox")
+
+MAX_WAITING = 512
+"""Messages that wait for one peer; beyond it the oldest are dropped (the machine repeats what matters)."""
+
+MAX_PACKET = 1024 * 1024
+SEND_SECONDS = 10.0
+
+Item = Signed | Certificate
+
+
+class Outbox:
+    """`transport(to, packet, seconds)` may raise CairnError, TimeoutError or OSError: the peer is unreachable then."""
+
+    def __init__(self, transport: Callable[[PeerKey, wire.Packet, float], Awaitable[None]]):
+        self._transport = transport
+        self._waiting: dict[PeerKey, deque[Item]] = {}
+        self._tasks: dict[PeerKey, asyncio.Task[None]] = {}
+        self.failures: dict[PeerKey, str] = {}
+
+    def send(self, to: PeerKey, messages: Iterable[Signed] = (), certificates: Iterable[Certificate] = ()) -> None:
+        """Queue for one peer. Never blocks; a newer heartbeat replaces one that still waits."""
+        items: list[Item] = [*messages, *certificates]
+        if not items:
+            return
+        queue = self._waiting.setdefault(to, deque(maxlen=MAX_WAITING))
+        for item in items:
+            if isinstance(item, Signed) and isinstance(item.body, Heartbeat):
+                for old in [i for i in queue if _same_heart(i, item)]:
+                    queue.remove(old)
+            queue.append(item)
+        if to not in self._tasks:
+            task = asyncio.create_task(self._drain(to))
+            self._tasks[to] = task
+            task.add_done_callback(lambda _: self._tasks.pop(to, None))
+
+    def broadcast(self, to: Iterable[PeerKey], message: Signed) -> None:
+        """Queue for many."""
+        for key in to:
+            self.send(key, (message,))
+
+    async def _drain(self, to: PeerKey) -> None:
+        queue = self._waiting[to]
+        while queue:
+            packet, size = wire.Packet(), 0
+            while queue:
+                item = queue[0]
+                data = encode_certificate(item) if isinstance(item, Certificate) else item.sent
+                if size and size + len(data) > MAX_PACKET:
+                    break
+                queue.popleft()
+                (packet.certificates if isinstance(item, Certificate) else packet.messages).append(data)
+                size += len(data)
+            try:
+                await self._transport(to, packet, SEND_SECONDS)
+                self.failures.pop(to, None)
+            except (CairnError, asyncio.TimeoutError, OSError) as e:
+                if to not in self.failures:
+                    log.info("cannot reach %s: %s", to.short, e)
+                self.failures[to] = str(e)
+                queue.clear()
+        self._waiting.pop(to, None)
+
+    async def flush(self, seconds: float) -> None:
+        """Wait until all is sent, at most this long."""
+        tasks = list(self._tasks.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+
+    async def close(self) -> None:
+        """Stop sending; what waits is dropped."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _same_heart(waiting: Item, heartbeat: Signed) -> bool:
+    """Whether an older heartbeat of the same author still waits."""
+    return isinstance(waiting, Signed) and isinstance(waiting.body, Heartbeat) and waiting.author == heartbeat.author

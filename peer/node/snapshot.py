@@ -1,0 +1,53 @@
+"""What a node shows of itself: to its terminal, and as `status.json` in its folder for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "status.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One moment of a node. Tokens are of the run; `state` is the digest of the state that is held ("" for none)."""
+
+    run: str
+    name: str
+    peer: str
+    phase: str
+    round: int
+    head: str
+    state: str
+    state_round: int
+    accepted_tokens: int
+    total_tokens: int
+    round_tokens: int
+    target_tokens: int
+    loss: float
+    tokens_per_second: float
+    members: int
+    bytes_up: int
+    bytes_down: int
+    device: str
+    own_updates: int
+    missed_updates: int
+    trainer_restarts: int
+    finished: str
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
+    """Replace the file, so that a reader never sees half of it."""
+    draft = folder / f".{FILE}.{os.getpid()}"
+    draft.write_text(json.dumps(asdict(snapshot), indent=1) + "\n")
+    os.replace(draft, folder / FILE)
+
+
+def read_snapshot(folder: Path) -> Snapshot | None:
+    """The last snapshot in a folder; None when there is none that can be read."""
+    try:
+        return Snapshot(**json.loads((folder / FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
