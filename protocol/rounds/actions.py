@@ -75,14 +75,17 @@ class KeepFinal:
 class Apply:
     """Trainer: the one record after the state that it holds. Answered by Applied or ApplyFailed.
 
-    `missed` are own blobs that this decided round leaves out: they go back into the error feedback.
-    `next_window` is the end of the own windows that the chain has accepted; `weight` the chain's accepted windows after it.
+    `missed` are own blobs that this decided round leaves out: they go back into the error feedback. `regained` are own
+    blobs that went back into it before, and that the chain has after all: they are taken out of it again.
+    `next_window` is the end of the own windows that the chain has accepted; `weight` is the chain's accepted windows
+    after this record.
     """
 
     certificate: Certificate
     missed: tuple[Digest, ...]
     next_window: int
     weight: int
+    regained: tuple[Digest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +93,17 @@ class Resync:
     """Trainer: leave what you hold, get the state after the last of `path`: start from the newest state you can have
     among `path`'s base states (path[i].record.base_state is the state before path[i]) and apply the rest.
 
-    `path` runs from a record whose base state some member has as a checkpoint (or the genesis) to the new head.
+    `path` runs from a record whose base state some member has as a checkpoint (or the genesis) to the new head; it is
+    empty when that is the genesis itself.
     Blobs are fetched by the driver as they are needed. `missed` as in `Apply`: own blobs on the branch that was left,
-    or lost with the state. Answered by Applied or ApplyFailed.
+    or lost with the state; `regained` as in `Apply`. Answered by Applied or ApplyFailed.
     """
 
     path: tuple[Certificate, ...]
     missed: tuple[Digest, ...]
     next_window: int
     weight: int
+    regained: tuple[Digest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

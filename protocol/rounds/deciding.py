@@ -1,0 +1,354 @@
+"""The undecided round after the state that we hold: when to announce, propose and vote, and what to repeat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate, Header, Record, Signed, Vote
+from protocol.rounds.actions import Broadcast, MakeUpdate
+from protocol.rounds.ballot import Ballot, Proposal
+from protocol.rounds.context import Context
+from protocol.rounds.events import Progress, UpdateReady
+from protocol.rounds.position import Position
+
+MAX_REPEATED_VOTES = 64
+
+
+class Deciding:
+    """Drives one ballot after the other. Every method acts on the ballot for the round after `position.applied`."""
+
+    def __init__(self, context: Context, position: Position):
+        self._c = context
+        self._position = position
+        self.ballot: Ballot | None = None
+        self.work = Progress(0, 0.0, 0.0)
+        """The own trainer's work that no update covers yet."""
+        self.finished = False
+        self.ending = False
+        """Announce as soon as possible: we are leaving."""
+        self._repeat_at = 0.0
+        self._repeats = 0
+        self._struck = False
+        self._drifted: Digest | None = None
+
+    def open(self, parent: Digest) -> Ballot:
+        """Begin the round after a record."""
+        c = self._c
+        self.ballot = Ballot(c.policy, c.chain, parent, self._position.state, c.now)
+        self._repeats = 0
+        self._struck = False
+        return self.ballot
+
+    # -- what arrives ----------------------------------------------------------------------------------------
+
+    def header(self, header: Signed[Header]) -> None:
+        """Somebody's header for this round, alone or in a record."""
+        c, b = self._c, self.ballot
+        if b is None:
+            return
+        known = b.headers.get(header.author)
+        if known is not None:
+            if known.digest != header.digest and header.author not in b.reported:
+                b.reported.add(header.author)
+                c.report("warning", "equivocation", f"peer {header.author.short} announced two updates", header.author)
+            return
+        if (flaw := b.flaw(header, c.size_ok)) is not None:
+            c.report("warning", "refused", f"the update of {header.author.short} is refused: {flaw}", header.author)
+            return
+        if header.author == c.me and (c.observer or self._position.making is not None):
+            return
+        if not b.add_header(header, c.now, self._has_room):
+            return
+        if header.author == c.me:
+            # Announced before a crash: it stands, so that we do not contradict ourselves.
+            c.own.made(header.body.blob, b.parent, b.number)
+            self._announced(header)
+
+    def _has_room(self, author: PeerKey) -> bool:
+        return author == self._c.me or author in self._c.members or self._c.members.is_veteran(author)
+
+    def record(self, record: Signed[Record]) -> Certificate | None:
+        """Somebody's record for this round; a certificate when its votes were here before it."""
+        c, b = self._c, self.ballot
+        if b is None or record.digest in b.proposals or record.body.parent != b.parent:
+            return None
+        if record.author not in record.body.contributors or len(record.body.updates) > c.policy.max_members:
+            c.report(
+                "warning",
+                "refused",
+                f"a record of {record.author.short} is refused: it breaks the rules",
+                record.author,
+            )
+            return None
+        for u in record.body.updates:
+            if (flaw := b.flaw(u, c.size_ok)) is not None:
+                text = f"a record of {record.author.short} is refused: the update of {u.author.short}: {flaw}"
+                c.report("warning", "refused", text, record.author)
+                return None
+        for u in record.body.updates:
+            self.header(u)
+            if u.author == c.me:
+                c.own.made(u.body.blob, b.parent, b.number)
+        p = b.add_record(record, c.now, c.blobs.holds, c.blobs.is_bad)
+        if p is not None and p.equivocal and record.author not in b.reported:
+            b.reported.add(record.author)
+            c.report(
+                "warning", "equivocation", f"peer {record.author.short} proposed two records at once", record.author
+            )
+        return b.certified([record.digest])
+
+    def vote(self, vote: Signed[Vote]) -> Certificate | None:
+        """Somebody's vote in this round; a certificate when it was the last one needed."""
+        b = self.ballot
+        if b is None or not b.add_vote(vote, self._has_room):
+            return None
+        return b.certified([vote.body.record])
+
+    def update_ready(self, event: UpdateReady) -> None:
+        """The own trainer made an update, or has nothing to make one of."""
+        c, b = self._c, self.ballot
+        asked = self._position.making
+        self._position.making = None
+        if event.blob is None:
+            self.work = replace(self.work, windows=0)
+            return
+        c.blobs.hold(event.blob)
+        windows = event.end_window - event.first_window
+        self.work = replace(self.work, windows=max(0, self.work.windows - windows))
+        height = c.chain.height(event.parent) if event.parent in c.chain else 0
+        c.own.made(event.blob, event.parent, height)
+        if b is None or asked != event.parent or b.parent != event.parent or c.me in b.headers:
+            return
+        body = Header(
+            c.run, b.number, b.parent, self._state(), event.first_window, event.end_window, event.inner_steps,
+            event.blob, event.blob_size, event.loss, self.admission,
+        )  # fmt: skip
+        header = c.signer.sign(body)
+        if (flaw := b.flaw(header, c.size_ok)) is not None:
+            c.report("error", "refused", f"our own update cannot be announced: {flaw}")
+            return
+        if b.add_header(header, c.now, self._has_room):
+            self._announced(header)
+            c.emit(Broadcast(header))
+
+    admission: bytes = b""
+
+    def _state(self) -> Digest:
+        state = self._position.state
+        if state is None:
+            raise RuntimeError("a round was decided upon without a state: a bug of the round machine")
+        return state
+
+    def _announced(self, header: Signed[Header]) -> None:
+        c = self._c
+        if self.ballot is not None:
+            self.ballot.announced = c.now
+        self._repeats = 0
+        self._repeat_at = c.now + 2 * c.policy.heartbeat_seconds
+
+    # -- what is due -----------------------------------------------------------------------------------------
+
+    @property
+    def working(self) -> bool:
+        """Whether this round is ours to decide: we hold its base, and it is not decided yet."""
+        p, b = self._position, self.ballot
+        return b is not None and not self._c.observer and p.target is None and p.applied == b.parent and not p.behind
+
+    def advance(self) -> Certificate | None:
+        """Do what is due. A certificate when the own vote was the last one needed."""
+        b = self.ballot
+        if b is None or not self.working or self.finished:
+            return None
+        if self._check_drift(b):
+            return None
+        if b.announced is None:
+            if self._position.making is None and self.work.windows >= 1 and self._should_announce(b):
+                self._position.making = b.parent
+                self._c.emit(MakeUpdate(b.number, b.parent))
+            return None
+        self._look_if_ready(b)
+        certificate = self._propose(b) or self._vote(b)
+        self._repeat(b)
+        return certificate
+
+    def _check_drift(self, b: Ballot) -> bool:
+        if len(b.headers) < 2 or self._drifted == b.parent:
+            return False
+        vouched = b.drifted()
+        if vouched is None:
+            return False
+        self._drifted = b.parent
+        return self._position.drift(vouched)
+
+    def _should_announce(self, b: Ballot) -> bool:
+        c = self._c
+        if self.ending or c.now >= b.began + c.policy.max_seconds:
+            return True
+        total = self.work.windows + sum(h.body.windows for h in b.headers.values())
+        if total >= c.policy.target_windows:
+            return True
+        announced = sum(c.members.is_waited_for(a, b.number) for a in b.headers)
+        present = 1 + len(b.headers)
+        for m in c.members:
+            if m.key not in b.headers and m.trains_in(b.parent):
+                total += min(m.beat.windows, c.policy.max_update_windows)
+                present += 1
+        if total >= c.policy.target_windows:
+            return True
+        return announced > 0 and (announced * 3 > present or total * 2 >= c.policy.target_windows)
+
+    def awaited(self, b: Ballot) -> list[PeerKey]:
+        """Whom the first in rank still waits for before it proposes."""
+        c = self._c
+        found = [
+            h.author
+            for h in b.candidates()
+            if not c.blobs.holds(h.body.blob) and c.members.is_waited_for(h.author, b.number)
+        ]
+        fresh = 2 * c.policy.heartbeat_seconds
+        for m in c.members:
+            if m.key in b.headers or not c.members.is_waited_for(m.key, b.number):
+                continue
+            if m.heard >= b.began:
+                active = m.trains_in(b.parent) and m.beat.windows > 0
+            else:
+                # Not heard of in this round yet: it was with us a moment ago, and most likely still is.
+                active = c.now - m.heard <= fresh and m.beat.phase in ("training", "exchanging")
+            if active:
+                found.append(m.key)
+        return found
+
+    def _look_if_ready(self, b: Ballot) -> None:
+        c = self._c
+        if b.ready is not None or self._struck or b.announced is None:
+            return
+        awaited = self.awaited(b)
+        if not awaited:
+            b.ready = c.now
+            for author in b.headers:
+                c.members.forgive(author)
+        elif c.now >= b.announced + c.policy.exchange_seconds:
+            self._struck = True
+            for key in awaited:
+                c.members.strike(key, b.number)
+                c.report(
+                    "info", "late", f"peer {key.short} kept the round waiting: the next ones do not wait for it", key
+                )
+
+    def _propose(self, b: Ballot) -> Certificate | None:
+        c = self._c
+        attempt = b.attempt(c.now)
+        if attempt <= b.proposed_attempt or c.me not in b.ranks or b.ranks[attempt % len(b.ranks)] != c.me:
+            return None
+        listed = [h for h in b.candidates() if c.blobs.holds(h.body.blob)]
+        if attempt >= 1:
+            listed = [h for h in listed if h.author == c.me or self._answers(b, h.author, attempt)]
+        b.proposed_attempt = attempt
+        if not any(h.author == c.me for h in listed):
+            return None
+        updates = tuple(sorted(listed, key=lambda h: h.author))
+        record = c.signer.sign(Record(c.run, b.number, b.parent, self._state(), attempt, updates))
+        b.proposed = record
+        c.emit(Broadcast(record))
+        return self.record(record)
+
+    def _answers(self, b: Ballot, author: PeerKey, attempt: int) -> bool:
+        """Whether to count on a contributor's vote, when an earlier attempt did not get the votes it needed."""
+        if author in b.votes:
+            return True
+        if attempt >= 2 and b.last_vote is not None:
+            return False
+        member = self._c.members.get(author)
+        return member is not None and self._c.now - member.heard <= 3 * self._c.policy.heartbeat_seconds
+
+    def _vote(self, b: Ballot) -> Certificate | None:
+        c = self._c
+        if not b.proposals or (b.last_vote is not None and c.now < b.voted_at + c.policy.propose_seconds):
+            return None
+        since = b.announced if b.ready is None else b.ready
+        attempt = int((c.now - (since or c.now)) / c.policy.propose_seconds)
+        ranks = b.ranks
+        best: tuple | None = None
+        for p in b.proposals.values():
+            if not self._votable(b, p, attempt):
+                continue
+            body = p.record.body
+            ranked = bool(ranks) and ranks[body.attempt % len(ranks)] == p.record.author
+            if not ranked and c.now < p.seen + c.policy.propose_seconds / 2:
+                continue
+            key = (ranked, body.attempt, body.windows, p.record.digest)
+            if best is None or key > best[0]:
+                best = (key, p)
+        if best is None:
+            return None
+        record = best[1].record
+        if b.last_vote is None or b.last_vote.body.record != record.digest:
+            b.last_vote = c.signer.sign(Vote(c.run, b.number, record.digest))
+            c.emit(Broadcast(b.last_vote))
+        b.voted_at = c.now
+        return self.vote(b.last_vote)
+
+    def _votable(self, b: Ballot, p: Proposal, attempt: int) -> bool:
+        c, body = self._c, p.record.body
+        if p.bad or p.equivocal or p.lacking or body.base_state != b.state or body.attempt > attempt + 1:
+            return False
+        if c.me not in body.contributors:
+            return False
+        return self.is_heavy_enough(body.windows)
+
+    def is_heavy_enough(self, windows: int) -> bool:
+        """Whether a record of this round has half of the windows that we saw announced, or patience has run out."""
+        c, b = self._c, self.ballot
+        if b is None or b.first_heard is None or c.now >= b.first_heard + c.policy.patience_seconds:
+            return True
+        return 2 * windows >= b.announced_windows(c.blobs.holds, c.now)
+
+    def _repeat(self, b: Ballot) -> None:
+        """While the round is undecided: what may have been lost, again; less often each time."""
+        c = self._c
+        if c.now < self._repeat_at:
+            return
+        self._repeats += 1
+        self._repeat_at = c.now + c.policy.heartbeat_seconds * 2 ** min(1 + self._repeats, 3)
+        if c.me in b.headers:
+            c.emit(Broadcast(b.headers[c.me]))
+        if b.proposed is not None and (b.last_vote is None or b.last_vote.body.record != b.proposed.digest):
+            c.emit(Broadcast(b.proposed))
+        if b.last_vote is not None and (p := b.proposals.get(b.last_vote.body.record)) is not None:
+            # Others' too: not everyone hears everyone.
+            c.emit(Broadcast(p.record))
+            for vote in b.votes_for(p.record)[:MAX_REPEATED_VOTES]:
+                if vote.author != c.me:
+                    c.emit(Broadcast(vote))
+            c.emit(Broadcast(b.last_vote))
+
+    # -- blobs and time --------------------------------------------------------------------------------------
+
+    def needed(self) -> dict[Digest, Signed[Header]]:
+        """Blobs of the round to fetch. Nobody gives them to us before we have announced."""
+        b = self.ballot
+        if b is None or b.announced is None or not self.working:
+            return {}
+        found = {h.body.blob: h for h in b.candidates()}
+        for p in b.proposals.values():
+            if p.lacking and not p.bad and p.record.body.base_state == b.state:
+                found.update((u.body.blob, u) for u in p.record.body.updates if u.body.blob in p.lacking)
+        return found
+
+    def times(self) -> list[float]:
+        """When something will be due."""
+        b, policy = self.ballot, self._c.policy
+        if b is None or not self.working:
+            return []
+        if b.announced is None:
+            return [b.began + policy.max_seconds]
+        found = [self._repeat_at, b.announced + policy.exchange_seconds]
+        if b.first_heard is not None:
+            found.append(b.first_heard + policy.patience_seconds)
+        if (start := b.starts) is not None:
+            found.append(start + (max(0, b.attempt(self._c.now) + 1)) * policy.propose_seconds)
+        if b.last_vote is not None:
+            found.append(b.voted_at + policy.propose_seconds)
+        found += [p.seen + policy.propose_seconds / 2 for p in b.proposals.values()]
+        return found

@@ -1,0 +1,56 @@
+"""Messages of a round that has not begun here, because we are still applying the one before: kept, then replayed."""
+
+from __future__ import annotations
+
+from protocol.ids import PeerKey
+from protocol.messages import Header, Record, Signed, Vote
+
+Ballot = Signed[Header] | Signed[Record] | Signed[Vote]
+
+AHEAD = 4
+"""Rounds ahead of our own from which messages are kept."""
+
+PER_AUTHOR = 6
+MAX_BYTES = 32 * 1024 * 1024
+
+
+class Early:
+    """Bounded per author, in authors and in bytes; what does not fit is dropped (it will be repeated)."""
+
+    def __init__(self, max_authors: int):
+        self._max_authors = max_authors
+        self._kept: dict[PeerKey, list[Ballot]] = {}
+        self._bytes = 0
+
+    def keep(self, message: Ballot) -> None:
+        """Keep a message for later, if there is room for its author's."""
+        mine = self._kept.get(message.author)
+        if mine is None:
+            if len(self._kept) >= self._max_authors:
+                return
+            mine = self._kept[message.author] = []
+        if any(m.digest == message.digest for m in mine) or self._bytes + len(message.sent) > MAX_BYTES:
+            return
+        if len(mine) >= PER_AUTHOR:
+            self._bytes -= len(mine.pop(0).sent)
+        mine.append(message)
+        self._bytes += len(message.sent)
+
+    def take(self, number: int) -> list[Ballot]:
+        """All that was kept of round `number`, headers first, then records, then votes; older ones are forgotten."""
+        now: list[Ballot] = []
+        for author, messages in list(self._kept.items()):
+            now += [m for m in messages if m.body.round == number]
+            later = [m for m in messages if m.body.round > number]
+            if later:
+                self._kept[author] = later
+            else:
+                del self._kept[author]
+        self._bytes = sum(len(m.sent) for messages in self._kept.values() for m in messages)
+        order = {Header: 0, Record: 1, Vote: 2}
+        return sorted(now, key=lambda m: order[type(m.body)])
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What is held, and its bound."""
+        count = sum(len(m) for m in self._kept.values())
+        return {"early": (count, self._max_authors * PER_AUTHOR), "early bytes": (self._bytes, MAX_BYTES)}

@@ -1,0 +1,122 @@
+"""Whom to ask for certificates that we lack: one request at a time, sources in turn, growing pauses after failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey
+
+MAX_PAUSE = 60.0
+
+
+@dataclass(slots=True)
+class _Claim:
+    head: Digest
+    weight: int
+    since: float
+
+
+class Follower:
+    """What others claim to have, by their heartbeats, and the request that is under way."""
+
+    def __init__(self, bound: int, heartbeat_seconds: float):
+        self._bound = bound
+        self._pause = heartbeat_seconds
+        self._grace = min(0.5, heartbeat_seconds / 2)
+        """A round that is just being certified reaches us by itself within this time."""
+        self._answer_within = max(30.0, 10 * heartbeat_seconds)
+        self._claims: dict[PeerKey, _Claim] = {}
+        self._failures: dict[PeerKey, tuple[int, float]] = {}
+        self._last_asked: dict[PeerKey, float] = {}
+        self.asked: PeerKey | None = None
+        self._asked_at = 0.0
+
+    def claim(self, source: PeerKey, head: Digest, weight: int, chain: Chain, now: float) -> None:
+        """A member says that its chain has this head and weight. Kept only while the head is not in the tree."""
+        if head in chain:
+            self._claims.pop(source, None)
+            return
+        old = self._claims.get(source)
+        if old is not None and old.head == head:
+            old.weight = weight
+            return
+        if old is None and len(self._claims) >= self._bound:
+            return
+        # A source that was ahead and still is has been ahead since then.
+        self._claims[source] = _Claim(head, weight, now if old is None else old.since)
+
+    def forget(self, source: PeerKey) -> None:
+        """It is gone."""
+        self._claims.pop(source, None)
+        self._failures.pop(source, None)
+        self._last_asked.pop(source, None)
+        if self.asked == source:
+            self.asked = None
+
+    def wanting(self, chain: Chain) -> list[PeerKey]:
+        """Sources that claim a better head that is not in the tree."""
+        if not self._claims:
+            return []
+        for source in [s for s, c in self._claims.items() if c.head in chain]:
+            del self._claims[source]
+        weight, head = chain.weight(chain.head), chain.head
+        return [s for s, c in self._claims.items() if c.weight > weight or (c.weight == weight and c.head < head)]
+
+    def next_request(self, chain: Chain, now: float, *, eager: bool) -> PeerKey | None:
+        """Whom to ask now: of those not paused, the one that was asked longest ago. Marks it as asked."""
+        if self.asked is not None:
+            if now - self._asked_at <= self._answer_within:
+                return None
+            self.failed(self.asked, now)
+        due = [s for s in self.wanting(chain) if self._when(s, eager) <= now]
+        if not due:
+            return None
+        source = min(due, key=lambda s: (self._last_asked.get(s, -1.0), s))
+        self.ask(source, now)
+        return source
+
+    def ask(self, source: PeerKey, now: float) -> None:
+        """Mark a request as under way."""
+        self.asked = source
+        self._asked_at = now
+        self._last_asked.pop(source, None)
+        self._last_asked[source] = now
+        while len(self._last_asked) > self._bound:
+            del self._last_asked[next(iter(self._last_asked))]
+
+    def answered(self, source: PeerKey, *, useful: bool, now: float) -> None:
+        """An answer came; one that brought nothing new counts as a failure."""
+        if not useful:
+            self.failed(source, now)
+            return
+        self._failures.pop(source, None)
+        if self.asked == source:
+            self.asked = None
+
+    def failed(self, source: PeerKey, now: float) -> None:
+        """No answer, or rubbish: leave this source alone for a while, twice as long each time."""
+        if self.asked == source:
+            self.asked = None
+        count = min(10, self._failures.pop(source, (0, 0.0))[0] + 1)
+        self._failures[source] = (count, now + min(MAX_PAUSE, self._pause * 2**count))
+        while len(self._failures) > self._bound:
+            del self._failures[next(iter(self._failures))]
+
+    def next_time(self, chain: Chain, *, eager: bool) -> float | None:
+        """When there will be someone to ask, or the answer is overdue."""
+        if self.asked is not None:
+            return self._asked_at + self._answer_within + 1e-6
+        return min((self._when(s, eager) for s in self.wanting(chain)), default=None)
+
+    def _when(self, source: PeerKey, eager: bool) -> float:
+        since = 0.0 if eager else self._claims[source].since + self._grace
+        return max(since, self._failures.get(source, (0, 0.0))[1])
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What is held, and its bound."""
+        return {
+            "claims": (len(self._claims), self._bound),
+            "failures": (len(self._failures), self._bound),
+            "asked": (len(self._last_asked), self._bound),
+        }

@@ -1,0 +1,487 @@
+"""The round machine of one peer: `step(event, now)` gives the actions that follow (DESIGN section 3; docs/rounds.md).
+
+    machine = RoundMachine(Policy.of(spec), spec.run_id, signer, chain, now=time)
+    actions = machine.start(time)
+    loop: carry out the actions; on a message, an answer, or at `machine.next_tick`: actions = machine.step(event, time)
+
+Time is in seconds of any monotonic clock. Nothing here blocks, and every container has a bound (`sizes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from protocol.chain import Chain, UnknownParent
+from protocol.errors import ChainError, MalformedError
+from protocol.ids import Digest, PeerKey, RunId
+from protocol.messages import (
+    Certificate,
+    Final,
+    Goodbye,
+    Header,
+    Heartbeat,
+    Record,
+    Signed,
+    Signer,
+    Vote,
+    check_certificate,
+    short_id,
+)
+from protocol.rounds import events as ev
+from protocol.rounds.actions import (
+    Action,
+    Broadcast,
+    Finished,
+    KeepCertificate,
+    KeepFinal,
+    RequestChain,
+    Send,
+)
+from protocol.rounds.context import Context
+from protocol.rounds.deciding import Deciding
+from protocol.rounds.early import AHEAD, Early
+from protocol.rounds.follower import Follower
+from protocol.rounds.policy import Facts, Policy
+from protocol.rounds.position import Position
+from protocol.rounds.summary import MemberView, Summary
+
+MAX_HOLDERS = 8
+HELP_HEADERS = 16
+"""Headers sent at most to a member whose heartbeat shows that it lacks them."""
+
+LEAVE_SECONDS = 6.0
+"""How long a leaver waits for its last update's round."""
+
+MAX_TURNS = 100
+
+
+class RoundMachine:
+    """See the module. `facts` is the driver's: set it when it changes."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        run: RunId,
+        signer: Signer,
+        chain: Chain,
+        *,
+        now: float,
+        observer: bool = False,
+        blob_size: int | Callable[[int], bool] | None = None,
+        facts: Facts | None = None,
+    ):
+        """`chain` is loaded with what the store holds. `blob_size` is what updates of the run's codec measure: exactly,
+        or a predicate; None accepts any size."""
+        size_ok = blob_size if callable(blob_size) else (lambda size: blob_size in (None, size))
+        self._c = Context(policy, run, signer, chain, observer, size_ok)
+        self._c.now = now
+        self.facts = facts or Facts()
+        self._position = Position(self._c)
+        self._deciding = Deciding(self._c, self._position)
+        self._follower = Follower(policy.max_members + 64, policy.heartbeat_seconds)
+        self._early = Early(2 * policy.max_members)
+        self._sequence = 0
+        self._beat_at = now
+        self._join_until = now
+        self._leave_at: float | None = None
+        self._left_round: int | None = None
+        self._gone = False
+        self._blobs_for: tuple = ()
+        self._retry_blobs = False
+        self.next_tick = now
+
+    # -- the way in ------------------------------------------------------------------------------------------
+
+    def start(self, now: float, *, alone: bool = False) -> list[Action]:
+        """Begin. `alone`: there is nobody to hear, so do not wait for anybody before training."""
+        c = self._c
+        c.now = now
+        c.out = []
+        c.own.recall(c.chain)
+        self._join_until = now if alone else now + 2 * c.policy.heartbeat_seconds
+        self._beat()
+        self._advance()
+        return c.out
+
+    def step(self, event: ev.Event, now: float) -> list[Action]:
+        """What follows from an event at a time. Times never go back."""
+        c = self._c
+        c.now = max(c.now, now)
+        c.out = []
+        if self._gone:
+            return c.out
+        match event:
+            case ev.Tick():
+                pass
+            case ev.Heard(message):
+                self._heard(message)
+            case ev.CertificateHeard(certificate, source):
+                self._admit((certificate,), source)
+            case ev.ChainHeard():
+                self._chain_heard(event)
+            case ev.ChainSilent(source):
+                self._follower.failed(source, c.now)
+            case ev.Progress():
+                self._deciding.work = event
+            case ev.UpdateReady():
+                self._deciding.admission = self.facts.admission
+                self._deciding.update_ready(event)
+            case ev.BlobHeld(blob):
+                c.blobs.hold(blob)
+                if self._deciding.ballot is not None:
+                    self._deciding.ballot.blob_held(blob)
+            case ev.BlobBad(blob, reason):
+                self._blob_bad(blob, reason)
+            case ev.BlobMissing(blob):
+                c.blobs.missing(blob, c.now)
+            case ev.Applied(record, state):
+                if self._position.moved(record, state):
+                    self._begin_round(record)
+            case ev.ApplyFailed(_, reason):
+                self._position.failed(reason)
+            case ev.Leave():
+                self._leave_at = c.now + LEAVE_SECONDS
+        self._advance()
+        return c.out
+
+    def may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
+        """Why a blob must not be given to a peer yet; None when it may. An undecided round's updates are only for those
+        who have announced their own (commit, then reveal)."""
+        b = self._deciding.ballot
+        if b is None or requester in b.headers or self._position.behind:
+            return None
+        listed = any(h.body.blob == blob for h in b.headers.values()) or any(
+            u.body.blob == blob for p in b.proposals.values() for u in p.record.body.updates
+        )
+        return f"you have not announced an update in round {b.number} yet" if listed else None
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def _heard(self, message: Signed) -> None:
+        c, body = self._c, message.body
+        if isinstance(body, Heartbeat):
+            self._heartbeat(message)
+        elif isinstance(body, Goodbye):
+            if c.members.goodbye(message):
+                self._follower.forget(message.author)
+        elif isinstance(body, Final):
+            self._final(message)
+        elif isinstance(body, Header | Record | Vote):
+            b = self._deciding.ballot
+            if b is not None and body.round == b.number and (isinstance(body, Vote) or body.parent == b.parent):
+                self._ballot(message)
+            elif (-1 if b is None else b.number) < body.round <= (c.chain.height(c.chain.head) + AHEAD):
+                self._early.keep(message)
+
+    def _ballot(self, message: Signed) -> None:
+        if isinstance(message.body, Header):
+            self._deciding.header(message)
+        elif isinstance(message.body, Record):
+            self._decided(self._deciding.record(message))
+        else:
+            self._decided(self._deciding.vote(message))
+
+    def _heartbeat(self, message: Signed[Heartbeat]) -> None:
+        c, beat, source = self._c, message.body, message.author
+        if source == c.me:
+            return
+        if beat.admission and not c.members.heard(message, c.now):
+            return
+        self._follower.claim(source, beat.head, beat.weight, c.chain, c.now)
+        b = self._deciding.ballot
+        if b is not None and beat.head == b.parent and self._deciding.working:
+            self._help(source, beat)
+
+    def _help(self, to: PeerKey, beat: Heartbeat) -> None:
+        """Pass on headers that a member of the same round lacks: its author does, and a few others of us."""
+        c, b = self._c, self._deciding.ballot
+        if b is None or not b.headers:
+            return
+        known = set(beat.known)
+        every = max(1, len(c.members) // 3)
+        lacking = [
+            h
+            for h in b.headers.values()
+            if h.author != to
+            and short_id(h.digest) not in known
+            and c.now - b.heard[h.author] > c.policy.heartbeat_seconds
+            and (h.author == c.me or (c.me[0] + h.digest[0] + beat.sequence) % every == 0)
+        ]
+        if lacking:
+            c.emit(Send(to, tuple(lacking[:HELP_HEADERS])))
+
+    def _final(self, message: Signed[Final]) -> None:
+        c = self._c
+        try:
+            if c.chain.add_final(message):
+                c.emit(KeepFinal(message))
+        except ChainError as e:
+            c.report("error", "final", str(e), message.author)
+
+    # -- certificates ----------------------------------------------------------------------------------------
+
+    def _decided(self, certificate: Certificate | None) -> None:
+        if certificate is None:
+            return
+        try:
+            check_certificate(certificate)
+        except MalformedError as e:
+            raise RuntimeError(f"votes were counted wrongly: {e}") from e
+        self._admit((certificate,), None)
+
+    def _admit(self, certificates: Iterable[Certificate], source: PeerKey | None) -> int:
+        """Put certificates into the tree, oldest first; how many were new."""
+        c, added = self._c, 0
+        for certificate in certificates:
+            record = certificate.record
+            try:
+                if not c.chain.add(certificate):
+                    continue
+            except UnknownParent:
+                # Heartbeats say who has the rest; asked for in due time.
+                break
+            except ChainError as e:
+                c.report("warning", "refused", f"a certificate is refused: {e}", source)
+                break
+            added += 1
+            c.emit(KeepCertificate(certificate))
+            self._hold_back(record)
+        return added
+
+    def _hold_back(self, record: Signed[Record]) -> None:
+        """A record with less than half of what we saw announced is not followed until patience has run out."""
+        d, p = self._deciding, self._position
+        b = d.ballot
+        if b is None or b.first_heard is None or self._c.observer or p.applied != b.parent:
+            return
+        if record.body.parent == b.parent and not d.is_heavy_enough(record.body.windows):
+            self._c.report("info", "light", f"record {record.digest.short} lists less than half of what was announced")
+            p.set_aside(record.digest, b.first_heard + self._c.policy.patience_seconds)
+        elif record.body.parent != b.parent:
+            p.reconsider(record.digest, b.announced_windows(self._c.blobs.holds, self._c.now) // 2)
+
+    def _chain_heard(self, event: ev.ChainHeard) -> None:
+        c = self._c
+        added = self._admit(event.certificates, event.source)
+        if event.final is not None:
+            self._final(event.final)
+        self._follower.answered(event.source, useful=added > 0, now=c.now)
+        if event.more and added and self._follower.asked is None:
+            self._follower.ask(event.source, c.now)
+            c.emit(RequestChain(event.source, c.chain.locator()))
+
+    def _blob_bad(self, blob: Digest, reason: str) -> None:
+        c, b = self._c, self._deciding.ballot
+        c.blobs.condemn(blob)
+        certified = self._position.needed().get(blob)
+        author = None if certified is None else certified.author
+        if b is not None:
+            b.blob_bad(blob)
+            for header in b.headers.values():
+                if header.body.blob == blob:
+                    author = header.author
+            if author is not None and author in b.headers and b.headers[author].body.blob == blob:
+                b.exclude(author)
+        if author is not None:
+            c.members.strike(author, 0 if b is None else b.number)
+        c.report("warning", "bad-blob", f"an update breaks the codec's rules: {reason}", author)
+        if certified is not None:
+            for record in list(c.chain.ancestors(c.chain.head)):
+                if record == c.chain.root or c.chain.height(record) <= certified.body.round:
+                    break
+                if any(u.body.blob == blob for u in c.chain.certificate(record).record.body.updates):
+                    c.report(
+                        "error",
+                        "bad-record",
+                        f"record {record.short} was certified with an update that breaks the rules",
+                    )
+                    c.chain.condemn(record)
+                    break
+
+    # -- one thing after the other ---------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        c = self._c
+        self._join()
+        for _ in range(MAX_TURNS):
+            changed = self._position.advance()
+            b, applied = self._deciding.ballot, self._position.applied
+            if c.observer and applied is not None and (b is None or b.parent != applied):
+                self._begin_round(applied)
+            head = c.chain.head
+            self._decided(self._deciding.advance())
+            if not changed and head == c.chain.head:
+                break
+        self._blobs()
+        self._ask()
+        if c.now >= self._beat_at:
+            for key in c.members.expire(c.now):
+                self._follower.forget(key)
+            self._beat()
+        self._leave()
+        self._set_next_tick()
+
+    def _join(self) -> None:
+        """A newcomer hears what the others have before it loads a state and trains; not for ever."""
+        p, c = self._position, self._c
+        if p.joined:
+            return
+        ahead = self._follower.asked is not None or bool(self._follower.wanting(c.chain))
+        heard_equal = any(m.beat.head in c.chain for m in c.members)
+        late = c.now >= self._join_until
+        if (not ahead and (heard_equal or late)) or c.now >= self._join_until + c.policy.member_seconds:
+            p.joined = True
+
+    def _begin_round(self, parent: Digest) -> None:
+        c, d, old = self._c, self._deciding, self._deciding.ballot
+        if parent != c.chain.root:
+            listed = c.chain.certificate(parent).record.body.updates
+            c.members.contributed(u.author for u in listed)
+            if old is not None:
+                known = {h.body.blob for h in old.headers.values()}
+                known |= {u.body.blob for p in old.proposals.values() for u in p.record.body.updates}
+                known -= {u.body.blob for u in listed}
+                for action in c.blobs.forget(b for b in known if b not in c.own):
+                    c.emit(action)
+        ballot = d.open(parent)
+        for message in self._early.take(ballot.number):
+            if isinstance(message.body, Vote) or message.body.parent == parent:
+                self._ballot(message)
+        total = c.policy.total_windows
+        if total and c.chain.weight(parent) >= total and not d.finished:
+            d.finished = True
+            c.emit(Finished(f"the run has reached its {total} windows"))
+        self._beat()
+
+    def _blobs(self) -> None:
+        c, d, p = self._c, self._deciding, self._position
+        if c.observer:
+            return
+        b = d.ballot
+        key = (c.chain.head, p.applied, p.target, id(b), d.working)
+        if b is not None:
+            key += (len(b.headers), len(b.proposals), b.announced, len(b.excluded))
+        retry = c.blobs.next_retry()
+        if key == self._blobs_for and (retry is None or retry > c.now):
+            return
+        self._blobs_for = key
+        needed = p.needed() | d.needed()
+        for action in c.blobs.want(needed, self._holders, c.now):
+            c.emit(action)
+
+    def _holders(self, header: Signed[Header]) -> tuple[PeerKey, ...]:
+        """Who is likely to have a blob: its author, who voted for it, who announced in its round."""
+        c, b = self._c, self._deciding.ballot
+        found: dict[PeerKey, None] = {header.author: None}
+        decided = c.chain.ancestor_at(c.chain.head, header.body.round + 1)
+        if decided is not None and decided != c.chain.root:
+            found.update((v.author, None) for v in c.chain.certificate(decided).votes)
+        if b is not None:
+            found.update((a, None) for a in b.votes)
+            found.update((a, None) for a in b.headers)
+        found.pop(c.me, None)
+        return tuple(found)[:MAX_HOLDERS]
+
+    def _ask(self) -> None:
+        c = self._c
+        source = self._follower.next_request(c.chain, c.now, eager=not self._position.joined)
+        if source is not None:
+            c.emit(RequestChain(source, c.chain.locator()))
+
+    def _leave(self) -> None:
+        d, p, c = self._deciding, self._position, self._c
+        if self._leave_at is None:
+            return
+        b = d.ballot
+        if c.now < self._leave_at and b is not None and not c.observer and not d.finished:
+            undecided = self._left_round is None or b.number <= self._left_round
+            if p.busy or (b.announced is not None and undecided):
+                self._left_round = b.number if self._left_round is None else self._left_round
+                return
+            if self._left_round is None and d.working and d.work.windows >= 1:
+                d.ending = True
+                self._left_round = b.number
+                d.advance()
+                return
+        self._sequence = max(self._sequence + 1, self.facts.sequence)
+        c.emit(Broadcast(c.signer.sign(Goodbye(c.run, self._sequence))))
+        c.emit(Finished("left the swarm"))
+        self._gone = True
+
+    # -- heartbeats, time, views -----------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """As in heartbeats."""
+        p, b = self._position, self._deciding.ballot
+        if self._c.observer:
+            return "observing"
+        if self._leave_at is not None:
+            return "leaving"
+        if not p.joined:
+            return "joining"
+        if p.applied is None:
+            return "syncing"
+        return "exchanging" if b is not None and b.announced is not None else "training"
+
+    def _beat(self) -> None:
+        c, f, work, b = self._c, self.facts, self._deciding.work, self._deciding.ballot
+        self._sequence = max(self._sequence + 1, f.sequence)
+        head = self._position.applied
+        if head is None or head not in c.chain:
+            head = c.chain.head
+        known = () if b is None or b.parent != head else tuple(short_id(h.digest) for h in b.headers.values())
+        body = Heartbeat(
+            c.run, self._sequence, c.chain.height(head), head, c.chain.weight(head), work.windows, self.phase,
+            work.tokens_per_second, work.loss, f.bytes_up, f.bytes_down, known, f.addresses,
+            b"" if c.observer else f.admission, f.device,
+        )  # fmt: skip
+        c.emit(Broadcast(c.signer.sign(body)))
+        self._beat_at = c.now + c.policy.heartbeat_seconds
+
+    def _set_next_tick(self) -> None:
+        c, p = self._c, self._position
+        times = [self._beat_at, *p.times(), *self._deciding.times()]
+        if not p.joined:
+            times += [self._join_until, self._join_until + c.policy.member_seconds]
+        for due in (self._follower.next_time(c.chain, eager=not p.joined), c.blobs.next_retry(), self._leave_at):
+            if due is not None:
+                times.append(due)
+        self.next_tick = min(t for t in times if t > c.now)
+
+    def summary(self, now: float) -> Summary:
+        """A frozen view for people."""
+        c, d, p = self._c, self._deciding, self._position
+        b = d.ballot
+        head = p.applied if p.applied is not None and p.applied in c.chain else c.chain.head
+        votes = 0
+        if b is not None and b.last_vote is not None and (mine := b.proposals.get(b.last_vote.body.record)) is not None:
+            votes = len(b.votes_for(mine.record))
+        announced, voted = ((), ()) if b is None else (b.headers, b.votes)
+        members = tuple(
+            MemberView(
+                m.key, m.beat, now - m.heard, b is not None and m.key in b.headers, b is not None and m.key in b.votes
+            )
+            for m in c.members
+        )
+        return Summary(
+            self.phase, c.chain.height(head), head, p.state, c.chain.weight(head), c.chain.head,
+            c.chain.weight(c.chain.head), members, () if b is None else tuple(b.headers.values()),
+            0 if b is None else len(b.proposals), votes,
+            () if b is None or b.announced is None else tuple(d.awaited(b)), d.work.windows, d.finished,
+        )  # fmt: skip
+
+    @property
+    def chain(self) -> Chain:
+        """The tree of records: to be read only."""
+        return self._c.chain
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Every container: what it holds, and its bound."""
+        c = self._c
+        found = c.members.sizes() | c.blobs.sizes() | c.own.sizes() | self._position.sizes()
+        found |= self._follower.sizes() | self._early.sizes()
+        if self._deciding.ballot is not None:
+            found |= self._deciding.ballot.sizes()
+        limits = c.chain.limits
+        return found | {"records": (len(c.chain), limits.max_records + limits.max_side)}

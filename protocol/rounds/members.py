@@ -1,0 +1,129 @@
+"""Who takes part: members by their last heartbeat, within a bound, and whom rounds no longer wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Goodbye, Heartbeat, Signed
+from protocol.rounds.policy import Policy
+
+MAX_STRIKES = 6
+
+
+class Member:
+    """An admitted peer that was heard of lately."""
+
+    __slots__ = ("key", "beat", "heard", "since")
+
+    def __init__(self, key: PeerKey, beat: Heartbeat, now: float):
+        self.key = key
+        self.beat = beat
+        self.heard = now
+        self.since = now
+
+    def trains_in(self, parent: Digest) -> bool:
+        """Whether its last heartbeat says that it works on the round after `parent`."""
+        return self.beat.head == parent and self.beat.phase in ("training", "exchanging", "leaving")
+
+
+class Members:
+    """Bounded by the policy's `max_members`. Newcomers never evict contributors of the last round, nor each other."""
+
+    def __init__(self, policy: Policy, me: PeerKey):
+        self._policy = policy
+        self._me = me
+        self._members: dict[PeerKey, Member] = {}
+        self._veterans: frozenset[PeerKey] = frozenset()
+        self._gone: dict[PeerKey, int] = {}
+        self._strikes: dict[PeerKey, tuple[int, int]] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._members
+
+    def get(self, key: PeerKey) -> Member | None:
+        return self._members.get(key)
+
+    def heard(self, message: Signed[Heartbeat], now: float) -> bool:
+        """Take a heartbeat. False when it is not news (replayed, reordered), or there is no room for its author."""
+        key, beat = message.author, message.body
+        if key == self._me or beat.sequence <= self._gone.get(key, -1):
+            return False
+        member = self._members.get(key)
+        if member is not None:
+            if beat.sequence <= member.beat.sequence:
+                return False
+            member.beat = beat
+            member.heard = now
+            return True
+        if len(self._members) >= self._policy.max_members and not self._make_room(key, now):
+            return False
+        self._members[key] = Member(key, beat, now)
+        return True
+
+    def goodbye(self, message: Signed[Goodbye]) -> bool:
+        """Forget a member that leaves of its own will. False when a newer heartbeat contradicts it."""
+        member = self._members.get(message.author)
+        if member is None or message.body.sequence <= member.beat.sequence:
+            return False
+        del self._members[message.author]
+        self._gone[message.author] = message.body.sequence
+        while len(self._gone) > self._policy.max_members:
+            del self._gone[next(iter(self._gone))]
+        return True
+
+    def expire(self, now: float) -> list[PeerKey]:
+        """Forget who was not heard of for `member_seconds`; who they were."""
+        silent = [m.key for m in self if now - m.heard > self._policy.member_seconds]
+        for key in silent:
+            del self._members[key]
+        return silent
+
+    def contributed(self, contributors: Iterable[PeerKey]) -> None:
+        """These were in the last round: they keep their places."""
+        self._veterans = frozenset(contributors)
+
+    def is_veteran(self, key: PeerKey) -> bool:
+        return key in self._veterans
+
+    def _make_room(self, key: PeerKey, now: float) -> bool:
+        if self.expire(now):
+            return True
+        if key not in self._veterans:
+            return False
+        newcomers = [m for m in self if m.key not in self._veterans]
+        if not newcomers:
+            return False
+        del self._members[max(newcomers, key=lambda m: m.since).key]
+        return True
+
+    # -- whom a round does not wait for: those who kept earlier rounds waiting in vain ------------------------
+
+    def strike(self, key: PeerKey, number: int) -> None:
+        """It kept round `number` waiting until the deadline: the next rounds, twice as many each time, do not wait."""
+        strikes = min(MAX_STRIKES, self._strikes.pop(key, (0, 0))[0] + 1)
+        self._strikes[key] = (strikes, number + 2**strikes)
+        while len(self._strikes) > self._policy.max_members:
+            del self._strikes[next(iter(self._strikes))]
+
+    def forgive(self, key: PeerKey) -> None:
+        """It delivered in time."""
+        self._strikes.pop(key, None)
+
+    def is_waited_for(self, key: PeerKey, number: int) -> bool:
+        return number > self._strikes.get(key, (0, -1))[1]
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What is held, and its bound."""
+        top = self._policy.max_members
+        return {
+            "members": (len(self._members), top),
+            "goodbyes": (len(self._gone), top),
+            "strikes": (len(self._strikes), top),
+        }

@@ -1,0 +1,66 @@
+"""What drives a machine besides events: the run's round policy, in windows and seconds, and the driver's facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.chain import ChainLimits
+from protocol.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The parts of a run spec that the round machine needs: fields as in `spec.RoundSpec`, tokens as windows."""
+
+    target_windows: int
+    max_update_windows: int
+    max_seconds: float = 600
+    exchange_seconds: float = 60
+    propose_seconds: float = 10
+    patience_seconds: float = 120
+    heartbeat_seconds: float = 2
+    member_seconds: float = 20
+    max_members: int = 256
+    total_windows: int = 0
+    """The run ends when the chain has accepted so many; 0: never."""
+
+    checkpoint_every: int = 10
+    checkpoint_keep: int = 2
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Policy:
+        """From a run spec. Targets in tokens are rounded up to windows."""
+        r, window = spec.round, spec.data.window
+        return cls(
+            target_windows=-(-r.target_tokens // window),
+            max_update_windows=spec.max_update_windows,
+            max_seconds=r.max_seconds,
+            exchange_seconds=r.exchange_seconds,
+            propose_seconds=r.propose_seconds,
+            patience_seconds=r.patience_seconds,
+            heartbeat_seconds=r.heartbeat_seconds,
+            member_seconds=r.member_seconds,
+            max_members=r.max_members,
+            total_windows=-(-spec.total_tokens // window),
+            checkpoint_every=spec.checkpoint.every,
+            checkpoint_keep=spec.checkpoint.keep,
+        )
+
+    @property
+    def chain_limits(self) -> ChainLimits:
+        """Limits for the chain of this run."""
+        return ChainLimits(max_update_windows=self.max_update_windows, max_members=self.max_members)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a heartbeat says beyond what the machine knows. The driver replaces `machine.facts` as they change."""
+
+    sequence: int = 0
+    """Unix milliseconds: the next heartbeat or goodbye carries at least this number, so it grows across restarts."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    addresses: tuple[str, ...] = ()
+    admission: bytes = b""
+    device: str = ""

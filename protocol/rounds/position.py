@@ -1,0 +1,244 @@
+"""Where the own trainer stands on the chain, and how it is moved to where the chain's head is.
+
+`applied` is the record whose state the trainer holds. One thing is asked of the trainer at a time: an update
+(`making`), or a move (`target`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.ids import Digest
+from protocol.messages import Certificate, Header, Signed
+from protocol.rounds.actions import Apply, Resync
+from protocol.rounds.context import Context
+
+MAX_PAUSE = 60.0
+MAX_ASIDE = 64
+TRIES = 3
+"""Moves to the same head that may fail before another branch is tried."""
+
+
+@dataclass(slots=True)
+class _Aside:
+    until: float
+    tries: int
+    active: bool
+
+
+class Position:
+    """The trainer's place. `advance` moves it towards the head by one step at a time."""
+
+    def __init__(self, context: Context):
+        self._c = context
+        self.applied: Digest | None = None
+        self.state: Digest | None = None
+        self.target: Digest | None = None
+        self.making: Digest | None = None
+        self.joined = False
+        self._good: Digest | None = None
+        self._failures = 0
+        self._retry = 0.0
+        self._aside: dict[Digest, _Aside] = {}
+        self._waiting: tuple[Digest, float] | None = None
+        self._needed_for: tuple[Digest | None, Digest] | None = None
+        self._needed: dict[Digest, Signed[Header]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether the trainer owes us an answer."""
+        return self.target is not None or self.making is not None
+
+    @property
+    def behind(self) -> bool:
+        """Whether the round after `applied` is decided already."""
+        chain, applied = self._c.chain, self.applied
+        return (
+            applied is None
+            or applied not in chain
+            or (applied != chain.head and chain.is_ancestor(applied, chain.head))
+        )
+
+    # -- what is needed --------------------------------------------------------------------------------------
+
+    def needed(self) -> dict[Digest, Signed[Header]]:
+        """Blobs to hold before the trainer is moved to the head: of the records since where it stands, or since the
+        newest checkpoint on another branch."""
+        chain = self._c.chain
+        key = (self.applied, chain.head)
+        if key != self._needed_for:
+            self._needed_for = key
+            self._needed = {u.body.blob: u for c in self._way() for u in c.record.body.updates}
+        return self._needed
+
+    def _way(self) -> tuple[Certificate, ...]:
+        chain, applied, every = self._c.chain, self.applied, self._c.policy.checkpoint_every
+        if self._c.observer or applied is None or applied not in chain or applied == chain.head:
+            return ()
+        fork = chain.common_ancestor(applied, chain.head)
+        boundary = (chain.height(chain.head) - 1) // every * every
+        if fork != applied or chain.height(chain.head) - chain.height(applied) > every:
+            after = chain.ancestor_at(chain.head, max(chain.height(fork), boundary))
+            return chain.path(after or fork, chain.head)
+        return chain.path(applied, chain.head)
+
+    # -- moving ----------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """One step towards the head, if one is due and possible. True when something changed."""
+        c, chain = self._c, self._c.chain
+        self._end_asides()
+        head = chain.head
+        if c.observer:
+            changed = self.applied != head
+            self.applied = head
+            return changed
+        if self.busy or not self.joined or c.now < self._retry or self.applied == head:
+            if self.applied == head:
+                self._waiting = None
+            return False
+        if self.applied is not None and self.applied not in chain:
+            self.applied = None
+        if self.applied is None:
+            return self._resync(head)
+        way = self._way()
+        if way[0].record.body.parent == self.applied:
+            first = way[0].record.body
+            if first.base_state != self.state:
+                return self.drift(first.base_state)
+            if all(c.blobs.holds(u.body.blob) for u in first.updates):
+                return self._apply(way[0])
+        elif all(c.blobs.holds(blob) for blob in self.needed()):
+            c.report("warning", "fork", f"leaving record {self.applied.short} for the heavier branch of {head.short}")
+            return self._resync(head)
+        return self._wait_for_blobs(way, head)
+
+    def _apply(self, certificate: Certificate) -> bool:
+        c, record = self._c, certificate.record
+        if self.applied is None:
+            return False
+        missed, regained = c.own.settle(c.chain, self.applied, record.digest)
+        self.target = record.digest
+        following = c.chain.next_window(c.me, record.digest)
+        c.emit(Apply(certificate, missed, following, c.chain.weight(record.digest), regained))
+        return True
+
+    def _resync(self, head: Digest) -> bool:
+        c, chain = self._c, self._c.chain
+        every, keep = c.policy.checkpoint_every, c.policy.checkpoint_keep
+        start = chain.height(chain.root)
+        if self._failures == 0:
+            start = max(start, ((chain.height(head) - 1) // every - keep + 1) * every)
+        after = chain.ancestor_at(head, min(start, chain.height(head))) or chain.root
+        missed, regained = c.own.settle(chain, after, head)
+        self.target = head
+        following = chain.next_window(c.me, head)
+        c.emit(Resync(chain.path(after, head), missed, following, chain.weight(head), regained))
+        return True
+
+    def _wait_for_blobs(self, way: tuple[Certificate, ...], head: Digest) -> bool:
+        """Blobs of the way are being fetched; a branch whose blobs cannot be had for long is set aside for a while."""
+        c = self._c
+        if self._waiting is None or self._waiting[0] != head:
+            self._waiting = (head, c.now if self._waiting is None else self._waiting[1])
+        if c.now - self._waiting[1] < c.policy.patience_seconds:
+            return False
+        for certificate in way:
+            for u in certificate.record.body.updates:
+                if not c.blobs.holds(u.body.blob):
+                    record = certificate.record.digest
+                    text = f"nobody gives the update of {u.author.short} that record {record.short} lists: "
+                    c.report("warning", "withheld", text + "going on without that branch for a while", u.author)
+                    self.set_aside(record, None)
+                    return True
+        return False
+
+    def drift(self, vouched: Digest) -> bool:
+        """The chain vouches for another state than ours where we stand: ours is wrong."""
+        mine = "none" if self.state is None else self.state.short
+        text = f"our state {mine} is not the state {vouched.short} that the chain vouches for: loading it anew. "
+        remedy = "If this repeats, the device computes wrongly or the software differs from the others'"
+        self._c.report("error", "drift", text + remedy)
+        self.applied = None
+        return True
+
+    # -- the trainer's answers -------------------------------------------------------------------------------
+
+    def moved(self, record: Digest, state: Digest) -> bool:
+        """The trainer holds the state after `record`. False when that was not asked of it."""
+        if record != self.target:
+            return False
+        self.target = None
+        self._failures = 0
+        self._waiting = None
+        self.applied = self._good = record
+        self.state = state
+        self._c.own.moved()
+        return True
+
+    def failed(self, reason: str) -> None:
+        """The trainer holds nothing that can be relied on."""
+        c, chain = self._c, self._c.chain
+        head = self.target or chain.head
+        self.target = self.making = self.applied = None
+        self._failures += 1
+        pause = min(MAX_PAUSE, c.policy.heartbeat_seconds * 2 ** (self._failures - 1))
+        self._retry = c.now + pause
+        c.report(
+            "warning",
+            "apply-failed",
+            f"the state after record {head.short} was not reached: {reason}; again in {pause:.0f} s",
+        )
+        if self._failures % TRIES == 0 and head in chain and head != chain.root:
+            culprit = head
+            if self._good is not None and self._good in chain and self._good != head:
+                fork = chain.common_ancestor(self._good, head)
+                culprit = chain.ancestor_at(head, min(chain.height(head), chain.height(fork) + 1)) or head
+            self.set_aside(culprit, None)
+
+    # -- branches that are not followed for a while ----------------------------------------------------------
+
+    def set_aside(self, record: Digest, until: float | None) -> None:
+        """Leave a branch out of the fork choice: until a time, or for a patience that doubles each time."""
+        c = self._c
+        old = self._aside.pop(record, None)
+        tries = 0 if old is None else old.tries + 1
+        self._aside[record] = _Aside(until or c.now + c.policy.patience_seconds * 2 ** min(tries, 6), tries, True)
+        c.chain.set_aside(record)
+        self._waiting = None
+        while len(self._aside) > MAX_ASIDE:
+            oldest = next(iter(self._aside))
+            c.chain.take_back(oldest)
+            del self._aside[oldest]
+
+    def reconsider(self, record: Digest, weight: int) -> None:
+        """A record came: a branch that was held back as too light is not, when what is built on it has this weight."""
+        for aside, a in self._aside.items():
+            if a.active and a.tries == 0 and self._c.chain.is_ancestor(aside, record):
+                if (
+                    self.applied is not None
+                    and self._c.chain.weight(record) - self._c.chain.weight(self.applied) >= weight
+                ):
+                    a.until = self._c.now
+
+    def _end_asides(self) -> None:
+        for record, a in list(self._aside.items()):
+            if record not in self._c.chain:
+                del self._aside[record]
+            elif a.active and a.until <= self._c.now:
+                a.active = False
+                self._c.chain.take_back(record)
+
+    def times(self) -> list[float]:
+        """When something will be due."""
+        found = [a.until for a in self._aside.values() if a.active]
+        if self._retry > self._c.now:
+            found.append(self._retry)
+        if self._waiting is not None:
+            found.append(self._waiting[1] + self._c.policy.patience_seconds)
+        return found
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What is held, and its bound."""
+        top = self._c.policy.max_members * self._c.policy.checkpoint_every
+        return {"aside": (len(self._aside), MAX_ASIDE), "needed": (len(self._needed), top)}

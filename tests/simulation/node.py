@@ -1,0 +1,296 @@
+"""One peer of the simulated swarm: carries out its machine's actions, with a store that survives crashes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol.chain import Chain, UnknownParent
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.messages import Certificate, Final, Signed
+from protocol.rounds import actions as do
+from protocol.rounds import events as ev
+from protocol.rounds.machine import RoundMachine
+from protocol.rounds.policy import Facts
+from tests.simulation.signer import FakeSigner
+from tests.simulation.trainer import Trainer, state_after
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+FETCH_DEADLINE = 3.0
+CHAIN_DEADLINE = 2.0
+ADMISSION = b"admitted"
+
+
+class Node:
+    """`honest` nodes are the ones whose promises are checked."""
+
+    honest = True
+    machine_type = RoundMachine
+
+    def __init__(self, world: World, index: int, speed: float, observer: bool = False):
+        self.world = world
+        self.index = index
+        self.speed = speed
+        self.observer = observer
+        self.key = PeerKey(sha256(b"peer", bytes([index % 256, index // 256])))
+        self.signer = FakeSigner(self.key)
+        self.alive = False
+        self.incarnation = 0
+        self.last_ready = 0
+        # The store: survives crashes.
+        self.certificates: list[Certificate] = []
+        self.final: Signed[Final] | None = None
+        self.blobs: set[Digest] = set()
+        self.checkpoints: set[Digest] = {world.genesis_state}
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        """Start, or start again from the store."""
+        w = self.world
+        self.alive = True
+        self.incarnation += 1
+        chain = Chain(w.run, w.genesis_state, w.policy.chain_limits)
+        for certificate in self.certificates:
+            try:
+                chain.add(certificate)
+            except UnknownParent:
+                continue
+        if self.final is not None:
+            chain.add_final(self.final)
+        self.trainer = Trainer(
+            self.index * 1000 + self.incarnation, self.speed, w.policy.max_update_windows, w.clock.now
+        )
+        self.machine = self.machine_type(
+            w.policy, w.run, self.signer, chain, now=w.clock.now, observer=self.observer, blob_size=1000,
+            facts=Facts(int(w.clock.now * 1000) + self.incarnation, admission=b"" if self.observer else ADMISSION),
+        )  # fmt: skip
+        self.tick_at = float("inf")
+        self.queue: list = []
+        self.working = False
+        self.fetching: set[Digest] = set()
+        self.done = False
+        self.carry_out(self.machine.start(w.clock.now))
+        self.progress(self.incarnation)
+
+    def crash(self) -> None:
+        """Lose all that is not in the store."""
+        self.alive = False
+
+    def step(self, event) -> None:
+        if self.alive:
+            self.carry_out(self.machine.step(event, self.world.clock.now))
+
+    def later(self, incarnation: int, event) -> None:
+        """An event for the incarnation that asked for it."""
+        if self.alive and incarnation == self.incarnation:
+            self.step(event)
+
+    def tick(self, incarnation: int, when: float) -> None:
+        if self.alive and incarnation == self.incarnation and when == self.tick_at:
+            self.tick_at = float("inf")
+            self.step(ev.Tick())
+
+    def progress(self, incarnation: int) -> None:
+        if not self.alive or incarnation != self.incarnation or self.observer:
+            return
+        before = self.trainer.uncovered
+        self.trainer.run(self.world.clock.now)
+        if self.trainer.uncovered != before:
+            self.step(ev.Progress(self.trainer.uncovered, 1.0, self.speed * 128))
+        self.world.clock.after(self.world.progress_every, self.progress, incarnation)
+
+    # -- actions ---------------------------------------------------------------------------------------------
+
+    def carry_out(self, actions) -> None:
+        w = self.world
+        for action in actions:
+            match action:
+                case do.Broadcast(message):
+                    self.broadcast(message)
+                case do.Send(to, messages, certificates):
+                    self.send(to, messages, certificates)
+                case do.FetchBlob():
+                    if action.blob not in self.fetching:
+                        self.fetching.add(action.blob)
+                        self.fetch(self.incarnation, action, w.clock.now + FETCH_DEADLINE)
+                case do.DropBlob(blob):
+                    self.fetching.discard(blob)
+                case do.RequestChain(to, have):
+                    self.request_chain(to, have)
+                case do.KeepCertificate(certificate):
+                    self.certificates.append(certificate)
+                    w.certified(self, certificate)
+                case do.KeepFinal(message):
+                    self.final = message
+                case do.Report():
+                    w.report(self, action)
+                case do.Finished():
+                    self.done = True
+                case do.MakeUpdate() | do.Apply() | do.Resync():
+                    self.queue.append(action)
+        self.work()
+        self.machine.facts = Facts(int(w.clock.now * 1000), admission=self.machine.facts.admission)
+        if self.machine.next_tick < self.tick_at:
+            self.tick_at = self.machine.next_tick
+            w.clock.at(self.tick_at, self.tick, self.incarnation, self.tick_at)
+
+    def broadcast(self, message) -> None:
+        for node in self.world.nodes:
+            if node is not self and node.alive:
+                self.world.network.send(self.index, node.index, node.hear, message)
+
+    def send(self, to: PeerKey, messages, certificates) -> None:
+        node = self.world.by_key.get(to)
+        if node is not None and node.alive:
+            for message in messages:
+                self.world.network.send(self.index, node.index, node.hear, message)
+            for certificate in certificates:
+                event = ev.CertificateHeard(certificate, self.key)
+                self.world.network.send(self.index, node.index, node.step, event)
+
+    def hear(self, message) -> None:
+        if self.alive:
+            self.carry_out(self.machine.step(ev.Heard(message), self.world.clock.now))
+
+    # -- blobs and certificates from others -------------------------------------------------------------------
+
+    def gives(self, blob: Digest, to: PeerKey) -> bool:
+        """Whether this node serves a blob to a peer now."""
+        return self.alive and blob in self.blobs and self.machine.may_serve(blob, to) is None
+
+    def fetch(self, incarnation: int, action: do.FetchBlob, deadline: float) -> None:
+        w = self.world
+        if not self.alive or incarnation != self.incarnation or action.blob not in self.fetching:
+            return
+        found = action.blob in self.blobs
+        for key in (action.author, *action.holders):
+            node = w.by_key[key]
+            if found or (
+                w.network.connected(self.index, node.index) and node is not self and node.gives(action.blob, self.key)
+            ):
+                found = True
+                break
+        if found:
+            w.clock.after(2 * w.network.delay(), self.fetched, incarnation, action.blob)
+        elif w.clock.now >= deadline:
+            self.fetching.discard(action.blob)
+            self.step(ev.BlobMissing(action.blob))
+        else:
+            w.clock.after(0.2, self.fetch, incarnation, action, deadline)
+
+    def fetched(self, incarnation: int, blob: Digest) -> None:
+        if not self.alive or incarnation != self.incarnation or blob not in self.fetching:
+            return
+        self.fetching.discard(blob)
+        if blob in self.world.bad_blobs:
+            self.step(ev.BlobBad(blob, "chunk 3: a scale that is not finite"))
+        else:
+            self.blobs.add(blob)
+            self.step(ev.BlobHeld(blob))
+
+    def request_chain(self, to: PeerKey, have) -> None:
+        w, node, incarnation = self.world, self.world.by_key[to], self.incarnation
+        lost = w.network.rng.random() < w.network.weather.loss
+        if lost or not node.alive or not w.network.connected(self.index, node.index):
+            w.clock.after(CHAIN_DEADLINE, self.later, incarnation, ev.ChainSilent(to))
+            return
+        w.clock.after(w.network.delay(), node.answer_chain, self, incarnation, have)
+
+    def answer_chain(self, asker: Node, incarnation: int, have) -> None:
+        w = self.world
+        if not self.alive:
+            w.clock.after(CHAIN_DEADLINE, asker.later, incarnation, ev.ChainSilent(self.key))
+            return
+        certificates, more = self.machine.chain.after(have, count=8)
+        event = ev.ChainHeard(certificates, self.machine.chain.final, self.key, more)
+        w.clock.after(w.network.delay(), asker.later, incarnation, event)
+
+    # -- the trainer: one thing at a time, in order ------------------------------------------------------------
+
+    def work(self) -> None:
+        if self.queue and not self.working:
+            self.working = True
+            action = self.queue.pop(0)
+            seconds = self.world.trainer_seconds * (3 if isinstance(action, do.Resync) else 1)
+            self.world.clock.after(seconds, self.worked, self.incarnation, action)
+
+    def worked(self, incarnation: int, action) -> None:
+        if not self.alive or incarnation != self.incarnation:
+            return
+        self.working = False
+        match action:
+            case do.MakeUpdate():
+                self.make_update(action)
+            case do.Apply():
+                self.apply(action)
+            case do.Resync():
+                self.resync(action)
+        self.work()
+
+    def make_update(self, action: do.MakeUpdate) -> None:
+        self.trainer.run(self.world.clock.now)
+        made = self.trainer.make()
+        if made is None:
+            self.step(ev.UpdateReady(action.parent, 0, 0, 0, None, 0, 0.0))
+            return
+        first, end, content = made
+        blob = self.world.new_blob(self, action.parent, content)
+        self.blobs.add(blob)
+        self.step(ev.UpdateReady(action.parent, first, end, end - first, blob, 1000, 1.0))
+
+    def apply(self, action: do.Apply) -> None:
+        record = action.certificate.record
+        trainer = self.trainer
+        trainer.run(self.world.clock.now)
+        missing = [u for u in record.body.updates if u.body.blob not in self.blobs]
+        if missing or trainer.state != record.body.base_state:
+            self.step(ev.ApplyFailed(record.digest, "a blob is not in the store, or this is the wrong state"))
+            return
+        state = state_after(record.body.base_state, record.digest)
+        self.reached(action, record.digest, state)
+
+    def reached(self, action: do.Apply | do.Resync, record: Digest, state: Digest) -> None:
+        w = self.world
+        if self.machine.chain.height(record) % w.policy.checkpoint_every == 0:
+            self.checkpoints.add(state)
+        self.trainer.move(action, state, w.contents)
+        w.moved(self, record)
+        self.step(ev.Applied(record, state))
+        self.step(ev.Progress(self.trainer.uncovered, 1.0, self.speed * 128))
+
+    def resync(self, action: do.Resync) -> None:
+        w = self.world
+        self.trainer.run(w.clock.now)
+        path = action.path
+        if not path:
+            self.reached(action, self.machine.chain.genesis, w.genesis_state)
+            return
+        reachable = [n for n in w.nodes if n is self or (n.alive and w.network.connected(self.index, n.index))]
+        start = None
+        for i in reversed(range(len(path))):
+            base = path[i].record.body.base_state
+            if any(base in n.checkpoints for n in reachable):
+                start = i
+                break
+        head = path[-1].record.digest
+        if start is None:
+            self.step(ev.ApplyFailed(head, "nobody has a checkpoint that the path starts from"))
+            return
+        state = path[start].record.body.base_state
+        for certificate in path[start:]:
+            record = certificate.record
+            if record.body.base_state != state:
+                self.step(ev.ApplyFailed(head, "the path names another state than it leads to"))
+                return
+            for u in record.body.updates:
+                if u.body.blob not in self.blobs:
+                    if not any(n.gives(u.body.blob, self.key) for n in reachable if n is not self):
+                        self.step(ev.ApplyFailed(head, "a blob cannot be had"))
+                        return
+                    self.blobs.add(u.body.blob)
+            state = state_after(state, record.digest)
+            if (record.body.round + 1) % w.policy.checkpoint_every == 0:
+                self.checkpoints.add(state)
+        self.reached(action, head, state)

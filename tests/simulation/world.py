@@ -1,0 +1,109 @@
+"""The simulated swarm: nodes, network, clock, and what the checkers need to know of everything that happened."""
+
+from __future__ import annotations
+
+import random
+
+from protocol.ids import Digest, PeerKey, RunId, sha256
+from protocol.messages import Certificate, Final
+from protocol.rounds.actions import Report
+from protocol.rounds.policy import Policy
+from tests.simulation.network import Clock, Network, Weather
+from tests.simulation.node import Node
+from tests.simulation.signer import FakeSigner
+
+OWNER = FakeSigner(PeerKey(sha256(b"owner")))
+
+
+def policy_for(peers: int, **changes) -> Policy:
+    """Rounds of about four seconds when every peer does one to three windows a second."""
+    values = dict(
+        target_windows=8 * peers, max_update_windows=60, max_seconds=12.0, exchange_seconds=6.0, propose_seconds=2.0,
+        patience_seconds=10.0, heartbeat_seconds=1.0, member_seconds=6.0, max_members=64, checkpoint_every=5,
+        checkpoint_keep=2,
+    )  # fmt: skip
+    return Policy(**{**values, **changes})
+
+
+class World:
+    """Everything of one run of the simulator."""
+
+    trainer_seconds = 0.05
+    progress_every = 0.5
+
+    def __init__(
+        self, seed: int, peers: int, weather: Weather | None = None, *, policy: Policy | None = None, verbose=False
+    ):
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.verbose = verbose
+        self.clock = Clock()
+        self.network = Network(self.clock, random.Random(seed * 7 + 1), weather or Weather())
+        self.run = RunId(sha256(b"run", bytes(str(seed), "ascii")))
+        self.genesis_state = Digest(sha256(b"genesis", self.run))
+        self.policy = policy or policy_for(peers)
+        self.nodes: list[Node] = []
+        self.by_key: dict[PeerKey, Node] = {}
+        self.contents: dict[Digest, frozenset[int]] = {}
+        """What each blob carries."""
+        self.bad_blobs: set[Digest] = set()
+        self.records: dict[Digest, Certificate] = {}
+        """Every record that anybody certified."""
+        self.reports: list[tuple[float, int, Report]] = []
+        self._finals = 0
+        self._blobs = 0
+
+    def add(self, node_type: type[Node] = Node, *, speed: float | None = None, observer: bool = False) -> Node:
+        speed = speed if speed is not None else self.rng.uniform(1.0, 3.0)
+        node = node_type(self, len(self.nodes), speed, observer)
+        self.nodes.append(node)
+        self.by_key[node.key] = node
+        return node
+
+    @property
+    def honest(self) -> list[Node]:
+        """Live honest nodes that train."""
+        return [n for n in self.nodes if n.honest and n.alive and not n.observer]
+
+    def height(self) -> int:
+        """Rounds decided by the most advanced live honest node."""
+        return max(
+            (n.machine.chain.height(n.machine.chain.head) for n in self.nodes if n.alive and n.honest), default=0
+        )
+
+    # -- called by nodes -------------------------------------------------------------------------------------
+
+    def new_blob(self, node: Node, parent: Digest, content: frozenset[int]) -> Digest:
+        self._blobs += 1
+        blob = Digest(sha256(b"blob", node.key, parent, str(self._blobs).encode()))
+        self.contents[blob] = content
+        return blob
+
+    def certified(self, node: Node, certificate: Certificate) -> None:
+        self.records.setdefault(certificate.record.digest, certificate)
+
+    def moved(self, node: Node, record: Digest) -> None:
+        if self.verbose:
+            chain = node.machine.chain
+            print(
+                f"{self.clock.now:8.2f} {node.index:3d} at {record.short}, round {chain.height(record)}, weight {chain.weight(record)}"
+            )
+
+    def report(self, node: Node, report: Report) -> None:
+        self.reports.append((self.clock.now, node.index, report))
+        if self.verbose:
+            print(f"{self.clock.now:8.2f} {node.index:3d} {report.level}: {report.kind}: {report.text}")
+
+    def sign_finals(self, depth: int) -> None:
+        """The owner signs what an observer sees deep enough in the chain; again and again."""
+        for node in self.nodes:
+            if node.observer and node.alive:
+                chain = node.machine.chain
+                height = chain.height(chain.head) - depth
+                record = chain.on_main(height) if height > self._finals else None
+                if record is not None:
+                    self._finals = height
+                    final = OWNER.sign(Final(self.run, height - 1, record))
+                    node.hear(final)
+                    node.broadcast(final)
+        self.clock.after(3.0, self.sign_finals, depth)
