@@ -8,6 +8,7 @@ lies the blob of the update that is not decided yet: `update-DIGEST.blob`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,7 @@ class SavedFolder:
         tensors |= state.moments
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._drop_parts()
             serials = [int(p.stem.split("-")[1]) for p in self._files()]
             path = self.folder / f"trainer-{max(serials, default=0) + 1}.safetensors"
             temporary = path.with_name(f".{path.name}.part")
@@ -111,6 +113,7 @@ class SavedFolder:
                 if old != path:
                     old.unlink(missing_ok=True)
         except (OSError, SafetensorError) as e:
+            self._drop_parts()
             raise SavedStateError(
                 f"the trainer's state was not saved in {self.folder} ({e}): free some space or mend its permissions; "
                 "until then a restart loses what was not yet announced"
@@ -157,6 +160,12 @@ class SavedFolder:
 
     def _files(self) -> list[Path]:
         return [p for p in self.folder.glob("trainer-*.safetensors") if p.stem.split("-")[1].isdigit()]
+
+    def _drop_parts(self) -> None:
+        """Unfinished files, of this process or one that was killed. The folder is one trainer's own."""
+        for path in self.folder.glob(".*.part"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _sheet(self, state: Saved, file: str, digest: Digest) -> _Sheet:
         a = state.claims.announced

@@ -86,6 +86,7 @@ class Service:
             self._end.send(Failed("train", str(e), fatal=True))
             return 1
         finally:
+            trainer.close()
             self._reading.shutdown(wait=False, cancel_futures=True)
 
     def _turn(self, trainer: Trainer) -> None:

@@ -84,6 +84,10 @@ class Trainer:
     def ready(self) -> Ready:
         return Ready(device_name(self.device), self.layout.numel, self.threads, self.codec.size)
 
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self.batches.close()
+
     def _batches(self, start: Start) -> Batches:
         vocabulary = self.spec.model.config.get("vocab_size")
         reader = WindowReader(
