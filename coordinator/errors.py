@@ -1,4 +1,4 @@
-"""The coordinator's errors. Each names the remedy; `code` is how the same failure is said over gRPC."""
+"""The coordinator's errors. Each says what happened and names the remedy."""
 
 from __future__ import annotations
 

@@ -209,7 +209,8 @@ class CoordinatorClient:
         m: wire.StatusReply = await self._call(lambda stub, t: stub.Status(request, timeout=t))
         return Status(
             _text(m.name), _text(m.health), _text(m.words, 400), m.round, Digest(m.head), Digest(m.state),
-            m.state_round, m.tokens, m.total_tokens, _number(m.tokens_per_second), _number(m.loss), tuple(_peer(p) for p in m.peers),
+            m.state_round, m.tokens, m.total_tokens, _number(m.tokens_per_second), _number(m.loss),
+            tuple(_peer(p) for p in m.peers),
             _text(m.page, 300), Digest(m.checkpoint) if m.checkpoint else None, m.checkpoint_round,
             m.final_round if m.HasField("final_round") else None,
         )  # fmt: skip

@@ -27,6 +27,8 @@ MAX_INVITE = 4096
 MAX_COORDINATORS = 4
 MAX_SWARM_ADDRESSES = 8
 MAX_CODE = 64
+TLS_NAME = "coordinator.cairn.invalid"
+"""The name in every coordinator's certificate: clients trust its fingerprint, and expect this name in it."""
 
 _REMEDY = "copy the whole line that begins with cairn1: from where the run's owner published it"
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")

@@ -73,8 +73,8 @@ def test_any_bytes_with_a_good_checksum_end_in_an_invite_or_a_typed_error(body):
 
 @pytest.mark.parametrize(
     "text, says",
-    [("", "not an invite"), ("hello", "not an invite"), ("cairn2:abc", "another version"), ("cairn1:" + "A" * 5000, "too long"),
-     ("x" * 100_000, "too long")],
+    [("", "not an invite"), ("hello", "not an invite"),
+     ("cairn2:abc", "another version"), ("cairn1:" + "A" * 5000, "too long"), ("x" * 100_000, "too long")],
 )  # fmt: skip
 def test_what_is_no_invite_is_named_so(text, says):
     with pytest.raises(MalformedError, match=says):
@@ -83,8 +83,8 @@ def test_what_is_no_invite_is_named_so(text, says):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"coordinators": ()}, {"coordinators": (Endpoint("a", 1),) * 5}, {"code": "x" * 65}, {"code": "a b"}, {"code": "é"},
-     {"addresses": ("nope",)}, {"addresses": (USUAL,) * 9}],
+    [{"coordinators": ()}, {"coordinators": (Endpoint("a", 1),) * 5},
+     {"code": "x" * 65}, {"code": "a b"}, {"code": "é"}, {"addresses": ("nope",)}, {"addresses": (USUAL,) * 9}],
 )  # fmt: skip
 def test_what_does_not_fit_is_never_written(changes):
     with pytest.raises(MalformedError):

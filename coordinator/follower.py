@@ -1,0 +1,284 @@
+"""Follows the chain: signs finals, settles final rounds in the ledger, and knows what is pending beyond them.
+
+The order makes every kill harmless: first the rounds and the final are in the ledger, then the final is published. The
+ledger only grows along the chain, so two finals of this coordinator never contradict each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from coordinator.credits import Balance, CreditRule, RoundAccount, account_for, pending
+from coordinator.errors import LedgerConflictError
+from coordinator.history import History, Point
+from coordinator.ledger_thread import LedgerThread
+from coordinator.swarm import SwarmView
+from protocol.chain import genesis_digest
+from protocol.errors import CairnError
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey, Round, RunId
+from protocol.messages import Certificate, Final, KeySigner, Opener, Signed
+from protocol.spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+PAGE = 256
+"""Certificates asked of the view at once."""
+
+POLL = 5.0
+"""The chain is looked at so often even when nobody called: a lost callback costs seconds, not the run."""
+
+MAX_REMEMBERED = 64
+_WORKING = ("training", "exchanging")
+
+
+class Follower:
+    """The chain as the coordinator has followed it. Read on the event loop; changed by its own task only."""
+
+    def __init__(self, spec: RunSpec, owner: Identity, view: SwarmView, ledger: LedgerThread, now: Callable[[], float]):
+        self._spec = spec
+        self._run: RunId = spec.run_id
+        self._rule = CreditRule.of(spec)
+        self._signer = KeySigner(owner)
+        self._opener = Opener(self._run, owner.key, remember=16)
+        self._view = view
+        self._ledger = ledger
+        self._now = now
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._unsubscribe: Callable[[], None] | None = None
+        self._seen: dict[Digest, float] = {}
+        self._final: Signed[Final] | None = None
+        self._published: Digest | None = None
+        self._settled: tuple[Round, Digest] | None = None
+        self._settled_balances: dict[PeerKey, Balance] = {}
+        self._absent: OrderedDict[Digest, tuple[PeerKey, ...]] = OrderedDict()
+        self.history = History()
+        self.recent: deque[RoundAccount] = deque(maxlen=MAX_REMEMBERED)
+        """The newest final rounds, oldest first."""
+        self.open: tuple[RoundAccount, ...] = ()
+        """The chain beyond the newest final round, oldest first."""
+        self.pending: Mapping[PeerKey, Balance] = {}
+        self.problem = ""
+        """Why the chain cannot be followed, for people; empty when all is well."""
+        self.caught_up = False
+        self.changed: Callable[[], None] = lambda: None
+
+    # -- what is known ---------------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> tuple[Round, Digest] | None:
+        """The newest final round and its record."""
+        return self._settled
+
+    @property
+    def settled_balances(self) -> Mapping[PeerKey, Balance]:
+        """What each peer has in final rounds."""
+        return self._settled_balances
+
+    @property
+    def head(self) -> tuple[Round, Digest] | None:
+        """The newest round of the chain and its record."""
+        return (self.open[-1].round, self.open[-1].record) if self.open else self._settled
+
+    def newest(self, count: int) -> list[RoundAccount]:
+        """The newest rounds, final or not, newest first."""
+        return [*self.recent, *self.open][: -count - 1 : -1]
+
+    def open_points(self) -> list[Point]:
+        """The rounds beyond the final ones, as `History.points`."""
+        points, tokens = [], self.history.tokens
+        for account in self.open:
+            tokens += account.tokens
+            points.append(Point(account.round, tokens, account.loss, self._seen.get(account.record)))
+        return points
+
+    def absent(self, record: Digest) -> tuple[PeerKey, ...] | None:
+        """Who trained when this record was seen and was not in it; None when nobody looked."""
+        return self._absent.get(record)
+
+    # -- following -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Read the ledger and begin. Raises LedgerError."""
+        last, balances, seen, final = await self._ledger.run(
+            lambda ledger: (ledger.last(), ledger.balances(), ledger.sightings(), ledger.newest_final())
+        )
+        self._settled, self._settled_balances, self._seen = last, balances, seen
+        self._final = self._opener.open(final, Final) if final else None
+        after = -1
+        while page := await self._ledger.run(lambda ledger, after=after: ledger.rounds(after=after)):
+            for r in page:
+                self.history.append(r.round, r.tokens, r.loss, r.seen_at)
+            after = page[-1].round
+        first = (last[0] if last else -1) - MAX_REMEMBERED
+        self.recent.extend(await self._ledger.run(lambda ledger: ledger.accounts(after=first, limit=MAX_REMEMBERED)))
+        self._unsubscribe = self._view.subscribe(self._wake.set)
+        self._wake.set()
+        self._task = asyncio.create_task(self._follow_on(), name="follower")
+
+    async def stop(self) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow_on(self) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._wake.wait(), POLL)
+            except asyncio.TimeoutError:
+                log.debug("nobody called: looking at the chain all the same")
+            self._wake.clear()
+            try:
+                problem = await self._follow()
+            except CairnError as e:
+                problem = str(e)
+            except Exception as e:  # said loudly, shown on the page, and tried again
+                log.exception("following the chain failed")
+                problem = f"a fault of the coordinator ({type(e).__name__}: {e}); its log has the details"
+                await asyncio.sleep(1)
+            if problem and problem != self.problem:
+                log.error("cannot follow the chain: %s", problem)
+            elif self.problem and not problem:
+                log.info("following the chain again")
+            self.problem = problem
+            self.changed()
+
+    async def _follow(self) -> str:
+        """One pass over what is new. Returns what is in the way, if anything."""
+        await self._check_final()
+        known = {a.record for a in self.open}
+        accounts: list[RoundAccount] = []
+        at = self._settled[1] if self._settled else genesis_digest(self._run)
+        while True:
+            page = await self._view.certificates_after(at, PAGE)
+            if page is None:
+                if accounts:
+                    self._wake.set()  # the chain turned to another branch meanwhile: begin again
+                    return ""
+                return await self._off_the_chain()
+            new = [account_for(c, self._rule) for c in _linked(page, at)]
+            accounts += new
+            last_page = len(page) < PAGE
+            await self._note_sightings([a for a in new if a.record not in known], at_head=last_page)
+            accounts = await self._settle(accounts)
+            if last_page:
+                break
+            at = accounts[-1].record if accounts else new[-1].record
+            await asyncio.sleep(0)
+        self.open, self.pending = tuple(accounts), pending(accounts)
+        self.caught_up = not self._behind()
+        await self._publish()
+        return ""
+
+    async def _settle(self, accounts: list[RoundAccount]) -> list[RoundAccount]:
+        """Settle those that are deep enough, or final by the owner's word already; the rest is given back."""
+        count = len(accounts) - self._spec.checkpoint.final_depth
+        theirs = self._view.final
+        for i, account in enumerate(accounts):
+            if theirs is not None and account.record == theirs.body.record:
+                count = max(count, i + 1)
+        if count <= 0:
+            return accounts
+        newest = accounts[count - 1]
+        if theirs is not None and theirs.body.record == newest.record:
+            final = theirs
+        else:
+            final = self._signer.sign(Final(self._run, newest.round, newest.record))
+        for account in accounts[:count]:
+            sent = final.sent if account is newest else None
+            added = await self._ledger.run(lambda ledger, a=account, s=sent: ledger.settle(a, final=s))
+            if added:
+                self.recent.append(account)
+                self.history.append(account.round, account.tokens, account.loss, self._seen.pop(account.record, None))
+                for entry in account.entries:
+                    balance = self._settled_balances.get(entry.peer, Balance())
+                    self._settled_balances[entry.peer] = balance.plus(entry)
+            self._settled = (account.round, account.record)
+        self._final = final
+        # A reader between two awaits must not see a round both settled and pending.
+        self.open = tuple(accounts[count:])
+        self.pending = pending(self.open)
+        return accounts[count:]
+
+    async def _publish(self) -> None:
+        final = self._final
+        if final is not None and final.digest != self._published:
+            await self._view.publish_final(final)
+            self._published = final.digest
+
+    async def _off_the_chain(self) -> str:
+        """The swarm's chain does not lead on from where the ledger ends (yet)."""
+        self.caught_up = False
+        if self._final is not None:
+            self._published = None  # tell it again: those who missed it are on a branch that it rules out
+            await self._publish()
+        if self._settled is None:
+            return "waiting for the chain from its beginning: no peer that has it was found yet"
+        return (
+            f"waiting for the chain after round {self._settled[0]}: the peers found so far do not lead on from "
+            f"record {self._settled[1].short}, with which the ledger ends"
+        )
+
+    async def _check_final(self) -> None:
+        """Raises LedgerConflictError when the swarm holds a final that contradicts the ledger."""
+        final = self._view.final
+        if final is None or self._settled is None or final.body.round > self._settled[0]:
+            return
+        rows = await self._ledger.run(lambda ledger: ledger.rounds(after=final.body.round - 1, limit=1))
+        if not rows or rows[0].record != final.body.record:
+            ours = rows[0].record.short if rows else "none"
+            raise LedgerConflictError(
+                f"the swarm holds a final for round {final.body.round}, record {final.body.record.short}, signed with "
+                f"this run's key, but the ledger has settled {ours}: is the key used by another coordinator? Credits "
+                "stand as settled; stop the other one before going on"
+            )
+
+    # -- what was seen at first hand -------------------------------------------------------------------------
+
+    async def _note_sightings(self, new: Sequence[RoundAccount], *, at_head: bool) -> None:
+        """Only the newest record of a coordinator that was there when it was made has a time that means something."""
+        if not new or not at_head or self._behind(new[-1].round):
+            return
+        newest = new[-1]
+        if newest.record in self._seen:
+            return
+        now = self._now()
+        self._seen[newest.record] = now
+        heard = self._view.heartbeats()
+        contributors = {e.peer for e in newest.entries}
+        self._absent[newest.record] = tuple(
+            peer
+            for peer, h in heard.items()
+            if peer not in contributors
+            and h.heartbeat.phase in _WORKING
+            and h.seconds_since <= self._spec.round.member_seconds
+        )
+        while len(self._absent) > MAX_REMEMBERED:
+            self._absent.popitem(last=False)
+        await self._ledger.run(lambda ledger: ledger.saw(newest.record, newest.round, now))
+
+    def _behind(self, head_round: int | None = None) -> bool:
+        """Whether most of the members are further than this chain. One that lies about its round changes nothing."""
+        if head_round is None:
+            head_round = self.head[0] if self.head else -1
+        rounds = [
+            h.heartbeat.round
+            for h in self._view.heartbeats().values()
+            if h.heartbeat.phase in _WORKING and h.seconds_since <= self._spec.round.member_seconds
+        ]
+        return bool(rounds) and median(rounds) > head_round + 1
+
+
+def _linked(page: Sequence[Certificate], after: Digest) -> Sequence[Certificate]:
+    for certificate in page:
+        if certificate.record.body.parent != after:
+            raise CairnError("the observer gave certificates that are not a chain: a fault in it; nothing was settled")
+        after = certificate.record.digest
+    return page

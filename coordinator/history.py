@@ -1,0 +1,105 @@
+"""The run so far, for charts: loss by tokens, tokens per second by time. From the chain and when it was seen."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A round: its number, the tokens accepted up to its end, its loss, when it was seen (None: not at first hand)."""
+
+    round: int
+    tokens: int
+    loss: float
+    seen_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Charts:
+    """Columns of equal length for each chart, thinned to what a screen can show."""
+
+    tokens: list[int]
+    loss: list[float]
+    times: list[float]
+    rates: list[float]
+
+
+class History:
+    """All final rounds, 32 bytes each."""
+
+    def __init__(self):
+        self._round, self._tokens = array("q"), array("q")
+        self._loss, self._seen = array("d"), array("d")
+
+    def append(self, round_: int, tokens: int, loss: float, seen_at: float | None) -> None:
+        """The next final round; `tokens` are its own."""
+        self._round.append(round_)
+        self._tokens.append(self.tokens + tokens)
+        self._loss.append(loss)
+        self._seen.append(math.nan if seen_at is None else seen_at)
+
+    @property
+    def tokens(self) -> int:
+        """Accepted in final rounds."""
+        return self._tokens[-1] if self._tokens else 0
+
+    def __len__(self) -> int:
+        return len(self._round)
+
+    def points(self, last: int | None = None) -> list[Point]:
+        """The last so many final rounds (or all), in order."""
+        start = 0 if last is None else max(0, len(self) - last)
+        return [
+            Point(r, t, x, None if math.isnan(s) else s)
+            for r, t, x, s in zip(
+                self._round[start:], self._tokens[start:], self._loss[start:], self._seen[start:], strict=True
+            )
+        ]
+
+
+def charts(points: Sequence[Point], limit: int = 600) -> Charts:
+    """At most `limit` points a chart; neighbours are put together, the loss as their mean by tokens."""
+    step = max(1, math.ceil(len(points) / limit))
+    tokens: list[int] = []
+    loss: list[float] = []
+    times: list[float] = []
+    rates: list[float] = []
+    before = 0
+    for i in range(0, len(points), step):
+        group = points[i : i + step]
+        weights = [p.tokens - q for p, q in zip(group, [before, *(p.tokens for p in group[:-1])], strict=True)]
+        total = sum(weights)
+        tokens.append(group[-1].tokens)
+        loss.append(sum(p.loss * w for p, w in zip(group, weights, strict=True)) / total if total else group[-1].loss)
+        before = group[-1].tokens
+    seen = [p for p in points if p.seen_at is not None]
+    for a, b in _pairs(seen[::step]):
+        elapsed = (b.seen_at or 0.0) - (a.seen_at or 0.0)
+        if elapsed > 0:
+            times.append(b.seen_at or 0.0)
+            rates.append((b.tokens - a.tokens) / elapsed)
+    return Charts(tokens, loss, times, rates)
+
+
+def tokens_per_second(points: Sequence[Point], now: float, *, rounds: int = 8) -> float:
+    """The rate of accepted tokens over the last few rounds seen at first hand; it falls when no more rounds come."""
+    seen = [p for p in points if p.seen_at is not None][-rounds - 1 :]
+    if len(seen) < 2:
+        return 0.0
+    first, last = seen[0].seen_at or 0.0, seen[-1].seen_at or 0.0
+    typical = (last - first) / (len(seen) - 1)
+    # A round that is under way is no news; one that is overdue is.
+    elapsed = max(last, now - 1.5 * typical) - first
+    return (seen[-1].tokens - seen[0].tokens) / elapsed if elapsed > 0 else 0.0
+
+
+def _pairs(points: Iterable[Point]) -> Iterable[tuple[Point, Point]]:
+    previous = None
+    for point in points:
+        if previous is not None:
+            yield previous, point
+        previous = point

@@ -1,0 +1,67 @@
+"""How much one caller may ask: token buckets in a table of bounded size. Pure: the time is an argument."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from coordinator.errors import TooManyError
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """At most `burst` at once, and `per_second` in the long run."""
+
+    per_second: float
+    burst: float
+
+
+class RateLimit:
+    """One bucket a caller. When the table is full, the caller that was heard of longest ago is forgotten."""
+
+    def __init__(self, rate: Rate, *, callers: int = 10_000):
+        self._rate = rate
+        self._callers = callers
+        self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # caller -> tokens left, at when
+
+    def take(self, caller: Hashable, now: float) -> None:
+        """Count one request. Raises TooManyError, with how long to wait, when the bucket is empty."""
+        tokens, at = self._buckets.pop(caller, (self._rate.burst, now))
+        tokens = min(self._rate.burst, tokens + max(0.0, now - at) * self._rate.per_second)
+        allowed = tokens >= 1
+        self._buckets[caller] = (tokens - 1 if allowed else tokens, now)
+        while len(self._buckets) > self._callers:
+            self._buckets.popitem(last=False)
+        if not allowed:
+            wait = (1 - tokens) / self._rate.per_second
+            raise TooManyError(f"too many requests: try again in {max(1, round(wait))} s")
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+
+def caller_of(grpc_peer: str) -> str:
+    """The network that a caller is counted by: its IPv4 address, or the /64 of its IPv6 address.
+
+    `grpc_peer` is as gRPC writes it: "ipv4:1.2.3.4:5", "ipv6:%5B::1%5D:5", "ipv6:[::1]:5", "unix:...".
+    """
+    kind, _, rest = grpc_peer.partition(":")
+    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+    if kind not in ("ipv4", "ipv6"):
+        return grpc_peer[:100]
+    return network_of(host)
+
+
+def network_of(host: str) -> str:
+    """As `caller_of`, from the address itself."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host[:100]
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Network((address, 64), strict=False))
+    return str(address)

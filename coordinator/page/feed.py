@@ -1,0 +1,101 @@
+"""Live updates for viewers: each is sent the newest event only, so a slow one misses some and holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+
+from coordinator.errors import TooManyError
+
+MAX_VIEWERS = 200
+SEND_SECONDS = 20.0
+LONGEST = 3600.0
+"""A view ends after so long; a browser opens it again by itself."""
+
+_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+
+
+class Feed:
+    """What is published goes to every viewer."""
+
+    def __init__(self, limit: int = MAX_VIEWERS):
+        self._limit = limit
+        self._viewers: set[Viewer] = set()
+        self._latest: bytes | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._viewers)
+
+    def publish(self, data: bytes) -> None:
+        """The newest state: one line of JSON."""
+        self._latest = b"data: " + data + b"\n\n"
+        for viewer in self._viewers:
+            viewer.offer(self._latest)
+
+    def join(self) -> Viewer:
+        """A new viewer, who gets the latest at once. Raises TooManyError."""
+        if self._closed or len(self._viewers) >= self._limit:
+            raise TooManyError("too many people watch live at this moment: reload in a minute, or read /api/status")
+        viewer = Viewer(self)
+        self._viewers.add(viewer)
+        if self._latest is not None:
+            viewer.offer(self._latest)
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        self._viewers.discard(viewer)
+
+    def close(self) -> None:
+        """Ends every view."""
+        self._closed = True
+        for viewer in self._viewers:
+            viewer.offer(None)
+
+
+class Viewer:
+    """One open view: an ASGI response that lasts."""
+
+    def __init__(self, feed: Feed):
+        self._feed = feed
+        self._next: bytes | None = None
+        self._news = asyncio.Event()
+
+    def offer(self, event: bytes | None) -> None:
+        """Replaces what was not sent yet; None ends the view."""
+        self._next = event
+        self._news.set()
+
+    async def __call__(self, scope, receive, send) -> None:
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._stream(send, gone)
+        finally:
+            gone.cancel()
+            self._feed.leave(self)
+
+    async def _stream(self, send, gone: asyncio.Future) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + LONGEST
+        while not gone.done() and loop.time() < end:
+            news = asyncio.ensure_future(self._news.wait())
+            await asyncio.wait({news, gone}, timeout=15, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+            event = b": still here\n\n"
+            if self._news.is_set():
+                self._news.clear()
+                if self._next is None:
+                    break
+                event = self._next
+            try:
+                await asyncio.wait_for(
+                    send({"type": "http.response.body", "body": event, "more_body": True}), SEND_SECONDS
+                )
+            except asyncio.TimeoutError:
+                return  # frozen: the server closes a response that was left open
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue

@@ -1,0 +1,103 @@
+"""Runs the page in the coordinator's own event loop: bounded connections, none of them slow for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from coordinator.errors import PortTakenError
+from coordinator.limits import network_of
+
+MAX_CONNECTIONS = 512
+MAX_PER_ADDRESS = 64
+REQUEST_SECONDS = 10.0
+
+
+class GuardedProtocol(H11Protocol):
+    """HTTP/1.1 that cuts connections whose requests do not come whole in time, or that one address has too many of."""
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._silent_checks = 0
+        self._guard = self.loop.call_later(REQUEST_SECONDS, self._check)
+        if self._too_many():
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guard.cancel()
+        super().connection_lost(exc)
+
+    def _too_many(self) -> bool:
+        mine = self.client[0] if self.client else None
+        if mine is None:
+            return False
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(mine).is_loopback:  # a reverse proxy: everybody's address
+                return False
+        network = network_of(mine)
+        # Every protocol of this server is of this class, and there are at most MAX_CONNECTIONS of them.
+        others = [c.client for c in self.connections if isinstance(c, H11Protocol) and c.client]
+        return sum(network_of(c[0]) == network for c in others) > MAX_PER_ADDRESS
+
+    def _check(self) -> None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        self._silent_checks = 0 if answering and not self.transport.is_closing() else self._silent_checks + 1
+        if self._silent_checks >= 2:
+            self.transport.abort()
+        else:
+            self._guard = self.loop.call_later(REQUEST_SECONDS, self._check)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield  # signals belong to the program that this runs in
+
+
+class PageServer:
+    """An ASGI application on a port."""
+
+    def __init__(self, app: ASGIApp):
+        config = uvicorn.Config(
+            app, lifespan="off", http=GuardedProtocol, ws="none", log_config=None, access_log=False,
+            server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=5,
+            timeout_graceful_shutdown=2, h11_max_incomplete_event_size=16 * 1024,
+        )  # fmt: skip
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port that was given. Raises PortTakenError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(128)
+        except OSError as e:
+            sock.close()
+            raise PortTakenError(
+                f"cannot listen on {host}:{port} for the page ({e.strerror or e}): stop the program that has the port, "
+                "or choose another one"
+            ) from None
+        bound: int = sock.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[sock]), name="page")
+        return bound
+
+    async def stop(self) -> None:
+        """Ends within about three seconds, whatever browsers do."""
+        self._server.should_exit = True
+        if self._task is not None:
+            try:
+                await asyncio.wait_for(self._task, 4)
+            except asyncio.TimeoutError:
+                for connection in list(self._server.server_state.connections):
+                    transport = getattr(connection, "transport", None)
+                    if transport is not None:
+                        transport.abort()

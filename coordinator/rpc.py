@@ -1,0 +1,169 @@
+"""The gRPC service (protocol/wire/coordinator.proto): bounded, with own deadlines, errors worded for people."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from coordinator.admission import MAX_REQUEST
+from coordinator.errors import PortTakenError, RefusedError, TooManyError, UnknownRunError
+from coordinator.limits import Rate, RateLimit, caller_of
+from coordinator.tls import Certificate
+from protocol.envelope import author_of
+from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
+from protocol.ids import PeerKey, RunId
+from protocol.wire import coordinator_pb2 as wire
+from protocol.wire import coordinator_pb2_grpc as stubs
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+DEADLINE = 10.0
+"""Seconds that any call may take, whatever the client asked for."""
+
+MAX_CALLS = 512
+
+READS = Rate(per_second=20, burst=200)
+ADMISSIONS = Rate(per_second=5, burst=100)
+ADMISSIONS_OF_ONE = Rate(per_second=0.2, burst=10)
+
+OPTIONS = (
+    ("grpc.max_receive_message_length", 16 * 1024),
+    ("grpc.max_send_message_length", 4 * 1024 * 1024),
+    ("grpc.max_metadata_size", 8 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
+    ("grpc.max_concurrent_streams", 64),
+    ("grpc.server.max_pending_requests", MAX_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CALLS),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 3),
+    # Two coordinators on one port would answer in turn: the second must fail instead.
+    ("grpc.so_reuseport", 0),
+)
+
+_CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
+    (UnknownRunError, grpc.StatusCode.NOT_FOUND),
+    (TooManyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (RefusedError, grpc.StatusCode.PERMISSION_DENIED),
+    (AdmissionError, grpc.StatusCode.PERMISSION_DENIED),
+    (SignatureError, grpc.StatusCode.UNAUTHENTICATED),
+    (MalformedError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+class Backend(Protocol):
+    """What the calls are answered from."""
+
+    run: RunId
+
+    async def run_reply(self) -> wire.GetRunReply: ...
+
+    async def admit_reply(self, sent: bytes) -> wire.AdmitReply: ...
+
+    async def status_reply(self) -> wire.StatusReply: ...
+
+    async def account_reply(self, peer: PeerKey) -> wire.AccountReply: ...
+
+
+class Service(stubs.CoordinatorServicer):
+    """The four calls. `counted(method, code, seconds)` hears of each."""
+
+    def __init__(self, backend: Backend, counted: Callable[[str, str, float], None]):
+        self._backend = backend
+        self._counted = counted
+        self._reads = RateLimit(READS)
+        self._admissions = RateLimit(ADMISSIONS)
+        self._admissions_of_one = RateLimit(ADMISSIONS_OF_ONE)
+
+    async def GetRun(self, request: wire.GetRunRequest, context) -> wire.GetRunReply:
+        async def work() -> wire.GetRunReply:
+            self._check_run(request.run)
+            return await self._backend.run_reply()
+
+        return await self._answer("GetRun", context, self._reads, work)
+
+    async def Admit(self, request: wire.AdmitRequest, context) -> wire.AdmitReply:
+        async def work() -> wire.AdmitReply:
+            # Before the signature is checked, so the key is only claimed. Counted together with the address: else
+            # anybody could use up another's share; and one peer behind a shared address cannot use up all of it.
+            caller = (caller_of(context.peer()), author_of(request.request, limit=MAX_REQUEST))
+            self._admissions_of_one.take(caller, time.monotonic())
+            return await self._backend.admit_reply(request.request)
+
+        return await self._answer("Admit", context, self._admissions, work)
+
+    async def Status(self, request: wire.StatusRequest, context) -> wire.StatusReply:
+        async def work() -> wire.StatusReply:
+            self._check_run(request.run)
+            return await self._backend.status_reply()
+
+        return await self._answer("Status", context, self._reads, work)
+
+    async def Account(self, request: wire.AccountRequest, context) -> wire.AccountReply:
+        async def work() -> wire.AccountReply:
+            self._check_run(request.run)
+            return await self._backend.account_reply(PeerKey(request.peer))
+
+        return await self._answer("Account", context, self._reads, work)
+
+    def _check_run(self, run: bytes) -> None:
+        if run != self._backend.run:
+            raise UnknownRunError(
+                f"this coordinator serves run {self._backend.run.short}, not {run[:4].hex() or 'none'}"
+            )
+
+    async def _answer(
+        self, method: str, context: grpc.aio.ServicerContext, limit: RateLimit, work: Callable[[], Awaitable[T]]
+    ) -> T:
+        began, code, message = time.monotonic(), grpc.StatusCode.OK, ""
+        try:
+            limit.take(caller_of(context.peer()), began)
+            return await asyncio.wait_for(work(), DEADLINE)
+        except asyncio.TimeoutError:
+            code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the coordinator is too busy: try again in a minute"
+            log.warning("%s took more than %.0f s", method, DEADLINE)
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except CairnError as e:
+            code = next((c for kind, c in _CODES if isinstance(e, kind)), grpc.StatusCode.INTERNAL)
+            if code is grpc.StatusCode.INTERNAL:
+                # A failing disk or ledger: the operator's to read, not a stranger's.
+                log.error("%s: %s", method, e)
+                message = "the coordinator has a fault of its own: its operator finds the reason in its log"
+            else:
+                log.info("%s from %s refused: %s", method, caller_of(context.peer()), e)
+                message = str(e)
+        finally:
+            self._counted(method, code.name, time.monotonic() - began)
+        await context.abort(code, message)
+        raise AssertionError("abort raises")
+
+
+async def start_server(service: Service, certificate: Certificate, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """The running server and its port. Raises PortTakenError."""
+    server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    stubs.add_CoordinatorServicer_to_server(service, server)
+    credentials = grpc.ssl_server_credentials([(certificate.key_pem, certificate.certificate_pem)])
+    listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    bound = 0
+    try:
+        bound = server.add_secure_port(listen, credentials)
+    except RuntimeError as e:
+        log.debug("gRPC says: %s", e)
+    if bound == 0:
+        await server.stop(None)
+        raise PortTakenError(
+            f"cannot listen on {listen} for peers: another program (or coordinator) has the port, or the address is "
+            "not this machine's; stop it, or choose another port"
+        )
+    await server.start()
+    return server, bound

@@ -1,0 +1,157 @@
+"""A swarm for the coordinator's tests: real keys and signatures, a chain made by hand, heartbeats that say anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from coordinator.swarm import Heard
+from protocol.chain import genesis_digest
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.messages import (
+    Admission,
+    Certificate,
+    Final,
+    Header,
+    Heartbeat,
+    KeySigner,
+    Record,
+    Signed,
+    Vote,
+    votes_needed,
+)
+from protocol.spec import RunSpec
+from tests.specs import OWNER, tiny_spec
+
+PARAMETERS = 28_832
+"""Of the tiny run's model: see `tests.specs.TINY_LLAMA_TENSORS`."""
+
+
+def make_spec(**changes) -> RunSpec:
+    """The tiny run with rounds that become final soon; `changes` replace whole top-level fields."""
+    return tiny_spec(**({"checkpoint": {"final_depth": 3, "every": 5}} | changes))
+
+
+def peer(number: int) -> Identity:
+    """The same key for the same number, always."""
+    return Identity(sha256(b"peer", number.to_bytes(8, "big")))
+
+
+def state(round_: int) -> Digest:
+    """The digest of state[round] in these tests."""
+    return Digest(sha256(b"state", round_.to_bytes(8, "big")))
+
+
+class ChainMaker:
+    """Makes certificates, each the child of the one before."""
+
+    def __init__(self, spec: RunSpec):
+        self.spec = spec
+        self.run = spec.run_id
+        self.head = genesis_digest(self.run)
+        self.certificates: list[Certificate] = []
+        self._next: dict[PeerKey, int] = {}
+
+    def fork(self, at: int) -> ChainMaker:
+        """Another chain with the same first `at` rounds."""
+        other = ChainMaker(self.spec)
+        for certificate in self.certificates[:at]:
+            other._take(certificate)
+        return other
+
+    def _take(self, certificate: Certificate) -> None:
+        self.certificates.append(certificate)
+        self.head = certificate.record.digest
+        for u in certificate.record.body.updates:
+            self._next[u.author] = u.body.end_window
+
+    def add(self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0) -> Certificate:
+        """The next round: windows by the number of the peer."""
+        round_ = Round(len(self.certificates))
+        identities = sorted((peer(n) for n in work), key=lambda i: i.key)
+        windows = {peer(n).key: w for n, w in work.items()}
+        headers = []
+        for identity in identities:
+            admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, 0, 2**33, ""))
+            first = self._next.get(identity.key, 0)
+            header = Header(
+                self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
+                Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent,
+            )  # fmt: skip
+            headers.append(KeySigner(identity).sign(header))
+        body = Record(self.run, round_, self.head, state(round_), attempt, tuple(headers))
+        record = KeySigner(identities[0]).sign(body)
+        votes = tuple(KeySigner(i).sign(Vote(self.run, round_, record.digest)) for i in identities)
+        assert len(votes) >= votes_needed(len(identities))
+        certificate = Certificate(record, votes)
+        self._take(certificate)
+        return certificate
+
+
+class FakeSwarm:
+    """A SwarmView over a ChainMaker."""
+
+    def __init__(self, spec: RunSpec):
+        self.spec = spec
+        self.chain = ChainMaker(spec)
+        self.finals: list[Signed[Final]] = []
+        self.heard: dict[PeerKey, Heard] = {}
+        self.blobs: set[Digest] = set()
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def head(self) -> Digest:
+        return self.chain.head
+
+    @property
+    def final(self) -> Signed[Final] | None:
+        return self.finals[-1] if self.finals else None
+
+    async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
+        certificates = self.chain.certificates
+        if record == genesis_digest(self.chain.run):
+            return certificates[:limit]
+        for i, c in enumerate(certificates):
+            if c.record.digest == record:
+                return certificates[i + 1 : i + 1 + limit]
+        return None
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+        return self.heard
+
+    def addresses(self) -> Sequence[str]:
+        return ["/ip4/127.0.0.1/tcp/4001/p2p/observer"]
+
+    async def publish_final(self, final: Signed[Final]) -> None:
+        self.finals.append(final)
+
+    def has_blob(self, digest: Digest) -> bool:
+        return digest in self.blobs
+
+    # -- what happens in it ----------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        for callback in list(self._callbacks):
+            callback()
+
+    def round(self, work: Mapping[int, int], **how) -> Certificate:
+        certificate = self.chain.add(work, **how)
+        self.changed()
+        return certificate
+
+    def turn_to(self, chain: ChainMaker) -> None:
+        self.chain = chain
+        self.changed()
+
+    def beat(self, number: int, *, seconds_since: float = 0.0, **fields) -> None:
+        """A heartbeat of a peer, heard so long ago."""
+        heartbeat = Heartbeat(
+            self.chain.run, 1, Round(len(self.chain.certificates)), self.chain.head, 0, 0, "training", 2000.0, 5.0,
+            10_000, 20_000, (), (), b"", "cpu",
+        )  # fmt: skip
+        self.heard[peer(number).key] = Heard(replace(heartbeat, **fields), seconds_since)
