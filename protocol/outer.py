@@ -76,12 +76,15 @@ def apply(
     if not ordered:
         return
     weights = shares([c.windows for c in ordered], outer.weight_cap)
+    by_senders = outer.mean == "senders" and not codec.everyone_sends
+    device = parts[layout.tensors[0].name].device
+    scratch = _Scratch(codec, run_chunks, device, by_senders)
     for index, tensor in enumerate(codec.layout.tensors):
         values, momentum = parts[tensor.name], parts.get(MOMENTUM + tensor.name)
-        terms = _terms(ordered, weights, codec, index, outer, values.device)
-        for run in codec.runs(index, run_chunks, device=values.device):
+        terms = _terms(ordered, weights, codec, index, outer, device)
+        for run in codec.runs(index, run_chunks, device=device):
             here = slice(run.start, run.start + run.numel)
-            mean = _mean(terms, codec, run, outer, values.device)
+            mean = _mean(terms, codec, run, scratch)
             _step(values[here], None if momentum is None else momentum[here], mean, outer)
 
 
@@ -136,19 +139,26 @@ def _terms(
     return [_Term(c.blob, fp32(w * f), fp32(w)) for c, w, f in zip(ordered, weights, factors, strict=True)]
 
 
-def _mean(terms: Sequence[_Term], codec: Codec, run: Run, outer: OuterSpec, device: torch.device) -> Tensor:
-    """The robust mean over one run: fp32 [run.numel]."""
-    total = torch.zeros(run.numel, dtype=torch.float32, device=device)
-    by_senders = outer.mean == "senders" and not codec.everyone_sends
-    weight = torch.zeros_like(total) if by_senders else None
+class _Scratch:
+    """Sums over one run, allocated once for the largest run: fresh memory would cost more than the arithmetic."""
+
+    def __init__(self, codec: Codec, run_chunks: int | None, device: torch.device, by_senders: bool):
+        tensors = range(len(codec.layout.tensors))
+        largest = max(run.numel for i in tensors for run in codec.runs(i, run_chunks, device=device))
+        self.total = torch.empty(largest, dtype=torch.float32, device=device)
+        self.weight = torch.empty_like(self.total) if by_senders else None
+
+
+def _mean(terms: Sequence[_Term], codec: Codec, run: Run, scratch: _Scratch) -> Tensor:
+    """The robust mean over one run: fp32 [run.numel], a view of the scratch."""
+    total = scratch.total[: run.numel].zero_()
+    weight = None if scratch.weight is None else scratch.weight[: run.numel].zero_()
     for term in terms:
-        decoded = codec.decode_run(term.blob, run, device)
-        # A coordinate that a sparse codec lists with a scale of 0 was not sent.
-        sent = decoded.values.ne(0).to(torch.float32).mul_(term.weight) if by_senders else None
-        values = decoded.values.mul_(term.factor)
-        _add(total, decoded.positions, values)
-        if weight is not None and sent is not None:
-            _add(weight, decoded.positions, sent)
+        decoded = codec.decode_run(term.blob, run, total.device)
+        if weight is not None:
+            # A coordinate that a sparse codec lists with a scale of 0 was not sent.
+            _add(weight, decoded.positions, decoded.values.ne(0).to(torch.float32).mul_(term.weight))
+        _add(total, decoded.positions, decoded.values.mul_(term.factor))
     if weight is not None:
         total.div_(weight.clamp_min_(TINY_WEIGHT))
     return total
@@ -159,7 +169,7 @@ def _add(total: Tensor, positions: Tensor | None, values: Tensor) -> None:
     if positions is None:
         total.add_(values)
     else:
-        total.index_copy_(0, positions, total.index_select(0, positions).add_(values))
+        total[positions] = total.take(positions).add_(values)
 
 
 def _step(values: Tensor, momentum: Tensor | None, mean: Tensor, outer: OuterSpec) -> None:
