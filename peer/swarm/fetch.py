@@ -54,7 +54,7 @@ class Patience:
 
 PATIENCE = {
     # The other side may be about to get our header: soon again, until the deadline.
-    Status.REFUSED: Patience(float("inf"), 0.06, 1.4, 1.0),
+    Status.REFUSED: Patience(float("inf"), 0.06, 1.4, 0.5),
     Status.MISSING: Patience(5, 0.1, 2.0, 2.0),
     Status.ABSENT: Patience(float("inf"), 0.1, 1.4, 1.0),
     Status.BUSY: Patience(8, 0.2, 1.6, 2.0),

@@ -24,6 +24,7 @@ class Limits:
     bytes_per_second: float = 16 * 1024 * 1024
     concurrent_per_sender: int = 16
     concurrent: int = 256
+    bytes_under_way: int = 64 * 1024 * 1024
     handler_seconds: float = 15
     senders: int = 4096
 
@@ -43,6 +44,7 @@ class Guard:
     limits: Limits = field(default_factory=Limits)
     _senders: OrderedDict[PeerKey, _Sender] = field(default_factory=OrderedDict)
     _busy: int = 0
+    _under_way: int = 0
 
     @contextmanager
     def admit(self, sender: PeerKey, size: int, *, now: float | None = None) -> Iterator[None]:
@@ -55,15 +57,23 @@ class Guard:
             raise TooBusy(f"more than {limits.bytes_per_second:.0f} bytes a second: slow down")
         if state.busy >= limits.concurrent_per_sender or self._busy >= limits.concurrent:
             raise TooBusy("too many calls at once: try again")
+        if self._busy and self._under_way + size > limits.bytes_under_way:
+            raise TooBusy("too many calls at once: try again")
         state.calls -= 1
         state.volume -= size
         state.busy += 1
         self._busy += 1
+        self._under_way += size
         try:
             yield
         finally:
             state.busy -= 1
             self._busy -= 1
+            self._under_way -= size
+
+    def charge(self, sender: PeerKey, size: int, *, now: float | None = None) -> None:
+        """Count bytes that go out to a sender against its share: small questions with big answers are not free."""
+        self._state(sender, time.monotonic() if now is None else now).volume -= size
 
     def _state(self, sender: PeerKey, now: float) -> _Sender:
         limits = self.limits

@@ -38,6 +38,10 @@ class LinkLost(SwarmError):
         self.hostile = hostile
 
 
+class _Stale(Exception):
+    """The link ended before this was asked on it. Internal."""
+
+
 @dataclass(slots=True)
 class _Asked:
     limit: int
@@ -69,10 +73,10 @@ class Link:
         return not self._asked
 
     async def ask(self, request: Request, limit: int) -> Reply:
-        """The reply, of at most `limit` bytes. Raises LinkLost."""
+        """The reply, of at most `limit` bytes. Raises LinkLost; _Stale when nothing was sent."""
         async with self._window:
             if self._lost is not None:
-                raise self._lost
+                raise _Stale
             answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
             self._asked.append(_Asked(limit, answer))
             self._writer.write(request.encode())  # no drain: a window of requests is a few hundred bytes
@@ -131,10 +135,15 @@ class Links:
 
     async def ask(self, peer: PeerKey, lane: str, request: Request, limit: int) -> Reply:
         """One request to a peer. Raises LinkLost, PeerUnreachable."""
-        link = self._links.get((peer, lane))
-        if link is None or not link.alive:
-            link = await self._open(peer, lane)
-        return await link.ask(request, limit)
+        for _ in range(3):
+            link = self._links.get((peer, lane))
+            if link is None or not link.alive:
+                link = await self._open(peer, lane)
+            try:
+                return await link.ask(request, limit)
+            except _Stale:
+                continue
+        raise LinkLost("the streams to it end as soon as they are open")
 
     async def _open(self, peer: PeerKey, lane: str) -> Link:
         name = (peer, lane)

@@ -251,6 +251,7 @@ class Swarm:
             reply = await reply
         if reply.ByteSize() > MAX_PACKET:
             raise PacketTooLarge(f"the reply has {reply.ByteSize():,} bytes: at most {MAX_PACKET:,} fit into one")
+        self._daemon.guard.charge(sender_key(context.remote_id), reply.ByteSize())
         self._traffic.up += reply.ByteSize()
         return reply
 

@@ -1,0 +1,372 @@
+"""The store keeps what it was given, across crashes, and hands out nothing that is not what its name says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from peer.store import BlobCorrupt, BlobMissing, Store, StoreBusy, StoreError, StoreFull
+from protocol.errors import MalformedError
+from protocol.ids import Digest, Round
+from protocol.merkle import CHUNK, blob_digest, blob_leaves
+
+BIG = 1 << 40
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path / "store", BIG) as s:
+        yield s
+
+
+def data_of(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 17])
+def test_what_is_put_is_read_back_also_after_a_restart(tmp_path, size):
+    data = data_of(size)
+    with Store(tmp_path, BIG) as store:
+        digest = store.put(data)
+        assert digest == blob_digest(data)
+        assert store.put(data) == digest
+        assert store.used_bytes == size
+    with Store(tmp_path, BIG) as store:
+        assert store.has(digest) and store.size(digest) == size
+        assert store.read(digest) == data
+        assert store.leaves(digest) == blob_leaves(data)
+        assert store.path(digest).read_bytes() == data
+
+
+def test_leaves_are_made_again_when_their_file_is_lost_or_wrong(tmp_path):
+    data = data_of(3 * CHUNK)
+    with Store(tmp_path, BIG) as store:
+        digest = store.put(data)
+        sidecar = store.path(digest).with_name(digest.hex() + ".leaves")
+    for damage in (lambda: sidecar.unlink(), lambda: sidecar.write_bytes(b"x" * 96), lambda: sidecar.write_bytes(b"")):
+        damage()
+        with Store(tmp_path, BIG) as store:
+            assert store.leaves(digest) == blob_leaves(data)
+            assert store.read_chunk(digest, 2) == data[2 * CHUNK :]
+
+
+def test_a_finished_file_is_adopted_and_its_source_gone(store):
+    data = data_of(2 * CHUNK + 5)
+    source = store.scratch / "checkpoint"
+    source.write_bytes(data)
+    digest = store.adopt(source, blob_digest(data))
+    assert store.read(digest) == data and not source.exists()
+    source.write_bytes(data)
+    assert store.adopt(source) == digest and not source.exists()
+
+
+def test_a_file_that_is_another_blob_is_not_adopted(store):
+    source = store.scratch / "x"
+    source.write_bytes(b"abc")
+    with pytest.raises(MalformedError, match="is not blob"):
+        store.adopt(source, blob_digest(b"abd"))
+    assert source.read_bytes() == b"abc" and store.used_bytes == 0
+
+
+def test_a_file_of_another_file_system_is_adopted_too(store, monkeypatch):
+    source = store.folder.parent / "elsewhere"
+    source.write_bytes(b"abc")
+    real = os.rename
+
+    def rename(a, b):
+        if str(a) == str(source):
+            raise OSError(errno.EXDEV, "cross-device link")
+        real(a, b)
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert store.read(store.adopt(source)) == b"abc"
+    assert not source.exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "grow", "delete"])
+def test_a_damaged_blob_is_removed_and_reported_missing(tmp_path, damage):
+    data = data_of(3 * CHUNK)
+    with Store(tmp_path, BIG) as store:
+        digest = store.put(data)
+        path = store.path(digest)
+        leaves = path.with_name(path.name + ".leaves")
+    if damage == "flip":
+        path.write_bytes(data[: 2 * CHUNK] + b"\0" + data[2 * CHUNK + 1 :])
+    elif damage == "cut":
+        path.write_bytes(data[:-1])
+    elif damage == "grow":
+        path.write_bytes(data + b"\0" * CHUNK)
+        leaves.unlink()
+    with Store(tmp_path, BIG) as store:
+        if damage == "delete":
+            path.unlink()
+        with pytest.raises(BlobCorrupt, match="fetched again"):
+            store.read_chunk(digest, 2)
+        assert not store.has(digest) and not path.exists()
+        assert store.used_bytes == 0 and len(store.notices) == 1
+        with pytest.raises(BlobMissing):
+            store.path(digest)
+        assert store.put(data) == digest and store.read(digest) == data
+
+
+def test_no_more_is_taken_than_allowed(tmp_path):
+    with Store(tmp_path, 1000) as store:
+        store.put(b"a" * 600)
+        with pytest.raises(StoreFull, match="allow it more disk"):
+            store.put(b"b" * 600)
+        big = b"c" * 401
+        with pytest.raises(StoreFull):
+            store.partial(blob_digest(big), len(big), blob_leaves(big))
+        source = store.scratch / "x"
+        source.write_bytes(big)
+        with pytest.raises(StoreFull):
+            store.adopt(source)
+        assert source.exists()
+        store.partial(blob_digest(b"d" * 400), 400, blob_leaves(b"d" * 400))
+        assert store.used_bytes == 1000
+        with pytest.raises(StoreFull):
+            store.put(b"e")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails_is_an_error_with_a_remedy_and_leaves_no_draft(store, monkeypatch, code):
+    def fails(fd):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as m:
+        m.setattr(os, "fsync", fails)
+        with pytest.raises(StoreError, match="disk|folder"):
+            store.put(b"abc")
+        with pytest.raises(StoreError):
+            store.write_value("x", b"1")
+    assert not store.has(blob_digest(b"abc"))
+    assert list(store.scratch.iterdir()) == []
+    assert store.read(store.put(b"abc")) == b"abc"
+
+
+def test_two_processes_cannot_use_one_store(tmp_path):
+    with Store(tmp_path, BIG):
+        code = f"from peer.store import *\ntry: Store({str(tmp_path)!r}, 1)\nexcept StoreBusy as e: print(e)"
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+        assert "already running" in said and f"process {os.getpid()}" in said
+        with pytest.raises(StoreBusy):
+            Store(tmp_path, BIG)
+    Store(tmp_path, BIG).close()
+
+
+# -- arriving blobs ------------------------------------------------------------------------------------------------
+
+
+def test_chunks_arrive_in_any_order_and_only_right_ones_are_written(store):
+    data = data_of(3 * CHUNK + 9)
+    chunks = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]
+    digest = blob_digest(data)
+    partial = store.partial(digest, len(data), blob_leaves(data))
+    assert partial.missing() == [0, 1, 2, 3] and not store.has(digest)
+    for index, wrong in [(3, chunks[0]), (0, chunks[1]), (3, chunks[3] + b"x"), (2, b"")]:
+        with pytest.raises(MalformedError):
+            partial.write(index, wrong)
+    with pytest.raises(MalformedError):
+        partial.write(4, b"")
+    with pytest.raises(StoreError, match="4 chunks are missing"):
+        partial.finish()
+    for index in (3, 1, 0, 2, 2):
+        partial.write(index, chunks[index])
+        assert partial.read_chunk(index) == chunks[index]
+    partial.finish()
+    partial.finish()
+    partial.close()
+    assert store.read(digest) == data and store.arriving(digest) is None
+    assert list((store.folder / "partial").iterdir()) == []
+
+
+def test_an_interrupted_arrival_goes_on_and_trusts_only_what_still_hashes(tmp_path):
+    data = data_of(4 * CHUNK)
+    digest, leaves = blob_digest(data), blob_leaves(data)
+    with Store(tmp_path, BIG) as store:
+        partial = store.partial(digest, len(data), leaves)
+        for index in (0, 2):
+            partial.write(index, data[index * CHUNK : (index + 1) * CHUNK])
+    with open(tmp_path / "partial" / digest.hex(), "r+b") as file:
+        file.seek(2 * CHUNK)
+        file.write(b"torn")
+    with Store(tmp_path, BIG) as store:
+        assert store.used_bytes == len(data)
+        assert store.known_leaves(digest, len(data)) == leaves
+        assert store.known_leaves(digest, len(data) - CHUNK) is None
+        partial = store.partial(digest, len(data), leaves)
+        assert store.used_bytes == len(data)
+        assert partial.missing() == [1, 2, 3]
+        assert partial.bitmap() == b"\x01"
+        for index in partial.missing():
+            partial.write(index, data[index * CHUNK : (index + 1) * CHUNK])
+        partial.finish()
+        assert store.read(digest) == data and store.used_bytes == len(data)
+
+
+def test_wrong_leaves_make_no_room(store):
+    with pytest.raises(MalformedError):
+        store.partial(blob_digest(b"a"), 1, blob_leaves(b"b"))
+    with pytest.raises(MalformedError):
+        store.partial(blob_digest(b"a"), 1 << 50, [b"x" * 32])
+    assert list((store.folder / "partial").iterdir()) == []
+
+
+def test_two_who_fetch_one_blob_share_its_arrival(store):
+    data = data_of(2 * CHUNK)
+    digest = blob_digest(data)
+    a = store.partial(digest, len(data), blob_leaves(data))
+    b = store.partial(digest, len(data), blob_leaves(data))
+    assert a is b
+    a.write(0, data[:CHUNK])
+    a.close()
+    b.write(1, data[CHUNK:])
+    b.finish()
+    b.close()
+    assert store.read(digest) == data
+
+
+def test_a_blob_that_is_dropped_while_it_arrives_says_so(store):
+    data = data_of(2 * CHUNK)
+    partial = store.partial(blob_digest(data), len(data), blob_leaves(data))
+    store.remove(blob_digest(data))
+    with pytest.raises(BlobMissing, match="not wanted"):
+        partial.write(0, data[:CHUNK])
+    with pytest.raises(BlobMissing):
+        partial.finish()
+    assert store.used_bytes == 0 and list((store.folder / "partial").iterdir()) == []
+
+
+def test_pruning_keeps_what_it_is_told_and_what_is_arriving(tmp_path):
+    data = data_of(2 * CHUNK)
+    with Store(tmp_path, BIG) as store:
+        kept, dropped = store.put(b"kept"), store.put(b"dropped")
+        partial = store.partial(blob_digest(data), len(data), blob_leaves(data))
+        assert store.prune({kept}) == [dropped]
+        assert store.has(kept) and not store.has(dropped) and store.arriving(blob_digest(data)) is partial
+    with Store(tmp_path, BIG) as store:
+        assert store.prune({kept}) == [blob_digest(data)]
+        assert store.used_bytes == 4
+
+
+def test_many_threads_put_read_and_remove_without_harm(store):
+    errors = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(30):
+            data = data_of(rng.randrange(3 * CHUNK), rng.randrange(6))
+            try:
+                digest = store.put(data)
+                assert store.read(digest) == data
+            except BlobMissing:
+                pass  # another thread removed it in between
+            except BaseException as e:
+                errors.append(e)
+                raise
+            if rng.random() < 0.3:
+                store.remove(blob_digest(data))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+    assert store.used_bytes == sum(store.blobs().values())
+
+
+# -- chain and values ----------------------------------------------------------------------------------------------
+
+
+def digest_of(n: int) -> Digest:
+    return Digest(bytes([n]) * 32)
+
+
+def test_certificates_come_back_in_the_order_of_rounds_with_both_sides_of_a_fork(tmp_path):
+    with Store(tmp_path, BIG) as store:
+        for n in (3, 1, 200, 2):
+            store.append_certificate(b"c%d" % n, Round(n), digest_of(n))
+        store.append_certificate(b"c1-other", Round(1), digest_of(9))
+        store.append_certificate(b"c1", Round(1), digest_of(1))
+    with Store(tmp_path, BIG) as store:
+        assert list(store.certificates()) == [b"c1", b"c1-other", b"c2", b"c3", b"c200"]
+        assert store.drop_certificates(Round(3)) == 3
+        assert list(store.certificates()) == [b"c3", b"c200"]
+
+
+@pytest.mark.parametrize("keep", [0, 5, 40])
+def test_a_torn_certificate_is_removed_and_reported_and_the_others_stay(store, keep):
+    for n in (1, 2):
+        store.append_certificate(b"certificate %d" % n * 10, Round(n), digest_of(n))
+    last = sorted((store.folder / "chain").iterdir())[-1]
+    last.write_bytes(last.read_bytes()[:keep])
+    assert list(store.certificates()) == [b"certificate 1" * 10]
+    assert not last.exists() and "round 2" in store.notices[0]
+    store.append_certificate(b"again", Round(2), digest_of(2))
+    assert list(store.certificates())[1] == b"again"
+
+
+def test_values_are_replaced_whole(store):
+    assert store.read_value("admission") is None
+    store.write_value("admission", b"one")
+    store.write_value("admission", b"two")
+    assert store.read_value("admission") == b"two"
+    for name in ("", "../x", "A", "x/y", ".hidden", "x" * 65):
+        with pytest.raises(StoreError, match="name"):
+            store.write_value(name, b"")
+
+
+# -- crashes -------------------------------------------------------------------------------------------------------
+
+WRITER = """
+    import random, sys
+    from peer.store import Store
+    from protocol.ids import Digest, Round
+    from protocol.merkle import CHUNK, blob_digest, blob_leaves
+    store = Store(sys.argv[1], 1 << 40)
+    rng = random.Random(int(sys.argv[2]))
+    for n in range(10**6):
+        data = rng.randbytes(rng.randrange(2 * CHUNK))
+        digest = store.put(data)
+        store.append_certificate(data[:1000], Round(n), digest)
+        store.write_value("head", b"%d" % n)
+        partial = store.partial(blob_digest(data * 2), len(data) * 2, blob_leaves(data * 2))
+        for i in partial.missing():
+            partial.write(i, (data * 2)[i * CHUNK : (i + 1) * CHUNK])
+        partial.finish()
+        print(n, digest, flush=True)
+"""
+
+
+def test_what_was_acknowledged_survives_kill_9_and_nothing_else_is_damaged(tmp_path):
+    for attempt in range(4):
+        folder = tmp_path / str(attempt)
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), str(attempt)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        acknowledged = [process.stdout.readline().split() for _ in range(5 + 7 * attempt)]
+        process.send_signal(signal.SIGKILL)
+        acknowledged += [line.split() for line in process.stdout.read().splitlines() if len(line.split()) == 2]
+        process.wait()
+        process.stdout.close()
+        with Store(folder, BIG) as store:
+            certificates = list(store.certificates())
+            for n, name in acknowledged:
+                digest = Digest.parse(name.decode())
+                assert certificates[int(n)] == store.read(digest)[:1000]
+            for digest in store.blobs():
+                store.read(digest)
+            head = store.read_value("head")
+            assert head is not None and int(head) >= len(acknowledged) - 1
+            assert store.notices == []
+            assert list(store.scratch.iterdir()) == []
