@@ -92,7 +92,7 @@ def find_sources(inputs: Sequence[str], base: Path) -> list[Source]:
 def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
     """The folder that names are relative to ("" for none) and the paths, sorted."""
     if any(c in given for c in "*?["):
-        paths = sorted(p for p in fs.glob(path) if not fs.isdir(p))
+        paths = sorted(p for p in fs.glob(path) if not fs.isdir(p) and not p.rsplit("/", 1)[-1].startswith("."))
         if not paths:
             raise DataInputError(f"{given}: no file matches this pattern")
         return "", paths

@@ -1,0 +1,286 @@
+"""Preparing data: every document once, the same bytes every time, and clear words for bad input."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from coordinator.authoring import DataInputError, RunChangedError, load_prepared, prepare
+from coordinator.authoring.documents import PIECE, find_sources, read_documents
+from protocol.merkle import CHUNK, blob_digest, blob_leaves
+
+TEXTS = [f"Document {i}: the quick brown fox jumps over {i * i} lazy dogs.\nIt was été, naïve." for i in range(30)]
+
+
+def jsonl(path: Path, texts=TEXTS, field="text") -> Path:
+    path.write_text("".join(json.dumps({"id": i, field: t}) + "\n" for i, t in enumerate(texts)), encoding="utf-8")
+    return path
+
+
+def tokens_of(prepared, part) -> np.ndarray:
+    shards = getattr(prepared.manifest, part).shards
+    return np.concatenate(
+        [np.fromfile(prepared.folder / f"{s.digest}.tokens", dtype="<u2") for s in shards] or [np.empty(0, "<u2")]
+    )
+
+
+def documents_of(prepared, part) -> list[str]:
+    """The documents, decoded from the shards."""
+    tokenizer = Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
+    tokens, end = tokens_of(prepared, part), prepared.manifest.end_of_text_id
+    cuts = np.flatnonzero(tokens == end)
+    assert not len(tokens) or cuts[-1] == len(tokens) - 1
+    return [tokenizer.decode(list(map(int, d[d != end]))) for d in np.split(tokens, cuts + 1)[:-1]]
+
+
+def test_every_document_is_in_the_shards_once_and_every_nth_is_held_out(tmp_path):
+    made = prepare([str(jsonl(tmp_path / "a.jsonl"))], tmp_path / "out", vocabulary=300, validation_every=7)
+    held_out = TEXTS[6::7]
+    assert documents_of(made, "validation") == held_out
+    assert documents_of(made, "train") == [t for t in TEXTS if t not in held_out]
+    assert (made.manifest.train.documents, made.manifest.validation.documents) == (26, 4)
+    assert made.manifest.train.text_bytes == sum(len(t.encode()) for t in TEXTS if t not in held_out)
+
+
+def test_shards_are_named_by_their_digest_with_their_leaves_and_cut_at_the_limit(tmp_path):
+    limit = CHUNK // 2 + 100  # a chunk and a bit, in uint16
+    made = prepare(
+        [str(jsonl(tmp_path / "a.jsonl", TEXTS * 400))], tmp_path / "out", vocabulary=260, shard_tokens=limit
+    )
+    shards = made.manifest.train.shards
+    assert len(shards) > 2 and all(s.tokens == limit for s in shards[:-1]) and 0 < shards[-1].tokens <= limit
+    for s in shards:
+        data = (made.folder / f"{s.digest}.tokens").read_bytes()
+        assert len(data) == s.size == 2 * s.tokens and str(blob_digest(data)) == s.digest
+        assert (made.folder / f"{s.digest}.leaves").read_bytes() == b"".join(blob_leaves(data))
+    assert made.manifest.train.tokens == sum(s.tokens for s in shards)
+    assert not list(made.folder.glob(".partial-*"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "xz", "bz2", "parquet", "text"])
+def test_every_format_gives_the_same_tokens(tmp_path, kind):
+    plain = jsonl(tmp_path / "a.jsonl")
+    reference = prepare([str(plain)], tmp_path / "reference", vocabulary=300)
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table({"n": list(range(len(TEXTS))), "text": TEXTS}), path)
+        inputs = [str(path)]
+    elif kind == "text":
+        (tmp_path / "t").mkdir()
+        for i, t in enumerate(TEXTS):
+            (tmp_path / "t" / f"{i:03}.txt").write_text(t, encoding="utf-8")
+        inputs = [str(tmp_path / "t")]
+    else:
+        packed = {"jsonl": lambda b: b, "gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}[kind]
+        path = tmp_path / f"b.jsonl{'' if kind == 'jsonl' else '.' + kind}"
+        path.write_bytes(packed(plain.read_bytes()))
+        inputs = [str(path)]
+    made = prepare(inputs, tmp_path / "out", vocabulary=300)
+    assert made.manifest.train == reference.manifest.train
+    assert made.manifest.tokenizer == reference.manifest.tokenizer
+
+
+def test_the_same_documents_give_the_same_digests_in_another_process_with_other_threads(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [t * 3 for t in TEXTS])
+    script = (
+        "import sys; from pathlib import Path; from coordinator.authoring import prepare;"
+        "m = prepare([sys.argv[1]], Path(sys.argv[2]), vocabulary=400, validation_every=5).manifest;"
+        "print(m.tokenizer.digest, m.train.shards[0].digest, m.validation.shards[0].digest)"
+    )
+    seen = set()
+    for threads in ("1", "3"):
+        env = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        command = [sys.executable, "-c", script, str(path), str(tmp_path / f"out{threads}")]
+        seen.add(subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120).stdout)
+    assert len(seen) == 1
+
+
+def test_preparing_again_does_nothing_and_a_change_is_named(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl")
+    out = tmp_path / "out"
+    first = prepare([str(path)], out, vocabulary=300)
+    again = prepare([str(path)], out, vocabulary=300)
+    assert again.reused and not first.reused and again.manifest == first.manifest
+    with pytest.raises(RunChangedError, match="vocabulary was 300, is 310"):
+        prepare([str(path)], out, vocabulary=310)
+    jsonl(path, TEXTS[1:])
+    with pytest.raises(RunChangedError, match=r"a\.jsonl changed"):
+        prepare([str(path)], out, vocabulary=300)
+    replaced = prepare([str(path)], out, vocabulary=300, replace=True)
+    assert documents_of(replaced, "train") == TEXTS[1:]
+    assert len(list(out.glob("*.tokens"))) == 1
+
+
+def test_a_crash_in_the_middle_leaves_nothing_that_counts_and_the_next_try_succeeds(tmp_path, monkeypatch):
+    path, out = jsonl(tmp_path / "a.jsonl", TEXTS * 200), tmp_path / "out"
+    script = (
+        "import os, sys; from pathlib import Path; from coordinator.authoring import prepare, shards\n"
+        "real = shards.ShardWriter._end\n"
+        "def die(self):\n"
+        "    if self.shards: os.kill(os.getpid(), 9)\n"
+        "    real(self)\n"
+        "shards.ShardWriter._end = die\n"
+        "prepare([sys.argv[1]], Path(sys.argv[2]), vocabulary=260, shard_tokens=140_000)"
+    )
+    died = subprocess.run([sys.executable, "-c", script, str(path), str(out)], timeout=120, check=False)
+    assert died.returncode == -9 and list(out.glob("*.tokens")) and list(out.glob(".partial-*"))
+    with pytest.raises(DataInputError, match="cairn data prepare"):
+        load_prepared(out)
+    made = prepare([str(path)], out, vocabulary=260, shard_tokens=140_000)
+    whole = prepare([str(path)], tmp_path / "other", vocabulary=260, shard_tokens=140_000)
+    assert made.manifest == whole.manifest and not list(out.glob(".partial-*"))
+
+
+def test_a_folder_with_a_missing_or_cut_shard_is_refused(tmp_path):
+    made = prepare([str(jsonl(tmp_path / "a.jsonl"))], tmp_path / "out", vocabulary=300)
+    shard = next(made.folder.glob("*.tokens"))
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-2])
+    with pytest.raises(DataInputError, match="bytes instead of"):
+        load_prepared(made.folder)
+    shard.unlink()
+    with pytest.raises(DataInputError, match="is missing"):
+        load_prepared(made.folder)
+
+
+def test_a_given_tokenizer_is_taken_byte_for_byte_and_its_end_of_text_found(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl")
+    trained = prepare([str(path)], tmp_path / "one", vocabulary=300)
+    tokenizer = trained.folder / "tokenizer.json"
+    taken = prepare([str(path)], tmp_path / "two", tokenizer=tokenizer)
+    assert taken.manifest.train == trained.manifest.train and taken.manifest.tokenizer == trained.manifest.tokenizer
+    with pytest.raises(DataInputError, match="no token '</s>'"):
+        prepare([str(path)], tmp_path / "three", tokenizer=tokenizer, end_of_text="</s>")
+    unclear = json.loads(tokenizer.read_text())
+    unclear["added_tokens"] = []
+    unclear["model"]["vocab"]["the_end"] = unclear["model"]["vocab"].pop("<|endoftext|>")
+    (tmp_path / "unclear.json").write_text(json.dumps(unclear))
+    with pytest.raises(DataInputError, match="not clear which token ends a document"):
+        prepare([str(path)], tmp_path / "four", tokenizer=tmp_path / "unclear.json")
+
+
+def test_text_that_looks_like_the_end_of_text_is_text(tmp_path):
+    texts = ["one <|endoftext|> two", *TEXTS]
+    made = prepare([str(jsonl(tmp_path / "a.jsonl", texts))], tmp_path / "out", vocabulary=300)
+    assert (tokens_of(made, "train") == made.manifest.end_of_text_id).sum() == len(texts)
+    assert documents_of(made, "train")[0] == texts[0]
+
+
+def test_a_vocabulary_above_65536_gets_uint32(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl")
+    trained = prepare([str(path)], tmp_path / "one", vocabulary=300)
+    tokenizer = json.loads((trained.folder / "tokenizer.json").read_text())
+    for i in range(70_000):
+        tokenizer["model"]["vocab"].setdefault(f"<{i}>", len(tokenizer["model"]["vocab"]))
+    (tmp_path / "big.json").write_text(json.dumps(tokenizer))
+    made = prepare([str(path)], tmp_path / "two", tokenizer=tmp_path / "big.json")
+    assert made.manifest.dtype == "uint32" and made.manifest.train.shards[0].size == 4 * made.manifest.train.tokens
+
+
+def test_a_long_document_passes_through_in_pieces_and_loses_nothing(tmp_path):
+    text = "Some words, then more.\n" * (3 * PIECE // 20) + "x" * (2 * PIECE) + " end"
+    (tmp_path / "long.txt").write_text(text)
+    (source,) = find_sources([str(tmp_path / "long.txt")], tmp_path)
+    pieces = list(read_documents(source, "text"))
+    assert "".join(p.text for p in pieces) == text
+    assert [p.last for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert max(len(p.text) for p in pieces) <= PIECE
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    tokenizer = prepare([str(jsonl(tmp_path / "a.jsonl"))], tmp_path / "out", vocabulary=260).folder / "tokenizer.json"
+
+    def peak(megabytes: float) -> int:
+        path = jsonl(tmp_path / f"{megabytes}.jsonl", ["the quick brown fox " * 500] * int(100 * megabytes))
+        tracemalloc.start(1)
+        prepare([str(path)], tmp_path / f"out{megabytes}", tokenizer=tokenizer)
+        top = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return top
+
+    assert peak(5) < 1.2 * peak(2.5) + 2**20
+
+
+def test_folders_and_patterns_are_read_in_order_of_name_and_hidden_files_are_not(tmp_path):
+    folder = tmp_path / "d"
+    (folder / "sub").mkdir(parents=True)
+    for name, text in [("b.txt", "bb"), ("a.txt", "aa"), ("sub/c.md", "cc"), (".h.txt", "hh"), ("x.bin", "no")]:
+        (folder / name).write_text(text)
+    assert [s.name for s in find_sources(["d"], tmp_path)] == ["a.txt", "b.txt", "sub/c.md"]
+    assert [s.name for s in find_sources(["d/*.txt", "d/a.txt"], tmp_path)] == ["a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.jsonl", b'{"text": "fine"}\n{"body": "x"}\n', r"a\.jsonl: line 2: no field 'text': there is 'body'"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": 5}\n', r"line 2: field 'text' holds a int"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": \n', r"line 2 is not JSON"),
+        ("a.jsonl", b"[1]\n", r"line 1 is not a JSON object"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"surrogate"),
+        ("a.jsonl", b"[" * 100_000, r"line 1 is not JSON"),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', r"not UTF-8 text \(byte 0xe9\).*iconv"),
+        ("a.txt", b"caf\xe9", r"not UTF-8"),
+        ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz: "),
+        ("a.jsonl.xz", b"not xz", r"a\.jsonl\.xz: "),
+        ("a.jsonl.xz", lzma.compress(b'{"text": "fine"}\n' * 99)[:-30], r"a\.jsonl\.xz: "),
+        ("a.parquet", b"not parquet at all", r"a\.parquet: "),
+        ("a.txt", b"  \n ", r"no text"),
+        ("a.jsonl", b"", r"no text"),
+        ("a.pdf", b"%PDF", r"no known kind of document"),
+    ],
+)
+def test_bad_input_is_named_with_its_place_and_remedy(tmp_path, name, data, says):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataInputError, match=says) as e:
+        prepare([name], tmp_path / "out", vocabulary=300, base=tmp_path)
+    assert "\n" not in str(e.value)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_bad_settings_are_refused(tmp_path):
+    path = str(jsonl(tmp_path / "a.jsonl"))
+    out = tmp_path / "out"
+    for settings, says in [
+        ({}, "either"),
+        ({"vocabulary": 300, "tokenizer": tmp_path / "t.json"}, "either"),
+        ({"vocabulary": 100}, "at least 257"),
+        ({"vocabulary": 300, "validation_every": 1}, "2 or more"),
+        ({"vocabulary": 300, "validation_every": 50}, "only 30 documents"),
+        ({"vocabulary": 300, "validation_every": 5, "validation": [path]}, "not both"),
+        ({"vocabulary": 300, "validation": [path]}, "both for training and for validation"),
+        ({"tokenizer": tmp_path / "none.json"}, "cannot be read"),
+        ({"tokenizer": Path(path)}, "not a tokenizer.json"),
+    ]:
+        with pytest.raises(DataInputError, match=says):
+            prepare([path], out, **settings)
+    for inputs, says in [(["none.jsonl"], "no such file"), (["*.none"], "no file matches"), (["e"], "no document in")]:
+        (tmp_path / "e").mkdir(exist_ok=True)
+        with pytest.raises(DataInputError, match=says):
+            prepare(inputs, out, vocabulary=300, base=tmp_path)
+
+
+def test_a_parquet_without_the_column_lists_what_there_is(tmp_path):
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataInputError, match="no column 'text': there is 'body'"):
+        prepare(["a.parquet"], tmp_path / "out", vocabulary=300, base=tmp_path)
+    made = prepare(["a.parquet"], tmp_path / "out", vocabulary=300, base=tmp_path, field="body")
+    assert documents_of(made, "train") == ["x"]
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataInputError, match=r"cairn\[parquet\]"):
+        prepare(["a.parquet"], tmp_path / "out", vocabulary=300, base=tmp_path)
