@@ -42,6 +42,8 @@ class Ballot:
         self.began = now
         self.headers: dict[PeerKey, Signed[Header]] = {}
         self.heard: dict[PeerKey, float] = {}
+        self.windows = 0
+        """Announced in all."""
         self.excluded: set[PeerKey] = set()
         """Authors whose blob broke the codec's rules."""
         self.proposals: dict[Digest, Proposal] = {}
@@ -81,9 +83,10 @@ class Ballot:
             spare = [a for a in self.headers if not room_for(a)]
             if not room_for(header.author) or not spare:
                 return False
-            del self.headers[spare[-1]]
+            self.windows -= self.headers.pop(spare[-1]).body.windows
             self.heard.pop(spare[-1], None)
         self.headers[header.author] = header
+        self.windows += header.body.windows
         self.heard[header.author] = now
         if self.first_heard is None:
             self.first_heard = now
@@ -96,9 +99,11 @@ class Ballot:
 
     def candidates(self) -> list[Signed[Header]]:
         """Headers that a record of ours may list, as far as their authors' base goes."""
-        return [
-            h for a, h in self.headers.items() if a not in self.excluded and self.state in (None, h.body.base_state)
-        ]
+        return [h for h in self.headers.values() if self.is_candidate(h)]
+
+    def is_candidate(self, header: Signed[Header]) -> bool:
+        """Whether a record of ours may list it: same base as ours, and its blob is not known to be bad."""
+        return header.author not in self.excluded and self.state in (None, header.body.base_state)
 
     @property
     def ranks(self) -> tuple[PeerKey, ...]:
@@ -124,6 +129,11 @@ class Ballot:
             for a, h in self.headers.items()
             if a not in self.excluded and (holds(h.body.blob) or now - self.heard[a] <= self.policy.exchange_seconds)
         )
+
+    def rebase(self, state: Digest | None) -> None:
+        """Our state after the parent turned out to be this."""
+        self.state = state
+        self._ranks = None
 
     # -- records and votes -----------------------------------------------------------------------------------
 

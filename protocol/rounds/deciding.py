@@ -30,7 +30,10 @@ class Deciding:
         self._repeat_at = 0.0
         self._repeats = 0
         self._struck = False
+        self._blocker: PeerKey | None = None
+        """One of those that the first in rank waits for: while it is awaited, nobody else need be looked at."""
         self._drifted: Digest | None = None
+        self._looked_at = 0
 
     def open(self, parent: Digest) -> Ballot:
         """Begin the round after a record."""
@@ -38,6 +41,9 @@ class Deciding:
         self.ballot = Ballot(c.policy, c.chain, parent, self._position.state, c.now)
         self._repeats = 0
         self._struck = False
+        self._blocker = None
+        self._looked_at = 0
+        c.members.watch(parent)
         return self.ballot
 
     # -- what arrives ----------------------------------------------------------------------------------------
@@ -60,6 +66,7 @@ class Deciding:
             return
         if not b.add_header(header, c.now, self._has_room):
             return
+        c.members.settle(header.author)
         if header.author == c.me:
             # Announced before a crash: it stands, so that we do not contradict ourselves.
             c.own.made(header.body.blob, b.parent, b.number)
@@ -173,8 +180,9 @@ class Deciding:
         return certificate
 
     def _check_drift(self, b: Ballot) -> bool:
-        if len(b.headers) < 2 or self._drifted == b.parent:
+        if len(b.headers) < 2 or self._drifted == b.parent or self._looked_at == len(b.headers):
             return False
+        self._looked_at = len(b.headers)
         vouched = b.drifted()
         if vouched is None:
             return False
@@ -185,50 +193,49 @@ class Deciding:
         c = self._c
         if self.ending or c.now >= b.began + c.policy.max_seconds:
             return True
-        total = self.work.windows + sum(h.body.windows for h in b.headers.values())
-        if total >= c.policy.target_windows:
-            return True
+        target = c.policy.target_windows
+        total = self.work.windows + b.windows + c.members.windows
+        if total >= target or not b.headers:
+            return total >= target
+        # Others have seen enough. Those who kept earlier rounds waiting in vain are not believed.
         announced = sum(c.members.is_waited_for(a, b.number) for a in b.headers)
-        present = 1 + len(b.headers)
-        for m in c.members:
-            if m.key not in b.headers and m.trains_in(b.parent):
-                total += min(m.beat.windows, c.policy.max_update_windows)
-                present += 1
-        if total >= c.policy.target_windows:
-            return True
-        return announced > 0 and (announced * 3 > present or total * 2 >= c.policy.target_windows)
+        present = 1 + len(b.headers) + c.members.training
+        return announced > 0 and (announced * 3 > present or total * 2 >= target)
 
     def awaited(self, b: Ballot) -> list[PeerKey]:
         """Whom the first in rank still waits for before it proposes."""
+        keys = [*b.headers, *(m.key for m in self._c.members if m.key not in b.headers)]
+        return [key for key in keys if self._is_awaited(b, key)]
+
+    def _is_awaited(self, b: Ballot, key: PeerKey) -> bool:
         c = self._c
-        found = [
-            h.author
-            for h in b.candidates()
-            if not c.blobs.holds(h.body.blob) and c.members.is_waited_for(h.author, b.number)
-        ]
-        fresh = 2 * c.policy.heartbeat_seconds
-        for m in c.members:
-            if m.key in b.headers or not c.members.is_waited_for(m.key, b.number):
-                continue
-            if m.heard >= b.began:
-                active = m.trains_in(b.parent) and m.beat.windows > 0
-            else:
-                # Not heard of in this round yet: it was with us a moment ago, and most likely still is.
-                active = c.now - m.heard <= fresh and m.beat.phase in ("training", "exchanging")
-            if active:
-                found.append(m.key)
-        return found
+        if not c.members.is_waited_for(key, b.number):
+            return False
+        header, member = b.headers.get(key), c.members.get(key)
+        if header is not None:
+            return b.is_candidate(header) and not c.blobs.holds(header.body.blob)
+        if member is None:
+            return False
+        if member.heard >= b.began:
+            return member.trains_in(b.parent) and member.beat.windows > 0
+        # Not heard of in this round yet: it was with us a moment ago, and most likely still is.
+        fresh = c.now - member.heard <= 2 * c.policy.heartbeat_seconds
+        return fresh and member.beat.phase in ("training", "exchanging")
 
     def _look_if_ready(self, b: Ballot) -> None:
         c = self._c
         if b.ready is not None or self._struck or b.announced is None:
             return
+        late = c.now >= b.announced + c.policy.exchange_seconds
+        if not late and self._blocker is not None and self._is_awaited(b, self._blocker):
+            return
         awaited = self.awaited(b)
+        self._blocker = awaited[0] if awaited else None
         if not awaited:
             b.ready = c.now
             for author in b.headers:
                 c.members.forgive(author)
-        elif c.now >= b.announced + c.policy.exchange_seconds:
+        elif late:
             self._struck = True
             for key in awaited:
                 c.members.strike(key, b.number)

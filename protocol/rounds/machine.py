@@ -334,6 +334,11 @@ class RoundMachine:
 
     def _begin_round(self, parent: Digest) -> None:
         c, d, old = self._c, self._deciding, self._deciding.ballot
+        if old is not None and old.parent == parent:
+            # The trainer was lost and is back where it was: what was announced stands.
+            old.rebase(self._position.state)
+            self._beat()
+            return
         if parent != c.chain.root:
             listed = c.chain.certificate(parent).record.body.updates
             c.members.contributed(u.author for u in listed)

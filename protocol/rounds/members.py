@@ -37,6 +37,12 @@ class Members:
         self._veterans: frozenset[PeerKey] = frozenset()
         self._gone: dict[PeerKey, int] = {}
         self._strikes: dict[PeerKey, tuple[int, int]] = {}
+        self._parent: Digest | None = None
+        self._counted: dict[PeerKey, int] = {}
+        """Members that train in the watched round and have not announced: their windows."""
+        self._settled: set[PeerKey] = set()
+        self.windows = 0
+        """Sum of `_counted`."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -61,10 +67,12 @@ class Members:
                 return False
             member.beat = beat
             member.heard = now
+            self._count(member)
             return True
         if len(self._members) >= self._policy.max_members and not self._make_room(key, now):
             return False
-        self._members[key] = Member(key, beat, now)
+        member = self._members[key] = Member(key, beat, now)
+        self._count(member)
         return True
 
     def goodbye(self, message: Signed[Goodbye]) -> bool:
@@ -72,7 +80,7 @@ class Members:
         member = self._members.get(message.author)
         if member is None or message.body.sequence <= member.beat.sequence:
             return False
-        del self._members[message.author]
+        self._forget(message.author)
         self._gone[message.author] = message.body.sequence
         while len(self._gone) > self._policy.max_members:
             del self._gone[next(iter(self._gone))]
@@ -82,7 +90,7 @@ class Members:
         """Forget who was not heard of for `member_seconds`; who they were."""
         silent = [m.key for m in self if now - m.heard > self._policy.member_seconds]
         for key in silent:
-            del self._members[key]
+            self._forget(key)
         return silent
 
     def contributed(self, contributors: Iterable[PeerKey]) -> None:
@@ -100,8 +108,40 @@ class Members:
         newcomers = [m for m in self if m.key not in self._veterans]
         if not newcomers:
             return False
-        del self._members[max(newcomers, key=lambda m: m.since).key]
+        self._forget(max(newcomers, key=lambda m: m.since).key)
         return True
+
+    def _forget(self, key: PeerKey) -> None:
+        del self._members[key]
+        self.windows -= self._counted.pop(key, 0)
+
+    # -- the sum of a round's work, kept as heartbeats come ----------------------------------------------------
+
+    @property
+    def training(self) -> int:
+        """Members that train in the watched round and have not announced."""
+        return len(self._counted)
+
+    def watch(self, parent: Digest) -> None:
+        """Count for the round after a record from now on."""
+        self._parent = parent
+        self._counted.clear()
+        self._settled.clear()
+        self.windows = 0
+        for member in self:
+            self._count(member)
+
+    def settle(self, key: PeerKey) -> None:
+        """It has announced: what its heartbeats say from now on is for the next round."""
+        self._settled.add(key)
+        self.windows -= self._counted.pop(key, 0)
+
+    def _count(self, member: Member) -> None:
+        self.windows -= self._counted.pop(member.key, 0)
+        if self._parent is not None and member.key not in self._settled and member.trains_in(self._parent):
+            windows = min(member.beat.windows, self._policy.max_update_windows)
+            self._counted[member.key] = windows
+            self.windows += windows
 
     # -- whom a round does not wait for: those who kept earlier rounds waiting in vain ------------------------
 
@@ -126,4 +166,6 @@ class Members:
             "members": (len(self._members), top),
             "goodbyes": (len(self._gone), top),
             "strikes": (len(self._strikes), top),
+            "counted": (len(self._counted), top),
+            "settled": (len(self._settled), 2 * top),
         }

@@ -1,4 +1,4 @@
-"""A whole swarm in one process, seeded: round machines over a faulty network in virtual time, and checkers of their promises.
+"""A whole swarm in one process, seeded: round machines on a faulty network in virtual time, and checkers.
 
-`python -m tests.simulation --seeds N` runs seeds; `--seed S --verbose` replays one. Nothing here is random but by the seed.
+`python -m tests.simulation --seeds N` runs seeds; `--seed S --verbose` replays one. All is drawn from the seed.
 """

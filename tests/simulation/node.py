@@ -37,7 +37,8 @@ class Node:
         self.signer = FakeSigner(self.key)
         self.alive = False
         self.incarnation = 0
-        self.last_ready = 0
+        self.drifts = False
+        """The next state is computed wrongly."""
         # The store: survives crashes.
         self.certificates: list[Certificate] = []
         self.final: Signed[Final] | None = None
@@ -67,6 +68,10 @@ class Node:
             facts=Facts(int(w.clock.now * 1000) + self.incarnation, admission=b"" if self.observer else ADMISSION),
         )  # fmt: skip
         self.tick_at = float("inf")
+        self.trainer_record: Digest | None = None
+        """The record whose state the trainer holds."""
+        self.made: dict[Digest, Digest] = {}
+        """Updates of this incarnation's trainer, or taken over from the one before: blob -> parent."""
         self.queue: list = []
         self.working = False
         self.fetching: set[Digest] = set()
@@ -238,6 +243,7 @@ class Node:
         first, end, content = made
         blob = self.world.new_blob(self, action.parent, content)
         self.blobs.add(blob)
+        self.made[blob] = action.parent
         self.step(ev.UpdateReady(action.parent, first, end, end - first, blob, 1000, 1.0))
 
     def apply(self, action: do.Apply) -> None:
@@ -245,16 +251,21 @@ class Node:
         trainer = self.trainer
         trainer.run(self.world.clock.now)
         missing = [u for u in record.body.updates if u.body.blob not in self.blobs]
-        if missing or trainer.state != record.body.base_state:
+        if missing or self.trainer_record != record.body.parent:
             self.step(ev.ApplyFailed(record.digest, "a blob is not in the store, or this is the wrong state"))
             return
-        state = state_after(record.body.base_state, record.digest)
+        assert trainer.state is not None
+        state = state_after(trainer.state, record.digest)
         self.reached(action, record.digest, state)
 
     def reached(self, action: do.Apply | do.Resync, record: Digest, state: Digest) -> None:
         w = self.world
         if self.machine.chain.height(record) % w.policy.checkpoint_every == 0:
             self.checkpoints.add(state)
+        if self.drifts:
+            self.drifts = False
+            state = state_after(state, record)
+        self.trainer_record = record
         self.trainer.move(action, state, w.contents)
         w.moved(self, record)
         self.step(ev.Applied(record, state))

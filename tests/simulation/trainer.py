@@ -1,7 +1,7 @@
 """A model of the training side: windows instead of tensors, so that the checker can account for every one of them.
 
-A trained window is a unique integer (peer, incarnation, count). An update carries a set of them out of the error feedback; a
-state is the hash chain of applied records.
+A trained window is a unique integer (peer, incarnation, count). An update carries a set of them out of the error
+feedback; a state is the hash chain of applied records.
 """
 
 from __future__ import annotations

@@ -85,9 +85,8 @@ class World:
     def moved(self, node: Node, record: Digest) -> None:
         if self.verbose:
             chain = node.machine.chain
-            print(
-                f"{self.clock.now:8.2f} {node.index:3d} at {record.short}, round {chain.height(record)}, weight {chain.weight(record)}"
-            )
+            where = f"{record.short}, round {chain.height(record)}, weight {chain.weight(record)}"
+            print(f"{self.clock.now:8.2f} {node.index:3d} at {where}")
 
     def report(self, node: Node, report: Report) -> None:
         self.reports.append((self.clock.now, node.index, report))

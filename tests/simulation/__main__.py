@@ -1,0 +1,52 @@
+"""`python -m tests.simulation --seeds N`: run seeds on two processes; a failing one prints how to replay it."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+
+from tests.simulation.checkers import Broken
+from tests.simulation.scenario import Outcome, Scenario
+
+
+def run_seed(seed: int) -> Outcome | str:
+    """The outcome, or what was broken and how to see it again."""
+    try:
+        return Scenario(seed).run()
+    except Broken as e:
+        return f"seed {seed}: {e}\n    replay: python -m tests.simulation --seed {seed} --verbose"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=340, help="how many seeds to run (340 are about 10,000 rounds)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="replay this one")
+    parser.add_argument("--verbose", action="store_true", help="print every move and report (with --seed)")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    if args.seed is not None:
+        print(Scenario(args.seed, verbose=args.verbose).run())
+        return 0
+    began = time.monotonic()
+    with multiprocessing.Pool(args.processes) as pool:
+        results = list(pool.imap_unordered(run_seed, range(args.first, args.first + args.seeds), chunksize=4))
+    failures = [r for r in results if isinstance(r, str)]
+    good = [r for r in results if isinstance(r, Outcome)]
+    rounds = sum(o.rounds for o in good)
+    slow = sorted(o.rounds_to_agree for o in good)
+    print(
+        f"{len(results)} seeds, {rounds} rounds, {sum(o.steps for o in good)} steps, {sum(o.forks for o in good)} records "
+        f"off the final chain, {time.monotonic() - began:.1f} s"
+    )
+    if slow:
+        print(f"rounds until agreement after the faults: median {slow[len(slow) // 2]}, most {slow[-1]}")
+    for failure in failures:
+        print(failure)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

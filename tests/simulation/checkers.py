@@ -1,0 +1,108 @@
+"""One checker for each promise of the round machine. Each raises `Broken`, saying which promise and where."""
+
+from __future__ import annotations
+
+from protocol.chain import genesis_digest
+from protocol.ids import Digest
+from tests.simulation.node import Node
+from tests.simulation.world import World
+
+
+class Broken(AssertionError):
+    """A promise was not kept."""
+
+
+def check_sizes(world: World) -> None:
+    """No container grows without bound: each machine's containers are within the bounds that it states."""
+    for node in world.nodes:
+        if node.alive and node.honest:
+            for name, (size, bound) in node.machine.sizes().items():
+                if size > bound:
+                    raise Broken(f"peer {node.index}: {name} holds {size}, more than its bound of {bound}")
+
+
+def way_to(world: World, record: Digest) -> list[Digest]:
+    """All records from the genesis to this one, newest first."""
+    found = []
+    while record != genesis_digest(world.run):
+        found.append(record)
+        record = world.records[record].record.body.parent
+    return found
+
+
+def check_counted_once(world: World) -> None:
+    """No window is counted twice on any chain, by what headers claim and by what updates really carry."""
+    parents = {c.record.body.parent for c in world.records.values()}
+    for tip in world.records:
+        if tip in parents:
+            continue
+        seen: set[int] = set()
+        ends: dict[bytes, int] = {}
+        for record in reversed(way_to(world, tip)):
+            body = world.records[record].record.body
+            for u in body.updates:
+                if u.body.first_window < ends.get(u.author, 0):
+                    raise Broken(f"record {record.short} claims windows of {u.author.short} a second time")
+                ends[u.author] = u.body.end_window
+                content = world.contents[u.body.blob]
+                # What a dishonest peer's error feedback does is its own affair.
+                if world.by_key[u.author].honest and not seen.isdisjoint(content):
+                    raise Broken(
+                        f"round {body.round}, record {record.short}: an update of peer {world.by_key[u.author].index} "
+                        f"carries {len(seen & content)} windows that the chain has already"
+                    )
+                seen |= content
+
+
+def check_account(world: World, node: Node) -> None:
+    """Every window that a peer has trained since its start is in exactly one place: accepted on the chain that it is on,
+    in an update that is still undecided, in the error feedback, or not announced yet."""
+    trainer, machine = node.trainer, node.machine
+    at = node.trainer_record
+    if at is None or node.working or node.queue:
+        return
+    places: list[tuple[str, frozenset[int]]] = [
+        ("feedback", frozenset(trainer.feedback)),
+        ("not announced", frozenset(trainer.fresh)),
+    ]
+    for record in way_to(world, at):
+        for u in world.records[record].record.body.updates:
+            if u.author == node.key:
+                places.append((f"record {record.short}", world.contents[u.body.blob]))
+    for blob, parent in node.made.items():
+        if parent == at:
+            places.append(("undecided", world.contents[blob]))
+    count = sum(len(content & trainer.trained) for _, content in places)
+    together = frozenset().union(*(content for _, content in places)) & trainer.trained
+    if count != len(together):
+        raise Broken(f"peer {node.index} at {world.clock.now:.1f}: {count - len(together)} windows are in two places")
+    if together != trainer.trained:
+        lost = trainer.trained - together
+        raise Broken(
+            f"peer {node.index} at {world.clock.now:.1f}: {len(lost)} of its windows are lost ({machine.phase})"
+        )
+
+
+def position(node: Node) -> tuple[int, Digest] | None:
+    """Height and digest of what a node's trainer holds; None when it holds nothing."""
+    at = node.trainer_record
+    chain = node.machine.chain
+    return None if at is None or at not in chain else (chain.height(at), at)
+
+
+def disagreement(nodes: list[Node]) -> str | None:
+    """Why these nodes do not agree on the chain within one round; None when they do."""
+    places = [position(n) for n in nodes]
+    if any(p is None for p in places):
+        return f"peers {[n.index for n, p in zip(nodes, places, strict=True) if p is None]} hold no state"
+    heights = [p[0] for p in places if p is not None]
+    if max(heights) - min(heights) > 1:
+        return f"heights {heights}"
+    top = nodes[heights.index(max(heights))]
+    for node, place in zip(nodes, places, strict=True):
+        if place is not None and not top.machine.chain.is_ancestor(place[1], top.trainer_record):
+            return f"peer {node.index} is on another branch than peer {top.index}"
+    states = {(n.trainer_record, n.trainer.state) for n in nodes}
+    if len({r for r, _ in states}) != len(states):
+        return "peers hold different states after the same record"
+    return None
