@@ -1,0 +1,257 @@
+"""The codecs: bits a parameter, speed beside memcpy and hivemind's 8-bit codecs, and what error feedback makes of them.
+
+Speeds are GB/s of fp32 input, the best of several turns that all subjects take one after the other; ratios are to
+memcpy in the same run. `apply` is one update's part in an outer step of several updates; for hivemind it is the mean of
+decoded tensors, which checks nothing, clips nothing and promises no bits. Errors are relative (2-norm): `error` of one
+update by itself, `error_feedback` of the sum of all rounds of a pull that stays (size 1) under noise that does not
+(size 1), with the codec's own error feedback (hivemind has none).
+
+JSON keys:
+  machine: processor, cores, python, torch, threads, load
+  parameters, updates, rounds, device: the sizes
+  memcpy_gbps: copying fp32 to fp32
+  subjects: a list, each with
+    name; bits_per_parameter; bytes;
+    encode_gbps, check_gbps, apply_gbps; encode_ratio, check_ratio, apply_ratio (to memcpy); null where there is none
+    error; error_feedback
+  goals: bits_per_parameter (k = 64 of 4096), limit, met
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from protocol.codec import make_codec
+from protocol.errors import CairnError
+from protocol.ids import PeerKey
+from protocol.layout import Layout
+from protocol.outer import Contribution, apply
+from protocol.spec import CodecSpec, OuterSpec
+
+GOAL_BITS = 0.165
+
+
+class Subject(ABC):
+    """A codec under test, for vectors of `n` parameters."""
+
+    name: str
+    size: int
+
+    @abstractmethod
+    def encode(self, e: Tensor) -> object:
+        """Compress e; with error feedback, leave there what was not sent."""
+
+    @abstractmethod
+    def decode(self, blob) -> Tensor:
+        """The dense tensor."""
+
+    @abstractmethod
+    def apply(self, blobs: list) -> None:
+        """An outer step of these updates."""
+
+    beta: float | None = None
+
+
+class Cairn(Subject):
+    """One of this project's codecs."""
+
+    def __init__(self, spec: CodecSpec, n: int, device: str):
+        self.spec = spec
+        self.name = f"sparse, k = {spec.k}" if spec.kind == "sparse" else spec.kind
+        self.layout = Layout.of({"w": (n,)})
+        self.codec = make_codec(spec, self.layout)
+        self.size, self.beta = self.codec.size, spec.beta
+        self.state = {"w": torch.zeros(n, device=device)}
+        self.device = device
+
+    def encode(self, e: Tensor) -> object:
+        return self.codec.encode({"w": e})
+
+    def check(self, blob) -> None:
+        self.codec.check(blob)
+
+    def decode(self, blob) -> Tensor:
+        out = {"w": torch.zeros(self.layout.numel, device=self.device)}
+        self.codec.add_to(blob, out)
+        return out["w"]
+
+    def apply(self, blobs: list) -> None:
+        updates = [Contribution(PeerKey(bytes([i]) * 32), 1, blob) for i, blob in enumerate(blobs)]
+        apply(self.state, updates, self.codec, OuterSpec())
+
+
+class Hivemind(Subject):
+    """One of hivemind's, as its averager uses them: serialised tensors, decoded and averaged. On the CPU only."""
+
+    def __init__(self, name: str, compression: object, n: int):
+        self.name, self.compression = f"hivemind {name}", compression
+        self.state = torch.zeros(n)
+        self.size = len(self._encode(torch.randn(n)).buffer)
+
+    def _encode(self, e: Tensor):
+        from hivemind.compression import serialize_torch_tensor
+
+        return serialize_torch_tensor(e, self.compression)  # type: ignore[arg-type]
+
+    def encode(self, e: Tensor) -> object:
+        return self._encode(e)
+
+    def decode(self, blob) -> Tensor:
+        from hivemind.compression import deserialize_torch_tensor
+
+        return deserialize_torch_tensor(blob)
+
+    def apply(self, blobs: list) -> None:
+        total = torch.zeros_like(self.state)
+        for blob in blobs:
+            total.add_(self.decode(blob), alpha=1 / len(blobs))
+        self.state.sub_(total)
+
+
+@dataclass
+class Timing:
+    """The best of each, in seconds."""
+
+    encode: float = float("inf")
+    check: float = float("inf")
+    apply: float = float("inf")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, save. Returns 0 when the goal for bits a parameter is met."""
+    parser = report.command_line(__doc__ or "", "codec")
+    parser.add_argument("--device", default="cpu", help="where tensors lie (hivemind's codecs know the CPU only)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch; by default its own choice")
+    options = parser.parse_args(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    n, updates, turns, rounds = (2**20, 4, 3, 20) if options.quick else (25_000_000, 8, 7, 60)
+    subjects = subjects_for(n, options.device)
+    results = {
+        "machine": report.machine(),
+        "parameters": n,
+        "updates": updates,
+        "rounds": rounds,
+        "device": options.device,
+    }
+    speed, copying = time_all(subjects, n, updates, turns, options.device)
+    rows = []
+    for subject in subjects:
+        best = speed[subject.name]
+        row = {"name": subject.name, "bits_per_parameter": 8 * subject.size / n, "bytes": subject.size}
+        for what, seconds in (("encode", best.encode), ("check", best.check), ("apply", best.apply / updates)):
+            known = seconds < float("inf")
+            row[f"{what}_gbps"] = 4e-9 * n / seconds if known else None
+            row[f"{what}_ratio"] = copying / seconds if known else None
+        row["error"], row["error_feedback"] = errors(subject, n, rounds, options.device)
+        rows.append(row)
+    bits = rows[0]["bits_per_parameter"]
+    results |= {
+        "memcpy_gbps": 4e-9 * n / copying,
+        "subjects": rows,
+        "goals": {"bits_per_parameter": bits, "limit": GOAL_BITS, "met": bits <= GOAL_BITS},
+    }
+    show(results)
+    if options.json:
+        report.save(options.json, results)
+    return 0 if results["goals"]["met"] else 1
+
+
+def subjects_for(n: int, device: str) -> list[Subject]:
+    """Everything that is compared; the codec with a goal comes first."""
+    specs = [CodecSpec(k=64), CodecSpec(k=256), CodecSpec(k=4096), CodecSpec(kind="int8"), CodecSpec(kind="none")]
+    subjects: list[Subject] = [Cairn(spec, n, device) for spec in specs]
+    try:
+        from hivemind.proto.runtime_pb2 import CompressionType  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError as e:
+        print(f"hivemind's codecs are left out: {e}", file=sys.stderr)
+        return subjects
+    for name in ("UNIFORM_8BIT", "QUANTILE_8BIT", "FLOAT16"):
+        subjects.append(Hivemind(name.lower().replace("_", " "), CompressionType.Value(name), n))
+    return subjects
+
+
+def time_all(subjects: list[Subject], n: int, updates: int, turns: int, device: str) -> tuple[dict[str, Timing], float]:
+    """The best times of each subject, and of memcpy, in seconds. They take turns, so that all see the same machine."""
+    best = {s.name: Timing() for s in subjects}
+    source, target = torch.randn(n, device=device), torch.empty(n, device=device)
+    copying = float("inf")
+    for _ in range(turns):
+        copying = min(copying, clock(lambda: target.copy_(source), device))
+        for s in subjects:
+            where = "cpu" if isinstance(s, Hivemind) else device
+            e = source.to(where, copy=True)
+            blobs: list = []
+            timing = best[s.name]
+            timing.encode = min(timing.encode, clock(lambda s=s, e=e, b=blobs: b.append(s.encode(e)), where))
+            if isinstance(s, Cairn):
+                timing.check = min(timing.check, clock(lambda s=s, b=blobs: s.check(b[0]), "cpu"))
+            many = blobs * updates
+            timing.apply = min(timing.apply, clock(lambda s=s, m=many: s.apply(m), where))
+    return best, copying
+
+
+def clock(f: Callable[[], object], device: str) -> float:
+    """Seconds that f takes."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    f()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def errors(subject: Subject, n: int, rounds: int, device: str) -> tuple[float, float]:
+    """The relative error of one update, and of `rounds` of them together with error feedback."""
+    n = min(n, 2**17)
+    device = "cpu" if isinstance(subject, Hivemind) else device
+    small = Cairn(subject.spec, n, device) if isinstance(subject, Cairn) else subject
+    generator = torch.Generator().manual_seed(0)
+    # Gradients have heavier tails than a normal distribution: a product of two normals.
+    pull = (torch.randn(n, generator=generator) * torch.randn(n, generator=generator)).to(device)
+    one = float((small.decode(small.encode(pull.clone())) - pull).norm() / pull.norm())
+    wanted, got, e = torch.zeros_like(pull), torch.zeros_like(pull), torch.zeros_like(pull)
+    for _ in range(rounds):
+        g = pull + torch.randn(n, generator=generator).to(device)
+        wanted += g
+        e = g if small.beta is None else e * small.beta + g
+        got += small.decode(small.encode(e))
+    return one, float((got - wanted).norm() / wanted.norm())
+
+
+def show(results: dict) -> None:
+    """The results as a table."""
+    m = results["machine"]
+    print(
+        f"{results['parameters']:,} parameters, {results['updates']} updates a step, {m['threads']} threads on "
+        f"{m['cores']} cores at load {m['load']}, torch {m['torch']}, {results['device']}\n"
+    )
+    columns = ["codec", "bits/param", "encode GB/s", "of memcpy", "check GB/s", "of memcpy", "apply GB/s", "of memcpy"]
+    rows: list[list[object]] = [
+        ["memcpy (floor)", 32.0, results["memcpy_gbps"], 1.0, None, None, None, None, None, None]
+    ]
+    for s in results["subjects"]:
+        speeds = [s[f"{what}_{unit}"] for what in ("encode", "check", "apply") for unit in ("gbps", "ratio")]
+        rows.append([s["name"], s["bits_per_parameter"], *speeds, s["error"], s["error_feedback"]])
+    print(report.table([*columns, "error", "with feedback"], rows))
+    goals = results["goals"]
+    print(
+        f"\nk = 64 of 4096: {goals['bits_per_parameter']:.4f} bits a parameter, goal <= {goals['limit']}: "
+        f"{'met' if goals['met'] else 'MISSED'}"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except CairnError as e:
+        sys.exit(f"benchmarks.codec: {e}")
