@@ -71,7 +71,8 @@ def loaded(world: World, n: int = 1) -> Trainer:
 def train(trainer: Trainer, steps: int) -> None:
     for _ in range(steps):
         assert trainer.may_train
-        assert trainer.step(trainer.batches.take(trainer.claims.counter)).taken
+        step = trainer.step(trainer.batches.take(trainer.claims.counter))
+        assert step is not None and step.taken
 
 
 def update(trainer: Trainer, out: Path) -> UpdateMade:
@@ -253,6 +254,55 @@ def test_training_waits_when_one_update_could_not_claim_more(world):
     assert made.end_window == most and trainer.may_train
 
 
+def test_an_update_made_within_a_step_leaves_that_step_to_the_next_update(world, monkeypatch):
+    monkeypatch.setattr("peer.training.inner.PIECE_TOKENS", WINDOW)  # a step is BATCH pieces
+    trainer = loaded(world)
+    train(trainer, 2)
+    made: list[UpdateMade] = []
+
+    def between() -> None:
+        if not made:
+            made.append(update(trainer, world.folder / "u"))
+            end = made[0].end_window
+            trainer.apply(Apply(accepted_round(0, (1, made[0])), (), True, end, end))
+
+    step = trainer.step(trainer.batches.take(trainer.claims.counter), between)
+    assert step is not None and step.taken and made[0].end_window == 2 * BATCH
+    assert trainer.claims.claim(99) == (2 * BATCH, 3 * BATCH, 1)
+    assert any(bool(t.any()) for t in trainer.outer.progress().values())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_is_given_up_when_another_state_comes_or_the_held_one_is_lost(world, monkeypatch, fails):
+    monkeypatch.setattr("peer.training.inner.PIECE_TOKENS", WINDOW)
+    trainer = loaded(world)
+    train(trainer, 1)
+    wrong = world.folder / "wrong"
+    wrong.write_bytes(bytes(trainer.codec.size))
+
+    def between() -> None:
+        if fails:
+            with pytest.raises(CodecError):
+                bad = UpdateMade(GENESIS, wrong, trainer.codec.size, GENESIS, 0, 4, 1, 1.0)
+                trainer.load(world.load(accepted_round(0, (2, bad))))
+        else:
+            trainer.load(world.load(next_window=80))
+
+    before = trainer.inner.moments()[0]
+    assert trainer.step(trainer.batches.take(trainer.claims.counter), between) is None
+    assert trainer.inner.moments()[0] == before and trainer.may_train is not fails
+    assert trainer.claims.counter == (BATCH if fails else 80)
+
+
+def test_the_pieces_of_a_step_change_its_result_by_rounding_only(world, monkeypatch):
+    whole, pieces = loaded(world, 1), loaded(world, 1)
+    train(whole, 3)
+    monkeypatch.setattr("peer.training.inner.PIECE_TOKENS", WINDOW)
+    train(pieces, 3)
+    same(pieces.outer.local, whole.outer.local, atol=2e-4)
+    assert pieces.pace.span_loss == pytest.approx(whole.pace.span_loss, rel=1e-4)
+
+
 def test_the_learning_rate_follows_what_the_chain_accepted(tmp_path):
     schedule = Schedule(kind="cosine", total_tokens=100 * WINDOW, min_ratio=0.0)
     world = World.make(tmp_path, schedule=schedule, lr=0.5)
@@ -269,7 +319,8 @@ def test_steps_that_are_not_finite_are_skipped_and_too_many_are_an_error_with_a_
     name, poisoned = next((n, t) for n, t in trainer.outer.local.items() if t.ndim == 2 and "embed" not in n)
     poisoned.view(-1)[0] = float("inf")
     for _ in range(NON_FINITE_MOST - 1):
-        assert not trainer.step(trainer.batches.take(trainer.claims.counter)).taken
+        step = trainer.step(trainer.batches.take(trainer.claims.counter))
+        assert step is not None and not step.taken
     poisoned.copy_(healthy[name])
     same(trainer.outer.local, healthy, atol=0)
     train(trainer, 1)  # one good step, and the count starts anew

@@ -99,10 +99,8 @@ class Service:
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
             return
-        self._coming = None
-        following = trainer.claims.counter + len(batch)
-        self._ask_for(trainer, following)  # read while the device computes
-        trainer.step(batch)
+        self._ask_for(trainer, trainer.claims.counter + len(batch))  # read while the device computes
+        trainer.step(batch, lambda: self._answer_what_is_there(trainer))
         self._send_progress(trainer, waiting=False)
 
     # -- data ------------------------------------------------------------------------------------------------
@@ -138,6 +136,10 @@ class Service:
         if self._coming is not None and trainer.may_train:
             return 0.01
         return IDLE_SECONDS
+
+    def _answer_what_is_there(self, trainer: Trainer) -> None:
+        while (message := self._end.receive(0.0)) is not None:
+            self._answer(trainer, message)
 
     # -- messages --------------------------------------------------------------------------------------------
 

@@ -118,9 +118,21 @@ class Trainer:
         """A state is held, and the next update may claim another step."""
         return self.outer.base is not None and self.claims.room(self.spec.max_update_windows) >= self.spec.inner.batch
 
-    def step(self, windows: Tensor) -> Step:
-        """One inner step on the batch at `claims.counter`. Raises TrainingError after too many that are not finite."""
-        step = self.inner.step(windows)
+    def step(self, windows: Tensor, between: Callable[[], None] = lambda: None) -> Step | None:
+        """One inner step on the batch at `claims.counter`. Raises TrainingError after too many that are not finite.
+
+        `between` is called within the step, between pieces, and may call any other method. When that takes the state
+        away or moves the counter, the step is given up (None).
+        """
+        first = self.claims.counter
+
+        def go_on() -> bool:
+            between()
+            return self.outer.base is not None and self.claims.counter == first
+
+        step = self.inner.step(windows, go_on)
+        if step is None:
+            return None
         self.claims.trained(len(windows))
         if step.taken:
             self.non_finite = 0
