@@ -13,6 +13,8 @@ RECORDS_PER_AUTHOR = 4
 MAX_RECORDS = 64
 MAX_RECORD_BYTES = 128 * 1024 * 1024
 VOTES_PER_AUTHOR = 4
+MAX_ATTEMPT = 2**20
+MAX_JUMP = 1024
 
 
 class Proposal:
@@ -59,6 +61,7 @@ class Ballot:
         """Authors whose equivocation was reported."""
         self._ranks: tuple[PeerKey, ...] | None = None
         self._record_bytes = 0
+        self._jumped: tuple[int, float] | None = None
 
     # -- headers ---------------------------------------------------------------------------------------------
 
@@ -222,10 +225,22 @@ class Ballot:
 
     def attempt(self, now: float) -> int:
         """The attempt whose time it is; -1 before the first."""
-        start = self.starts
-        if start is None or now < start:
+        base, since = self._jumped or (0, self.starts)
+        if since is None or now < since:
             return -1
-        return int((now - start + 1e-9) / self.policy.propose_seconds)
+        return min(MAX_ATTEMPT, base + int((now - since + 1e-9) / self.policy.propose_seconds))
+
+    def next_attempt_at(self, now: float) -> float | None:
+        """When the next attempt begins; None before we have announced."""
+        base, since = self._jumped or (0, self.starts)
+        if since is None or now < since:
+            return since
+        return since + (self.attempt(now) - base + 1) * self.policy.propose_seconds
+
+    def jump(self, attempt: int, now: float) -> None:
+        """Somebody is at a later attempt: so are we from now on, or we would never look at one record at one time."""
+        if self.announced is not None and max(0, self.attempt(now)) < attempt <= self.attempt(now) + MAX_JUMP:
+            self._jumped = (attempt, now)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What is held, and its bound."""

@@ -103,6 +103,8 @@ class Deciding:
             c.report(
                 "warning", "equivocation", f"peer {record.author.short} proposed two records at once", record.author
             )
+        if p is not None and not p.equivocal:
+            b.jump(record.body.attempt, c.now)
         return b.certified([record.digest])
 
     def vote(self, vote: Signed[Vote]) -> Certificate | None:
@@ -273,12 +275,10 @@ class Deciding:
         c = self._c
         if not b.proposals or (b.last_vote is not None and c.now < b.voted_at + c.policy.propose_seconds):
             return None
-        since = b.announced if b.ready is None else b.ready
-        attempt = int((c.now - (since or c.now)) / c.policy.propose_seconds)
         ranks = b.ranks
         best: tuple | None = None
         for p in b.proposals.values():
-            if not self._votable(b, p, attempt):
+            if not self._votable(b, p):
                 continue
             body = p.record.body
             ranked = bool(ranks) and ranks[body.attempt % len(ranks)] == p.record.author
@@ -292,13 +292,14 @@ class Deciding:
         record = best[1].record
         if b.last_vote is None or b.last_vote.body.record != record.digest:
             b.last_vote = c.signer.sign(Vote(c.run, b.number, record.digest))
+            b.voted_at = c.now
             c.emit(Broadcast(b.last_vote))
-        b.voted_at = c.now
-        return self.vote(b.last_vote)
+            return self.vote(b.last_vote)
+        return None
 
-    def _votable(self, b: Ballot, p: Proposal, attempt: int) -> bool:
+    def _votable(self, b: Ballot, p: Proposal) -> bool:
         c, body = self._c, p.record.body
-        if p.bad or p.equivocal or p.lacking or body.base_state != b.state or body.attempt > attempt + 1:
+        if p.bad or p.equivocal or p.lacking or body.base_state != b.state:
             return False
         if c.me not in body.contributors:
             return False
@@ -353,8 +354,8 @@ class Deciding:
         found = [self._repeat_at, b.announced + policy.exchange_seconds]
         if b.first_heard is not None:
             found.append(b.first_heard + policy.patience_seconds)
-        if (start := b.starts) is not None:
-            found.append(start + (max(0, b.attempt(self._c.now) + 1)) * policy.propose_seconds)
+        if (following := b.next_attempt_at(self._c.now)) is not None:
+            found.append(following)
         if b.last_vote is not None:
             found.append(b.voted_at + policy.propose_seconds)
         found += [p.seen + policy.propose_seconds / 2 for p in b.proposals.values()]

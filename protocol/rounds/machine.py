@@ -215,6 +215,7 @@ class RoundMachine:
         try:
             if c.chain.add_final(message):
                 c.emit(KeepFinal(message))
+                self._forget_dropped()
         except ChainError as e:
             c.report("error", "final", str(e), message.author)
 
@@ -246,7 +247,14 @@ class RoundMachine:
             added += 1
             c.emit(KeepCertificate(certificate))
             self._hold_back(record)
+        self._forget_dropped()
         return added
+
+    def _forget_dropped(self) -> None:
+        """What we held may have been cut off the tree, by a final or by the tree's bounds."""
+        b = self._deciding.ballot
+        if b is not None and b.parent not in self._c.chain:
+            self._deciding.ballot = None
 
     def _hold_back(self, record: Signed[Record]) -> None:
         """A record with less than half of what we saw announced is not followed until patience has run out."""
@@ -296,6 +304,7 @@ class RoundMachine:
                         f"record {record.short} was certified with an update that breaks the rules",
                     )
                     c.chain.condemn(record)
+                    self._forget_dropped()
                     break
 
     # -- one thing after the other ---------------------------------------------------------------------------

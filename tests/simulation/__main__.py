@@ -28,7 +28,14 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     if args.seed is not None:
-        print(Scenario(args.seed, verbose=args.verbose).run())
+        scenario = Scenario(args.seed, verbose=args.verbose)
+        try:
+            print(scenario.run())
+        except Broken as e:
+            print(f"broken: {e}")
+            for line in scenario.world.describe():
+                print(line)
+            return 1
         return 0
     began = time.monotonic()
     with multiprocessing.Pool(args.processes) as pool:

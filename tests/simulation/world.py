@@ -71,6 +71,30 @@ class World:
             (n.machine.chain.height(n.machine.chain.head) for n in self.nodes if n.alive and n.honest), default=0
         )
 
+    def describe(self) -> list[str]:
+        """A line for each node: where it stands and what it waits for."""
+        names = {n.key: n.index for n in self.nodes}
+        lines = []
+        for node in self.nodes:
+            if not node.alive:
+                lines.append(f"{node.index}: down")
+                continue
+            s, b = node.machine.summary(self.clock.now), node.machine._deciding.ballot
+            lines.append(
+                f"{node.index} ({type(node).__name__}): {s.phase}, round {s.round} at {s.head.short}, chain {s.chain_head.short} "
+                f"weight {s.chain_weight}, windows {s.windows}, awaits {[names[k] for k in s.awaited]}"
+            )
+            if b is not None:
+                lines.append(f"    headers {[(names[k], h.digest.short) for k, h in b.headers.items()]}")
+                for p in b.proposals.values():
+                    who = [names[u.author] for u in p.record.body.updates]
+                    votes = [names[v.author] for v in b.votes_for(p.record)]
+                    lines.append(
+                        f"    record {p.record.digest.short} by {names[p.record.author]}, attempt {p.record.body.attempt}, lists "
+                        f"{who}, votes {votes}, lacking {len(p.lacking)}, bad {p.bad}, equivocal {p.equivocal}"
+                    )
+        return lines
+
     # -- called by nodes -------------------------------------------------------------------------------------
 
     def new_blob(self, node: Node, parent: Digest, content: frozenset[int]) -> Digest:
