@@ -1,0 +1,189 @@
+"""Records and certificates: each author once, of one round, voted for by those whom it lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.envelope import MAX_ENVELOPE
+from protocol.errors import MalformedError, SignatureError
+from protocol.ids import MAX_COUNT, MAX_ROUND, Round
+from protocol.merkle import MAX_BLOB
+from protocol.messages import (
+    HEADER_LIMIT,
+    KINDS,
+    MAX_ADDRESS,
+    MAX_ADDRESSES,
+    MAX_CERTIFICATE,
+    MAX_CONTRIBUTORS,
+    MAX_KNOWN,
+    MAX_NAME,
+    VOTE_LIMIT,
+    Admission,
+    Certificate,
+    Heartbeat,
+    KeySigner,
+    Record,
+    check_certificate,
+    encode_certificate,
+    votes_needed,
+)
+from protocol.wire import swarm_pb2 as wire
+from tests.signed import (
+    CERTIFICATE,
+    HEADERS,
+    OTHER_RUN,
+    PEERS,
+    RECORD,
+    RUN,
+    SENT,
+    STRANGER,
+    VOTES,
+    header,
+    heartbeat,
+    opener,
+    raw,
+    record,
+    vote,
+    wire_record,
+)
+from tests.specs import OWNER, digest
+
+# -- records --------------------------------------------------------------------------------------------------
+
+
+def test_a_record_knows_its_contributors_and_its_work():
+    assert RECORD.body.contributors == tuple(p.key for p in PEERS)
+    assert RECORD.body.windows == 10 * len(PEERS)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[], SENT[::-1], [SENT[0], SENT[0]], [SENT[0], header(PEERS[0], loss=1.0).sent], [SENT[1], SENT[0], SENT[2]], [b""],
+     [SENT[0], b"rubbish"], [VOTES[0].sent], [b"\x00" * 600], [SENT[0] + b"\x7a\x01x"]],
+)  # fmt: skip
+def test_a_record_lists_each_author_once_in_order(headers: list[bytes]):
+    with pytest.raises((MalformedError, SignatureError)):
+        opener().open(raw(PEERS[0], "record", wire_record(headers)), Record)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"round": Round(4)}, {"parent": digest("other")}, {"base_state": digest("other")}, {"run": OTHER_RUN}]
+)
+def test_a_record_lists_updates_of_its_own_round_alone(changes: dict[str, Any]):
+    odd = header(PEERS[2], **changes)
+    with pytest.raises(MalformedError):
+        opener().open(raw(PEERS[0], "record", wire_record([SENT[0], odd.sent])), Record)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attempt": 2**20 + 1}, {"round": 2**64 - 1}, {"parent": b""}, {"run": bytes(OTHER_RUN)}]
+)
+def test_an_impossible_record_is_malformed(changes: dict[str, Any]):
+    opener().open(raw(PEERS[0], "record", wire_record(SENT)), Record)
+    with pytest.raises(MalformedError):
+        opener().open(raw(PEERS[0], "record", wire_record(SENT, **changes)), Record)
+
+
+# -- certificates ---------------------------------------------------------------------------------------------
+
+
+def certified(votes: list[bytes], of: bytes = RECORD.sent) -> bytes:
+    return wire.Certificate(record=of, votes=votes).SerializeToString()
+
+
+def test_a_certificate_survives_the_wire():
+    assert opener().certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
+    assert check_certificate(CERTIFICATE) is CERTIFICATE
+
+
+@given(st.integers(1, 10**6))
+def test_a_certificate_needs_more_than_two_thirds_and_no_more(contributors: int):
+    needed = votes_needed(contributors)
+    assert 3 * needed > 2 * contributors >= 3 * (needed - 1)
+    assert needed <= contributors
+
+
+@given(st.sets(st.sampled_from(range(7))))
+def test_any_five_of_seven_certify_and_no_four(voters: set[int]):
+    sent = certified([VOTES[i].sent for i in sorted(voters)])
+    if len(voters) >= 5:
+        assert opener().certificate(sent).record == RECORD
+    else:
+        with pytest.raises(MalformedError, match="not more than two thirds"):
+            opener().certificate(sent)
+
+
+_V = [v.sent for v in VOTES]
+_OTHER = record(HEADERS, attempt=1)
+
+
+@pytest.mark.parametrize(
+    "votes",
+    [
+        [],
+        _V[:4],
+        [_V[0]] * 5,
+        _V[:4] + [_V[3]],
+        _V[:5][::-1],
+        _V[:4] + [vote(STRANGER, RECORD).sent],
+        sorted(_V[:4] + [vote(STRANGER, RECORD).sent], key=lambda s: wire.Envelope.FromString(s).key),
+        _V[:4] + [vote(PEERS[4], _OTHER).sent],
+        _V[:4] + [vote(PEERS[4], RECORD, round=Round(4)).sent],
+        _V[:4] + [vote(PEERS[4], RECORD, run=OTHER_RUN).sent],
+        _V[:4] + [raw(PEERS[4], "final", wire.Vote(run=RUN, round=3, record=RECORD.digest))],
+        _V[:4] + [_V[4][:-1] + bytes([_V[4][-1] ^ 1])],
+        _V[:4] + [b""],
+        _V[:4] + [SENT[4]],
+        _V * 1000,
+    ],
+)
+def test_a_certificate_that_its_votes_do_not_make_is_refused(votes: list[bytes]):
+    with pytest.raises((MalformedError, SignatureError)):
+        opener().certificate(certified(votes))
+
+
+def test_votes_for_one_record_do_not_certify_another():
+    assert opener().certificate(certified(_V[:5])).record == RECORD
+    with pytest.raises(MalformedError, match="vote for another record"):
+        opener().certificate(certified(_V[:5], of=_OTHER.sent))
+
+
+def test_votes_of_strangers_do_not_count_when_made_here_either():
+    with pytest.raises(MalformedError, match="no contributor"):
+        check_certificate(Certificate(record(HEADERS[:1]), (vote(STRANGER, record(HEADERS[:1])),)))
+
+
+def test_an_oversized_certificate_is_refused_before_it_is_parsed():
+    with pytest.raises(MalformedError, match="at most"):
+        opener().certificate(encode_certificate(CERTIFICATE) + bytes(MAX_CERTIFICATE))
+
+
+def _len_field(size: int) -> int:
+    return 1 + max(1, -(-size.bit_length() // 7)) + size
+
+
+def test_the_largest_certificate_fits_one_message():
+    updates = MAX_CONTRIBUTORS * _len_field(HEADER_LIMIT)
+    record_envelope = updates + 400
+    assert record_envelope <= KINDS[Record][1] == MAX_ENVELOPE
+    assert _len_field(record_envelope) + MAX_CONTRIBUTORS * _len_field(VOTE_LIMIT) <= MAX_CERTIFICATE
+
+
+def test_the_largest_honest_messages_are_within_their_limits():
+    name = "é" * (MAX_NAME // 2)
+    large = KeySigner(OWNER).sign(Admission(RUN, PEERS[1].key, MAX_COUNT, MAX_COUNT, name))
+    big = header(
+        PEERS[1], round=MAX_ROUND, end_window=MAX_COUNT, first_window=MAX_COUNT - 1, inner_steps=2**32 - 1,
+        blob_size=MAX_BLOB, admission=large.sent,
+    )  # fmt: skip
+    assert opener().header(big.sent) == big
+    assert len(big.sent) <= HEADER_LIMIT - 64  # a field or two more
+    assert len(vote(PEERS[1], RECORD, round=MAX_ROUND).sent) <= VOTE_LIMIT - 32
+    beat = heartbeat(
+        PEERS[1], known=(2**64 - 1,) * MAX_KNOWN, addresses=("a" * MAX_ADDRESS,) * MAX_ADDRESSES, admission=large.sent
+    )
+    assert opener().open(beat.sent, Heartbeat) == beat
