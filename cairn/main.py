@@ -159,11 +159,26 @@ def data() -> None:
 @click.option(
     "--shard-tokens", type=click.IntRange(1024, 2**31), default=2**26, show_default=True, help="Tokens a shard."
 )
-def prepare(inputs, out, vocab, tokenizer, field, shard_tokens) -> None:
+@click.option(
+    "--validation-every",
+    type=click.IntRange(0, 10**6),
+    default=0,
+    show_default=True,
+    help="Hold out each N-th document; 0: none.",
+)
+def prepare(inputs, out, vocab, tokenizer, field, shard_tokens, validation_every) -> None:
     """Turn text, JSONL or Parquet files into token shards with a manifest."""
     from cairn.preparing import prepare_data
 
-    prepare_data(inputs, out, vocab=vocab, tokenizer=tokenizer, field=field, shard_tokens=shard_tokens)
+    prepare_data(
+        inputs,
+        out,
+        vocab=vocab,
+        tokenizer=tokenizer,
+        field=field,
+        shard_tokens=shard_tokens,
+        validation_every=validation_every,
+    )
 
 
 @main.command()

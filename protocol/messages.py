@@ -124,6 +124,8 @@ class Heartbeat:
     addresses: tuple[str, ...]
     admission: bytes
     device: str
+    state: Digest | None = None
+    """The state after the head, as the author holds it; None for an observer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ def _encode_heartbeat(b: Heartbeat) -> Message:
     return wire.Heartbeat(
         run=b.run, sequence=b.sequence, round=b.round, head=b.head, weight=b.weight, windows=b.windows, phase=b.phase,
         tokens_per_second=b.tokens_per_second, loss=b.loss, bytes_up=b.bytes_up, bytes_down=b.bytes_down,
-        known=b.known, addresses=b.addresses, admission=b.admission, device=b.device,
+        known=b.known, addresses=b.addresses, admission=b.admission, device=b.device, state=b.state or b"",
     )  # fmt: skip
 
 
@@ -294,7 +296,7 @@ def _decode_heartbeat(payload: bytes, _: Opener) -> Heartbeat:
         _rate("tokens_per_second", m.tokens_per_second), _finite("loss", m.loss), _bounded("bytes_up", m.bytes_up),
         _bounded("bytes_down", m.bytes_down), tuple(m.known),
         tuple(_text("address", a, MAX_ADDRESS) for a in m.addresses), bytes(m.admission),
-        _text("device", m.device, 80),
+        _text("device", m.device, 80), Digest(m.state) if m.state else None,
     )  # fmt: skip
 
 

@@ -57,6 +57,14 @@ class ChainLog:
         """On disk when it returns."""
         self._store.write_value(FINAL, final.sent)
 
+    def after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
+        """What follows a record on the way to the head, oldest first, at most `limit`; None when it is not on it."""
+        chain = self.chain
+        if chain is None or record not in chain or chain.on_main(chain.height(record)) != record:
+            return None
+        stop = chain.on_main(min(chain.height(chain.head), chain.height(record) + limit))
+        return chain.path(record, chain.head if stop is None else stop)
+
     def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
         """What the asker lacks, as far as memory goes. Raises ProtocolError for a request that is none."""
         if bytes(request.run) != self._spec.run_id or len(request.have) > MAX_HAVE:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,15 @@ CHAIN_SECONDS = 15.0
 LEAVE_SECONDS = 3.0
 SAVE_SECONDS = 4.0
 BLOB_SECONDS = 3600.0
+SEE_OUT_SECONDS = 600.0
+QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
+"""After a run's last round a node stays until it has sent less than this in that time, and nobody is behind."""
+
 OWN_BLOBS = 64
 """Own updates that stay in the store for some time, decided or not: forks may bring them back."""
+
+OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
+"""How much of the chain an observer keeps in memory: its coordinator may have to catch up from far behind."""
 
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 
@@ -74,7 +81,7 @@ class Node:
         self._options = options
         self._spec = membership.spec
         self._run = membership.spec.run_id
-        self._store = membership.store
+        self.store = membership.store
         self.key = membership.identity.key
         layout = self._spec.model.layout
         self._codec = make_codec(self._spec.codec, layout)
@@ -90,6 +97,7 @@ class Node:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._finished = asyncio.Event()
+        self._started = asyncio.Event()
         self._leaving = False
         self._tick_waits = False
         self.finish_reason = ""
@@ -104,8 +112,11 @@ class Node:
         self._entry_peers = _peers_of(membership.addresses)
         self._progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._applied_seconds = 0.0
-        self.chainlog = ChainLog(self._store, membership.opener, self._spec)
-        self.chain = self.chainlog.load(Policy.of(self._spec).chain_limits)
+        self.chainlog = ChainLog(self.store, membership.opener, self._spec)
+        limits = Policy.of(self._spec).chain_limits
+        if options.observer:
+            limits = replace(limits, max_records=OBSERVED_RECORDS, max_bytes=OBSERVED_BYTES)
+        self.chain = self.chainlog.load(limits)
         self.machine = RoundMachine(
             policy=Policy.of(self._spec),
             run=self._run,
@@ -122,6 +133,7 @@ class Node:
         """Start everything, drive the machine until it is finished, stop everything. Raises CairnError."""
         try:
             await self._start()
+            self._started.set()
             self._spawn(self._tick(), "ticks")
             pump = asyncio.ensure_future(self._pump())
             done = asyncio.ensure_future(self._finished.wait())
@@ -135,6 +147,14 @@ class Node:
         finally:
             await self._stop()
 
+    async def started(self, running: asyncio.Future[None]) -> None:
+        """Wait until the node is in the swarm. `running` is the task of `run`: when that fails first, so does this."""
+        wait = asyncio.ensure_future(self._started.wait())
+        await asyncio.wait([wait, running], return_when=asyncio.FIRST_COMPLETED)
+        wait.cancel()
+        if running.done():
+            running.result()
+
     def leave(self) -> None:
         """The user wants to stop: announce what is done, say goodbye; `run` returns within seconds."""
         if self._leaving:
@@ -142,6 +162,30 @@ class Node:
         self._leaving = True
         self.post(events.Leave())
         asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._finish, "left")
+
+    def _over(self, reason: str) -> None:
+        """The machine has nothing left to do. A run that is over still needs those who have its last state."""
+        if self._leaving:
+            self._finish(reason)
+        elif self._options.observer:
+            log.info("%s", reason)
+        elif not self.finish_reason:
+            self.finish_reason = reason
+            log.info("%s: staying until the others have its last state", reason)
+            self._spawn(self._see_out(), "seeing the run out")
+
+    async def _see_out(self) -> None:
+        """After the last round: serve until nobody lacks anything, then finish."""
+        began = time.monotonic()
+        served = -QUIET_BYTES
+        while time.monotonic() - began < SEE_OUT_SECONDS:
+            await asyncio.sleep(QUIET_SECONDS)
+            head = self.machine.summary(time.monotonic()).head
+            behind = [m for m in self.machine.summary(time.monotonic()).members if m.heartbeat.head != head]
+            busy, served = self._need_swarm().bytes_up - served > QUIET_BYTES, self._need_swarm().bytes_up
+            if not behind and not busy:
+                break
+        self._finish(self.finish_reason)
 
     def _finish(self, reason: str) -> None:
         self.finish_reason = self.finish_reason or reason
@@ -152,11 +196,11 @@ class Node:
         await self._start_swarm()
         self._outbox = Outbox(lambda to, packet, seconds: self._need_swarm().send(to, packet, seconds))
         self._updates = Updates(
-            self._store,
+            self.store,
             self,
             self._codec,
             deadline_seconds=self._spec.round.exchange_seconds,
-            everyone=self._everyone,
+            everyone=self.everyone,
             answer=self.post,
         )
         if not o.observer:
@@ -165,12 +209,12 @@ class Node:
             self._states = States(
                 self._spec,
                 self._checkpoint_size,
-                self._store,
+                self.store,
                 self,
                 self._updates,
                 self._trainer,
                 me=self.key,
-                everyone=self._everyone,
+                everyone=self.everyone,
                 failed=self.post,
             )
             self._spawn(self._trainer.run(), "trainer")
@@ -186,7 +230,7 @@ class Node:
         self._swarm = await Swarm.start(
             m.identity,
             self._run,
-            store=self._store,
+            store=self.store,
             listen=o.listen or DEFAULT_LISTEN,
             announce=o.announce,
             initial=m.addresses,
@@ -207,7 +251,7 @@ class Node:
 
     def _start_message(self) -> Start:
         shards = {
-            s.digest: str(self._store.path(s.name)) if self._store.has(s.name) else "" for s in self._spec.data.train
+            s.digest: str(self.store.path(s.name)) if self.store.has(s.name) else "" for s in self._spec.data.train
         }
         spec_file = self._options.folder / "spec.json"
         spec_file.write_bytes(self._spec.canonical())
@@ -227,9 +271,9 @@ class Node:
         if not self._spec.data.addresses:
             wanted += self._spec.data.train
         for blob in wanted:
-            if not self._store.has(blob.name):
+            if not self.store.has(blob.name):
                 log.info("fetching %s of the run (%.1f MB)", blob.name.short, blob.size / 1e6)
-                await self.fetch_blob(blob.name, blob.size, self._everyone(), deadline_seconds=BLOB_SECONDS)
+                await self.fetch_blob(blob.name, blob.size, self.everyone(), deadline_seconds=BLOB_SECONDS)
 
     async def fetch_blob(
         self, digest: Digest, size: int | None, holders: Sequence[PeerKey], *, deadline_seconds: float
@@ -335,7 +379,16 @@ class Node:
     def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
         return self.machine.may_serve(blob, requester)
 
-    def _everyone(self) -> list[PeerKey]:
+    @property
+    def addresses(self) -> list[str]:
+        """Multiaddresses of this node; none before it has started."""
+        return self._swarm.addresses if self._swarm is not None else []
+
+    def broadcast(self, message: Signed) -> None:
+        """Send a message that this process has signed otherwise (a final, by the owner) to everyone."""
+        self._outbox.broadcast(self.everyone(), message)
+
+    def everyone(self) -> list[PeerKey]:
         """All that may hold blobs: those heard of, and those whose addresses we entered by."""
         known = self.directory.peers()
         return list(dict.fromkeys([*known, *self._entry_peers]))
@@ -371,7 +424,7 @@ class Node:
                 case actions.Broadcast(message):
                     if isinstance(message.body, Heartbeat):
                         self._last_heartbeat = message
-                    self._outbox.broadcast(self._everyone(), message)
+                    self._outbox.broadcast(self.everyone(), message)
                 case actions.Send(to, messages, certificates):
                     self._outbox.send(to, messages, certificates)
                 case actions.MakeUpdate():
@@ -391,12 +444,12 @@ class Node:
                 case actions.Report():
                     self._report(action)
                 case actions.Finished(reason):
-                    self._finish(reason)
+                    self._over(reason)
 
     async def _make_update(self, ask: actions.MakeUpdate) -> None:
         if self._trainer is None:
             raise PeerError("an observer was asked for an update")
-        out = self._store.scratch / f"update-{ask.round}.blob"
+        out = self.store.scratch / f"update-{ask.round}.blob"
         try:
             await self._trainer.send(AskUpdate(round=ask.round, parent=ask.parent, out=out))
         except TrainerDied as e:
@@ -458,7 +511,7 @@ class Node:
         self.post(events.ApplyFailed(self.machine.summary(time.monotonic()).head, reason))
 
     async def _take_update(self, made: UpdateMade) -> None:
-        blob = await asyncio.to_thread(self._store.adopt, made.blob_path, made.digest)
+        blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
         self._updates.trust(blob)
         self._own_blobs.append(blob)
         self.post(events.BlobHeld(blob))
@@ -471,7 +524,7 @@ class Node:
     async def _take_state(self, applied: TrainerApplied) -> None:
         if applied.checkpoint_path is not None:
             try:
-                await asyncio.to_thread(self._store.adopt, applied.checkpoint_path, applied.state_digest)
+                await asyncio.to_thread(self.store.adopt, applied.checkpoint_path, applied.state_digest)
                 self._held_states.append(applied.state_digest)
             except StoreError as e:
                 log.error("the checkpoint was not kept: %s", e)
@@ -488,10 +541,10 @@ class Node:
         keep = to_keep(self._spec, chain.path(start, chain.head), self._held_states, [*self._own_blobs, *undecided]) | {
             self._run
         }
-        gone = [digest for digest in self._store.blobs() if digest not in keep]
+        gone = [digest for digest in self.store.blobs() if digest not in keep]
         self._updates.forget(gone)
         for digest in gone:
-            await asyncio.to_thread(self._store.remove, digest)
+            await asyncio.to_thread(self.store.remove, digest)
 
     # -- views -----------------------------------------------------------------------------------------------
 

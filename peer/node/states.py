@@ -109,7 +109,7 @@ class States:
                 mine_accepted=self._me in record.contributors,
                 next_window=action.next_window,
                 accepted_windows=action.weight,
-                write_checkpoint=self._checkpoint_path(Round(record.round + 1)),
+                write_checkpoint=self._checkpoint_path(Round(record.round + 1), action.weight),
             )
         )
 
@@ -133,7 +133,7 @@ class States:
                 restore=self._own(action.missed),
                 next_window=action.next_window,
                 accepted_windows=action.weight,
-                write_checkpoint=self._checkpoint_path(end) if path else None,
+                write_checkpoint=self._checkpoint_path(end, action.weight),
             )
         )
 
@@ -187,9 +187,11 @@ class States:
             log.error("own update %s is gone from the store: what it held is not put back", lost.short)
         return tuple(self._store.path(b) for b in held)
 
-    def _checkpoint_path(self, number: Round) -> Path | None:
-        """Where the trainer is to write the state of this round, if it is one to keep."""
-        if number == 0 or number % self._spec.checkpoint.every:
+    def _checkpoint_path(self, number: Round, accepted_windows: int) -> Path | None:
+        """Where the trainer is to write the state of this round, if it is one to keep: each n-th, and a run's last."""
+        total = self._spec.total_tokens
+        last = bool(total) and accepted_windows * self._spec.data.window >= total
+        if number == 0 or (number % self._spec.checkpoint.every and not last):
             return None
         return self._store.scratch / f"state-{number}.safetensors"
 

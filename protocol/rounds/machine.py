@@ -81,6 +81,8 @@ class RoundMachine:
         self._follower = Follower(policy.max_members + 64, policy.heartbeat_seconds)
         self._early = Early(2 * policy.max_members)
         self._sequence = 0
+        self._walked = -1
+        """Height up to which the answers to the present chain of requests have brought us."""
         self._beat_at = now
         self._join_until = now
         self._leave_at: float | None = None
@@ -273,16 +275,21 @@ class RoundMachine:
         added = self._admit(event.certificates, event.source)
         if event.final is not None:
             self._final(event.final)
-        self._follower.answered(event.source, useful=added > 0, now=c.now)
-        if event.more and added and self._follower.asked is None:
+        last = event.certificates[-1].record.digest if event.certificates else c.chain.root
+        reached = c.chain.height(last) if last in c.chain else -1
+        # Records that we have are news too when more come after them: a walk along a branch, ever upwards.
+        onwards = event.more and reached > self._walked
+        self._follower.answered(event.source, useful=added > 0 or onwards, now=c.now)
+        self._walked = reached if onwards else -1
+        if onwards and self._follower.asked is None:
             self._follower.ask(event.source, c.now)
-            c.emit(RequestChain(event.source, c.chain.locator()))
+            c.emit(RequestChain(event.source, (last, *c.chain.locator())))
 
     def _blob_bad(self, blob: Digest, reason: str) -> None:
         c, b = self._c, self._deciding.ballot
         c.blobs.condemn(blob)
-        certified = self._position.needed().get(blob)
-        author = None if certified is None else certified.author
+        record = self._record_with(blob)
+        author = None
         if b is not None:
             b.blob_bad(blob)
             for header in b.headers.values():
@@ -449,6 +456,7 @@ class RoundMachine:
             c.run, self._sequence, c.chain.height(head), head, c.chain.weight(head), work.windows, self.phase,
             work.tokens_per_second, work.loss, f.bytes_up, f.bytes_down, known, f.addresses,
             b"" if c.observer else f.admission, f.device,
+            self._position.state if head == self._position.applied else None,
         )  # fmt: skip
         c.emit(Broadcast(c.signer.sign(body)))
         self._beat_at = c.now + c.policy.heartbeat_seconds

@@ -102,7 +102,7 @@ class Final(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("run", "sequence", "round", "head", "weight", "windows", "phase", "tokens_per_second", "loss", "bytes_up", "bytes_down", "known", "addresses", "admission", "device")
+    __slots__ = ("run", "sequence", "round", "head", "weight", "windows", "phase", "tokens_per_second", "loss", "bytes_up", "bytes_down", "known", "addresses", "admission", "device", "state")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class Heartbeat(_message.Message):
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     sequence: int
     round: int
@@ -133,7 +134,8 @@ class Heartbeat(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     admission: bytes
     device: str
-    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., weight: _Optional[int] = ..., windows: _Optional[int] = ..., phase: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., admission: _Optional[bytes] = ..., device: _Optional[str] = ...) -> None: ...
+    state: bytes
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., weight: _Optional[int] = ..., windows: _Optional[int] = ..., phase: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., admission: _Optional[bytes] = ..., device: _Optional[str] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("run", "sequence")

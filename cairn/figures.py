@@ -1,0 +1,43 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def count(n: float) -> str:
+    """1234567 as 1.2M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(n) < 1000 or unit == "T":
+            return f"{n:.0f}{unit}" if unit == "" or abs(n) >= 100 else f"{n:.1f}{unit}"
+        n /= 1000
+    raise AssertionError("unreachable")
+
+
+def byte_size(n: float) -> str:
+    """Bytes as 1.2 MB (decimal units)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(n) < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 100 else f"{n:.1f} {unit}"
+        n /= 1000
+    raise AssertionError("unreachable")
+
+
+def credits(micro: int) -> str:
+    """Micro-credits as credits, with as many digits as they need."""
+    return f"{micro / 1e6:,.2f}" if micro >= 10_000_000 else f"{micro / 1e6:.6f}"
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The values as a line of bars, the newest `width` groups of them."""
+    if not values:
+        return ""
+    if len(values) > width:
+        step = len(values) / width
+        values = [
+            sum(g) / len(g)
+            for g in (values[int(i * step) : max(int(i * step) + 1, int((i + 1) * step))] for i in range(width))
+        ]
+    low, high = min(values), max(values)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((v - low) * scale)] for v in values)

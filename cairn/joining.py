@@ -1,0 +1,97 @@
+"""`cairn peer join`: enters a run, runs the node, shows how it goes, and leaves in order on Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cairn.logs import set_up_logging
+from protocol.errors import CairnError, MalformedError
+from protocol.ids import RunId
+from protocol.invite import Invite
+
+log = logging.getLogger("cairn.peer")
+
+MAX_NAME_BYTES = 40
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """What the command line says."""
+
+    invite: str
+    home: Path
+    name: str
+    device: str
+    threads: int | None
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]
+    disk_bytes: int
+    plain: bool
+
+
+def join_run(options: JoinOptions) -> None:
+    """Until the run is over, or Ctrl-C. Raises CairnError."""
+    if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():
+        raise CairnError(f"--name: at most {MAX_NAME_BYTES} bytes of printable text")
+    try:
+        invite = Invite.parse(options.invite)
+    except MalformedError as e:
+        raise CairnError(str(e)) from None
+    asyncio.run(_join(options, invite))
+
+
+async def _join(options: JoinOptions, invite: Invite) -> None:
+    # Listen for Ctrl-C before anything slow is imported.
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+
+    from cairn.view import PeerView
+    from peer.node.membership import Membership, run_folder
+    from peer.node.node import Node, NodeOptions
+    from peer.store import Store
+
+    folder = run_folder(options.home, RunId(invite.run))
+    view = PeerView(live=not options.plain and sys.stdout.isatty())
+    set_up_logging(folder / "peer.log", terminal=view.handler)
+    with Store(folder / "store", options.disk_bytes) as store:
+        entering = asyncio.ensure_future(Membership.enter(invite, options.home, store, name=options.name))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([entering, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not entering.done():
+            entering.cancel()
+            return
+        membership = entering.result()
+        key = membership.identity.key
+        log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
+                 f' "{options.name}"' if options.name else "")  # fmt: skip
+        node = Node(
+            membership,
+            NodeOptions(
+                folder=folder,
+                listen=options.listen,
+                announce=options.announce,
+                device=options.device,
+                threads=options.threads or os.cpu_count() or 1,
+            ),
+        )
+        running = asyncio.create_task(node.run())
+        with view.showing(node.snapshot):
+            await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                log.info("leaving: announcing what is done, saving the rest (at most 10 s)")
+                node.leave()
+            await running
+        stopping.cancel()
+        end = node.snapshot()
+        print(
+            f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, "
+            f"{end.own_updates} updates made; the same command resumes"
+        )

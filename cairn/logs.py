@@ -1,0 +1,28 @@
+"""Where log lines go: all of them to a file, those for people to the terminal."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+from pathlib import Path
+
+QUIET = ("hivemind", "transformers", "urllib3", "asyncio", "grpc", "uvicorn.access", "uvicorn.error", "httpx", "fsspec")
+
+
+def set_up_logging(file: Path, *, terminal: logging.Handler | None = None, quiet: bool = False) -> None:
+    """Log to `file` (10 MB, three kept), and to the terminal unless `quiet`: our info, the libraries' warnings."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.setLevel(logging.INFO)
+    handlers: list[logging.Handler] = [logging.handlers.RotatingFileHandler(file, maxBytes=10**7, backupCount=3)]
+    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    if not quiet:
+        handler = terminal or logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        handlers.append(handler)
+    for handler in handlers:
+        root.addHandler(handler)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,147 @@
+"""Wires the peer package's observer node to the coordinator: the one place where the two meet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from coordinator.archive import Archive
+from coordinator.swarm import Heard
+from peer.node.node import Node
+from protocol.errors import CairnError
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate, Final, Signed, votes_needed
+from protocol.rounds import events
+from protocol.spec import RunSpec
+from protocol.state import state_layout
+
+log = logging.getLogger("cairn.observer")
+
+FETCH_SECONDS = 120.0
+
+
+class ObserverView:
+    """The coordinator's `SwarmView` over an observer node; it also fetches checkpoints for the archive."""
+
+    def __init__(self, node: Node, spec: RunSpec, archive: Archive):
+        self._node = node
+        self._spec = spec
+        self._archive = archive
+        self._callbacks: list[Callable[[], None]] = []
+        self._seen: tuple[Digest, Digest | None] | None = None
+        self._news = asyncio.Event()
+        node.on_change = self._changed
+
+    # -- SwarmView -------------------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> Digest:
+        return self._node.chain.head
+
+    @property
+    def final(self) -> Signed[Final] | None:
+        return self._node.chain.final
+
+    async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
+        return self._node.chainlog.after(record, limit)
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+        now = time.monotonic()
+        entries = self._node.directory.entries()
+        return {k: Heard(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
+
+    def addresses(self) -> Sequence[str]:
+        own = self._node.addresses
+        return [*own, *(a for a in self._node.directory.addresses() if a not in own)]
+
+    async def publish_final(self, final: Signed[Final]) -> None:
+        self._node.post(events.Heard(final))
+        self._node.broadcast(final)
+
+    def has_blob(self, digest: Digest) -> bool:
+        return self._node.store.has(digest)
+
+    # -- the archive -----------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        now = (self._node.chain.head, None if (f := self._node.chain.final) is None else f.digest)
+        if now != self._seen:
+            self._seen = now
+            self._news.set()
+            for callback in list(self._callbacks):
+                callback()
+
+    async def keep_archive(self) -> None:
+        """For ever: fetch each new checkpoint that the chain vouches for, and archive it."""
+        failed: tuple[Digest, float] | None = None
+        while True:
+            try:
+                await asyncio.wait_for(self._news.wait(), 5.0)
+            except asyncio.TimeoutError:
+                pass
+            self._news.clear()
+            newest = self._newest_checkpoint()
+            if newest is None or (failed is not None and newest[0] == failed[0] and time.monotonic() < failed[1]):
+                continue
+            state, number, tokens = newest
+            try:
+                await self.archive(state, number, tokens)
+            except (CairnError, asyncio.TimeoutError) as e:
+                log.warning("the checkpoint of round %d was not archived: %s; it is tried again", number, e)
+                failed = (state, time.monotonic() + 10.0)
+
+    async def archive(self, state: Digest, number: int, tokens: int) -> None:
+        """Fetch a state from the members and archive it. Raises CairnError."""
+        size = state_layout(self._spec.model.layout, self._spec.outer).checkpoint_size
+        await self._node.fetch_blob(state, size, self._node.everyone(), deadline_seconds=FETCH_SECONDS)
+        store = self._node.store
+        tokenizer = store.path(self._spec.tokenizer.name)
+        await asyncio.to_thread(
+            self._archive.add, store.path(state), tokenizer, round=number, state=state, tokens=tokens
+        )
+        log.info("archived the state of round %d (%s)", number, state.short)
+
+    def _newest_checkpoint(self) -> tuple[Digest, int, int] | None:
+        """State, round and accepted tokens of the newest checkpoint that is vouched for and not archived."""
+        chain, every = self._node.chain, self._spec.checkpoint.every
+        for record in chain.ancestors(chain.head):
+            if record == chain.root:
+                return None
+            body = chain.certificate(record).record.body
+            if record == chain.head and (last := self._last_state(record)) is not None:
+                return None if self._is_archived(last[1], last[0]) else last
+            if body.round % every == 0 and body.round:
+                if self._is_archived(body.round, body.base_state):
+                    return None
+                return body.base_state, body.round, chain.weight(body.parent) * self._spec.data.window
+        return None
+
+    def _is_archived(self, number: int, state: Digest) -> bool:
+        newest = self._archive.newest()
+        return newest is not None and newest.round >= number and newest.state == state
+
+    def _last_state(self, head: Digest) -> tuple[Digest, int, int] | None:
+        """The state after a run's last record. No later record vouches for it, so more than two thirds of those who
+        contributed to the last one must say in their (signed) heartbeats that they hold it."""
+        chain, window = self._node.chain, self._spec.data.window
+        tokens = chain.weight(head) * window
+        if not self._spec.total_tokens or tokens < self._spec.total_tokens:
+            return None
+        record = chain.certificate(head).record.body
+        entries = self._node.directory.entries()
+        claims = Counter(
+            entries[key].heartbeat.body.state
+            for key in record.contributors
+            if key in entries and entries[key].heartbeat.body.head == head
+        )
+        for state, claimed in claims.most_common(1):
+            if state is not None and claimed >= votes_needed(len(record.contributors)):
+                return state, record.round + 1, tokens
+        return None
