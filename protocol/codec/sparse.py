@@ -60,7 +60,7 @@ class SparseCodec(Codec):
         lo, hi = two_levels(magnitudes)
         high = (magnitudes - lo) > (hi - magnitudes)
         codes = high.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 1)
-        rest = values - torch.copysign(torch.where(high, hi, lo), values)
+        rest = values - _values(lo, hi, codes)
         parts = [to_wire(torch.cat([lo, hi], 1)), pack(codes, 2)]
         if chosen is None:
             x.copy_(rest)
@@ -75,8 +75,7 @@ class SparseCodec(Codec):
         codes = unpack(records[:, SCALES + coding.size :], coding.k, 2)
         refuse(codes[:, coding.k :].any(1), "filling bits of the values are set")
         codes = codes[:, : coding.k]
-        values = torch.where((codes & 1).bool(), hi, lo)
-        values = torch.where((codes & 2).bool(), -values, values).view(-1)
+        values = _values(lo, hi, codes).view(-1)
         if coding.dense:
             return Decoded(values, None)
         positions = coding.decode(records[:, SCALES : SCALES + coding.size])
@@ -102,6 +101,12 @@ def _scales(records: Tensor) -> tuple[Tensor, Tensor]:
     return lo, hi
 
 
+def _values(lo: Tensor, hi: Tensor, codes: Tensor) -> Tensor:
+    """What the codes, uint8 [n, k], stand for: fp32 [n, k]."""
+    # A look-up: several times as fast on a CPU as torch.where, whose branches nothing can predict.
+    return torch.cat([lo, hi, -lo, -hi], 1).gather(1, codes.to(torch.int64))
+
+
 def two_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     """Two scales lo <= hi, fp32 [n, 1], for fp32 [n, k] >= 0, that make the squared error of rounding to them small.
 
@@ -112,8 +117,8 @@ def two_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     split = _best_split(magnitudes[:, :: -(-k // SAMPLE)])
     above = magnitudes > split
     count = above.sum(1, keepdim=True, dtype=torch.int32)
-    hi = torch.where(above, magnitudes, 0).sum(1, keepdim=True) / count.clamp(min=1)
-    lo = torch.where(above, 0, magnitudes).sum(1, keepdim=True) / (k - count).clamp(min=1)
+    hi = (magnitudes * above).sum(1, keepdim=True) / count.clamp(min=1)
+    lo = (magnitudes * ~above).sum(1, keepdim=True) / (k - count).clamp(min=1)
     hi = torch.where(count > 0, hi, lo)  # all are equal
     # The mean of equal numbers can miss them by a rounding.
     return nearest(torch.minimum(lo, hi)), nearest(torch.maximum(lo, hi))
