@@ -29,7 +29,9 @@ def load_or_make(path: Path | str) -> Identity:
     except FileNotFoundError:
         pass
     except OSError as e:
-        raise IdentityError(f"the key file {path} cannot be read: {_why(e)}; check who owns it, or name another file") from None
+        raise IdentityError(
+            f"the key file {path} cannot be read: {_why(e)}; check who owns it, or name another file"
+        ) from None
     try:
         return _make(path)
     except FileExistsError:  # another process made it between our two looks: its key is the identity

@@ -35,7 +35,7 @@ BULK = 4 * 1024 * 1024
 HOLDERS = 32
 ACTIVE = 6
 SLOTS = 4
-HEDGE_SECONDS = 0.75
+HEDGE_SECONDS = 0.5
 """After so long without an answer another holder is asked the same."""
 
 
@@ -66,8 +66,13 @@ class _Dropped(Exception):
     """This holder is of no more use to this attempt. Internal."""
 
 
-class _Absent(Exception):
-    """The holder does not have this chunk yet, and may have others. Internal."""
+class _Later(Exception):
+    """The holder does not give this now: worth asking again after a wait. Internal."""
+
+    def __init__(self, seconds: float, *, absent: bool = False):
+        self.seconds = seconds
+        self.absent = absent
+        """It may have other chunks."""
 
 
 class _WrongSize(Exception):
@@ -149,40 +154,48 @@ class Fetch:
     # -- asking --------------------------------------------------------------------------------------------------
 
     async def _ask(self, holder: Holder, request: Request, limit: int) -> bytes:
-        """The data of an OK reply; asks again as patience says. Raises _Dropped, _Absent."""
-        lane = "bulk" if (self._size or self._max_size) > BULK else "quick"
+        """The data of an OK reply, asking again as patience says. Raises _Dropped."""
         while True:
-            if holder.bad:
-                raise _Dropped
             try:
-                reply = await self._links.ask(holder.peer, lane, request, limit)
-            except LinkLost as e:
-                if e.hostile:
-                    self._condemn(holder, str(e))
-                    raise _Dropped from None
-                await self._pause(holder, "lost", LOST, str(e))
-                continue
-            except PeerUnreachable as e:
-                await self._pause(holder, "lost", LOST, str(e))
-                continue
-            if reply.status is Status.OK:
-                holder.counts.clear()
-                holder.reason = "was still sending"
-                return reply.data
-            if reply.status is Status.ABSENT:
-                raise _Absent
-            if reply.status is Status.BAD_REQUEST:
-                holder.reason = reply.reason
-                raise _Dropped
-            await self._pause(holder, reply.status.name, PATIENCE[reply.status], reply.reason)
+                return await self._ask_once(holder, request, limit)
+            except _Later as later:
+                await asyncio.sleep(later.seconds)
 
-    async def _pause(self, holder: Holder, what: str, patience: Patience, reason: str) -> None:
+    async def _ask_once(self, holder: Holder, request: Request, limit: int) -> bytes:
+        """The data of an OK reply. Raises _Dropped, _Later."""
+        if holder.bad:
+            raise _Dropped
+        lane = "bulk" if (self._size or self._max_size) > BULK else "quick"
+        try:
+            reply = await self._links.ask(holder.peer, lane, request, limit)
+        except LinkLost as e:
+            if e.hostile:
+                self._condemn(holder, str(e))
+                raise _Dropped from None
+            raise self._later(holder, "lost", LOST, str(e)) from None
+        except PeerUnreachable as e:
+            raise self._later(holder, "lost", LOST, str(e)) from None
+        if reply.status is Status.OK:
+            holder.counts.clear()
+            holder.reason = "was still sending"
+            return reply.data
+        if reply.status is Status.BAD_REQUEST:
+            holder.reason = reply.reason
+            raise _Dropped
+        raise self._later(holder, reply.status.name, PATIENCE[reply.status], reply.reason)
+
+    def _later(self, holder: Holder, what: str, patience: Patience, reason: str) -> _Later:
+        """One more failure of that sort; _Dropped is raised when it was one too many."""
         holder.reason = reason
         attempt = holder.counts[what]
         holder.counts[what] += 1
         if attempt + 1 >= patience.tries:
             raise _Dropped
-        await asyncio.sleep(patience.wait(attempt))
+        return _Later(patience.wait(attempt), absent=what == Status.ABSENT.name)
+
+    def _usable(self) -> list[Holder]:
+        """The holders that are left: those without failures of late first, else in the caller's order."""
+        return sorted((h for h in self._holders if not h.bad), key=lambda h: bool(h.counts))
 
     def _condemn(self, holder: Holder, reason: str) -> None:
         """The holder broke the rules in a way that no fault of the network explains."""
@@ -207,7 +220,7 @@ class Fetch:
 
     async def _first(self, get: Callable[[Holder], Awaitable[T]]) -> T:
         """The first answer of any holder: one is asked, the next when it fails or lets us wait."""
-        waiting = [h for h in self._holders if not h.bad]
+        waiting = self._usable()
         running: set[asyncio.Future[T]] = set()
         try:
             while waiting or running:
@@ -219,7 +232,7 @@ class Fetch:
                 for task in done:
                     try:
                         return task.result()
-                    except (_Dropped, _Absent):
+                    except _Dropped:
                         continue
         finally:
             await _cancel(running)
@@ -281,7 +294,7 @@ class Fetch:
 
     async def _get_chunks(self, partial: Partial) -> None:
         self._complete.clear()
-        waiting = [h for h in self._holders if not h.bad]
+        waiting = self._usable()
         complete = asyncio.ensure_future(self._complete.wait())
         workers: set[asyncio.Future[None]] = set()
         try:
@@ -323,12 +336,13 @@ class Fetch:
                     await self._refresh(holder, partial)
                 continue
             try:
-                data = await self._ask(holder, Request(Op.CHUNK, self._digest, index), CHUNK)
+                data = await self._ask_once(holder, Request(Op.CHUNK, self._digest, index), CHUNK)
                 await self._keep(holder, partial, index, data)
-            except _Absent:
-                self._give_back(holder, index, partial)
-                await self._refresh(holder, partial)
-                await self._pause(holder, "ABSENT", PATIENCE[Status.ABSENT], "does not have the rest yet")
+            except _Later as later:
+                self._give_back(holder, index, partial)  # somebody else may have it now
+                await asyncio.sleep(later.seconds)
+                if later.absent:
+                    await self._refresh(holder, partial)
                 continue
             except BaseException:
                 self._give_back(holder, index, partial)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from google.protobuf.message import DecodeError, Message
 from hivemind.p2p import P2PContext
@@ -40,6 +41,8 @@ MAX_PACKET = 4 * 1024 * 1024 - 16 * 1024
 DIAL_SECONDS = 10
 DHT_SECONDS = 20
 CALLS_OUT = 64
+CALLS_TO_ONE = 8
+"""Calls under way to one peer; half of what it admits, since the DHT's come on top."""
 
 M = TypeVar("M", bound=Message)
 
@@ -85,6 +88,7 @@ class Swarm:
         self._links = Links(self._open_blob_stream, self._traffic, limits.links)
         self._server = BlobServer(store, handlers.may_serve, self._threads, self._traffic, limits.serve)
         self._calls_out = asyncio.Semaphore(CALLS_OUT)
+        self._calls_to: WeakValueDictionary[PeerKey, asyncio.Semaphore] = WeakValueDictionary()
         self._dials = asyncio.Semaphore(16)
         self._addresses: list[str] = []
         self._presence: Presence | None = None
@@ -217,8 +221,10 @@ class Swarm:
         if data_size > MAX_PACKET:
             raise PacketTooLarge(f"a message of {data_size:,} bytes: at most {MAX_PACKET:,} fit into one")
 
+        turn = self._calls_to.setdefault(to, asyncio.Semaphore(CALLS_TO_ONE))
+
         async def call() -> M:
-            async with self._calls_out:
+            async with turn, self._calls_out:
                 return await self._daemon.call(to, self._names[what], message, reply)
 
         if self._stopped or self._daemon.lost.done():
