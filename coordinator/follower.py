@@ -130,10 +130,7 @@ class Follower:
 
     async def _follow_on(self) -> None:
         while True:
-            try:
-                await asyncio.wait_for(self._wake.wait(), POLL)
-            except asyncio.TimeoutError:
-                log.debug("nobody called: looking at the chain all the same")
+            await wait_at_most(self._wake, POLL)
             self._wake.clear()
             try:
                 problem = await self._follow()
@@ -274,6 +271,16 @@ class Follower:
             if h.heartbeat.phase in _WORKING and h.seconds_since <= self._spec.round.member_seconds
         ]
         return bool(rounds) and median(rounds) > head_round + 1
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    """Until the event is set; sets it itself when the time is over. Unlike `asyncio.wait_for` before Python 3.12, this
+    never swallows a cancellation that comes at the very moment when the event is set."""
+    timer = asyncio.get_running_loop().call_later(seconds, event.set)
+    try:
+        await event.wait()
+    finally:
+        timer.cancel()
 
 
 def _linked(page: Sequence[Certificate], after: Digest) -> Sequence[Certificate]:

@@ -37,6 +37,14 @@ BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;
 CREATE TRIGGER credits_are_never_removed BEFORE DELETE ON credits
 BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;
 
+-- INSERT OR REPLACE removes without asking the triggers above.
+CREATE TRIGGER rounds_are_added_once BEFORE INSERT ON rounds
+WHEN EXISTS (SELECT 1 FROM rounds WHERE run = NEW.run AND round = NEW.round)
+BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;
+CREATE TRIGGER credits_are_added_once BEFORE INSERT ON credits
+WHEN EXISTS (SELECT 1 FROM credits WHERE run = NEW.run AND round = NEW.round AND peer = NEW.peer)
+BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;
+
 -- A round is appended to the one before it: no gaps, one chain.
 CREATE TRIGGER rounds_follow_each_other BEFORE INSERT ON rounds
 WHEN NEW.round > 0 AND NOT EXISTS (

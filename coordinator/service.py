@@ -15,7 +15,7 @@ from coordinator import tls
 from coordinator.admission import Admitter
 from coordinator.credits import Balance
 from coordinator.errors import CoordinatorError
-from coordinator.follower import Follower
+from coordinator.follower import Follower, wait_at_most
 from coordinator.history import charts
 from coordinator.ledger_thread import LedgerThread
 from coordinator.metrics import Metrics
@@ -172,11 +172,7 @@ class Coordinator:
         while True:
             self._overview = None
             self.feed.publish(self.status_json())
-            try:
-                # News at once; else the ages of heartbeats move on.
-                await asyncio.wait_for(self._news.wait(), 2)
-            except asyncio.TimeoutError:
-                continue
+            await wait_at_most(self._news, 2)  # news at once; else the ages of heartbeats move on
             self._news.clear()
             await asyncio.sleep(0.3 if len(self.feed) <= 20 else 3)  # a burst of news is one
 

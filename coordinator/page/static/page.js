@@ -115,7 +115,7 @@ function chart(id, series, xs, ys, time) {
   const data = [xs, ys];
   if (drawn[id]) return drawn[id].setData(data);
   const axis = { stroke: color("--pico-muted-color"), grid: { stroke: color("--pico-muted-border-color"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-  const values = (_, ticks) => ticks.map((v) => (v === null ? "" : short(v)));
+  const values = (_, ticks) => ticks.map((v) => (v === null ? "" : short(v).replace(".0", "")));
   drawn[id] = new uPlot({
     width: box.clientWidth, height: 230, padding: [8, 12, 0, 0],
     scales: { x: { time } },
