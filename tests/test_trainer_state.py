@@ -400,6 +400,21 @@ def test_a_restart_after_an_update_was_missed_puts_it_back(raw):
     assert update(missed, raw.folder / "v").first_window == 0
 
 
+def test_an_announced_update_that_vanished_is_reported_and_its_windows_are_given_up(world):
+    before = loaded(world)
+    train(before, 2)
+    gone = update(before, world.folder / "u")
+    before.save()
+    for path in before.folder.folder.glob("update-*"):
+        path.unlink()
+    after, heard = born(world)
+    after.load(world.load())
+    train(after, 1)
+    made = update(after, world.folder / "v")
+    assert heard.kinds() == ["lost-update"]
+    assert (made.first_window, made.end_window, made.inner_steps) == (gone.end_window, 3 * BATCH, 1)
+
+
 def test_a_saved_state_older_than_what_was_accepted_since_is_not_sent_again(world):
     before = loaded(world)
     train(before, 2)

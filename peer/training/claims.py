@@ -61,6 +61,14 @@ class Claims:
         end = min(self.counter, self.claimed_from + most)
         return (self.claimed_from, end, max(1, self.steps)) if end > self.claimed_from else None
 
+    def lost(self) -> None:
+        """The announced update is gone from the disk: its windows are never claimed again."""
+        gone = self.announced
+        if gone is not None:
+            self.announced = None
+            self.claimed_from = gone.end
+            self.steps = max(0, self.steps - gone.steps)
+
     def decided(self, next_window: int, *, kept: bool, undecided: bool = False) -> None:
         """The chain now accepts the own windows below `next_window`. `undecided`: the announced update is still open.
 

@@ -157,7 +157,10 @@ class Trainer:
             held = self.record.short if self.record else "nothing"
             raise TrainingError(f"an update after record {ask.parent.short} was asked for; what is held is {held}")
         before = self.claims.announced
-        if before is not None:
+        if before is not None and not self.folder.update_file(before.blob).exists():
+            self.report("warning", "lost-update", f"{self.folder.update_file(before.blob)} is gone: its work is lost")
+            self.claims.lost()
+        elif before is not None:
             give(self.folder.update_file(before.blob), ask.out)
             return _made(before, ask.out)
         claim = self.claims.claim(self.spec.max_update_windows)
@@ -230,10 +233,10 @@ class Trainer:
             if not open_still:
                 put_back.append(self._put_back(self.folder.update_file(mine.blob)))
         self.claims.decided(next_window, kept=bool(put_back) and all(put_back), undecided=open_still)
-        self.folder.drop_updates(mine.blob if mine is not None and open_still else None)
         self.record, self.round = record, number
         tokens = accepted_windows * self.spec.data.window
         self.inner.set_rate(round_factor(self.spec.inner.schedule, tokens, self.spec.round.target_tokens))
+        self.folder.drop_updates(mine.blob if mine is not None and open_still else None)
 
     def _put_back(self, path: Path) -> bool:
         """An own update that does not count goes back into the feedback, once. False when its blob is gone."""
