@@ -55,6 +55,8 @@ class Ballot:
         self.ready: float | None = None
         self.last_vote: Signed[Vote] | None = None
         self.voted_at = 0.0
+        self.voted_for: tuple[Digest, ...] = ()
+        """The last three records that we voted for."""
         self.proposed: Signed[Record] | None = None
         self.proposed_attempt = -1
         self.reported: set[PeerKey] = set()

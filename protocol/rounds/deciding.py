@@ -264,9 +264,12 @@ class Deciding:
 
     def _answers(self, b: Ballot, author: PeerKey, attempt: int) -> bool:
         """Whether to count on a contributor's vote, when an earlier attempt did not get the votes it needed."""
+        if attempt >= 4 and b.voted_for:
+            # Those that voted as we did lately: who has fallen silent, or hears other records than we, is left out.
+            return any(record in b.votes.get(author, ()) for record in b.voted_for)
         if author in b.votes:
             return True
-        if attempt >= 2 and b.last_vote is not None:
+        if attempt >= 2 and b.voted_for:
             return False
         member = self._c.members.get(author)
         return member is not None and self._c.now - member.heard <= 3 * self._c.policy.heartbeat_seconds
@@ -293,6 +296,7 @@ class Deciding:
         if b.last_vote is None or b.last_vote.body.record != record.digest:
             b.last_vote = c.signer.sign(Vote(c.run, b.number, record.digest))
             b.voted_at = c.now
+            b.voted_for = (*b.voted_for[-2:], record.digest)
             c.emit(Broadcast(b.last_vote))
             return self.vote(b.last_vote)
         return None

@@ -54,6 +54,9 @@ LEAVE_SECONDS = 6.0
 
 MAX_TURNS = 100
 
+REPLAYED = 64
+"""Records before the head, for each checkpoint kept, among which the record of a bad blob is looked for."""
+
 
 class RoundMachine:
     """See the module. `facts` is the driver's: set it when it changes."""
@@ -288,31 +291,36 @@ class RoundMachine:
     def _blob_bad(self, blob: Digest, reason: str) -> None:
         c, b = self._c, self._deciding.ballot
         c.blobs.condemn(blob)
-        record = self._record_with(blob)
-        author = None
+        certified, header = self._certified_with(blob)
         if b is not None:
             b.blob_bad(blob)
-            for header in b.headers.values():
-                if header.body.blob == blob:
-                    author = header.author
-            if author is not None and author in b.headers and b.headers[author].body.blob == blob:
-                b.exclude(author)
+            for h in b.headers.values():
+                if h.body.blob == blob:
+                    header = h
+            if header is not None and b.headers.get(header.author) is header:
+                b.exclude(header.author)
+        author = None if header is None else header.author
         if author is not None:
             c.members.strike(author, 0 if b is None else b.number)
         c.report("warning", "bad-blob", f"an update breaks the codec's rules: {reason}", author)
         if certified is not None:
-            for record in list(c.chain.ancestors(c.chain.head)):
-                if record == c.chain.root or c.chain.height(record) <= certified.body.round:
-                    break
-                if any(u.body.blob == blob for u in c.chain.certificate(record).record.body.updates):
-                    c.report(
-                        "error",
-                        "bad-record",
-                        f"record {record.short} was certified with an update that breaks the rules",
-                    )
-                    c.chain.condemn(record)
-                    self._forget_dropped()
-                    break
+            c.report(
+                "error", "bad-record", f"record {certified.short} was certified with a bad update: dropped", author
+            )
+            c.chain.condemn(certified)
+            self._forget_dropped()
+
+    def _certified_with(self, blob: Digest) -> tuple[Digest | None, Signed[Header] | None]:
+        """The record on the head's path, of those that a member may still have to apply, that lists a blob."""
+        chain, policy = self._c.chain, self._c.policy
+        top = chain.height(chain.head)
+        for height in range(top, max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * REPLAYED), -1):
+            record = chain.on_main(height)
+            if record is not None:
+                for u in chain.certificate(record).record.body.updates:
+                    if u.body.blob == blob:
+                        return record, u
+        return None, None
 
     # -- one thing after the other ---------------------------------------------------------------------------
 

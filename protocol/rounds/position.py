@@ -189,11 +189,15 @@ class Position:
             "apply-failed",
             f"the state after record {head.short} was not reached: {reason}; again in {pause:.0f} s",
         )
-        if self._failures % TRIES == 0 and head in chain and head != chain.root:
-            culprit = head
-            if self._good is not None and self._good in chain and self._good != head:
-                fork = chain.common_ancestor(self._good, head)
-                culprit = chain.ancestor_at(head, min(chain.height(head), chain.height(fork) + 1)) or head
+        if head not in chain or head == chain.root:
+            return
+        culprit, tries, good = head, TRIES, self._good
+        if good is not None and good in chain and good != head:
+            # There is a place to go back to: at once when that is another branch, which may be a liar's.
+            fork = chain.common_ancestor(good, head)
+            culprit = chain.ancestor_at(head, min(chain.height(head), chain.height(fork) + 1)) or head
+            tries = TRIES if fork == good else 1
+        if self._failures % tries == 0:
             self.set_aside(culprit, None)
 
     # -- branches that are not followed for a while ----------------------------------------------------------

@@ -248,9 +248,11 @@ class Node:
 
     def apply(self, action: do.Apply) -> None:
         record = action.certificate.record
-        trainer = self.trainer
+        trainer, w = self.trainer, self.world
         trainer.run(self.world.clock.now)
         missing = [u for u in record.body.updates if u.body.blob not in self.blobs]
+        if any(u.body.blob in w.bad_blobs and u.author != self.key for u in record.body.updates):
+            raise AssertionError(f"peer {self.index} was told to apply a bad update")
         if missing or self.trainer_record != record.body.parent:
             self.step(ev.ApplyFailed(record.digest, "a blob is not in the store, or this is the wrong state"))
             return
@@ -299,6 +301,10 @@ class Node:
                 if u.body.blob not in self.blobs:
                     if not any(n.gives(u.body.blob, self.key) for n in reachable if n is not self):
                         self.step(ev.ApplyFailed(head, "a blob cannot be had"))
+                        return
+                    if u.body.blob in w.bad_blobs and u.author != self.key:
+                        self.step(ev.BlobBad(u.body.blob, "chunk 3: a scale that is not finite"))
+                        self.step(ev.ApplyFailed(head, "an update on the path is bad"))
                         return
                     self.blobs.add(u.body.blob)
             state = state_after(state, record.digest)

@@ -157,7 +157,7 @@ class Scenario:
             self._check_progress()
 
     def _check_progress(self) -> None:
-        """A group of honest peers that can talk goes on, whatever the others do, once it has seen that they are gone."""
+        """A group of honest peers that can talk goes on, whatever the others do, once it saw that they are gone."""
         world, p = self.world, self.world.policy
         group = max(self._groups(), key=len, default=[])
         now, height = world.clock.now, max((n.machine.chain.height(n.machine.chain.head) for n in group), default=0)
@@ -171,7 +171,7 @@ class Scenario:
             raise Broken(f"peers {indices} can talk, and decided no round in {longest:.0f} s (round {height})")
 
     def _groups(self) -> list[list[Node]]:
-        """Honest live peers by who can talk to whom, both ways; and nobody hears them only one way."""
+        """Honest live peers by who can talk to whom, both ways, each with each."""
         left = set(self.world.honest)
         found = []
         for node in self.world.honest:
