@@ -115,12 +115,15 @@ function chart(id, series, xs, ys, time) {
   const data = [xs, ys];
   if (drawn[id]) return drawn[id].setData(data);
   const axis = { stroke: color("--pico-muted-color"), grid: { stroke: color("--pico-muted-border-color"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+  const clock = (t, step) => step >= 86400 ? new Date(t * 1000).toLocaleDateString([], { month: "short", day: "numeric" })
+    : new Date(t * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", ...(step < 60 ? { second: "2-digit" } : {}), hour12: false });
+  const times = (_, ticks, axisIndex, space, step) => ticks.map((t) => clock(t, step));
   const values = (_, ticks) => ticks.map((v) => (v === null ? "" : short(v).replace(".0", "")));
   drawn[id] = new uPlot({
     width: box.clientWidth, height: 230, padding: [8, 12, 0, 0],
     scales: { x: { time } },
-    axes: [time ? { ...axis } : { ...axis, values }, { ...axis, values, size: 52 }],
-    series: [{ label: time ? "Time" : "Tokens", ...(time ? {} : { value: (_, v) => short(v) }) },
+    axes: [{ ...axis, values: time ? times : values, space: 70 }, { ...axis, values, size: 52 }],
+    series: [{ label: time ? "Time" : "Tokens", value: (_, v) => (v === null ? "–" : time ? new Date(v * 1000).toLocaleString() : short(v)) },
              { label: series, stroke: color("--good"), width: 2, points: { show: xs.length < 3 }, value: (_, v) => (v === null ? "–" : time ? short(v) : v.toFixed(3)) }],
   }, data, box);
 }
@@ -162,6 +165,7 @@ function connect() {
   events.onmessage = (event) => { heardAt = new Date(); show(JSON.parse(event.data)); };
   events.onerror = () => {
     $("state").dataset.health = "lost";
+    $("health").textContent = "no answer";
     $("lost").hidden = false;
     $("lost").textContent = heardAt
       ? `The coordinator does not answer. This is how it was at ${heardAt.toLocaleTimeString()}; peers go on training without it.`
