@@ -207,6 +207,10 @@ def test_a_folder_prepared_before_can_be_named(write, tmp_path):
         ((r'source = "documents.jsonl"', 'prepared = "x"'), r"vocabulary, validation_every: settled when"),
         ((r"target_tokens = 1_000", "target_tokens = 1_000\nmax_update_tokens = 8"), r"round\.max_update_tokens: must"),
         ((r"\[inner\]", "[inner.schedule]\nkind = 'steep'\n[inner]"), r"inner\.schedule\.kind: .*'cosine'"),
+        (
+            (r"window = 16", 'window = 16\naddresses = ["ssh://h/x"]'),
+            r"data: addresses: 'ssh://h/x' is no address of data",
+        ),
         ((r"\[run\]", "[run"), r"run\.toml: not TOML: .*line 2"),
         ((r"seed = 3", "seed = 3\nseed = 4"), r"not TOML: .*line 5"),
     ],
@@ -263,7 +267,8 @@ def test_the_summary_states_what_the_spec_will_say(write, tmp_path):
     assert f"{spec.model.layout.numel:,} parameters" in text
     size = make_codec(spec.codec, spec.model.layout).size
     assert f"update: {size} B" in text
-    windows = int(re.search(r"about ([\d,]+) windows", text).group(1).replace(",", ""))
+    (stated,) = re.findall(r"about ([\d,]+) windows", text)
+    windows = int(stated.replace(",", ""))
     assert 0.3 < windows / spec.data.train_windows < 3
     assert "about 100 rounds" in text
 

@@ -16,7 +16,10 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_valid
 
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.prepare import SHARD_TOKENS
+from protocol.data_address import check_address
+from protocol.errors import SpecError
 from protocol.spec import (
+    MAX_INT,
     AdmissionSpec,
     CheckpointSpec,
     CodecSpec,
@@ -39,8 +42,8 @@ class RunTable(Section):
     """[run]: what the run is called, and how long it is."""
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
-    seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
-    total_tokens: Annotated[int, Field(ge=0, le=2**53)] = 0
+    seed: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
+    total_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
 
 
 class DataTable(Section):
@@ -68,6 +71,11 @@ class DataTable(Section):
             raise ValueError("write either validation_every or validation, not both")
         if self.validation_every == 1:
             raise ValueError("validation_every = 1 would hold out every document: write 2 or more")
+        for address in self.addresses:
+            try:
+                check_address(address)
+            except SpecError as e:
+                raise ValueError(f"addresses: {e}") from None
         if self.prepared is not None:
             settled = (
                 "field",

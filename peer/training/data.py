@@ -23,7 +23,7 @@ from torch import Tensor
 from peer.errors import PeerError
 from peer.training.sources import LocalFiles, Source, SourceError, at_address
 from protocol.assignment import WindowTable
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, check_leaves, chunk_size, leaf_hash
 from protocol.spec import DataSpec, Shard
@@ -81,12 +81,6 @@ class WindowReader:
         self._shards = data.train if part == "train" else data.validation
         self._table = WindowTable.of(self._shards, data.window)
         self._dtype = np.dtype("<u2" if data.dtype == "uint16" else "<u4")
-        for shard in self._shards:
-            if shard.size != shard.tokens * self._dtype.itemsize:
-                raise DataError(
-                    f"shard {shard.name.short} has {shard.size} bytes, not {self._dtype.itemsize} a token: the run's "
-                    "spec is wrong, tell its owner"
-                )
         self._vocabulary = vocabulary
         self._report = report or _log.warning
         self._lock = threading.Lock()
@@ -99,7 +93,7 @@ class WindowReader:
         for address in data.addresses if addresses is None else addresses:
             try:
                 self._sources.append(at_address(address, timeout))
-            except SourceError as e:
+            except SpecError as e:
                 self._report(f"an address of the data is not used: {e}")
 
     @property

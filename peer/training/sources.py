@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peer.errors import PeerError
+from protocol.data_address import check_address
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_leaves, chunk_count
-
-ALLOWED = ("file", "http", "https", "s3", "gs", "gcs", "az", "abfs", "hf")
-"""What an address may begin with. Addresses are written by a run's owner, whom a volunteer need not trust: fsspec's
-chained and code-loading file systems stay out."""
 
 MAX_STUCK = 8
 """Calls to an address that never came back, after which it is asked no more."""
@@ -83,10 +80,8 @@ class LocalFiles:
 
 
 def at_address(address: str, timeout: float) -> Source:
-    """The source at an address of the spec: a folder with DIGEST.tokens and DIGEST.leaves. Raises SourceError."""
-    protocol, sep, _ = address.partition("://")
-    if "::" in address or (sep and protocol not in ALLOWED):
-        raise SourceError(f"{address[:100]}: an address begins with one of {', '.join(ALLOWED)}")
+    """The source at an address of the spec: a folder with DIGEST.tokens and DIGEST.leaves. Raises SpecError."""
+    protocol = check_address(address)
     return HttpFolder(address, timeout) if protocol in ("http", "https") else FsspecFolder(address, timeout)
 
 
