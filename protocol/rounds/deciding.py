@@ -34,6 +34,7 @@ class Deciding:
         """One of those that the first in rank waits for: while it is awaited, nobody else need be looked at."""
         self._drifted: Digest | None = None
         self._looked_at = 0
+        self._making_height = 0
 
     def open(self, parent: Digest) -> Ballot:
         """Begin the round after a record."""
@@ -125,8 +126,7 @@ class Deciding:
         c.blobs.hold(event.blob)
         windows = event.end_window - event.first_window
         self.work = replace(self.work, windows=max(0, self.work.windows - windows))
-        height = c.chain.height(event.parent) if event.parent in c.chain else 0
-        c.own.made(event.blob, event.parent, height)
+        c.own.made(event.blob, event.parent, self._making_height)
         if b is None or asked != event.parent or b.parent != event.parent or c.me in b.headers:
             return
         body = Header(
@@ -174,6 +174,7 @@ class Deciding:
         if b.announced is None:
             if self._position.making is None and self.work.windows >= 1 and self._should_announce(b):
                 self._position.making = b.parent
+                self._making_height = b.number
                 self._c.emit(MakeUpdate(b.number, b.parent))
             return None
         self._look_if_ready(b)

@@ -387,7 +387,7 @@ class RoundMachine:
         if c.observer:
             return
         b = d.ballot
-        key = (c.chain.head, p.applied, p.target, id(b), d.working)
+        key = (c.chain.head, p.applied, p.target, p.joined, id(b), d.working)
         if b is not None:
             key += (len(b.headers), len(b.proposals), b.announced, len(b.excluded))
         retry = c.blobs.next_retry()

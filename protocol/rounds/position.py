@@ -41,7 +41,7 @@ class Position:
         self._retry = 0.0
         self._aside: dict[Digest, _Aside] = {}
         self._waiting: tuple[Digest, float] | None = None
-        self._needed_for: tuple[Digest | None, Digest] | None = None
+        self._needed_for: tuple | None = None
         self._needed: dict[Digest, Signed[Header]] = {}
 
     @property
@@ -65,7 +65,7 @@ class Position:
         """Blobs to hold before the trainer is moved to the head: of the records since where it stands, or since the
         newest checkpoint on another branch."""
         chain = self._c.chain
-        key = (self.applied, chain.head)
+        key = (self.applied, chain.head, self._failures, self.joined)
         if key != self._needed_for:
             self._needed_for = key
             self._needed = {u.body.blob: u for c in self._way() for u in c.record.body.updates}
@@ -73,10 +73,14 @@ class Position:
 
     def _way(self) -> tuple[Certificate, ...]:
         chain, applied, every = self._c.chain, self.applied, self._c.policy.checkpoint_every
-        if self._c.observer or applied is None or applied not in chain or applied == chain.head:
+        if self._c.observer or applied == chain.head or chain.head == chain.root:
             return ()
-        fork = chain.common_ancestor(applied, chain.head)
         boundary = (chain.height(chain.head) - 1) // every * every
+        if applied is None or applied not in chain:
+            # Nothing to lose: the driver fetches as it goes. After a failure, look at what is missing first.
+            after = chain.ancestor_at(chain.head, max(chain.height(chain.root), boundary))
+            return chain.path(after or chain.root, chain.head) if self._failures and self.joined else ()
+        fork = chain.common_ancestor(applied, chain.head)
         if fork != applied or chain.height(chain.head) - chain.height(applied) > every:
             after = chain.ancestor_at(chain.head, max(chain.height(fork), boundary))
             return chain.path(after or fork, chain.head)
@@ -99,10 +103,11 @@ class Position:
             return False
         if self.applied is not None and self.applied not in chain:
             self.applied = None
-        if self.applied is None:
-            return self._resync(head)
         way = self._way()
-        if way[0].record.body.parent == self.applied:
+        if self.applied is None:
+            if all(c.blobs.holds(blob) for blob in self.needed()):
+                return self._resync(head)
+        elif way[0].record.body.parent == self.applied:
             first = way[0].record.body
             if first.base_state != self.state:
                 return self.drift(first.base_state)
@@ -141,11 +146,16 @@ class Position:
         c = self._c
         if self._waiting is None or self._waiting[0] != head:
             self._waiting = (head, c.now if self._waiting is None else self._waiting[1])
-        if c.now - self._waiting[1] < c.policy.patience_seconds:
+        waited = c.now - self._waiting[1]
+        if waited < 2 * c.policy.heartbeat_seconds:
             return False
         for certificate in way:
             for u in certificate.record.body.updates:
                 if not c.blobs.holds(u.body.blob):
+                    # Who let us wait in vain before is given little time.
+                    if waited < c.policy.patience_seconds and c.members.is_waited_for(u.author, u.body.round):
+                        return False
+                    c.members.strike(u.author, u.body.round)
                     record = certificate.record.digest
                     text = f"nobody gives the update of {u.author.short} that record {record.short} lists: "
                     c.report("warning", "withheld", text + "going on without that branch for a while", u.author)
@@ -240,6 +250,7 @@ class Position:
             found.append(self._retry)
         if self._waiting is not None:
             found.append(self._waiting[1] + self._c.policy.patience_seconds)
+            found.append(self._waiting[1] + 2 * self._c.policy.heartbeat_seconds)
         return found
 
     def sizes(self) -> dict[str, tuple[int, int]]:

@@ -44,10 +44,9 @@ def main() -> int:
     good = [r for r in results if isinstance(r, Outcome)]
     rounds = sum(o.rounds for o in good)
     slow = sorted(o.rounds_to_agree for o in good)
-    print(
-        f"{len(results)} seeds, {rounds} rounds, {sum(o.steps for o in good)} steps, {sum(o.forks for o in good)} records "
-        f"off the final chain, {time.monotonic() - began:.1f} s"
-    )
+    steps, forks = sum(o.steps for o in good), sum(o.forks for o in good)
+    took = time.monotonic() - began
+    print(f"{len(results)} seeds, {rounds} rounds, {steps} steps, {forks} records off the final chain, {took:.1f} s")
     if slow:
         print(f"rounds until agreement after the faults: median {slow[len(slow) // 2]}, most {slow[-1]}")
     for failure in failures:

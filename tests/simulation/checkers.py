@@ -55,8 +55,8 @@ def check_counted_once(world: World) -> None:
 
 
 def check_account(world: World, node: Node) -> None:
-    """Every window that a peer has trained since its start is in exactly one place: accepted on the chain that it is on,
-    in an update that is still undecided, in the error feedback, or not announced yet."""
+    """Every window that a peer has trained since its start is in exactly one place: accepted on the chain that it is
+    on, in an update that is still undecided, in the error feedback, or not announced yet."""
     trainer, machine = node.trainer, node.machine
     at = node.trainer_record
     if at is None or node.working or node.queue:

@@ -268,6 +268,8 @@ class Node:
             self.drifts = False
             state = state_after(state, record)
         self.trainer_record = record
+        for blob in action.missed:
+            self.made.pop(blob, None)
         self.trainer.move(action, state, w.contents)
         w.moved(self, record)
         self.step(ev.Applied(record, state))

@@ -81,8 +81,8 @@ class World:
                 continue
             s, b = node.machine.summary(self.clock.now), node.machine._deciding.ballot
             lines.append(
-                f"{node.index} ({type(node).__name__}): {s.phase}, round {s.round} at {s.head.short}, chain {s.chain_head.short} "
-                f"weight {s.chain_weight}, windows {s.windows}, awaits {[names[k] for k in s.awaited]}"
+                f"{node.index} ({type(node).__name__}): {s.phase}, round {s.round} at {s.head.short}, chain "
+                f"{s.chain_head.short} weight {s.chain_weight}, windows {s.windows}, awaits {[names[k] for k in s.awaited]}"
             )
             if b is not None:
                 lines.append(f"    headers {[(names[k], h.digest.short) for k, h in b.headers.items()]}")
@@ -90,8 +90,8 @@ class World:
                     who = [names[u.author] for u in p.record.body.updates]
                     votes = [names[v.author] for v in b.votes_for(p.record)]
                     lines.append(
-                        f"    record {p.record.digest.short} by {names[p.record.author]}, attempt {p.record.body.attempt}, lists "
-                        f"{who}, votes {votes}, lacking {len(p.lacking)}, bad {p.bad}, equivocal {p.equivocal}"
+                        f"    record {p.record.digest.short} by {names[p.record.author]}, attempt "
+                        f"{p.record.body.attempt}, lists {who}, votes {votes}, lacking {len(p.lacking)}, bad {p.bad}, equivocal {p.equivocal}"
                     )
         return lines
 
