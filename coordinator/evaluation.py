@@ -15,6 +15,9 @@ from protocol.spec import DataSpec, windows_in
 def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
     """The model in an archived folder, in evaluation mode. Raises CoordinatorError for anything else."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
         raise CoordinatorError(

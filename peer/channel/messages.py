@@ -104,7 +104,8 @@ class Load(_Message):
     of the round that starts from it; `base_state`: its state digest, which the file must have. `restore`: blobs of own
     updates that no longer count: they go back into the error feedback. `next_window`, `accepted_windows`: after the
     replay, the end of the own windows that the chain has accepted, and the windows it has accepted of all.
-    `write_checkpoint`: where to write the state that results. Answered by Applied or Failed("load").
+    `write_checkpoint`: where to write the state that results. `withdraw`: blobs of own updates that were put back once,
+    and that the checkpoint holds after all. Answered by Applied or Failed("load").
     """
 
     checkpoint: Path
@@ -116,6 +117,7 @@ class Load(_Message):
     next_window: Count
     accepted_windows: Count
     write_checkpoint: Path | None = None
+    withdraw: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

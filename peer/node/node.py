@@ -177,6 +177,8 @@ class Node:
     async def _see_out(self) -> None:
         """After the last round: serve until nobody lacks anything, then finish."""
         began = time.monotonic()
+        if self._trainer is not None:
+            await self._trainer.stop(SAVE_SECONDS)
         served = -QUIET_BYTES
         while time.monotonic() - began < SEE_OUT_SECONDS:
             await asyncio.sleep(QUIET_SECONDS)

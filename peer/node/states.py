@@ -134,6 +134,7 @@ class States:
                 next_window=action.next_window,
                 accepted_windows=action.weight,
                 write_checkpoint=self._checkpoint_path(end, action.weight),
+                withdraw=self._own(action.regained),
             )
         )
 

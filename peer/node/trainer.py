@@ -98,6 +98,8 @@ class Trainer:
     async def stop(self, seconds: float) -> bool:
         """Let it save and leave within this time, else kill it. True when all that was learnt is on disk."""
         self._stopping = True
+        if self._saved.done():
+            return self._saved.result()
         saved = False
         link = self.link
         if link is not None and link.running:

@@ -199,7 +199,8 @@ class Trainer:
         state = self._checkpoint(ask.checkpoint, ask.base_state)
         # Let go of the old state before the replay: there may be no memory for both. Progress and feedback stay.
         self.outer.base = None
-        record, number, mine = ask.record, ask.round, dict[Digest, bytes]()
+        record, number = ask.record, ask.round
+        mine = {blob_digest(blob): blob for blob in map(self._blob, ask.withdraw)}
         for update in ask.replay:
             if update.round != number:
                 raise TrainingError(f"the records to replay are not in order: {update.round} where {number} was due")

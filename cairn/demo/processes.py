@@ -1,0 +1,105 @@
+"""The demo's processes: started with their output in files, watched, and gone when the demo is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from protocol.errors import CairnError
+
+PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """One `cairn` command."""
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path):
+        self.name = name
+        self.home = folder / name
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.output = self.home / "output.txt"
+        with open(self.output, "wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cairn", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                # A Ctrl-C is for the demo, which then stops its processes in order.
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def code(self) -> int | None:
+        return self._process.poll()
+
+    def last_words(self, lines: int = 6) -> str:
+        """The end of what it printed."""
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+
+    def kill(self) -> None:
+        """SIGKILL, as a power cut would."""
+        self._process.kill()
+        self._process.wait()
+
+    def ask_to_stop(self) -> None:
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended within this time."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def stop_all(processes: Sequence[Process], seconds: float = 15.0) -> None:
+    """Ask all to stop, then kill those that did not."""
+    for p in processes:
+        p.ask_to_stop()
+    end = time.monotonic() + seconds
+    for p in processes:
+        if not p.wait(max(0.1, end - time.monotonic())):
+            p.kill()
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports of loopback that are free now."""
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def wait_for_file(path: Path, process: Process, seconds: float) -> str:
+    """The content of a file that a process is to write. Raises CairnError when it does not."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if path.exists() and (text := path.read_text().strip()):
+            return text
+        if not process.running:
+            raise CairnError(f"the {process.name} ended (code {process.code}):\n{process.last_words()}")
+        time.sleep(0.1)
+    raise CairnError(f"the {process.name} was not ready within {seconds:.0f} s:\n{process.last_words()}")
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

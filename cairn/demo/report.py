@@ -1,0 +1,76 @@
+"""What the demo leaves behind: losses on held-out text, a plot, a sample of text, the credits."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import CairnError
+from protocol.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Held-out loss and a sample of text, before and after."""
+
+    before: float
+    after: float
+    text_before: str
+    text_after: str
+
+
+def judge(spec: RunSpec, shards: list[Path], before: Path, after: Path, prompt: str) -> Judged:
+    """`before`, `after`: archived folders (see `coordinator.archive`); `shards`: the validation shards' files."""
+    from cairn.generating import generate_text
+    from coordinator.evaluation import load_archived, validation_loss
+
+    losses = [validation_loss(load_archived(f), spec.data, shards, max_windows=256) for f in (before, after)]
+    texts = [generate_text(f, prompt, tokens=60, temperature=0.7, seed=1) for f in (before, after)]
+    return Judged(losses[0], losses[1], texts[0], texts[1])
+
+
+@dataclass(frozen=True)
+class Point:
+    """The training loss when so many tokens were accepted."""
+
+    tokens: int
+    loss: float
+
+
+def loss_curve(page: str) -> list[Point]:
+    """The loss so far, from the page's JSON. Raises CairnError when the page does not answer."""
+    try:
+        with urllib.request.urlopen(page.rstrip("/") + "/api/charts", timeout=10) as reply:
+            charts = json.loads(reply.read(10_000_000))
+    except (OSError, ValueError) as e:
+        raise CairnError(f"the coordinator's page at {page} does not answer: {e}") from None
+    return [Point(int(t), float(x)) for t, x in zip(charts["tokens"], charts["loss"], strict=True) if x is not None]
+
+
+def plot(curve: list[Point], judged: Judged, file: Path, events: list[tuple[int, str]]) -> None:
+    """The loss by accepted tokens as a PNG; `events` are (accepted tokens, what happened)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    axes.plot([p.tokens / 1e3 for p in curve], [p.loss for p in curve], color="#0b7285", label="training loss")
+    if curve:
+        ends = [0, curve[-1].tokens / 1e3]
+        axes.plot(ends, [judged.before, judged.after], "o", color="#c92a2a", label="held-out loss")
+    for tokens, what in events:
+        axes.axvline(tokens / 1e3, color="#868e96", linewidth=0.8, linestyle="--")
+        axes.annotate(
+            what, (tokens / 1e3, axes.get_ylim()[1]), rotation=90, va="top", ha="right", fontsize=8, color="#495057"
+        )
+    axes.set_xlabel("accepted tokens (thousands)")
+    axes.set_ylabel("loss (nats a token)")
+    axes.set_title("Four peers, one model: State of the Union addresses")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)

@@ -1,0 +1,278 @@
+"""The demo from start to end: what is started, when one peer is killed and another joins, and what is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cairn.demo.processes import Process, free_ports, stop_all, wait_for_file
+from cairn.demo.report import Judged, Point, judge, loss_curve, plot
+from cairn.demo.screen import Screen
+from cairn.figures import count
+from coordinator.archive import Archive, Archived
+from coordinator.authoring import load_run
+from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Status
+from peer.node.snapshot import Snapshot, read_snapshot
+from protocol.errors import CairnError
+from protocol.invite import Invite
+from protocol.spec import RunSpec
+
+RUN_FILE = Path(__file__).resolve().parents[2] / "examples" / "sotu.toml"
+PEERS = ("ada", "alan", "edsger", "grace")
+KILLED, KILL_AT = "edsger", 0.30
+LATE, LATE_AT = "barbara", 0.45
+"""Shares of the run's tokens at which one peer is killed with SIGKILL and a new one joins."""
+
+MARGIN = 1.0
+"""Nats by which the held-out loss must have fallen."""
+
+READY_SECONDS, RUN_SECONDS, END_SECONDS = 240.0, 600.0, 60.0
+PROMPT = "The people of the United States"
+MARK = "cairn-demo"
+
+
+@dataclass
+class Demo:
+    """What is known while it runs."""
+
+    folder: Path
+    screen: Screen
+    invite: Invite
+    spec: RunSpec
+    coordinator: Process
+    page: str
+    peers: dict[str, Process] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    events: list[tuple[int, str]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    curve: list[Point] = field(default_factory=list)
+    status: Status | None = None
+
+
+def run_demo(folder: Path, run_file: Path | None, *, plain: bool) -> int:
+    """The exit code: 0 when the loss fell by the margin and all digests agree. Raises CairnError."""
+    run_file = run_file or RUN_FILE
+    if not run_file.exists():
+        raise CairnError(
+            f"{run_file} is missing: the demo needs the examples folder of a clone; name a run file with --run-file"
+        )
+    _clear(folder)
+    screen = Screen(live=not plain and sys.stdout.isatty())
+    # gRPC would complain, and not help, when processes are started after it: they start afresh anyway.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+    processes: list[Process] = []
+    try:
+        demo = _start(folder, run_file, screen, processes)
+        with screen.showing(demo.page):
+            asyncio.run(_watch(demo, processes))
+        return _conclude(demo)
+    finally:
+        stop_all(processes)
+
+
+def _clear(folder: Path) -> None:
+    """An empty folder; only an earlier demo's is emptied."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
+        raise CairnError(f"{folder} is not empty and not of an earlier demo: name another with --folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+        (folder / MARK).touch()
+    except OSError as e:
+        raise CairnError(
+            f"{folder} cannot be made: {(e.strerror or str(e)).lower()}; name another with --folder"
+        ) from None
+
+
+def _start(folder: Path, run_file: Path, screen: Screen, processes: list[Process]) -> Demo:
+    """The coordinator and the first four peers."""
+    grpc, page, swarm = free_ports(3)
+    screen.say(f"coordinator: cairn coordinator serve {run_file.name} (prepares data and draws the first weights)")
+    coordinator = Process(
+        "coordinator",
+        ["coordinator", "serve", str(run_file), "--home", str(folder / "coordinator"),
+         "--grpc", f"127.0.0.1:{grpc}", "--page", f"127.0.0.1:{page}", "--swarm", f"/ip4/127.0.0.1/tcp/{swarm}"],
+        folder,
+    )  # fmt: skip
+    processes.append(coordinator)
+    home = coordinator_home(folder, load_run(run_file).run.name)
+    invite = Invite.parse(wait_for_file(home / "invite", coordinator, READY_SECONDS))
+    spec = asyncio.run(_spec(invite))
+    url = f"http://127.0.0.1:{page}/"
+    screen.say(f"invite: {str(invite)[:48]}...   page: {url}")
+    screen.say(f"model: {spec.model.layout.numel:,} parameters; run: {count(spec.total_tokens)} tokens", "dim")
+    demo = Demo(folder, screen, invite, spec, coordinator, url)
+    for name in PEERS:
+        _join(demo, name, processes)
+    screen.say(f"peers: {', '.join(PEERS)} join with cairn peer join INVITE")
+    return demo
+
+
+def coordinator_home(folder: Path, name: str) -> Path:
+    """Where the demo's coordinator keeps its run."""
+    from cairn.serving import coordinator_folder
+
+    return coordinator_folder(folder / "coordinator", name)
+
+
+async def _spec(invite: Invite) -> RunSpec:
+    async with CoordinatorClient(invite) as client:
+        return (await client.get_run()).spec
+
+
+def _join(demo: Demo, name: str, processes: list[Process]) -> None:
+    peer = Process(
+        name,
+        ["peer", "join", str(demo.invite), "--home", str(demo.folder / name), "--name", name, "--threads", "1",
+         "--device", "cpu", "--listen", "/ip4/127.0.0.1/tcp/0", "--plain"],
+        demo.folder,
+    )  # fmt: skip
+    demo.peers[name] = peer
+    processes.append(peer)
+
+
+async def _watch(demo: Demo, processes: list[Process]) -> None:
+    """Until every living peer has finished. Raises CairnError when one fails, or it takes too long."""
+    end = time.monotonic() + RUN_SECONDS
+    async with CoordinatorClient(demo.invite, timeout=5.0) as client:
+        while any(p.running for name, p in demo.peers.items() if name != KILLED):
+            _check_processes(demo)
+            if time.monotonic() > end:
+                raise CairnError(f"the run did not end within {RUN_SECONDS:.0f} s; see the logs in {demo.folder}")
+            try:
+                demo.status = await client.status()
+            except CoordinatorUnreachable as e:
+                demo.screen.say(str(e), "yellow")
+                await asyncio.sleep(1.0)
+                continue
+            _take(demo, demo.status)
+            _intervene(demo, demo.status, processes)
+            await asyncio.sleep(0.5)
+        demo.status = await client.status()
+        await _wait_for_archive(demo, time.monotonic() + END_SECONDS)
+        demo.curve = loss_curve(demo.page)
+
+
+def _check_processes(demo: Demo) -> None:
+    for p in [demo.coordinator, *demo.peers.values()]:
+        if p.code not in (None, 0) and demo.notes.get(p.name) != "killed":
+            raise CairnError(f"{p.name} ended with code {p.code}:\n{p.last_words()}")
+
+
+def _take(demo: Demo, status: Status) -> None:
+    if status.loss and (not demo.losses or status.loss != demo.losses[-1]):
+        demo.losses.append(status.loss)
+    demo.screen.update(status, demo.notes, demo.losses)
+
+
+def _intervene(demo: Demo, status: Status, processes: list[Process]) -> None:
+    share = status.tokens / demo.spec.total_tokens
+    if share >= KILL_AT and KILLED not in demo.notes:
+        demo.peers[KILLED].kill()
+        demo.notes[KILLED] = "killed"
+        demo.events.append((status.tokens, f"{KILLED} killed"))
+        demo.screen.say(f"{KILLED} is killed with SIGKILL in round {status.round}; the others go on", "red")
+    if share >= LATE_AT and LATE not in demo.peers:
+        _join(demo, LATE, processes)
+        demo.events.append((status.tokens, f"{LATE} joins"))
+        demo.screen.say(f"{LATE} joins late, in round {status.round}: checkpoint and replay, then training", "green")
+
+
+def _archive(demo: Demo) -> list[Archived]:
+    return Archive(coordinator_home(demo.folder, demo.spec.name) / "checkpoints", demo.spec).all()
+
+
+async def _wait_for_archive(demo: Demo, end: float) -> None:
+    """The coordinator fetches the last state while the peers see the run out: it is there, or nearly."""
+    while time.monotonic() < end:
+        if (archived := _archive(demo)) and archived[-1].tokens >= demo.spec.total_tokens:
+            return
+        await asyncio.sleep(0.5)
+
+
+def _conclude(demo: Demo) -> int:
+    """Judge the model, print what came out, and check what the demo promises."""
+    say = demo.screen.say
+    say("training is over; judging the model on held-out text")
+    archived = _archive(demo)
+    data = coordinator_home(demo.folder, demo.spec.name) / "run" / "data"
+    shards = [data / f"{s.digest}.tokens" for s in demo.spec.data.validation]
+    judged = judge(demo.spec, shards, archived[0].folder, archived[-1].folder, PROMPT)
+    picture = demo.folder / "loss.png"
+    plot(demo.curve, judged, picture, demo.events)
+    snapshots = {n: _snapshot(demo, n) for n in demo.peers if n != KILLED}
+    problems = _problems(demo, snapshots, archived, judged)
+    _print(demo, snapshots, archived, judged, picture)
+    for problem in problems:
+        say(f"FAILED: {problem}", "bold red")
+    if not problems:
+        say(f"all {len(snapshots)} living peers hold the same bits, and the loss fell as promised", "bold green")
+    return 1 if problems else 0
+
+
+def _snapshot(demo: Demo, name: str) -> Snapshot | None:
+    from peer.node.membership import run_folder
+
+    return read_snapshot(run_folder(demo.folder / name, demo.invite.run))
+
+
+def _problems(demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[Archived], judged: Judged) -> list[str]:
+    problems = []
+    states = {s.state if s else "" for s in snapshots.values()}
+    if len(states) != 1 or "" in states:
+        problems.append("the peers' state digests differ")
+    if str(archived[-1].state) not in states:
+        problems.append("the archived checkpoint is not the state that the peers hold")
+    if not judged.before - judged.after >= MARGIN:
+        problems.append(f"the held-out loss fell by {judged.before - judged.after:.2f}, less than {MARGIN:.2f}")
+    for name in (KILLED, LATE):
+        if name not in demo.notes and name not in demo.peers:
+            problems.append(f"{name} had no part in it: the run was over too soon")
+    late = next((p for p in demo.status.peers if p.name == LATE), None) if demo.status else None
+    if late is None or late.micro_credits_settled + late.micro_credits_pending == 0:
+        problems.append(f"{LATE}, who joined late, earned nothing")
+    return problems
+
+
+def _print(
+    demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[Archived], judged: Judged, picture: Path
+) -> None:
+    from rich.table import Table
+
+    from cairn.figures import credits
+
+    say, status = demo.screen.say, demo.status
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("peer")
+    table.add_column("state digest", no_wrap=True)
+    table.add_column("round", justify="right")
+    table.add_column("settled", justify="right")
+    table.add_column("pending", justify="right")
+    table.add_column("credits", justify="right")
+    for p in sorted(status.peers if status else (), key=lambda p: p.name):
+        if p.name in demo.peers:
+            held = snapshots.get(p.name)
+            table.add_row(
+                p.name,
+                held.state[:32] if held else demo.notes.get(p.name, "-"),
+                str(held.round if held else p.round),
+                credits(p.micro_credits_settled),
+                credits(p.micro_credits_pending),
+                credits(p.micro_credits_settled + p.micro_credits_pending),
+            )
+    demo.screen.lay(table)
+    say(f"held-out loss: {judged.before:.3f} before, {judged.after:.3f} after (must fall by {MARGIN:.2f})")
+    say(f"text before: {_one_line(judged.text_before)}", "dim")
+    say(f"text after:  {_one_line(judged.text_after)}")
+    say(f"plot:        {picture}")
+    say(f"checkpoint:  {archived[-1].folder} (round {archived[-1].round}, {count(archived[-1].tokens)} tokens)")
+    say(f'try:         cairn generate {archived[-1].folder} --prompt "{PROMPT}"')
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(c if c.isprintable() and c != "\ufffd" else " " for c in text).split())[:300]
