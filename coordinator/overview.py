@@ -143,7 +143,9 @@ class Overlooker:
         late = now - (self._moved_at or now)
         if late > r.max_seconds + r.exchange_seconds + r.patience_seconds:
             return "stalled", f"{who}, but round {training} has not ended for {duration(late)}: the peers' logs say why"
-        astray = [p for p in working if self._astray(p, training)]
+        newest = f.newest(4)
+        recent = {a.record for a in newest} | {a.parent for a in newest} | {genesis_digest(self._run)}
+        astray = [p for p in working if self._astray(p, training, recent)]
         if 3 * len(astray) > len(working):
             names = ", ".join(p.name for p in astray[:5])
             return "split", f"{len(astray)} of {len(working)} training peers are on another chain or behind: {names}"
@@ -152,29 +154,24 @@ class Overlooker:
         speed = f", {amount(rate)} tokens/s" if rate else ""
         return "healthy", f"{who}, round {training}, loss {loss:.2f}{speed}"
 
-    def _astray(self, p: PeerView, training: int) -> bool:
+    @staticmethod
+    def _astray(p: PeerView, training: int, recent: set[Digest]) -> bool:
         """On another branch, or more than two rounds behind. One that is ahead, this coordinator has yet to hear of."""
         h = p.heartbeat
         if h is None or h.round > training:
             return False
-        if h.round < training - 2:
-            return True
-        recent = {a.record for a in self._follower.newest(4)} | {a.parent for a in self._follower.newest(4)}
-        return h.head not in recent | {genesis_digest(self._run)}
+        return h.round < training - 2 or h.head not in recent
 
     def _peers(self, now: float) -> tuple[PeerView, ...]:
         """Everyone heard of or credited; those who train first, then by credits."""
         f = self._follower
-        views = []
+        views, nothing = [], Balance()
         for peer in dict.fromkeys([*self._book.keys(), *f.settled_balances, *f.pending]):
-            phase = self._book.phase(peer, now)
-            try:
-                known = self._book[peer]
-                heartbeat, since = known.heartbeat, now - known.heard_at
-            except KeyError:
-                heartbeat, since = None, 0.0
-            settled = f.settled_balances.get(peer, Balance()).micro_credits
-            pending = f.pending.get(peer, Balance()).micro_credits
+            known = self._book.get(peer)
+            phase = self._book.phase(known, now)
+            heartbeat, since = (known.heartbeat, now - known.heard_at) if known else (None, 0.0)
+            settled = f.settled_balances.get(peer, nothing).micro_credits
+            pending = f.pending.get(peer, nothing).micro_credits
             if phase in ("gone", "observing") and not settled + pending:
                 continue  # one that earned nothing and is gone is no news; an observer is no trainer
             views.append(PeerView(peer, self._name_of(peer), phase, heartbeat, max(0.0, since), settled, pending))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+import heapq
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coordinator.swarm import Heard
@@ -28,26 +28,26 @@ class PeerBook:
 
     def __init__(self, member_seconds: float):
         self._member_seconds = member_seconds
-        self._known: OrderedDict[PeerKey, Known] = OrderedDict()
+        self._known: dict[PeerKey, Known] = {}
 
     def update(self, heard: Mapping[PeerKey, Heard], now: float) -> None:
         """Take in what the observer hears now."""
-        for peer, h in sorted(heard.items(), key=lambda item: -item[1].seconds_since):
+        for peer, h in heard.items():
             self._known[peer] = Known(h.heartbeat, now - h.seconds_since)
-            self._known.move_to_end(peer)
-        while len(self._known) > MAX_PEERS:
-            self._known.popitem(last=False)
+        if (many := len(self._known) - MAX_PEERS) > 0:
+            for peer in heapq.nsmallest(many, self._known, key=lambda p: self._known[p].heard_at):
+                del self._known[peer]
 
-    def __getitem__(self, peer: PeerKey) -> Known:
-        return self._known[peer]
+    def get(self, peer: PeerKey) -> Known | None:
+        """What is known of a peer, if anything."""
+        return self._known.get(peer)
 
-    def keys(self) -> list[PeerKey]:
-        """Those heard of, most recently heard last."""
-        return list(self._known)
+    def keys(self) -> Iterable[PeerKey]:
+        """Those heard of."""
+        return self._known.keys()
 
-    def phase(self, peer: PeerKey, now: float) -> str:
-        """As in its heartbeat; or "silent", "gone"."""
-        known = self._known.get(peer)
+    def phase(self, known: Known | None, now: float) -> str:
+        """As in the heartbeat; or "silent", "gone"."""
         if known is None or known.heartbeat.phase == "leaving":
             return "gone"
         silence = now - known.heard_at

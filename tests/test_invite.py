@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import MalformedError
 from protocol.identity import Identity
-from protocol.ids import Digest, RunId, b64url, from_b64url, sha256
+from protocol.ids import Digest, RunId, b64url, sha256
 from protocol.invite import PREFIX, Endpoint, Invite, _base58, _from_base58
 
 RUN, FINGERPRINT = RunId(bytes(range(32))), Digest(bytes(range(32, 64)))
@@ -56,8 +56,6 @@ def test_a_cut_off_or_mistyped_paste_is_refused_and_says_so(data):
     at = data.draw(st.integers(len(PREFIX), len(text) - 1))
     other = data.draw(st.sampled_from("ABCDEFGHabcdefgh0123456789-_").filter(lambda c: c != text[at]))
     mistyped = text[:at] + other + text[at + 1 :]
-    if at == len(text) - 1 and from_b64url(mistyped[7:]) == from_b64url(text[7:]):
-        return  # the last character has bits that carry nothing
     with pytest.raises(MalformedError, match="cut off or altered"):
         Invite.parse(mistyped)
 

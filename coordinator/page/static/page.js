@@ -122,7 +122,7 @@ function chart(id, series, xs, ys, time) {
   drawn[id] = new uPlot({
     width: box.clientWidth, height: 230, padding: [8, 12, 0, 0],
     scales: { x: { time } },
-    axes: [{ ...axis, values: time ? times : values, space: 70 }, { ...axis, values, size: 52 }],
+    axes: [{ ...axis, values: time ? times : values, space: 70, size: 30 }, { ...axis, values, size: 52 }],
     series: [{ label: time ? "Time" : "Tokens", value: (_, v) => (v === null ? "–" : time ? new Date(v * 1000).toLocaleString() : short(v)) },
              { label: series, stroke: color("--good"), width: 2, points: { show: xs.length < 3 }, value: (_, v) => (v === null ? "–" : time ? short(v) : v.toFixed(3)) }],
   }, data, box);
@@ -139,6 +139,7 @@ async function charts() {
       chart("rate", "Tokens/s", c.times, c.rates, true);
     }
   } catch (e) {
+    console.error("charts:", e);
     shownRound = null; // asked again with the next event
   }
   asking = false;
