@@ -23,7 +23,7 @@ FLATTEN = 32
 
 
 class UnknownParent(ChainError):
-    """The certificate's parent is not in the tree: ask its source for what comes before; or it is older than we keep."""
+    """The certificate's parent is not in the tree: ask its source for what comes before it, unless too old."""
 
 
 def genesis_digest(run: RunId) -> Digest:
@@ -275,6 +275,9 @@ class Chain:
         parent = self._links.get(body.parent)
         if parent is None:
             raise UnknownParent(f"the parent {body.parent.short} of record {record.digest.short} is not known here")
+        final = None if self._final is None else self._links.get(self._final.body.record)
+        if final is not None and parent.height < final.height:
+            raise ChainError(f"record {record.digest.short} is a rival of records that the owner has signed as final")
         if body.round != parent.height:
             raise ChainError(f"record {record.digest.short}: round {body.round} after round {parent.height - 1}")
         if parent is self._root and self._root_state not in (None, body.base_state):
@@ -290,7 +293,8 @@ class Chain:
         self._links[link.digest] = link
         self._bytes += link.size
         if self._awaited is not None and self._awaited.body.record == link.digest:
-            self.add_final(self._awaited)
+            awaited, self._awaited = self._awaited, None
+            self.add_final(awaited)
         if self._better(link, self._head) and not self._set_aside(link):
             self._move_head(link)
         self._bound()
@@ -300,7 +304,8 @@ class Chain:
         """Take the owner's final (opened). True when it is newer than what was known.
 
         A final for a record that is not here yet is remembered, and takes effect when the record comes.
-        Raises ChainError when it contradicts an older final.
+        So is one that contradicts an older final: its record can never come. Raises ChainError when it names the record's
+        round wrongly.
         """
         body = final.body
         if self._final is not None and body.round <= self._final.body.round:
@@ -313,9 +318,6 @@ class Chain:
             return False
         if link.height != body.round + 1:
             raise ChainError(f"the owner's final names round {body.round} for a record of round {link.height - 1}")
-        if self._final is not None and (old := self._links.get(self._final.body.record)) is not None:
-            if not self._descends(link, old):
-                raise ChainError("the owner has signed two finals that contradict each other: ask the run's owner")
         self._final = final
         if self._awaited is not None and self._awaited.body.round <= body.round:
             self._awaited = None

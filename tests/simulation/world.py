@@ -49,6 +49,10 @@ class World:
         self.bad_blobs: set[Digest] = set()
         self.records: dict[Digest, Certificate] = {}
         """Every record that anybody certified."""
+        self.announced_at: dict[Digest, float] = {}
+        """When the first update after each parent was ready."""
+        self.applied_at: dict[Digest, float] = {}
+        """When the last peer reached each record."""
         self.reports: list[tuple[float, int, Report]] = []
         self._finals = 0
         self._blobs = 0
@@ -80,25 +84,29 @@ class World:
                 lines.append(f"{node.index}: down")
                 continue
             s, b = node.machine.summary(self.clock.now), node.machine._deciding.ballot
+            awaited = [names[k] for k in s.awaited]
             lines.append(
-                f"{node.index} ({type(node).__name__}): {s.phase}, round {s.round} at {s.head.short}, chain "
-                f"{s.chain_head.short} weight {s.chain_weight}, windows {s.windows}, awaits {[names[k] for k in s.awaited]}"
+                f"{node.index} ({type(node).__name__}): {s.phase}, round {s.round} at {s.head.short}, windows "
+                f"{s.windows}, chain {s.chain_head.short} weight {s.chain_weight}, awaits {awaited}"
             )
-            if b is not None:
-                lines.append(f"    headers {[(names[k], h.digest.short) for k, h in b.headers.items()]}")
-                for p in b.proposals.values():
-                    who = [names[u.author] for u in p.record.body.updates]
-                    votes = [names[v.author] for v in b.votes_for(p.record)]
-                    lines.append(
-                        f"    record {p.record.digest.short} by {names[p.record.author]}, attempt "
-                        f"{p.record.body.attempt}, lists {who}, votes {votes}, lacking {len(p.lacking)}, bad {p.bad}, equivocal {p.equivocal}"
-                    )
+            if b is None:
+                continue
+            lines.append(f"    headers {[(names[k], h.digest.short) for k, h in b.headers.items()]}")
+            for p in b.proposals.values():
+                who = [names[u.author] for u in p.record.body.updates]
+                votes = [names[v.author] for v in b.votes_for(p.record)]
+                by, attempt = names[p.record.author], p.record.body.attempt
+                lines.append(
+                    f"    record {p.record.digest.short} by {by}, attempt {attempt}, lists {who}, votes {votes}, "
+                    f"lacking {len(p.lacking)}, bad {p.bad}, equivocal {p.equivocal}"
+                )
         return lines
 
     # -- called by nodes -------------------------------------------------------------------------------------
 
     def new_blob(self, node: Node, parent: Digest, content: frozenset[int]) -> Digest:
         self._blobs += 1
+        self.announced_at.setdefault(parent, self.clock.now)
         blob = Digest(sha256(b"blob", node.key, parent, str(self._blobs).encode()))
         self.contents[blob] = content
         return blob
@@ -107,6 +115,7 @@ class World:
         self.records.setdefault(certificate.record.digest, certificate)
 
     def moved(self, node: Node, record: Digest) -> None:
+        self.applied_at[record] = self.clock.now
         if self.verbose:
             chain = node.machine.chain
             where = f"{record.short}, round {chain.height(record)}, weight {chain.weight(record)}"

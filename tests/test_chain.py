@@ -1,0 +1,243 @@
+"""The chain: what is refused, which head is chosen, what finals and bounds do. A cheap signer makes certificates."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from protocol.chain import Chain, ChainLimits, UnknownParent, genesis_digest
+from protocol.errors import ChainError
+from protocol.ids import Digest, PeerKey, Round, RunId, sha256
+from protocol.messages import Certificate, Final, Header, Record
+from tests.simulation.signer import FakeSigner, certificate
+
+RUN = RunId(sha256(b"run"))
+STATE = Digest(sha256(b"state"))
+KEYS = sorted(PeerKey(sha256(b"key", bytes([i]))) for i in range(6))
+OWNER = FakeSigner(PeerKey(sha256(b"owner")))
+LIMITS = ChainLimits(max_update_windows=100, max_members=5)
+
+
+def make(
+    parent: Digest, number: int, claims: dict[int, tuple[int, int]], *, by=None, state=STATE, run=RUN
+) -> Certificate:
+    """A certificate whose contributors claim these windows."""
+    updates = []
+    for i, (first, end) in sorted(claims.items()):
+        blob = Digest(sha256(b"blob", KEYS[i], parent, bytes([first % 251, end % 251])))
+        updates.append(
+            FakeSigner(KEYS[i]).sign(Header(run, Round(number), parent, state, first, end, 1, blob, 9, 1.0, b""))
+        )
+    author = KEYS[min(claims)] if by is None else by
+    record = FakeSigner(author).sign(Record(run, Round(number), parent, state, 0, tuple(updates)))
+    return certificate(record, [KEYS[i] for i in claims])
+
+
+def final(record: Certificate):
+    body = record.record.body
+    return OWNER.sign(Final(RUN, body.round, record.record.digest))
+
+
+def line(chain: Chain, parent: Digest, number: int, length: int, who: int, step: int = 1) -> list[Certificate]:
+    """Certificates in a row by one contributor, added."""
+    made = []
+    for i in range(length):
+        first = chain.next_window(KEYS[who], parent)
+        made.append(make(parent, number + i, {who: (first, first + step)}))
+        assert chain.add(made[-1])
+        parent = made[-1].record.digest
+    return made
+
+
+def new(**limits) -> Chain:
+    values = {"max_update_windows": 100, "max_members": 5, **limits}
+    return Chain(RUN, STATE, ChainLimits(**values))
+
+
+def test_an_empty_chain_is_its_genesis():
+    chain = new()
+    assert chain.head == genesis_digest(RUN) == chain.root
+    assert chain.height(chain.head) == 0 and chain.weight(chain.head) == 0
+    assert chain.locator() == (chain.genesis,) and chain.after([]) == ((), False)
+
+
+def test_weights_and_next_windows_follow_the_records():
+    chain = new()
+    a = make(chain.genesis, 0, {0: (0, 10), 1: (5, 8)})
+    assert chain.add(a) and not chain.add(a)
+    b = make(a.record.digest, 1, {1: (8, 20), 2: (0, 1)})
+    chain.add(b)
+    assert chain.head == b.record.digest and chain.weight(chain.head) == 26
+    assert [chain.next_window(KEYS[i], chain.head) for i in range(4)] == [10, 20, 1, 0]
+    assert chain.next_window(KEYS[1], a.record.digest) == 8
+    assert chain.path(chain.genesis, chain.head) == (a, b)
+
+
+@pytest.mark.parametrize(
+    "claims, changes, words",
+    [
+        ({0: (9, 30)}, {}, "a second time"),
+        ({0: (10, 111)}, {}, "too many"),
+        ({i: (10, 11) for i in range(6)}, {}, "max_members"),
+        ({0: (10, 11)}, {"by": KEYS[3]}, "no update in it"),
+        ({0: (10, 11)}, {"number": 2}, "round 2"),
+        ({0: (10, 11)}, {"run": RunId(sha256(b"other"))}, "another run"),
+    ],
+)
+def test_a_certificate_that_breaks_a_rule_is_refused_with_the_reason(claims, changes, words):
+    chain = new()
+    a = make(chain.genesis, 0, {0: (0, 10)})
+    chain.add(a)
+    with pytest.raises(ChainError, match=words):
+        chain.add(make(a.record.digest, changes.pop("number", 1), claims, **changes))
+    assert chain.head == a.record.digest and len(chain) == 1
+
+
+def test_round_0_starts_from_the_genesis_state_and_an_unknown_parent_says_so():
+    chain = new()
+    with pytest.raises(ChainError, match="another state"):
+        chain.add(make(chain.genesis, 0, {0: (0, 1)}, state=Digest(sha256(b"else"))))
+    with pytest.raises(UnknownParent):
+        chain.add(make(Digest(sha256(b"nobody")), 1, {0: (0, 1)}))
+
+
+def test_the_heavier_branch_wins_and_ties_go_to_the_smaller_digest():
+    rng = random.Random(4)
+    made = [make(genesis_digest(RUN), 0, {i: (0, 5)}) for i in range(4)]
+    least = min(c.record.digest for c in made)
+    for _ in range(5):
+        chain = new()
+        for c in rng.sample(made, len(made)):
+            chain.add(c)
+        assert chain.head == least
+        chain.add(make(max(c.record.digest for c in made), 1, {5: (0, 1)}))
+        assert chain.weight(chain.head) == 6 and chain.common_ancestor(chain.head, least) == chain.genesis
+
+
+def test_nothing_before_a_final_is_reverted_and_what_lost_to_it_is_dropped():
+    chain = new()
+    short, long = line(chain, chain.genesis, 0, 2, 0), line(chain, chain.genesis, 0, 9, 1)
+    assert chain.head == long[-1].record.digest
+    assert chain.add_final(final(short[1])) and not chain.add_final(final(short[0]))
+    assert chain.head == short[1].record.digest and len(chain) == 2
+    with pytest.raises(UnknownParent):
+        chain.add(make(long[0].record.digest, 1, {2: (0, 99)}))
+    with pytest.raises(ChainError, match="final"):
+        chain.add(make(chain.genesis, 0, {3: (0, 100)}))
+    assert chain.head == short[1].record.digest
+
+
+def test_a_final_that_comes_before_its_record_takes_effect_with_it():
+    other = new()
+    wanted = line(other, other.genesis, 0, 2, 0)
+    chain = new()
+    heavy = line(chain, chain.genesis, 0, 3, 1, step=50)
+    assert chain.add_final(final(wanted[1])) and chain.head == heavy[-1].record.digest
+    for c in wanted:
+        chain.add(c)
+    assert chain.head == wanted[1].record.digest and chain.final == final(wanted[1])
+
+
+def test_of_finals_that_contradict_each_other_the_first_stands():
+    chain = new()
+    a, b = line(chain, chain.genesis, 0, 1, 0), line(chain, chain.genesis, 0, 3, 1)
+    chain.add_final(final(a[0]))
+    assert chain.add_final(final(b[2]))  # its record is gone: only remembered
+    with pytest.raises(ChainError):
+        chain.add(b[0])
+    assert chain.head == a[0].record.digest and chain.final == final(a[0])
+
+
+def test_a_locator_finds_what_is_lacking_in_bounded_answers():
+    chain, behind = new(), new()
+    made = line(chain, chain.genesis, 0, 100, 0)
+    for c in made[:30]:
+        behind.add(c)
+    assert len(chain.locator()) < 20 and chain.locator()[-1] == chain.genesis
+    rounds = 0
+    while behind.head != chain.head:
+        found, more = chain.after(behind.locator(), count=16)
+        assert 0 < len(found) <= 16 and more == (found[-1] is not made[-1])
+        assert sum(behind.add(c) for c in found) == len(found)
+        rounds += 1
+    assert rounds == 5
+    one, more = chain.after([chain.genesis], size=1)
+    assert len(one) == 1 and more
+
+
+def test_a_fork_finds_the_common_ancestor_by_its_locator():
+    chain = new()
+    made = line(chain, chain.genesis, 0, 20, 0)
+    fork = line(chain, made[9].record.digest, 10, 3, 1)
+    asker = new()
+    for c in (*made[:10], *fork):
+        asker.add(c)
+    found, _ = chain.after(asker.locator())
+    assert found == tuple(made[10:])
+
+
+def test_memory_is_bounded_and_what_is_left_still_answers():
+    chain = new(max_records=50, keep_at_least=20, max_side=10)
+    made = line(chain, chain.genesis, 0, 300, 0)
+    for i in range(40):
+        chain.add(make(made[-5].record.digest, 296, {1: (i, i + 1)}))
+    assert len(chain) <= 50 and chain.head == made[-1].record.digest
+    assert chain.next_window(KEYS[0], chain.head) == 300
+    assert chain.weight(chain.head) == 300 and chain.height(chain.head) == 300
+    with pytest.raises(UnknownParent):
+        chain.after([genesis_digest(RUN)])
+    later, _ = chain.after(chain.locator()[3:])
+    assert later[-1].record.digest == chain.head
+
+
+def test_an_anchor_starts_a_tree_without_what_came_before():
+    chain = new()
+    made = line(chain, chain.genesis, 0, 40, 0)
+    anchor = chain.anchor(made[29].record.digest, STATE)
+    later = Chain(RUN, STATE, LIMITS, anchor=anchor)
+    for c in made[30:]:
+        assert later.add(c)
+    assert (later.head, later.weight(later.head)) == (chain.head, 40)
+    assert later.next_window(KEYS[0], later.root) == 30
+    with pytest.raises(ChainError):
+        later.path(chain.genesis, later.head)
+
+
+def test_next_windows_agree_with_a_plain_count_on_random_trees():
+    rng = random.Random(7)
+    chain = new(max_side=1000)
+    ends: dict[Digest, dict[int, int]] = {chain.genesis: {}}
+    for _ in range(400):
+        parent = rng.choice(list(ends)[-40:])
+        claims = {}
+        for i in rng.sample(range(6), rng.randint(1, 5)):
+            first = ends[parent].get(i, 0) + rng.randint(0, 2)
+            claims[i] = (first, first + rng.randint(1, 9))
+        c = make(parent, chain.height(parent), claims)
+        if chain.add(c):
+            ends[c.record.digest] = {**ends[parent], **{i: end for i, (_, end) in claims.items()}}
+    for record, known in ends.items():
+        assert [chain.next_window(KEYS[i], record) for i in range(6)] == [known.get(i, 0) for i in range(6)]
+    heaviest = max(chain.weight(r) for r in ends)
+    assert chain.head == min(r for r in ends if chain.weight(r) == heaviest)
+
+
+def test_a_branch_set_aside_does_not_compete_until_it_is_taken_back():
+    chain = new()
+    light, heavy = line(chain, chain.genesis, 0, 1, 0), line(chain, chain.genesis, 0, 2, 1)
+    chain.set_aside(heavy[0].record.digest)
+    assert chain.head == light[0].record.digest
+    more = line(chain, heavy[1].record.digest, 2, 1, 1)
+    assert chain.head == light[0].record.digest
+    chain.take_back(heavy[0].record.digest)
+    assert chain.head == more[0].record.digest
+
+
+def test_a_condemned_record_never_comes_back():
+    chain = new()
+    made = line(chain, chain.genesis, 0, 3, 0)
+    chain.condemn(made[1].record.digest)
+    assert chain.head == made[0].record.digest and len(chain) == 1
+    with pytest.raises(ChainError, match="broke the codec"):
+        chain.add(made[1])

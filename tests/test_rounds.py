@@ -1,0 +1,393 @@
+"""The round machine by itself: one machine, hand-made events, and the actions that follow."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey, Round, RunId, sha256
+from protocol.messages import Goodbye, Header, Heartbeat, Record, Vote
+from protocol.rounds import actions as do
+from protocol.rounds import events as ev
+from protocol.rounds.machine import RoundMachine
+from protocol.rounds.policy import Facts, Policy
+from tests.simulation.signer import FakeSigner, certificate
+
+RUN = RunId(sha256(b"run"))
+STATE = Digest(sha256(b"state"))
+ME = PeerKey(sha256(b"me"))
+OTHERS = [PeerKey(sha256(b"other", bytes([i]))) for i in range(40)]
+POLICY = Policy(
+    target_windows=20, max_update_windows=50, max_seconds=100, exchange_seconds=10, propose_seconds=3, patience_seconds=30,
+    heartbeat_seconds=1, member_seconds=5, max_members=8, checkpoint_every=5,
+)  # fmt: skip
+
+
+def blob_of(key: PeerKey, label: bytes = b"") -> Digest:
+    return Digest(sha256(b"blob", key, label))
+
+
+class Bench:
+    """A machine at the genesis, past joining, with shorthands."""
+
+    def __init__(self, *, observer=False, policy=POLICY, ready=True):
+        self.now = 0.0
+        self.chain = Chain(RUN, STATE, policy.chain_limits)
+        facts = Facts(admission=b"me")
+        self.machine = RoundMachine(
+            policy, RUN, FakeSigner(ME), self.chain, now=0.0, observer=observer, blob_size=9, facts=facts
+        )
+        self.actions = self.machine.start(0.0, alone=True)
+        if ready and not observer:
+            self.step(ev.Applied(self.chain.genesis, STATE))
+
+    def step(self, event, now=None):
+        self.now = self.now if now is None else now
+        self.actions = self.machine.step(event, self.now)
+        return self.actions
+
+    def of(self, kind):
+        return [a for a in self.actions if isinstance(a, kind)]
+
+    def said(self, body):
+        """Bodies of a type that were broadcast in the last step."""
+        return [a.message.body for a in self.of(do.Broadcast) if isinstance(a.message.body, body)]
+
+    def header(self, key, windows=10, label=b"", **changes):
+        values = dict(
+            run=RUN, round=Round(0), parent=self.chain.genesis, base_state=STATE, first_window=0, end_window=windows,
+            inner_steps=1, blob=blob_of(key, label), blob_size=9, loss=1.0, admission=b"a",
+        )  # fmt: skip
+        return FakeSigner(key).sign(Header(**{**values, **changes}))
+
+    def beat(self, key, *, windows=5, sequence=1, head=None, weight=0, phase="training", admission=b"a"):
+        head = head or self.chain.genesis
+        body = Heartbeat(RUN, sequence, Round(0), head, weight, windows, phase, 1.0, 1.0, 0, 0, (), (), admission, "")
+        return self.step(ev.Heard(FakeSigner(key).sign(body)))
+
+    def announce(self, windows=25):
+        """Train and announce."""
+        self.step(ev.Progress(windows, 1.0, 1.0))
+        assert self.of(do.MakeUpdate)
+        self.step(ev.UpdateReady(self.chain.genesis, 0, windows, 5, blob_of(ME), 9, 1.0))
+
+    def hold(self, *headers):
+        """Headers arrive, and their blobs are fetched."""
+        for h in headers:
+            self.step(ev.Heard(h))
+        for h in headers:
+            self.step(ev.BlobHeld(h.body.blob))
+
+    def record(self, by, headers, attempt=0):
+        updates = tuple(sorted(headers, key=lambda h: h.author))
+        return FakeSigner(by).sign(Record(RUN, Round(0), self.chain.genesis, STATE, attempt, updates))
+
+    @property
+    def mine(self):
+        return next(h for h in self.machine.summary(self.now).headers if h.author == ME)
+
+
+def test_a_lone_peer_certifies_its_own_update_without_a_timer():
+    b = Bench()
+    b.announce()
+    assert b.said(Header) and b.said(Record) and b.said(Vote)
+    assert b.of(do.KeepCertificate) and b.of(do.Apply)[0].next_window == 25 and b.of(do.Apply)[0].missed == ()
+    assert b.actions.index(b.of(do.KeepCertificate)[0]) < b.actions.index(b.of(do.Apply)[0])
+    b.step(ev.Applied(b.chain.head, Digest(sha256(b"next"))))
+    assert b.machine.summary(0).round == 1 and b.said(Heartbeat)[-1].weight == 25
+
+
+def test_below_the_target_nobody_announces_until_the_round_has_lasted_long_enough():
+    b = Bench()
+    b.step(ev.Progress(3, 1.0, 1.0))
+    b.beat(OTHERS[0], windows=16)
+    assert not b.of(do.MakeUpdate)
+    b.beat(OTHERS[0], windows=17, sequence=2)
+    assert b.of(do.MakeUpdate)
+    b = Bench()
+    b.step(ev.Progress(3, 1.0, 1.0), 99)
+    assert not b.of(do.MakeUpdate)
+    b.step(ev.Tick(), 100)
+    assert b.of(do.MakeUpdate)
+
+
+def test_who_has_trained_nothing_does_not_announce():
+    b = Bench()
+    b.beat(OTHERS[0], windows=50)
+    assert not b.of(do.MakeUpdate)
+    b.step(ev.Tick(), 200)
+    assert not b.of(do.MakeUpdate)
+
+
+def test_blobs_are_fetched_after_announcing_and_served_only_to_those_who_announced():
+    b = Bench()
+    theirs = b.header(OTHERS[0])
+    b.step(ev.Heard(theirs))
+    assert not b.of(do.FetchBlob)
+    b.announce()
+    assert [a.blob for a in b.of(do.FetchBlob)] == [theirs.body.blob]
+    assert b.machine.may_serve(blob_of(ME), OTHERS[0]) is None
+    assert "not announced" in b.machine.may_serve(blob_of(ME), OTHERS[1])
+    assert b.machine.may_serve(Digest(sha256(b"checkpoint")), OTHERS[1]) is None
+
+
+def test_a_decided_round_is_served_to_anyone():
+    b = Bench()
+    b.announce()
+    b.step(ev.Applied(b.chain.head, Digest(sha256(b"next"))))
+    assert b.machine.may_serve(blob_of(ME), OTHERS[1]) is None
+
+
+def test_a_vote_is_given_only_when_every_blob_is_held():
+    b = Bench()
+    b.beat(OTHERS[0])
+    b.announce()
+    theirs = b.header(OTHERS[0])
+    record = b.record(OTHERS[0], [b.mine, theirs])
+    b.step(ev.Heard(record))
+    b.step(ev.Tick(), 2)
+    assert not b.said(Vote)
+    b.step(ev.BlobHeld(theirs.body.blob))
+    assert [v.record for v in b.said(Vote)] == [record.digest]
+
+
+def test_no_vote_for_a_record_with_a_bad_update_and_its_author_is_reported():
+    b = Bench()
+    b.beat(OTHERS[0])
+    b.announce()
+    theirs = b.header(OTHERS[0])
+    b.step(ev.Heard(theirs))
+    b.step(ev.BlobBad(theirs.body.blob, "scales"))
+    assert [r.about for r in b.of(do.Report)] == [OTHERS[0]]
+    mine_alone = b.said(Record)
+    assert [len(r.updates) for r in mine_alone] == [1]
+    record = b.record(OTHERS[0], [b.machine.summary(0).headers[0], theirs])
+    b.step(ev.Heard(record))
+    for t in range(1, 60):
+        b.step(ev.Tick(), t)
+        assert record.digest not in [v.record for v in b.said(Vote)]
+
+
+def test_another_record_gets_the_vote_only_after_a_pause():
+    b = Bench()
+    theirs, third = b.header(OTHERS[0]), b.header(OTHERS[1])
+    b.beat(OTHERS[0])
+    b.beat(OTHERS[1])
+    b.announce()
+    b.hold(theirs, third)
+    voted = b.machine.summary(0).votes
+    assert voted == 1 or b.step(ev.Tick(), 2) is not None
+    start = b.now
+    record = b.record(OTHERS[0], [b.mine, theirs, third], attempt=1)
+    b.step(ev.Heard(record), start + 0.5)
+    assert not b.said(Vote)
+    votes = []
+    for t in range(1, 40):
+        b.step(ev.Tick(), start + t / 4)
+        if b.said(Vote) and b.said(Vote)[0].record == record.digest:
+            votes.append(b.now)
+    assert votes and votes[0] >= start + POLICY.propose_seconds - 2
+
+
+def test_two_records_at_once_are_reported_and_neither_is_preferred():
+    b = Bench()
+    theirs, third = b.header(OTHERS[0]), b.header(OTHERS[1])
+    b.beat(OTHERS[2])
+    b.announce()
+    for h in (theirs, third):
+        b.step(ev.Heard(h))
+    b.step(ev.Heard(b.record(OTHERS[0], [b.mine, theirs, third])))
+    b.step(ev.Heard(b.record(OTHERS[0], [b.mine, theirs])))
+    assert [r.about for r in b.of(do.Report) if r.kind == "equivocation"] == [OTHERS[0]]
+    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.BlobHeld(third.body.blob))
+    assert not b.said(Vote)
+
+
+def test_two_headers_of_one_author_are_reported_once_and_the_first_is_kept():
+    b = Bench()
+    first, second = b.header(OTHERS[0], 5), b.header(OTHERS[0], 6, b"other")
+    b.step(ev.Heard(first))
+    b.step(ev.Heard(second))
+    assert [r.kind for r in b.of(do.Report)] == ["equivocation"]
+    b.step(ev.Heard(second))
+    assert not b.of(do.Report)
+    assert b.machine.summary(0).headers == (first,)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"blob_size": 10}, {"end_window": 51}, {"round": Round(0), "first_window": 3, "end_window": 60}]
+)
+def test_a_header_that_breaks_the_bounds_is_refused_with_a_reason(changes):
+    b = Bench()
+    b.step(ev.Heard(b.header(OTHERS[0], **changes)))
+    assert [r.kind for r in b.of(do.Report)] == ["refused"]
+    assert b.machine.summary(0).headers == ()
+
+
+def test_a_flood_of_new_keys_does_not_evict_contributors_of_the_last_round():
+    b = Bench()
+    headers = [b.header(k) for k in OTHERS[:3]]
+    made = certificate(b.record(OTHERS[0], headers), OTHERS[:3])
+    b.step(ev.CertificateHeard(made, OTHERS[0]))
+    for h in headers:
+        b.step(ev.BlobHeld(h.body.blob))
+    b.step(ev.Applied(made.record.digest, Digest(sha256(b"next"))))
+    for key in OTHERS[3:]:
+        b.beat(key)
+    for key in OTHERS[:3]:
+        b.beat(key)
+    members = {m.key for m in b.machine.summary(0).members}
+    assert len(members) == POLICY.max_members and set(OTHERS[:3]) <= members
+
+
+def test_a_missed_update_goes_back_and_returns_when_its_chain_does():
+    b = Bench()
+    b.beat(OTHERS[0])
+    b.announce()
+    theirs = b.header(OTHERS[0], 30)
+    without_us = certificate(b.record(OTHERS[0], [theirs]), [OTHERS[0]])
+    b.step(ev.CertificateHeard(without_us, OTHERS[0]))
+    b.step(ev.BlobHeld(theirs.body.blob))
+    assert b.of(do.Apply)[0].missed == (blob_of(ME),) and b.of(do.Apply)[0].next_window == 0
+    b.step(ev.Applied(without_us.record.digest, Digest(sha256(b"next"))))
+    other = b.header(OTHERS[1], 40)
+    mine = FakeSigner(ME).sign(b.header(ME, 25).body)
+    mine = b.header(ME, 25, blob=blob_of(ME))
+    with_us = certificate(b.record(OTHERS[1], [mine, other]), [ME, OTHERS[1]])
+    b.step(ev.CertificateHeard(with_us, OTHERS[1]))
+    b.step(ev.BlobHeld(other.body.blob))
+    moves = b.of(do.Resync)
+    assert moves and moves[0].regained == (blob_of(ME),) and moves[0].missed == () and moves[0].next_window == 25
+
+
+def test_a_certificate_with_little_of_what_was_announced_is_held_back_for_the_patience():
+    b = Bench()
+    for key in OTHERS[:3]:
+        b.beat(key)
+    b.announce()
+    big = [b.header(k, 40) for k in OTHERS[1:3]]
+    small = b.header(OTHERS[0], 10)
+    b.hold(small, *big)
+    light = certificate(b.record(OTHERS[0], [small]), [OTHERS[0]])
+    b.step(ev.CertificateHeard(light, OTHERS[0]))
+    assert b.of(do.KeepCertificate) and not b.of(do.Apply)
+    applied = []
+    for t in range(1, 80):
+        b.step(ev.Tick(), t / 2)
+        applied += [(b.now, a) for a in b.of(do.Apply)]
+    assert applied and applied[0][0] >= POLICY.patience_seconds
+
+
+def test_a_drifted_state_is_loud_and_loaded_anew():
+    b = Bench()
+    other = Digest(sha256(b"other state"))
+    b.announce()
+    b = Bench()
+    b.step(ev.Progress(5, 1.0, 1.0))
+    for key in OTHERS[:3]:
+        b.step(ev.Heard(b.header(key, base_state=other)))
+        if b.of(do.Resync):
+            break
+    assert b.of(do.Resync) and [r.level for r in b.of(do.Report) if r.kind == "drift"] == ["error"]
+
+
+def test_a_newcomer_hears_the_others_chain_before_it_loads_a_state():
+    b = Bench(ready=False)
+    b.machine = RoundMachine(POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9)
+    b.actions = b.machine.start(0.0)
+    assert not b.of(do.Resync) and b.said(Heartbeat)[0].phase == "joining"
+    other = Bench()
+    headers = [other.header(OTHERS[0])]
+    made = certificate(other.record(OTHERS[0], headers), [OTHERS[0]])
+    b.beat(OTHERS[0], head=made.record.digest, weight=10)
+    assert [a.to for a in b.of(do.RequestChain)] == [OTHERS[0]]
+    b.step(ev.ChainHeard((made,), None, OTHERS[0], False), 0.5)
+    assert [a.path for a in b.of(do.Resync)] == [(made,)]
+
+
+def test_a_source_that_claims_much_and_gives_nothing_is_asked_less_and_less():
+    b = Bench()
+    asked = []
+    for t in range(1, 240):
+        b.now = t / 2
+        b.beat(OTHERS[0], sequence=t, head=Digest(sha256(b"nothing")), weight=2**50)
+        if b.of(do.RequestChain):
+            asked.append(b.now)
+            b.step(ev.ChainHeard((), None, OTHERS[0], True))
+            assert not b.of(do.RequestChain)
+    gaps = [y - x for x, y in zip(asked, asked[1:], strict=False)]
+    assert 3 <= len(asked) <= 9 and gaps == sorted(gaps)
+
+
+def test_leaving_announces_what_is_done_then_says_goodbye():
+    b = Bench()
+    b.step(ev.Progress(3, 1.0, 1.0))
+    b.step(ev.Leave(), 1.0)
+    assert b.of(do.MakeUpdate) and not b.of(do.Finished)
+    b.step(ev.UpdateReady(b.chain.genesis, 0, 3, 1, blob_of(ME), 9, 1.0))
+    assert b.of(do.Apply) and not b.of(do.Finished)
+    b.step(ev.Applied(b.chain.head, Digest(sha256(b"next"))))
+    assert b.said(Goodbye) and b.of(do.Finished)
+    assert b.step(ev.Tick(), 50.0) == []
+
+
+def test_leaving_does_not_wait_for_ever():
+    b = Bench()
+    b.beat(OTHERS[0])
+    b.announce()
+    b.step(ev.Leave(), 1.0)
+    assert not b.of(do.Finished)
+    b.step(ev.Tick(), b.machine.next_tick)
+    while not b.of(do.Finished):
+        b.beat(OTHERS[0], sequence=int(b.now * 1000))
+        b.step(ev.Tick(), b.machine.next_tick)
+    assert b.now <= 7.5 and b.said(Goodbye)
+
+
+def test_an_observer_follows_and_says_nothing_but_heartbeats():
+    b = Bench(observer=True)
+    headers = [b.header(k) for k in OTHERS[:3]]
+    for h in headers:
+        b.step(ev.Heard(h))
+    made = certificate(b.record(OTHERS[0], headers), OTHERS[:3])
+    b.step(ev.Heard(made.record))
+    for vote in made.votes:
+        b.step(ev.Heard(vote))
+    assert b.of(do.KeepCertificate) and b.chain.head == made.record.digest
+    assert not b.of(do.FetchBlob) and not b.of(do.Apply)
+    assert b.said(Heartbeat)[-1].phase == "observing" and b.said(Heartbeat)[-1].admission == b""
+
+
+def test_messages_of_the_next_round_that_come_early_are_kept():
+    b = Bench()
+    b.announce()
+    head = b.chain.head
+    early = b.header(OTHERS[0], round=Round(1), parent=head)
+    b.step(ev.Heard(early))
+    b.step(ev.Applied(head, STATE))
+    assert b.machine.summary(0).headers == (early,)
+
+
+def test_the_run_ends_at_its_total():
+    b = Bench(policy=Policy(**{**{f: getattr(POLICY, f) for f in POLICY.__dataclass_fields__}, "total_windows": 25}))
+    b.announce()
+    b.step(ev.Applied(b.chain.head, Digest(sha256(b"next"))))
+    assert [a.reason for a in b.of(do.Finished)]
+    b.step(ev.Progress(50, 1.0, 1.0))
+    assert not b.of(do.MakeUpdate)
+
+
+def test_a_lost_trainer_is_given_its_state_again():
+    b = Bench()
+    b.announce(25)
+    b.step(ev.Applied(b.chain.head, STATE))
+    b.step(ev.ApplyFailed(b.chain.head, "the trainer died"), 1.0)
+    assert not b.of(do.Resync)
+    resyncs = []
+    while not resyncs and b.now < 20:
+        b.step(ev.Tick(), b.machine.next_tick)
+        for a in b.of(do.FetchBlob):
+            b.step(ev.BlobHeld(a.blob))
+        resyncs = b.of(do.Resync)
+    assert resyncs[0].path[-1].record.digest == b.chain.head and b.now < 5
