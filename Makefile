@@ -35,3 +35,8 @@ format: $(STAMP)
 # Four peers train a small Llama together on this machine: one is killed, one joins late. Under 4 minutes on 2 cores.
 demo: $(STAMP)
 	$(BIN)/cairn demo
+
+# The round machine under faults: thousands of rounds from as many seeds as asked for, on two processes.
+SEEDS ?= 340
+simulate: $(STAMP)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)

@@ -304,8 +304,8 @@ class Chain:
         """Take the owner's final (opened). True when it is newer than what was known.
 
         A final for a record that is not here yet is remembered, and takes effect when the record comes.
-        So is one that contradicts an older final: its record can never come. Raises ChainError when it names the record's
-        round wrongly.
+        So is one that contradicts an older final: its record can never come. Raises ChainError when it names a wrong
+        round for its record.
         """
         body = final.body
         if self._final is not None and body.round <= self._final.body.round:

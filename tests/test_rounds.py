@@ -18,8 +18,8 @@ STATE = Digest(sha256(b"state"))
 ME = PeerKey(sha256(b"me"))
 OTHERS = [PeerKey(sha256(b"other", bytes([i]))) for i in range(40)]
 POLICY = Policy(
-    target_windows=20, max_update_windows=50, max_seconds=100, exchange_seconds=10, propose_seconds=3, patience_seconds=30,
-    heartbeat_seconds=1, member_seconds=5, max_members=8, checkpoint_every=5,
+    target_windows=20, max_update_windows=50, max_seconds=100, exchange_seconds=10, propose_seconds=3,
+    patience_seconds=30, heartbeat_seconds=1, member_seconds=5, max_members=8, checkpoint_every=5,
 )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_a_vote_is_given_only_when_every_blob_is_held():
     b.step(ev.Tick(), 2)
     assert not b.said(Vote)
     b.step(ev.BlobHeld(theirs.body.blob))
-    assert [v.record for v in b.said(Vote)] == [record.digest]
+    assert len(b.said(Vote)) == 1
 
 
 def test_no_vote_for_a_record_with_a_bad_update_and_its_author_is_reported():
@@ -175,18 +175,19 @@ def test_another_record_gets_the_vote_only_after_a_pause():
     b.beat(OTHERS[1])
     b.announce()
     b.hold(theirs, third)
-    voted = b.machine.summary(0).votes
-    assert voted == 1 or b.step(ev.Tick(), 2) is not None
-    start = b.now
-    record = b.record(OTHERS[0], [b.mine, theirs, third], attempt=1)
-    b.step(ev.Heard(record), start + 0.5)
+    ranks = sorted((ME, OTHERS[0], OTHERS[1]), key=lambda key: sha256(b.chain.genesis, key))
+    turns = [i for i in range(9, 15) if ranks[i % 3] != ME]
+    first, later = (b.record(ranks[i % 3], [b.mine, theirs, third], attempt=i) for i in turns[-2:])
+    b.step(ev.Heard(first), 20.0)
+    start = b.now if b.said(Vote) else None
+    while start is None:
+        b.step(ev.Tick(), b.machine.next_tick)
+        start = b.now if first.digest in [v.record for v in b.said(Vote)] else None
+    b.step(ev.Heard(later), start + 0.1)
     assert not b.said(Vote)
-    votes = []
-    for t in range(1, 40):
-        b.step(ev.Tick(), start + t / 4)
-        if b.said(Vote) and b.said(Vote)[0].record == record.digest:
-            votes.append(b.now)
-    assert votes and votes[0] >= start + POLICY.propose_seconds - 2
+    while not b.said(Vote):
+        b.step(ev.Tick(), b.machine.next_tick)
+    assert b.said(Vote)[0].record == later.digest and b.now >= start + POLICY.propose_seconds
 
 
 def test_two_records_at_once_are_reported_and_neither_is_preferred():
@@ -282,14 +283,14 @@ def test_a_certificate_with_little_of_what_was_announced_is_held_back_for_the_pa
 def test_a_drifted_state_is_loud_and_loaded_anew():
     b = Bench()
     other = Digest(sha256(b"other state"))
-    b.announce()
-    b = Bench()
     b.step(ev.Progress(5, 1.0, 1.0))
-    for key in OTHERS[:3]:
+    reports = []
+    for key in OTHERS[:2]:
         b.step(ev.Heard(b.header(key, base_state=other)))
-        if b.of(do.Resync):
-            break
-    assert b.of(do.Resync) and [r.level for r in b.of(do.Report) if r.kind == "drift"] == ["error"]
+        reports += [r.level for r in b.of(do.Report) if r.kind == "drift"]
+    assert reports == ["error"]
+    b.step(ev.UpdateReady(b.chain.genesis, 0, 5, 5, blob_of(ME), 9, 1.0))
+    assert b.of(do.Resync) and not b.said(Header)
 
 
 def test_a_newcomer_hears_the_others_chain_before_it_loads_a_state():

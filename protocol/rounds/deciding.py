@@ -129,6 +129,9 @@ class Deciding:
         c.own.made(event.blob, event.parent, self._making_height)
         if b is None or asked != event.parent or b.parent != event.parent or c.me in b.headers:
             return
+        if self._position.applied != b.parent:
+            # The state that it was made from turned out to be wrong, or is lost.
+            return
         body = Header(
             c.run, b.number, b.parent, self._state(), event.first_window, event.end_window, event.inner_steps,
             event.blob, event.blob_size, event.loss, self.admission,

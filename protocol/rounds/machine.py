@@ -281,7 +281,7 @@ class RoundMachine:
         last = event.certificates[-1].record.digest if event.certificates else c.chain.root
         reached = c.chain.height(last) if last in c.chain else -1
         # Records that we have are news too when more come after them: a walk along a branch, ever upwards.
-        onwards = event.more and reached > self._walked
+        onwards = event.more and bool(event.certificates) and reached > self._walked
         self._follower.answered(event.source, useful=added > 0 or onwards, now=c.now)
         self._walked = reached if onwards else -1
         if onwards and self._follower.asked is None:

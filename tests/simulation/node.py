@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 FETCH_DEADLINE = 3.0
+RETRY = 0.1
+"""After a refusal because the holder has not heard our header yet."""
+
 CHAIN_DEADLINE = 2.0
 ADMISSION = b"admitted"
 
@@ -183,7 +186,7 @@ class Node:
             self.fetching.discard(action.blob)
             self.step(ev.BlobMissing(action.blob))
         else:
-            w.clock.after(0.2, self.fetch, incarnation, action, deadline)
+            w.clock.after(RETRY, self.fetch, incarnation, action, deadline)
 
     def fetched(self, incarnation: int, blob: Digest) -> None:
         if not self.alive or incarnation != self.incarnation or blob not in self.fetching:

@@ -104,6 +104,8 @@ class Scenario:
 
     def _fault(self) -> None:
         rng, world = self.rng, self.world
+        for node in world.nodes:
+            node.drifts = False
         node = rng.choice(world.nodes)
         match rng.choice(
             ("crash", "crash", "restart", "restart", "partition", "one way", "heal", "heal", "join", "drift")
@@ -131,7 +133,8 @@ class Scenario:
                 if self.late:
                     self.late.pop().boot()
             case "drift":
-                node.drifts = True
+                # A wrong state is noticed by comparison: not by a peer that is alone.
+                node.drifts = not world.network.cut and len(world.honest) >= 3
         self.changed = world.clock.now
 
     def _stop_faults(self) -> None:
