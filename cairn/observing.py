@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from coordinator.archive import Archive
+from coordinator.follower import wait_at_most
 from coordinator.swarm import Heard
 from peer.node.node import Node
 from protocol.errors import CairnError
@@ -54,16 +55,16 @@ class ObserverView:
 
     def heartbeats(self) -> Mapping[PeerKey, Heard]:
         now = time.monotonic()
-        entries = self._node.directory.entries()
+        entries = self._node.network.directory.entries()
         return {k: Heard(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
 
     def addresses(self) -> Sequence[str]:
-        own = self._node.addresses
-        return [*own, *(a for a in self._node.directory.addresses() if a not in own)]
+        own = self._node.network.addresses
+        return [*own, *(a for a in self._node.network.directory.addresses() if a not in own)]
 
     async def publish_final(self, final: Signed[Final]) -> None:
         self._node.post(events.Heard(final))
-        self._node.broadcast(final)
+        self._node.network.broadcast(final)
 
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)
@@ -82,10 +83,7 @@ class ObserverView:
         """For ever: fetch each new checkpoint that the chain vouches for, and archive it."""
         failed: tuple[Digest, float] | None = None
         while True:
-            try:
-                await asyncio.wait_for(self._news.wait(), 5.0)
-            except asyncio.TimeoutError:
-                pass
+            await wait_at_most(self._news, 5.0)
             self._news.clear()
             newest = self._newest_checkpoint()
             if newest is None or (failed is not None and newest[0] == failed[0] and time.monotonic() < failed[1]):
@@ -100,7 +98,8 @@ class ObserverView:
     async def archive(self, state: Digest, number: int, tokens: int) -> None:
         """Fetch a state from the members and archive it. Raises CairnError."""
         size = state_layout(self._spec.model.layout, self._spec.outer).checkpoint_size
-        await self._node.fetch_blob(state, size, self._node.everyone(), deadline_seconds=FETCH_SECONDS)
+        network = self._node.network
+        await network.fetch_blob(state, size, network.everyone(), deadline_seconds=FETCH_SECONDS)
         store = self._node.store
         tokenizer = store.path(self._spec.tokenizer.name)
         await asyncio.to_thread(
@@ -135,7 +134,7 @@ class ObserverView:
         if not self._spec.total_tokens or tokens < self._spec.total_tokens:
             return None
         record = chain.certificate(head).record.body
-        entries = self._node.directory.entries()
+        entries = self._node.network.directory.entries()
         claims = Counter(
             entries[key].heartbeat.body.state
             for key in record.contributors

@@ -6,32 +6,32 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from peer.channel import Applied as TrainerApplied
-from peer.channel import Failed, FromTrainer, Note, NothingDone, Progress, Ready, Start, UpdateMade
+from peer.channel import Failed, FromTrainer, Note, NothingDone, Progress, Ready, UpdateMade
 from peer.channel import MakeUpdate as AskUpdate
 from peer.errors import PeerError, TrainerDied
+from peer.node.assets import fetch_assets, start_message
 from peer.node.chainlog import ChainLog
-from peer.node.directory import Directory
+from peer.node.exchange import Exchange
 from peer.node.inbox import Inbox
 from peer.node.keeping import to_keep
 from peer.node.membership import Membership
-from peer.node.outbox import Outbox
+from peer.node.network import Network
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.states import States
 from peer.node.trainer import Trainer
 from peer.node.updates import Updates
 from peer.store import StoreError
-from peer.swarm import Handlers, Swarm
-from peer.swarm.addresses import parse_address
+from peer.swarm import Handlers
 from protocol.codec import make_codec
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Goodbye, Heartbeat, KeySigner, Signed
+from protocol.messages import Header, KeySigner
 from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import Facts, Policy
@@ -43,11 +43,10 @@ log = logging.getLogger("peer.node")
 MAX_EVENTS = 20_000
 """Events that wait for the machine; beyond it network messages are dropped (their senders repeat what matters)."""
 
-DISCOVER_SECONDS = 15.0
+SNAPSHOT_SECONDS = 1.0
 CHAIN_SECONDS = 15.0
 LEAVE_SECONDS = 3.0
 SAVE_SECONDS = 4.0
-BLOB_SECONDS = 3600.0
 SEE_OUT_SECONDS = 600.0
 QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 """After a run's last round a node stays until it has sent less than this in that time, and nobody is behind."""
@@ -57,8 +56,6 @@ OWN_BLOBS = 64
 
 OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
 """How much of the chain an observer keeps in memory: its coordinator may have to catch up from far behind."""
-
-DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 
 
 @dataclass(frozen=True)
@@ -87,10 +84,12 @@ class Node:
         self._codec = make_codec(self._spec.codec, layout)
         self._checkpoint_size = state_layout(layout, self._spec.outer).checkpoint_size
         self._inbox = Inbox(membership.opener)
-        self.directory = Directory(
-            self.key,
-            forget_seconds=max(60.0, 3 * self._spec.round.member_seconds),
-            limit=self._spec.round.max_members,
+        self.network = Network(
+            membership,
+            Handlers(on_packet=self._on_packet, on_chain_request=self._on_chain_request, may_serve=self._may_serve),
+            listen=options.listen,
+            announce=options.announce,
+            discovered=lambda packet: self._take_packet(self.key, packet),
         )
         self._signer = KeySigner(membership.identity)
         self._events: asyncio.Queue[events.Event] = asyncio.Queue(maxsize=MAX_EVENTS)
@@ -102,16 +101,21 @@ class Node:
         self._tick_waits = False
         self.finish_reason = ""
         self.on_change: Callable[[], None] = lambda: None
-        self._swarm: Swarm | None = None
         self._trainer: Trainer | None = None
         self._states: States | None = None
         self._held_states: deque[Digest] = deque(maxlen=self._spec.checkpoint.keep + 1)
         self._own_blobs: deque[Digest] = deque(maxlen=OWN_BLOBS)
         self._missed = 0
-        self._last_heartbeat: Signed[Heartbeat] | None = None
-        self._entry_peers = _peers_of(membership.addresses)
         self._progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
-        self._applied_seconds = 0.0
+        self._exchange = Exchange()
+        self._updates = Updates(
+            self.store,
+            self.network,
+            self._codec,
+            deadline_seconds=self._spec.round.exchange_seconds,
+            everyone=self.network.everyone,
+            answer=self.post,
+        )
         self.chainlog = ChainLog(self.store, membership.opener, self._spec)
         limits = Policy.of(self._spec).chain_limits
         if options.observer:
@@ -184,7 +188,7 @@ class Node:
             await asyncio.sleep(QUIET_SECONDS)
             head = self.machine.summary(time.monotonic()).head
             behind = [m for m in self.machine.summary(time.monotonic()).members if m.heartbeat.head != head]
-            busy, served = self._need_swarm().bytes_up - served > QUIET_BYTES, self._need_swarm().bytes_up
+            busy, served = self.network.bytes_up - served > QUIET_BYTES, self.network.bytes_up
             if not behind and not busy:
                 break
         self._finish(self.finish_reason)
@@ -195,112 +199,42 @@ class Node:
 
     async def _start(self) -> None:
         m, o = self._membership, self._options
-        await self._start_swarm()
-        self._outbox = Outbox(lambda to, packet, seconds: self._need_swarm().send(to, packet, seconds))
-        self._updates = Updates(
-            self.store,
-            self,
-            self._codec,
-            deadline_seconds=self._spec.round.exchange_seconds,
-            everyone=self.everyone,
-            answer=self.post,
-        )
+        await self.network.start()
         if not o.observer:
-            await self._fetch_assets()
-            self._trainer = Trainer(self._start_message(), on_message=self._on_trainer, on_lost=self._on_trainer_lost)
+            await fetch_assets(self._spec, self.store, self.network)
+            start = start_message(self._spec, self.store, o.folder, self.key, o.device, o.threads)
+            self._trainer = Trainer(start, on_message=self._on_trainer, on_lost=self._on_trainer_lost)
             self._states = States(
                 self._spec,
                 self._checkpoint_size,
                 self.store,
-                self,
+                self.network,
                 self._updates,
                 self._trainer,
                 me=self.key,
-                everyone=self.everyone,
+                everyone=self.network.everyone,
                 failed=self.post,
             )
             self._spawn(self._trainer.run(), "trainer")
             self._spawn(self._states.run(), "states")
             self._spawn(m.keep_valid(), "admission")
-        self._spawn(self._discover(), "discovery")
-        self._spawn(self._mend_swarm(), "swarm")
+        self._spawn(self.network.discover(), "discovery")
+        self._spawn(self.network.mend(), "swarm")
+        self._spawn(self._keep_snapshot(), "status file")
         self._set_facts()
         await self._act(self.machine.start(time.monotonic(), alone=not m.addresses))
 
-    async def _start_swarm(self) -> None:
-        m, o = self._membership, self._options
-        self._swarm = await Swarm.start(
-            m.identity,
-            self._run,
-            store=self.store,
-            listen=o.listen or DEFAULT_LISTEN,
-            announce=o.announce,
-            initial=m.addresses,
-            handlers=Handlers(
-                on_packet=self._on_packet, on_chain_request=self._on_chain_request, may_serve=self._may_serve
-            ),
-        )
-        log.info("listening at %s", ", ".join(self._swarm.addresses) or "no address that others can dial")
-
-    async def _mend_swarm(self) -> None:
-        """For ever: when libp2p's daemon ends by itself, start another."""
-        while True:
-            cause = await self._need_swarm().wait_lost()
-            log.error("libp2p's daemon ended (%s): starting another", cause)
-            await self._need_swarm().stop()
-            await asyncio.sleep(1.0)
-            await self._start_swarm()
-
-    def _start_message(self) -> Start:
-        shards = {
-            s.digest: str(self.store.path(s.name)) if self.store.has(s.name) else "" for s in self._spec.data.train
-        }
-        spec_file = self._options.folder / "spec.json"
-        spec_file.write_bytes(self._spec.canonical())
-        return Start(
-            spec_path=spec_file,
-            store=self._options.folder / "store",
-            identity_key=self.key,
-            state_folder=self._options.folder / "trainer",
-            device=self._options.device,
-            threads=self._options.threads,
-            shards=shards,
-        )
-
-    async def _fetch_assets(self) -> None:
-        """Shards and tokenizer from the swarm, where the spec names no address for them."""
-        wanted = [self._spec.tokenizer]
-        if not self._spec.data.addresses:
-            wanted += self._spec.data.train
-        for blob in wanted:
-            if not self.store.has(blob.name):
-                log.info("fetching %s of the run (%.1f MB)", blob.name.short, blob.size / 1e6)
-                await self.fetch_blob(blob.name, blob.size, self.everyone(), deadline_seconds=BLOB_SECONDS)
-
-    async def fetch_blob(
-        self, digest: Digest, size: int | None, holders: Sequence[PeerKey], *, deadline_seconds: float
-    ) -> None:
-        """A blob into the store, from the swarm (see `Swarm.fetch_blob`)."""
-        await self._need_swarm().fetch_blob(
-            digest, size, holders, deadline_seconds=deadline_seconds, on_bad=_log_bad_chunk
-        )
-
     async def _stop(self) -> None:
         """Everything in order: the trainer saves, goodbyes go out, sockets close."""
-        trainer, swarm = self._trainer, self._swarm
+        trainer = self._trainer
         if trainer is not None:
             saved = await trainer.stop(SAVE_SECONDS)
             log.info("the trainer has saved its state" if saved else "the trainer left without saving")
-        if swarm is not None:
-            await self._outbox.flush(1.0)
-            await self._outbox.close()
-            await self._updates.close()
-        self._save_addresses()
+        await self._updates.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if swarm is not None:
-            await swarm.stop()
+        await self.network.stop()
         if self._membership.client is not None:
             await self._membership.client.close()
         self._write_snapshot()
@@ -316,11 +250,6 @@ class Node:
                 self._failure.set_exception(error)
 
         task.add_done_callback(ended)
-
-    def _need_swarm(self) -> Swarm:
-        if self._swarm is None:
-            raise PeerError("the swarm is not started")
-        return self._swarm
 
     # -- events in -------------------------------------------------------------------------------------------
 
@@ -350,30 +279,15 @@ class Node:
             self.on_change()
 
     async def _on_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
+        self._take_packet(sender, packet)
+
+    def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
         for event in self._inbox.packet(sender, packet, time.time()):
             if isinstance(event, events.Heard):
-                self._note(event.message)
+                if event.message.author == self.key:
+                    continue
+                self.network.note(event.message)
             self.post(event)
-
-    def _note(self, message: Signed) -> None:
-        """Keep the directory; introduce newcomers to the others and the others to them."""
-        if isinstance(message.body, Goodbye):
-            self.directory.goodbye(message.author, message.body.sequence)
-        if not isinstance(message.body, Heartbeat):
-            return
-        if self.directory.hear(message, time.monotonic()):
-            log.info("heard of %s", message.author.short)
-            self._outbox.send(message.author, self.directory.heartbeats())
-            for key in self.directory.peers():
-                if key != message.author:
-                    self._outbox.send(key, (message,))
-            self._spawn(self._connect(list(message.body.addresses)), "connect")
-
-    async def _connect(self, addresses: list[str]) -> None:
-        try:
-            await self._need_swarm().connect(addresses)
-        except (CairnError, asyncio.TimeoutError) as e:
-            log.info("cannot dial: %s", e)
 
     async def _on_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
         return self.chainlog.answer(request)
@@ -381,54 +295,17 @@ class Node:
     def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
         return self.machine.may_serve(blob, requester)
 
-    @property
-    def addresses(self) -> list[str]:
-        """Multiaddresses of this node; none before it has started."""
-        return self._swarm.addresses if self._swarm is not None else []
-
-    def broadcast(self, message: Signed) -> None:
-        """Send a message that this process has signed otherwise (a final, by the owner) to everyone."""
-        self._outbox.broadcast(self.everyone(), message)
-
-    def everyone(self) -> list[PeerKey]:
-        """All that may hold blobs: those heard of, and those whose addresses we entered by."""
-        known = self.directory.peers()
-        return list(dict.fromkeys([*known, *self._entry_peers]))
-
-    async def _discover(self) -> None:
-        """For ever: keep our heartbeat in the DHT, and learn of those there."""
-        while True:
-            swarm = self._need_swarm()
-            try:
-                if self._last_heartbeat is not None:
-                    await swarm.publish(self._last_heartbeat.sent, 4 * DISCOVER_SECONDS)
-                found = wire.Packet(messages=await swarm.discover())
-                for event in self._inbox.packet(self.key, found, time.time()):
-                    if isinstance(event, events.Heard) and event.message.author != self.key:
-                        self._note(event.message)
-                        self.post(event)
-                await swarm.refresh_addresses()
-                if not self.directory.peers() and self._membership.addresses:
-                    await swarm.connect(self._membership.addresses)
-            except (CairnError, asyncio.TimeoutError) as e:
-                log.warning("the DHT does not answer: %s; members are still found through each other", e)
-            for key in self.directory.forget_silent(time.monotonic()):
-                log.info("%s has not been heard of for long", key.short)
-            self._save_addresses()
-            self._write_snapshot()
-            await asyncio.sleep(DISCOVER_SECONDS if self.directory.peers() else 1.0)
-
     # -- actions out -----------------------------------------------------------------------------------------
 
     async def _act(self, todo: list[actions.Action]) -> None:
         for action in todo:
             match action:
                 case actions.Broadcast(message):
-                    if isinstance(message.body, Heartbeat):
-                        self._last_heartbeat = message
-                    self._outbox.broadcast(self.everyone(), message)
+                    if isinstance(message.body, Header):
+                        self._exchange.announced(message.body.parent, time.monotonic())
+                    self.network.broadcast(message)
                 case actions.Send(to, messages, certificates):
-                    self._outbox.send(to, messages, certificates)
+                    self.network.outbox.send(to, messages, certificates)
                 case actions.MakeUpdate():
                     self._spawn(self._make_update(action), "update")
                 case actions.FetchBlob(blob, size, author, holders):
@@ -461,7 +338,7 @@ class Node:
     async def _request_chain(self, to: PeerKey, have: tuple[Digest, ...]) -> None:
         request = wire.ChainRequest(run=self._run, have=[bytes(d) for d in have])
         try:
-            reply = await self._need_swarm().request_chain(to, request, timeout=CHAIN_SECONDS)
+            reply = await self.network.swarm.request_chain(to, request, timeout=CHAIN_SECONDS)
             self.post(self._inbox.chain(to, reply))
         except (CairnError, asyncio.TimeoutError) as e:
             log.info("no chain from %s: %s", to.short, e)
@@ -531,6 +408,8 @@ class Node:
             except StoreError as e:
                 log.error("the checkpoint was not kept: %s", e)
         self.post(events.Applied(applied.record, applied.state_digest))
+        if applied.record in self.chain and applied.record != self.chain.root:
+            self._exchange.applied(self.chain.parent(applied.record), time.monotonic())
         await self._prune()
 
     async def _prune(self) -> None:
@@ -551,13 +430,12 @@ class Node:
     # -- views -----------------------------------------------------------------------------------------------
 
     def _set_facts(self) -> None:
-        swarm = self._need_swarm()
         ready = self._trainer.ready if self._trainer is not None else None
         self.machine.facts = Facts(
             sequence=int(time.time() * 1000),
-            bytes_up=swarm.bytes_up,
-            bytes_down=swarm.bytes_down,
-            addresses=tuple(swarm.addresses),
+            bytes_up=self.network.bytes_up,
+            bytes_down=self.network.bytes_down,
+            addresses=tuple(self.network.addresses),
             admission=b"" if self._options.observer else self._membership.admission,
             device=ready.device[:80] if ready is not None else "",
         )
@@ -565,7 +443,7 @@ class Node:
     def snapshot(self) -> Snapshot:
         """How the node is now."""
         view = self.machine.summary(time.monotonic())
-        swarm, ready = self._swarm, self._trainer.ready if self._trainer is not None else None
+        ready = self._trainer.ready if self._trainer is not None else None
         window = self._spec.data.window
         same = [m.heartbeat.windows for m in view.members if m.heartbeat.head == view.head]
         return Snapshot(
@@ -584,40 +462,23 @@ class Node:
             loss=self._progress.loss,
             tokens_per_second=self._progress.tokens_per_second,
             members=len(view.members),
-            bytes_up=swarm.bytes_up if swarm is not None else 0,
-            bytes_down=swarm.bytes_down if swarm is not None else 0,
+            bytes_up=self.network.bytes_up,
+            bytes_down=self.network.bytes_down,
             device=ready.device if ready is not None else "",
             own_updates=len(self._own_blobs),
             missed_updates=self._missed,
+            exchange_seconds=round(self._exchange.median, 4),
             trainer_restarts=self._trainer.restarts if self._trainer is not None else 0,
             finished=self.finish_reason,
         )
+
+    async def _keep_snapshot(self) -> None:
+        while True:
+            self._write_snapshot()
+            await asyncio.sleep(SNAPSHOT_SECONDS)
 
     def _write_snapshot(self) -> None:
         try:
             write_snapshot(self._options.folder, self.snapshot())
         except OSError as e:
             log.warning("status.json was not written: %s", e.strerror)
-
-    def _save_addresses(self) -> None:
-        fresh = self.directory.addresses()
-        if fresh:
-            try:
-                self._membership.learn(fresh)
-            except StoreError as e:
-                log.warning("addresses of members were not kept: %s", e)
-
-
-def _peers_of(addresses: Sequence[str]) -> list[PeerKey]:
-    """The peers that multiaddresses name; those that name none are left out."""
-    found: dict[PeerKey, None] = {}
-    for address in addresses:
-        try:
-            found[parse_address(address)[0]] = None
-        except MalformedError:
-            continue
-    return list(found)
-
-
-def _log_bad_chunk(holder: PeerKey, reason: str) -> None:
-    log.warning("%s served wrong bytes and is not asked for this blob again: %s", holder.short, reason)

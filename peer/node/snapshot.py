@@ -12,7 +12,10 @@ FILE = "status.json"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One moment of a node. Tokens are of the run; `state` is the digest of the state that is held ("" for none)."""
+    """One moment of a node. Tokens are of the run; `state` is the digest of the state that is held ("" for none).
+
+    `exchange_seconds`: the median time of the last rounds from our announcement to their application.
+    """
 
     run: str
     name: str
@@ -34,6 +37,7 @@ class Snapshot:
     device: str
     own_updates: int
     missed_updates: int
+    exchange_seconds: float
     trainer_restarts: int
     finished: str
 

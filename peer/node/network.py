@@ -1,0 +1,202 @@
+"""The node's side of the swarm: who is there, who is introduced to whom, and what is sent to whom.
+
+It keeps one `Swarm` running for as long as the node lives. A peer that was not known is told of the others, and the
+others of it, so that members find each other however the DHT fares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from peer.errors import PeerError
+from peer.node.directory import Directory
+from peer.node.membership import Membership
+from peer.node.outbox import Outbox
+from peer.store import StoreError
+from peer.swarm import Handlers, Swarm
+from peer.swarm.addresses import parse_address
+from protocol.errors import CairnError, MalformedError
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Goodbye, Heartbeat, Signed
+from protocol.wire import swarm_pb2 as wire
+
+log = logging.getLogger("peer.network")
+
+DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
+DISCOVER_SECONDS = 15.0
+LONELY_SECONDS = 1.0
+"""How often to look for others while nobody is known."""
+
+PRESENCE_SECONDS = 60.0
+
+
+class Network:
+    """Start it, then `run` what `works` gives for as long as the node lives, then `stop`."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        handlers: Handlers,
+        *,
+        listen: Sequence[str],
+        announce: Sequence[str],
+        discovered: Callable[[wire.Packet], None],
+    ):
+        """`discovered` takes a packet of heartbeats that the DHT gave: unchecked, like any other packet."""
+        spec = membership.spec
+        self._membership = membership
+        self._handlers = handlers
+        self._listen = listen or DEFAULT_LISTEN
+        self._announce = announce
+        self._discovered = discovered
+        self._swarm: Swarm | None = None
+        self._entry_peers = _peers_of(membership.addresses)
+        self._dialling: set[asyncio.Task[None]] = set()
+        self._heartbeat: Signed[Heartbeat] | None = None
+        self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds))
+        self.directory = Directory(
+            membership.identity.key,
+            forget_seconds=max(60.0, 3 * spec.round.member_seconds),
+            limit=spec.round.max_members,
+        )
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen, and enter by the addresses that the membership has. Raises CairnError."""
+        m = self._membership
+        self._swarm = await Swarm.start(
+            m.identity,
+            m.spec.run_id,
+            store=m.store,
+            listen=self._listen,
+            announce=self._announce,
+            initial=m.addresses,
+            handlers=self._handlers,
+        )
+        log.info("listening at %s", ", ".join(self._swarm.addresses) or "no address that others can dial")
+
+    async def mend(self) -> None:
+        """For ever: when libp2p's daemon ends by itself, start another."""
+        while True:
+            cause = await self.swarm.wait_lost()
+            log.error("libp2p's daemon ended (%s): starting another", cause)
+            await self.swarm.stop()
+            await asyncio.sleep(LONELY_SECONDS)
+            await self.start()
+
+    async def discover(self) -> None:
+        """For ever: keep our heartbeat in the DHT, and learn of those there."""
+        while True:
+            swarm = self.swarm
+            try:
+                if self._heartbeat is not None:
+                    await swarm.publish(self._heartbeat.sent, PRESENCE_SECONDS)
+                self._discovered(wire.Packet(messages=await swarm.discover()))
+                await swarm.refresh_addresses()
+                if not self.directory.peers() and self._membership.addresses:
+                    await swarm.connect(self._membership.addresses)
+            except (CairnError, asyncio.TimeoutError) as e:
+                log.warning("the DHT does not answer: %s; members are still found through each other", e)
+            for key in self.directory.forget_silent(time.monotonic()):
+                log.info("%s has not been heard of for long", key.short)
+            self.save_addresses()
+            await asyncio.sleep(DISCOVER_SECONDS if self.directory.peers() else LONELY_SECONDS)
+
+    async def stop(self, seconds: float = 1.0) -> None:
+        """Send what waits, at most this long; then hang up."""
+        if self._swarm is None:
+            return
+        await self.outbox.flush(seconds)
+        await self.outbox.close()
+        for task in list(self._dialling):
+            task.cancel()
+        await asyncio.gather(*self._dialling, return_exceptions=True)
+        self.save_addresses()
+        await self._swarm.stop()
+
+    # -- who -------------------------------------------------------------------------------------------------
+
+    @property
+    def swarm(self) -> Swarm:
+        if self._swarm is None:
+            raise PeerError("the swarm is not started")
+        return self._swarm
+
+    @property
+    def addresses(self) -> list[str]:
+        """Own multiaddresses; none before the start."""
+        return self._swarm.addresses if self._swarm is not None else []
+
+    @property
+    def bytes_up(self) -> int:
+        return self._swarm.bytes_up if self._swarm is not None else 0
+
+    @property
+    def bytes_down(self) -> int:
+        return self._swarm.bytes_down if self._swarm is not None else 0
+
+    def everyone(self) -> list[PeerKey]:
+        """All that may hold blobs: those heard of, and those whose addresses we entered by."""
+        return list(dict.fromkeys([*self.directory.peers(), *self._entry_peers]))
+
+    def note(self, message: Signed) -> None:
+        """Learn from a verified message who is there; introduce newcomers."""
+        if isinstance(message.body, Goodbye):
+            self.directory.goodbye(message.author, message.body.sequence)
+        if not isinstance(message.body, Heartbeat) or not self.directory.hear(message, time.monotonic()):
+            return
+        log.info("heard of %s", message.author.short)
+        self.outbox.send(message.author, self.directory.heartbeats())
+        for key in self.directory.peers():
+            if key != message.author:
+                self.outbox.send(key, (message,))
+        task = asyncio.create_task(self._dial(message.body.addresses))
+        self._dialling.add(task)
+        task.add_done_callback(self._dialling.discard)
+
+    async def _dial(self, addresses: Sequence[str]) -> None:
+        try:
+            await self.swarm.connect(addresses)
+        except (CairnError, asyncio.TimeoutError) as e:
+            log.info("cannot dial: %s", e)
+
+    # -- what ------------------------------------------------------------------------------------------------
+
+    def broadcast(self, message: Signed) -> None:
+        """To everyone heard of; to those whose addresses we entered by while nobody is."""
+        if isinstance(message.body, Heartbeat):
+            self._heartbeat = message
+        self.outbox.broadcast(self.directory.peers() or self._entry_peers, message)
+
+    async def fetch_blob(
+        self, digest: Digest, size: int | None, holders: Sequence[PeerKey], *, deadline_seconds: float
+    ) -> None:
+        """A blob into the store (see `Swarm.fetch_blob`). Raises CairnError."""
+        await self.swarm.fetch_blob(digest, size, holders, deadline_seconds=deadline_seconds, on_bad=_log_bad_chunk)
+
+    def save_addresses(self) -> None:
+        """Keep the addresses of members for the next start."""
+        if fresh := self.directory.addresses():
+            try:
+                self._membership.learn(fresh)
+            except StoreError as e:
+                log.warning("addresses of members were not kept: %s", e)
+
+
+def _peers_of(addresses: Sequence[str]) -> list[PeerKey]:
+    """The peers that multiaddresses name; those that name none are left out."""
+    found: dict[PeerKey, None] = {}
+    for address in addresses:
+        try:
+            found[parse_address(address)[0]] = None
+        except MalformedError:
+            continue
+    return list(found)
+
+
+def _log_bad_chunk(holder: PeerKey, reason: str) -> None:
+    log.warning("%s served wrong bytes and is not asked for this blob again: %s", holder.short, reason)
