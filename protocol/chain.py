@@ -26,6 +26,10 @@ class UnknownParent(ChainError):
     """The certificate's parent is not in the tree: ask its source for what comes before it, unless too old."""
 
 
+class RivalOfFinal(ChainError):
+    """The certificate contradicts what the owner has signed as final: its source does not know the final yet."""
+
+
 def genesis_digest(run: RunId) -> Digest:
     """The parent of round 0: a fixed function of the run."""
     return Digest(sha256(b"cairn/v1/genesis", run))
@@ -124,6 +128,11 @@ class Chain:
     def final(self) -> Signed[Final] | None:
         """The newest final whose record is in the tree (or was, when limits have passed it)."""
         return self._final
+
+    @property
+    def awaited(self) -> Signed[Final] | None:
+        """A newer final whose record is not in the tree yet: it must be asked for, however light its branch is."""
+        return self._awaited
 
     def height(self, record: Digest) -> Round:
         """The round that follows a record: 0 after the genesis. Raises ChainError when it is not in the tree."""
@@ -277,7 +286,7 @@ class Chain:
             raise UnknownParent(f"the parent {body.parent.short} of record {record.digest.short} is not known here")
         final = None if self._final is None else self._links.get(self._final.body.record)
         if final is not None and parent.height < final.height:
-            raise ChainError(f"record {record.digest.short} is a rival of records that the owner has signed as final")
+            raise RivalOfFinal(f"record {record.digest.short} is a rival of records that the owner has signed as final")
         if body.round != parent.height:
             raise ChainError(f"record {record.digest.short}: round {body.round} after round {parent.height - 1}")
         if parent is self._root and self._root_state not in (None, body.base_state):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from protocol.chain import Chain, UnknownParent
+from protocol.chain import Chain, RivalOfFinal, UnknownParent
 from protocol.errors import ChainError, MalformedError
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.messages import (
@@ -245,6 +245,11 @@ class RoundMachine:
                     continue
             except UnknownParent:
                 # Heartbeats say who has the rest; asked for in due time.
+                break
+            except RivalOfFinal as e:
+                c.report("info", "refused", f"a certificate is refused: {e}", source)
+                if source is not None and c.chain.final is not None:
+                    c.emit(Send(source, (c.chain.final,)))
                 break
             except ChainError as e:
                 c.report("warning", "refused", f"a certificate is refused: {e}", source)
