@@ -6,7 +6,7 @@ import pytest
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
-from protocol.messages import Goodbye, Header, Heartbeat, Record, Vote
+from protocol.messages import Final, Goodbye, Header, Heartbeat, Record, Vote
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
@@ -392,3 +392,24 @@ def test_a_lost_trainer_is_given_its_state_again():
             b.step(ev.BlobHeld(a.blob))
         resyncs = b.of(do.Resync)
     assert resyncs[0].path[-1].record.digest == b.chain.head and b.now < 5
+
+
+def test_who_is_on_a_rival_of_what_is_final_is_told_and_asks_for_it_however_light_it_is():
+    owner = FakeSigner(PeerKey(sha256(b"owner")))
+    b = Bench()
+    light, heavy = b.header(OTHERS[0], 5), b.header(OTHERS[1], 50)
+    final_record = certificate(b.record(OTHERS[0], [light]), [OTHERS[0]])
+    rival = certificate(b.record(OTHERS[1], [heavy]), [OTHERS[1]])
+    final = owner.sign(Final(RUN, Round(0), final_record.record.digest))
+    b.step(ev.CertificateHeard(final_record, OTHERS[0]))
+    b.step(ev.Heard(final))
+    assert [a.message for a in b.of(do.KeepFinal)] == [final]
+    b.step(ev.CertificateHeard(rival, OTHERS[1]))
+    assert [(a.to, a.messages) for a in b.of(do.Send)] == [(OTHERS[1], (final,))]
+    told = Bench()
+    told.step(ev.CertificateHeard(rival, OTHERS[1]))
+    told.beat(OTHERS[0], head=final_record.record.digest, weight=5)
+    told.step(ev.Heard(final), 2.0)
+    assert [a.to for a in told.of(do.RequestChain)] == [OTHERS[0]]
+    told.step(ev.ChainHeard((final_record,), final, OTHERS[0], False))
+    assert told.chain.head == final_record.record.digest
