@@ -115,7 +115,7 @@ class Deciding:
             return None
         return b.certified([vote.body.record])
 
-    def update_ready(self, event: UpdateReady) -> None:
+    def update_ready(self, event: UpdateReady, admission: bytes) -> None:
         """The own trainer made an update, or has nothing to make one of."""
         c, b = self._c, self.ballot
         asked = self._position.making
@@ -134,7 +134,7 @@ class Deciding:
             return
         body = Header(
             c.run, b.number, b.parent, self._state(), event.first_window, event.end_window, event.inner_steps,
-            event.blob, event.blob_size, event.loss, self.admission,
+            event.blob, event.blob_size, event.loss, admission,
         )  # fmt: skip
         header = c.signer.sign(body)
         if (flaw := b.flaw(header, c.size_ok)) is not None:
@@ -143,8 +143,6 @@ class Deciding:
         if b.add_header(header, c.now, self._has_room):
             self._announced(header)
             c.emit(Broadcast(header))
-
-    admission: bytes = b""
 
     def _state(self) -> Digest:
         state = self._position.state

@@ -129,8 +129,7 @@ class RoundMachine:
             case ev.Progress():
                 self._deciding.work = event
             case ev.UpdateReady():
-                self._deciding.admission = self.facts.admission
-                self._deciding.update_ready(event)
+                self._deciding.update_ready(event, self.facts.admission)
             case ev.BlobHeld(blob):
                 c.blobs.hold(blob)
                 if self._deciding.ballot is not None:
