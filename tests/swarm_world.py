@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 from peer.store import Store
 from peer.swarm import Handlers, Swarm, SwarmLimits
 from peer.swarm.limits import Limits
-from peer.swarm.links import LinkLimits
+from peer.swarm.links import LinkLimits, Links
 from peer.swarm.serve import ServeLimits
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId
@@ -37,15 +39,20 @@ class Member:
     def __init__(self, n: int, folder: Path):
         self.identity = identity(n)
         self.key: PeerKey = self.identity.key
-        self.store = Store(folder / str(n), 1 << 40)
+        self.swarm: Swarm
+        self.renew(folder / str(n))
+
+    def renew(self, folder: Path) -> None:
+        """As on the first day, with an empty store in that folder."""
+        self.store = Store(folder, 1 << 40)
         self.packets: list[tuple[PeerKey, wire.Packet]] = []
         self.chain = wire.ChainReply(more=True)
         self.on_packet: Callable[[PeerKey, wire.Packet], Any] = lambda sender, p: self.packets.append((sender, p))
         self.may_serve: Callable[[Digest, PeerKey], Any] = lambda blob, requester: None
         self.served: list[Digest] = []
         self.warnings: list[str] = []
+        self.turned = False  # it answers blob requests as the test says
         self.bad: list[tuple[PeerKey, str]] = []
-        self.swarm: Swarm
 
     async def start(self, **kwargs: Any) -> Swarm:
         def serve(blob: Digest, requester: PeerKey) -> Any:
@@ -90,3 +97,43 @@ async def members(count: int, folder: Path, **kwargs: Any) -> AsyncIterator[list
             stack.push_async_callback(swarm.stop)
             made.append(member)
         yield made
+
+
+class Pool:
+    """Peers that several tests use one after the other, since a daemon takes a while to start. For tests that stop
+    or kill nobody; those start their own `members`."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = AsyncExitStack()
+        self._members: list[Member] = []
+
+    async def open(self) -> None:
+        self._members = await self._stack.enter_async_context(members(4, self._folder))
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def borrow(self, count: int, folder: Path) -> AsyncIterator[list[Member]]:
+        lent = self._members[:count]
+        until = time.monotonic() + 5
+        while any(m.swarm._server._streams for m in self._members) and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # the last test's streams are ending
+        for n, m in enumerate(lent):
+            m.store.close()
+            m.renew(folder / str(n))
+            swarm = m.swarm
+            swarm._store = swarm._server._store = m.store
+            swarm._traffic.up = swarm._traffic.down = 0
+            swarm._daemon.guard._senders.clear()
+            swarm._links = Links(swarm._open_blob_stream, swarm._traffic, IMPATIENT.links)
+        try:
+            yield lent
+        finally:
+            for m in lent:
+                m.swarm._links.close()
+                if m.turned:
+                    name = m.swarm._names["blob"]
+                    await m.swarm._daemon.remove_binary_stream_handler(name)
+                    await m.swarm._daemon.accept_streams(name, m.swarm._server.handle)

@@ -9,6 +9,7 @@ import struct
 import time
 
 import pytest
+import pytest_asyncio
 
 from peer.store import Store
 from peer.swarm import BlobUnavailable
@@ -16,7 +17,17 @@ from peer.swarm.frames import Op, Request, Status, parse_reply_head, parse_reque
 from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_digest, blob_leaves, tree_hash
-from tests.swarm_world import Member, members
+from tests.swarm_world import Member, Pool, members
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def pool(tmp_path_factory):
+    made = Pool(tmp_path_factory.mktemp("pool"))
+    await made.open()
+    yield made
+    await made.close()
 
 
 def data_of(chunks: float, seed: int = 0) -> bytes:
@@ -25,9 +36,9 @@ def data_of(chunks: float, seed: int = 0) -> bytes:
 
 @pytest.mark.parametrize("chunks", [0, 0.1, 1, 1.5, 9.3])
 @pytest.mark.parametrize("size_known", [True, False])
-async def test_a_blob_of_any_size_arrives_whole(tmp_path, chunks, size_known):
+async def test_a_blob_of_any_size_arrives_whole(pool, tmp_path, chunks, size_known):
     data = data_of(chunks)
-    async with members(2, tmp_path) as (a, b):
+    async with pool.borrow(2, tmp_path) as (a, b):
         digest = a.store.put(data)
         await b.fetch(digest, len(data) if size_known else None, [a])
         assert b.store.read(digest) == data
@@ -37,9 +48,9 @@ async def test_a_blob_of_any_size_arrives_whole(tmp_path, chunks, size_known):
         assert len(a.served) == served
 
 
-async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(tmp_path):
+async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool, tmp_path):
     big, small = data_of(120), data_of(0.2, 1)
-    async with members(4, tmp_path) as (a, b, c, d):
+    async with pool.borrow(4, tmp_path) as (a, b, c, d):
         digest = [m.store.put(big) for m in (a, b, c)][0]
         quick = a.store.put(small)
         fetching = asyncio.ensure_future(d.fetch(digest, len(big), [a, b, c], seconds=30))
@@ -53,9 +64,9 @@ async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(tmp_
         assert not big_was_done, small_took
 
 
-async def test_peers_that_fetch_the_same_blob_give_each_other_what_they_have(tmp_path):
+async def test_peers_that_fetch_the_same_blob_give_each_other_what_they_have(pool, tmp_path):
     data = data_of(60)
-    async with members(3, tmp_path) as (a, b, c):
+    async with pool.borrow(3, tmp_path) as (a, b, c):
         digest = a.store.put(data)
 
         async def slowly(blob: Digest, requester) -> None:
@@ -71,9 +82,9 @@ async def test_peers_that_fetch_the_same_blob_give_each_other_what_they_have(tmp
         assert b.bad == c.bad == []
 
 
-async def test_two_fetches_of_one_blob_at_once_both_end_well(tmp_path):
+async def test_two_fetches_of_one_blob_at_once_both_end_well(pool, tmp_path):
     data = data_of(20)
-    async with members(3, tmp_path) as (a, b, c):
+    async with pool.borrow(3, tmp_path) as (a, b, c):
         digest = a.store.put(data)
         b.store.put(data)
         await asyncio.gather(c.fetch(digest, len(data), [a]), c.fetch(digest, len(data), [b]))
@@ -83,9 +94,9 @@ async def test_two_fetches_of_one_blob_at_once_both_end_well(tmp_path):
 # -- holders that fail ---------------------------------------------------------------------------------------------
 
 
-async def test_a_refusal_is_asked_again_until_it_is_lifted(tmp_path):
+async def test_a_refusal_is_asked_again_until_it_is_lifted(pool, tmp_path):
     data = data_of(0.5)
-    async with members(2, tmp_path) as (a, b):
+    async with pool.borrow(2, tmp_path) as (a, b):
         digest = a.store.put(data)
         allowed = asyncio.Event()
         a.may_serve = lambda blob, requester: None if allowed.is_set() else "not announced"
@@ -99,8 +110,8 @@ async def test_a_refusal_is_asked_again_until_it_is_lifted(tmp_path):
         assert b.bad == []
 
 
-async def test_a_refusal_that_stays_is_the_reason_given_at_the_deadline(tmp_path):
-    async with members(2, tmp_path) as (a, b):
+async def test_a_refusal_that_stays_is_the_reason_given_at_the_deadline(pool, tmp_path):
+    async with pool.borrow(2, tmp_path) as (a, b):
         digest = a.store.put(b"secret")
         a.may_serve = lambda blob, requester: "not announced"
         began = time.monotonic()
@@ -110,8 +121,8 @@ async def test_a_refusal_that_stays_is_the_reason_given_at_the_deadline(tmp_path
         assert 0.5 < time.monotonic() - began < 1.5 and len(a.served) < 10
 
 
-async def test_who_does_not_hold_it_is_given_up_soon_and_nobody_is_a_reason_too(tmp_path):
-    async with members(2, tmp_path) as (a, b):
+async def test_who_does_not_hold_it_is_given_up_soon_and_nobody_is_a_reason_too(pool, tmp_path):
+    async with pool.borrow(2, tmp_path) as (a, b):
         with pytest.raises(BlobUnavailable, match="not held"):
             await b.fetch(blob_digest(b"x"), 1, [a], seconds=30)
         with pytest.raises(BlobUnavailable, match="nobody"):
@@ -130,9 +141,9 @@ async def test_a_holder_that_is_not_there_costs_little_when_another_is(tmp_path)
         assert time.monotonic() - began < 3
 
 
-async def test_a_frozen_holder_does_not_hold_up_the_others(tmp_path):
+async def test_a_frozen_holder_does_not_hold_up_the_others(pool, tmp_path):
     data = data_of(12)
-    async with members(3, tmp_path) as (a, b, c):
+    async with pool.borrow(3, tmp_path) as (a, b, c):
         digest = [m.store.put(data) for m in (a, b)][0]
         b.may_serve = lambda blob, requester: asyncio.sleep(60)
         began = time.monotonic()
@@ -141,17 +152,17 @@ async def test_a_frozen_holder_does_not_hold_up_the_others(tmp_path):
         assert c.bad == []  # slow is not hostile
 
 
-async def test_a_holder_that_freezes_alone_ends_at_the_deadline_of_its_replies(tmp_path):
-    async with members(2, tmp_path) as (a, b):
+async def test_a_holder_that_freezes_alone_ends_at_the_deadline_of_its_replies(pool, tmp_path):
+    async with pool.borrow(2, tmp_path) as (a, b):
         digest = a.store.put(b"x")
         a.may_serve = lambda blob, requester: asyncio.sleep(60)
         with pytest.raises(BlobUnavailable, match="no answer in"):
             await b.fetch(digest, 1, [a], seconds=30)
 
 
-async def test_a_wrong_chunk_drops_its_sender_at_once_and_the_blob_still_comes(tmp_path):
+async def test_a_wrong_chunk_drops_its_sender_at_once_and_the_blob_still_comes(pool, tmp_path):
     data = data_of(20)
-    async with members(4, tmp_path) as (a, b, c, d):
+    async with pool.borrow(4, tmp_path) as (a, b, c, d):
         digest = [m.store.put(data) for m in (a, b, c)][0]
         real = b.store.read_chunk
         lies = []
@@ -169,9 +180,9 @@ async def test_a_wrong_chunk_drops_its_sender_at_once_and_the_blob_still_comes(t
         assert len(lies) <= 5
 
 
-async def test_an_interrupted_fetch_goes_on_where_it_stopped_also_after_a_restart(tmp_path):
+async def test_an_interrupted_fetch_goes_on_where_it_stopped_also_after_a_restart(pool, tmp_path):
     data = data_of(30)
-    async with members(2, tmp_path) as (a, b):
+    async with pool.borrow(2, tmp_path) as (a, b):
         digest = a.store.put(data)
         left = [22]
 
@@ -208,18 +219,18 @@ async def test_a_holder_killed_in_the_middle_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("lie", [-1, 1, CHUNK, -CHUNK, 100 * CHUNK])
-async def test_a_wrong_size_in_a_header_fails_and_blames_no_honest_holder(tmp_path, lie):
+async def test_a_wrong_size_in_a_header_fails_and_blames_no_honest_holder(pool, tmp_path, lie):
     data = data_of(2.5)
-    async with members(2, tmp_path) as (a, b):
+    async with pool.borrow(2, tmp_path) as (a, b):
         digest = a.store.put(data)
         with pytest.raises(BlobUnavailable, match="size"):
             await b.fetch(digest, len(data) + lie, [a])
         assert b.bad == [] and not b.store.has(digest)
 
 
-async def test_an_unknown_size_is_bounded_by_what_the_caller_allows(tmp_path):
+async def test_an_unknown_size_is_bounded_by_what_the_caller_allows(pool, tmp_path):
     data = data_of(2)
-    async with members(2, tmp_path) as (a, b):
+    async with pool.borrow(2, tmp_path) as (a, b):
         digest = a.store.put(data)
         with pytest.raises(BlobUnavailable, match="at most 1,000"):
             await b.fetch(digest, None, [a], max_size=1000)
@@ -242,6 +253,7 @@ async def hostile(member: Member, answer) -> None:
             writer.write(out)
             await writer.drain()
 
+    member.turned = True
     name = member.swarm._names["blob"]
     await member.swarm._daemon.remove_binary_stream_handler(name)
     await member.swarm._daemon.accept_streams(name, serve)
@@ -262,9 +274,9 @@ def reply(status: int, data: bytes, length: int | None = None) -> bytes:
     ],
     ids=["4 GiB", "a chunk and one", "a long reason", "an unknown status", "another protocol"],
 )
-async def test_replies_that_break_the_framing_are_cut_off_before_they_are_read(tmp_path, lie):
+async def test_replies_that_break_the_framing_are_cut_off_before_they_are_read(pool, tmp_path, lie):
     data = data_of(3)
-    async with members(3, tmp_path) as (a, b, c):
+    async with pool.borrow(3, tmp_path) as (a, b, c):
         digest = a.store.put(data)
         await hostile(b, lie)
         await c.fetch(digest, len(data), [b, a])
@@ -286,9 +298,9 @@ async def test_replies_that_break_the_framing_are_cut_off_before_they_are_read(t
     ],
     ids=["empty", "noise", "a huge size", "always absent", "bad request", "control codes", "hangs up", "half a reply"],
 )
-async def test_nonsense_from_one_holder_does_not_keep_the_blob_from_coming(tmp_path, lie):
+async def test_nonsense_from_one_holder_does_not_keep_the_blob_from_coming(pool, tmp_path, lie):
     data = data_of(3)
-    async with members(3, tmp_path) as (a, b, c):
+    async with pool.borrow(3, tmp_path) as (a, b, c):
         digest = a.store.put(data)
         await hostile(b, lie)
         await c.fetch(digest, len(data), [b, a])
@@ -298,12 +310,12 @@ async def test_nonsense_from_one_holder_does_not_keep_the_blob_from_coming(tmp_p
         await c.fetch(other, None, [b, a])
 
 
-async def test_inner_nodes_passed_off_as_leaves_blame_no_honest_holder(tmp_path):
+async def test_inner_nodes_passed_off_as_leaves_blame_no_honest_holder(pool, tmp_path):
     """The tree over [h(0,1), h(2,3)] has the root of the tree over four leaves: only the size tells them apart."""
     data = data_of(4)
     leaves = blob_leaves(data)
     inner = [bytes(tree_hash(leaves[:2])), bytes(tree_hash(leaves[2:]))]
-    async with members(3, tmp_path) as (a, b, c):
+    async with pool.borrow(3, tmp_path) as (a, b, c):
         digest = a.store.put(data)
         assert tree_hash(inner) == digest
 
@@ -318,8 +330,8 @@ async def test_inner_nodes_passed_off_as_leaves_blame_no_honest_holder(tmp_path)
         assert [peer for peer, _ in c.bad] == [b.key]
 
 
-async def test_garbage_requests_end_their_own_stream_only(tmp_path):
-    async with members(3, tmp_path) as (a, b, c):
+async def test_garbage_requests_end_their_own_stream_only(pool, tmp_path):
+    async with pool.borrow(3, tmp_path) as (a, b, c):
         digest = a.store.put(b"abc")
         name = a.swarm._names["blob"]
         good = Request(Op.SIZE, digest).encode()
@@ -340,9 +352,9 @@ async def test_garbage_requests_end_their_own_stream_only(tmp_path):
         await c.fetch(digest, 3, [a])
 
 
-async def test_streams_are_bounded_idle_ones_end_and_who_does_not_read_is_cut_off(tmp_path):
+async def test_streams_are_bounded_idle_ones_end_and_who_does_not_read_is_cut_off(pool, tmp_path):
     data = data_of(8)
-    async with members(3, tmp_path) as (a, b, c):
+    async with pool.borrow(3, tmp_path) as (a, b, c):
         digest = a.store.put(data)
         name = a.swarm._names["blob"]
         streams = [await b.swarm._daemon.open_stream(a.key, name, 3) for _ in range(6)]
@@ -362,7 +374,7 @@ async def test_streams_are_bounded_idle_ones_end_and_who_does_not_read_is_cut_of
             writer.close()
 
 
-def test_frames_refuse_what_they_must():
+async def test_frames_refuse_what_they_must():
     assert parse_request(Request(Op.HAVE, blob_digest(b""), 7).encode()) == Request(Op.HAVE, blob_digest(b""), 7)
     for head in (struct.pack(">BI", 0, 9), struct.pack(">BI", 3, 201), struct.pack(">BI", 6, 0)):
         with pytest.raises(MalformedError):
