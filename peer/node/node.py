@@ -51,8 +51,8 @@ SEE_OUT_SECONDS = 600.0
 QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 """After a run's last round a node stays until it has sent less than this in that time, and nobody is behind."""
 
-OWN_BLOBS = 64
-"""Own updates that stay in the store for some time, decided or not: forks may bring them back."""
+OWN_BLOBS = 256
+"""Own updates that stay in the store until they are final: a fork may leave them out, and they go back then."""
 
 OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
 """How much of the chain an observer keeps in memory: its coordinator may have to catch up from far behind."""
@@ -104,8 +104,8 @@ class Node:
         self._trainer: Trainer | None = None
         self._states: States | None = None
         self._held_states: deque[Digest] = deque(maxlen=self._spec.checkpoint.keep + 1)
-        self._own_blobs: deque[Digest] = deque(maxlen=OWN_BLOBS)
-        self._missed = 0
+        self._own_blobs: deque[tuple[int, Digest]] = deque(maxlen=OWN_BLOBS)
+        self._made = self._missed = 0
         self._progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._exchange = Exchange()
         self._updates = Updates(
@@ -392,7 +392,8 @@ class Node:
     async def _take_update(self, made: UpdateMade) -> None:
         blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
         self._updates.trust(blob)
-        self._own_blobs.append(blob)
+        self._made += 1
+        self._own_blobs.append((self.machine.summary(time.monotonic()).round, blob))
         self.post(events.BlobHeld(blob))
         self.post(
             events.UpdateReady(
@@ -418,10 +419,10 @@ class Node:
         height = chain.height(chain.head)
         back = max(chain.height(chain.root), height - every * (self._spec.checkpoint.keep + 2))
         start = chain.ancestor_at(chain.head, back) or chain.root
+        final = chain.final.body.round if chain.final is not None else -1
+        own = [blob for number, blob in self._own_blobs if number > final]
         undecided = [h.body.blob for h in self.machine.summary(time.monotonic()).headers]
-        keep = to_keep(self._spec, chain.path(start, chain.head), self._held_states, [*self._own_blobs, *undecided]) | {
-            self._run
-        }
+        keep = to_keep(self._spec, chain.path(start, chain.head), self._held_states, [*own, *undecided]) | {self._run}
         gone = [digest for digest in self.store.blobs() if digest not in keep]
         self._updates.forget(gone)
         for digest in gone:
@@ -465,7 +466,7 @@ class Node:
             bytes_up=self.network.bytes_up,
             bytes_down=self.network.bytes_down,
             device=ready.device if ready is not None else "",
-            own_updates=len(self._own_blobs),
+            own_updates=self._made,
             missed_updates=self._missed,
             exchange_seconds=round(self._exchange.median, 4),
             trainer_restarts=self._trainer.restarts if self._trainer is not None else 0,

@@ -73,8 +73,8 @@ class Updates:
             return
         try:
             await self.ensure(blob, holders, self._deadline)
-        except CodecError as e:
-            self._answer(BlobBad(blob, str(e)))
+        except CodecError:
+            pass  # `ensure` has told the machine
         except (CairnError, asyncio.TimeoutError) as e:
             log.info("update %s did not come: %s", blob.short, e)
             self._answer(BlobMissing(blob))
@@ -82,13 +82,20 @@ class Updates:
             self._answer(BlobHeld(blob))
 
     async def ensure(self, blob: Digest, holders: Sequence[PeerKey], seconds: float) -> Path:
-        """The file of an update's blob, held and checked. Raises CodecError when it is bad, else as `fetch_blob`."""
+        """The file of an update's blob, held and checked. Raises CodecError when it is bad, else as `fetch_blob`.
+
+        Of a bad one the machine is told (BlobBad), whoever asked.
+        """
         if not self._store.has(blob):
             order = dict.fromkeys([*holders, *self._everyone()])
             await self._source.fetch_blob(blob, self._codec.size, list(order), deadline_seconds=seconds)
         path = self._store.path(blob)
         if blob not in self._checked:
-            await asyncio.to_thread(self._check, path)
+            try:
+                await asyncio.to_thread(self._check, path)
+            except CodecError as e:
+                self._answer(BlobBad(blob, str(e)))
+                raise
             self._checked.add(blob)
         return path
 
