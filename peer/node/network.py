@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from peer.errors import PeerError
 from peer.node.directory import Directory
@@ -43,7 +43,7 @@ class Network:
         *,
         listen: Sequence[str],
         announce: Sequence[str],
-        discovered: Callable[[wire.Packet], None],
+        discovered: Callable[[wire.Packet], Awaitable[None]],
     ):
         """`discovered` takes a packet of heartbeats that the DHT gave: unchecked, like any other packet."""
         spec = membership.spec
@@ -95,7 +95,7 @@ class Network:
             try:
                 if self._heartbeat is not None:
                     await swarm.publish(self._heartbeat.sent, PRESENCE_SECONDS)
-                self._discovered(wire.Packet(messages=await swarm.discover()))
+                await self._discovered(wire.Packet(messages=await swarm.discover()))
                 await swarm.refresh_addresses()
                 if not self.directory.peers() and self._membership.addresses:
                     await swarm.connect(self._membership.addresses)

@@ -86,7 +86,7 @@ class Node:
         self._inbox = Inbox(membership.opener)
         self.network = Network(
             membership,
-            Handlers(on_packet=self._on_packet, on_chain_request=self._on_chain_request, may_serve=self._may_serve),
+            Handlers(on_packet=self._take_packet, on_chain_request=self._on_chain_request, may_serve=self._may_serve),
             listen=options.listen,
             announce=options.announce,
             discovered=lambda packet: self._take_packet(self.key, packet),
@@ -278,11 +278,10 @@ class Node:
             await self._act(self.machine.step(event, time.monotonic()))
             self.on_change()
 
-    async def _on_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
-        self._take_packet(sender, packet)
-
-    def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
-        for event in self._inbox.packet(sender, packet, time.time()):
+    async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
+        for i, event in enumerate(self._inbox.packet(sender, packet, time.time())):
+            if i % 32 == 31:
+                await asyncio.sleep(0)  # verifying takes its time: others have a turn
             if isinstance(event, events.Heard):
                 if event.message.author == self.key:
                     continue
