@@ -41,6 +41,7 @@ class Position:
         self._retry = 0.0
         self._aside: dict[Digest, _Aside] = {}
         self._waiting: tuple[Digest, float] | None = None
+        self._unavailable: Digest | None = None
         self._needed_for: tuple | None = None
         self._needed: dict[Digest, Signed[Header]] = {}
 
@@ -155,13 +156,26 @@ class Position:
                     # Who let us wait in vain before is given little time.
                     if waited < c.policy.patience_seconds and c.members.is_waited_for(u.author, u.body.round):
                         return False
-                    c.members.strike(u.author, u.body.round)
                     record = certificate.record.digest
+                    final = c.chain.final
+                    if final is not None and c.chain.is_ancestor(record, final.body.record):
+                        self._report_unavailable(record)
+                        return False
+                    c.members.strike(u.author, u.body.round)
                     text = f"nobody gives the update of {u.author.short} that record {record.short} lists: "
                     c.report("warning", "withheld", text + "going on without that branch for a while", u.author)
                     self.set_aside(record, None)
                     return True
         return False
+
+    def _report_unavailable(self, record: Digest) -> None:
+        """There is no other branch to go to: all that is left is to wait for somebody who has the blobs."""
+        if self._unavailable != record:
+            self._unavailable = record
+            text = (
+                f"record {record.short} is final, and nobody gives the updates that it lists: waiting for a member who "
+            )
+            self._c.report("error", "unavailable", text + "has them. Tell the run's owner")
 
     def drift(self, vouched: Digest) -> bool:
         """The chain vouches for another state than ours where we stand: ours is wrong."""

@@ -126,14 +126,26 @@ class World:
         if self.verbose:
             print(f"{self.clock.now:8.2f} {node.index:3d} {report.level}: {report.kind}: {report.text}")
 
+    def _available(self, observer: Node, record: Digest) -> bool:
+        """Whether every update of the rounds that a member may have to replay up to a record is given by somebody."""
+        chain = observer.machine.chain
+        givers = [n for n in self.nodes if n.alive and self.network.connected(observer.index, n.index)]
+        since = chain.height(record) - 2 * self.policy.checkpoint_every
+        for height in range(max(chain.height(chain.root), since) + 1, chain.height(record) + 1):
+            at = chain.on_main(height)
+            for u in () if at is None else chain.certificate(at).record.body.updates:
+                if not any(n.gives(u.body.blob, observer.key) for n in givers):
+                    return False
+        return True
+
     def sign_finals(self, depth: int) -> None:
-        """The owner signs what an observer sees deep enough in the chain; again and again."""
+        """The owner signs what an observer sees deep enough in the chain, and what can be had; again and again."""
         for node in self.nodes:
             if node.observer and node.alive:
                 chain = node.machine.chain
                 height = chain.height(chain.head) - depth
                 record = chain.on_main(height) if height > self._finals else None
-                if record is not None:
+                if record is not None and self._available(node, record):
                     self._finals = height
                     final = OWNER.sign(Final(self.run, height - 1, record))
                     node.hear(final)
