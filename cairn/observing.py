@@ -66,6 +66,10 @@ class ObserverView:
         self._node.post(events.Heard(final))
         self._node.network.broadcast(final)
 
+    def held_state(self) -> int:
+        newest, chain = self._archive.newest(), self._node.chain
+        return newest.round if newest is not None and chain.on_main(newest.round) == newest.record else 0
+
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)
 
@@ -88,27 +92,31 @@ class ObserverView:
             newest = self._newest_checkpoint()
             if newest is None or (failed is not None and newest[0] == failed[0] and time.monotonic() < failed[1]):
                 continue
-            state, number, tokens = newest
+            state, record, tokens = newest
+            number = self._node.chain.height(record)
             try:
-                await self.archive(state, number, tokens)
+                await self.archive(state, record, tokens)
             except (CairnError, asyncio.TimeoutError) as e:
                 log.warning("the checkpoint of round %d was not archived: %s; it is tried again", number, e)
                 failed = (state, time.monotonic() + 10.0)
 
-    async def archive(self, state: Digest, number: int, tokens: int) -> None:
-        """Fetch a state from the members and archive it. Raises CairnError."""
+    async def archive(self, state: Digest, record: Digest, tokens: int) -> None:
+        """Fetch the state after a record from the members, and archive it. Raises CairnError."""
+        number = self._node.chain.height(record)
         size = state_layout(self._spec.model.layout, self._spec.outer).checkpoint_size
         network = self._node.network
         await network.fetch_blob(state, size, network.everyone(), deadline_seconds=FETCH_SECONDS)
         store = self._node.store
         tokenizer = store.path(self._spec.tokenizer.name)
         await asyncio.to_thread(
-            self._archive.add, store.path(state), tokenizer, round=number, state=state, tokens=tokens
+            self._archive.add, store.path(state), tokenizer, round=number, state=state, record=record, tokens=tokens
         )
+        for callback in list(self._callbacks):
+            callback()
         log.info("archived the state of round %d (%s)", number, state.short)
 
-    def _newest_checkpoint(self) -> tuple[Digest, int, int] | None:
-        """State, round and accepted tokens of the newest checkpoint that is vouched for and not archived."""
+    def _newest_checkpoint(self) -> tuple[Digest, Digest, int] | None:
+        """State, the record before it and accepted tokens, of the newest checkpoint to archive."""
         chain, every = self._node.chain, self._spec.checkpoint.every
         for record in chain.ancestors(chain.head):
             if record == chain.root:
@@ -117,16 +125,16 @@ class ObserverView:
             if record == chain.head and (last := self._last_state(record)) is not None:
                 return None if self._is_archived(last[1], last[0]) else last
             if body.round % every == 0 and body.round:
-                if self._is_archived(body.round, body.base_state):
+                if self._is_archived(body.parent, body.base_state):
                     return None
-                return body.base_state, body.round, chain.weight(body.parent) * self._spec.data.window
+                return body.base_state, body.parent, chain.weight(body.parent) * self._spec.data.window
         return None
 
-    def _is_archived(self, number: int, state: Digest) -> bool:
+    def _is_archived(self, record: Digest, state: Digest) -> bool:
         newest = self._archive.newest()
-        return newest is not None and newest.round >= number and newest.state == state
+        return newest is not None and (newest.record, newest.state) == (record, state)
 
-    def _last_state(self, head: Digest) -> tuple[Digest, int, int] | None:
+    def _last_state(self, head: Digest) -> tuple[Digest, Digest, int] | None:
         """The state after a run's last record. No later record vouches for it, so more than two thirds of those who
         contributed to the last one must say in their (signed) heartbeats that they hold it."""
         chain, window = self._node.chain, self._spec.data.window
@@ -142,5 +150,5 @@ class ObserverView:
         )
         for state, claimed in claims.most_common(1):
             if state is not None and claimed >= votes_needed(len(record.contributors)):
-                return state, record.round + 1, tokens
+                return state, head, tokens
         return None

@@ -76,6 +76,7 @@ async def _serve(
     from peer.node.membership import Membership
     from peer.node.node import Node, NodeOptions
     from peer.store import Store
+    from protocol.chain import genesis_digest
     from protocol.messages import Opener
 
     spec = resolved.spec
@@ -89,7 +90,8 @@ async def _serve(
                 await asyncio.to_thread(_put, store, path)
         archive = Archive(folder / "checkpoints", spec)
         genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
-        archive.add(genesis, tokenizer, round=0, state=spec.genesis.name, tokens=0)
+        begin = genesis_digest(spec.run_id)
+        archive.add(genesis, tokenizer, round=0, state=spec.genesis.name, record=begin, tokens=0)
         membership = Membership(
             identity=load_or_make(folder / "observer.key"),
             spec=spec,

@@ -3,7 +3,7 @@
 checkpoints/round-000030/model.safetensors   the checkpoint itself: its blob digest is the state digest
                          config.json         for AutoModelForCausalLM.from_pretrained
                          tokenizer.json
-                         cairn.json          run, round, state digest, accepted tokens
+                         cairn.json          run, round, state digest, the record before it, accepted tokens
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ SHEET = "cairn.json"
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """One archived state."""
+    """One archived state: the state after `record`, with which `round` begins."""
 
     folder: Path
     run: RunId
     round: int
     state: Digest
+    record: Digest
     tokens: int
 
 
@@ -43,7 +44,9 @@ class Archive:
         self._run = spec.run_id
         self._keep = keep
 
-    def add(self, checkpoint: Path, tokenizer: Path, *, round: int, state: Digest, tokens: int) -> Archived:
+    def add(
+        self, checkpoint: Path, tokenizer: Path, *, round: int, state: Digest, record: Digest, tokens: int
+    ) -> Archived:
         """Archive a checkpoint file that lies in a store (linked if possible, else copied). Idempotent."""
         target = self.folder / f"round-{round:06d}"
         if (existing := read_sheet(target)) is not None and existing.state == state:
@@ -55,10 +58,8 @@ class Archive:
             _link_or_copy(checkpoint, draft / "model.safetensors")
             shutil.copyfile(tokenizer, draft / "tokenizer.json")
             _write(draft / "config.json", self._spec.model.config)
-            _write(
-                draft / SHEET,
-                {"run": str(self._run), "name": self._spec.name, "round": round, "state": str(state), "tokens": tokens},
-            )
+            names = {"run": str(self._run), "name": self._spec.name, "state": str(state), "record": str(record)}
+            _write(draft / SHEET, names | {"round": round, "tokens": tokens})
             shutil.rmtree(target, ignore_errors=True)
             os.rename(draft, target)
         except OSError as e:
@@ -67,7 +68,7 @@ class Archive:
                 f"cannot archive round {round} in {target}: {(e.strerror or str(e)).lower()}; free some disk space"
             ) from None
         self._prune()
-        return Archived(target, self._run, round, state, tokens)
+        return Archived(target, self._run, round, state, record, tokens)
 
     def all(self) -> list[Archived]:
         """What is archived, oldest first."""
@@ -88,8 +89,8 @@ def read_sheet(folder: Path) -> Archived | None:
     """What an archived folder says of itself; None when it is not one."""
     try:
         sheet = json.loads((folder / SHEET).read_text())
-        run, state = RunId.parse(sheet["run"]), Digest.parse(sheet["state"])
-        return Archived(folder, run, int(sheet["round"]), state, int(sheet["tokens"]))
+        run, state, record = RunId.parse(sheet["run"]), Digest.parse(sheet["state"]), Digest.parse(sheet["record"])
+        return Archived(folder, run, int(sheet["round"]), state, record, int(sheet["tokens"]))
     except (OSError, ValueError, KeyError, TypeError, MalformedError):
         return None
 

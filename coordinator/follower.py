@@ -176,7 +176,12 @@ class Follower:
 
     async def _settle(self, accounts: list[RoundAccount]) -> list[RoundAccount]:
         """Settle those that are deep enough, or final by the owner's word already; the rest is given back."""
-        count = len(accounts) - self._spec.checkpoint.final_depth
+        held = self._view.held_state()
+        # Depth alone is not enough: alone with a peer that withholds its updates, an owner would bind the swarm to a
+        # branch that nobody can have. The state after a final record must be in hand, for everyone.
+        deep = len(accounts) - self._spec.checkpoint.final_depth
+        count = len(accounts) if self._is_over(accounts) else deep
+        count = min(count, sum(a.round < held for a in accounts))
         theirs = self._view.final
         for i, account in enumerate(accounts):
             if theirs is not None and account.record == theirs.body.record:
@@ -203,6 +208,12 @@ class Follower:
         self.open = tuple(accounts[count:])
         self.pending = pending(self.open)
         return accounts[count:]
+
+    def _is_over(self, accounts: list[RoundAccount]) -> bool:
+        """Whether these rounds end the run: none will be built on them."""
+        total = self._spec.total_tokens
+        at_head = bool(accounts) and accounts[-1].record == self._view.head
+        return at_head and 0 < total <= self.history.tokens + sum(a.tokens for a in accounts)
 
     async def _publish(self) -> None:
         final = self._final

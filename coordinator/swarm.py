@@ -59,6 +59,13 @@ class SwarmView(Protocol):
         """Tell the swarm, and keep telling newcomers. The same final may be published again."""
         ...
 
+    def held_state(self) -> int:
+        """The newest round whose state (what it starts from) this observer holds, of those on the way to the head.
+
+        Nothing newer is made final: what others cannot get must not bind them.
+        """
+        ...
+
     def has_blob(self, digest: Digest) -> bool:
         """Whether a blob (a checkpoint, by its state digest) is in the observer's store."""
         ...

@@ -98,6 +98,8 @@ class FakeSwarm:
         self.finals: list[Signed[Final]] = []
         self.heard: dict[PeerKey, Heard] = {}
         self.blobs: set[Digest] = set()
+        self.held: int | None = None
+        """The newest round whose state is held; None: the newest of all."""
         self._callbacks: list[Callable[[], None]] = []
 
     @property
@@ -129,6 +131,9 @@ class FakeSwarm:
 
     async def publish_final(self, final: Signed[Final]) -> None:
         self.finals.append(final)
+
+    def held_state(self) -> int:
+        return len(self.chain.certificates) if self.held is None else self.held
 
     def has_blob(self, digest: Digest) -> bool:
         return digest in self.blobs

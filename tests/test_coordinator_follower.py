@@ -216,3 +216,30 @@ def test_charts_are_thinned_and_keep_the_mean_by_tokens():
     assert sum(c.loss) / 100 == pytest.approx(4999 / 2)
     assert all(r == pytest.approx(10) for r in c.rates)
     assert charts([]).tokens == []
+
+
+async def test_nothing_is_final_whose_state_the_observer_does_not_hold(tmp_path):
+    """Else an owner, split off with a peer that withholds its updates, would bind the swarm to what nobody can have."""
+    swarm = FakeSwarm(SPEC)
+    swarm.held = 1
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 4)
+        await until(lambda: len(f.open) == DEPTH + 3)
+        assert f.settled is not None and f.settled[0] == 0
+        swarm.held = 3
+        swarm.changed()
+        await until(lambda: f.settled and f.settled[0] == 2)
+        assert swarm.finals[-1].body.round == 2
+
+
+async def test_the_last_rounds_of_a_run_that_is_over_become_final(tmp_path):
+    swarm = FakeSwarm(make_spec(total_tokens=5 * 1300 * SPEC.data.window))
+    async with following(swarm, tmp_path) as (f, until):
+        swarm.held = 4
+        rounds(swarm, 5)
+        await until(lambda: len(f.open) + (f.settled[0] + 1 if f.settled else 0) == 5)
+        assert f.open
+        swarm.held = 5
+        swarm.changed()
+        await until(lambda: f.settled and f.settled[0] == 4)
+        assert not f.open and not f.pending
