@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,7 @@ def test_the_daemon_dies_with_the_node_on_kill_9_and_its_files_go(tmp_path, vict
         [sys.executable, "-c", textwrap.dedent(NODE), str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert node.stdout is not None
+    folder = None
     try:
         pid, folder = node.stdout.readline().split()
         watchdog = int(pid)
@@ -111,6 +113,8 @@ def test_the_daemon_dies_with_the_node_on_kill_9_and_its_files_go(tmp_path, vict
         node.kill()
         node.wait()
         node.stdout.close()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # both who would have cleared it were killed
 
 
 def _children(pid: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 
 import pytest
 import pytest_asyncio
@@ -12,6 +13,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 
 from peer.swarm import MAX_PACKET, PacketTooLarge, PeerRefused, PeerUnreachable, SwarmLimits
 from peer.swarm.addresses import parse_address
+from peer.swarm.daemon import p2pd_pb2
 from peer.swarm.limits import Limits
 from protocol.wire import swarm_pb2 as wire
 from tests.swarm_world import RUN, Member, Pool, identity, members
@@ -73,16 +75,42 @@ async def test_nobody_there_and_no_answer_are_errors_in_time(pool, tmp_path):
         await a.swarm.send(b.key, wire.Packet())
 
 
-async def test_timeouts_that_meet_their_answers_do_not_end_later_calls(pool, tmp_path):
+async def test_an_answer_that_meets_its_timeout_does_not_end_hivemind_s_reader(pool, tmp_path):
+    async with pool.borrow(1, tmp_path) as (a,):
+        control = a.swarm._daemon._client.control
+        timed_out, waiting = uuid.uuid4(), uuid.uuid4()
+        control._pending_calls[timed_out] = asyncio.Future()
+        control._pending_calls[timed_out].cancel()  # in the very step in which its answer is read
+        control._pending_calls[waiting] = answer = asyncio.Future()
+        reader = asyncio.StreamReader()
+        for call in (timed_out, waiting):
+            reader.feed_data(_delimited(call, b"late"))
+        reader.feed_eof()
+        try:
+            await control._read_from_persistent_conn(reader)
+            assert answer.result() == b"late"
+        finally:
+            control._pending_calls.clear()
+
+
+def _delimited(call: uuid.UUID, data: bytes) -> bytes:
+    response = p2pd_pb2.CallUnaryResponse(response=data)
+    message = p2pd_pb2.PersistentConnectionResponse(callId=call.bytes, callUnaryResponse=response).SerializeToString()
+    assert len(message) < 128
+    return bytes([len(message)]) + message
+
+
+async def test_calls_go_on_after_many_timeouts_and_leave_nothing_pending(pool, tmp_path):
     async with pool.borrow(2, tmp_path) as (a, b):
         b.on_packet = lambda sender, packet: asyncio.sleep(0.02)
         ended = await asyncio.gather(
             *(a.swarm.send(b.key, wire.Packet(), timeout=0.015 + 0.0005 * n) for n in range(40)), return_exceptions=True
         )
         assert any(isinstance(e, PeerUnreachable) for e in ended)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         await a.swarm.send(b.key, wire.Packet())
         assert not a.swarm._daemon.lost.done()
+        assert not a.swarm._daemon._client.control._pending_calls and not b.swarm._daemon._client.control._handler_tasks
 
 
 async def test_a_handler_that_fails_tells_the_caller_nothing_of_us_and_the_next_call_works(pool, tmp_path):
