@@ -18,7 +18,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from protocol.codec.interface import Blob, Codec, Run
+from protocol.codec.interface import Blob, Codec
+from protocol.codec.runs import Run
 from protocol.errors import CodecError
 from protocol.ids import PeerKey
 from protocol.layout import MOMENTUM
@@ -36,15 +37,6 @@ class Contribution:
     author: PeerKey
     windows: int
     blob: Blob
-
-
-@dataclass(frozen=True)
-class _Term:
-    """One update's part in one tensor: values count `factor` times, and senders weigh `weight`. Both exact fp32."""
-
-    blob: Blob
-    factor: float
-    weight: float
 
 
 def apply(
@@ -78,14 +70,14 @@ def apply(
     weights = shares([c.windows for c in ordered], outer.weight_cap)
     by_senders = outer.mean == "senders" and not codec.everyone_sends
     device = parts[layout.tensors[0].name].device
+    factors = _factors(ordered, weights, codec, outer, device)
     scratch = _Scratch(codec, run_chunks, device, by_senders)
-    for index, tensor in enumerate(codec.layout.tensors):
-        values, momentum = parts[tensor.name], parts.get(MOMENTUM + tensor.name)
-        terms = _terms(ordered, weights, codec, index, outer, device)
-        for run in codec.runs(index, run_chunks, device=device):
-            here = slice(run.start, run.start + run.numel)
-            mean = _mean(terms, codec, run, scratch)
-            _step(values[here], None if momentum is None else momentum[here], mean, outer)
+    for run in codec.runs(run_chunks, device=device):
+        mean = _mean(ordered, weights, factors, codec, run, scratch)
+        for piece in run.pieces:
+            name, here = codec.layout.tensors[piece.index].name, run.source(piece)
+            momentum = parts.get(MOMENTUM + name)
+            _step(parts[name][here], None if momentum is None else momentum[here], mean[run.within(piece)], outer)
 
 
 def shares(windows: Sequence[int], cap: float) -> list[float]:
@@ -124,41 +116,54 @@ def clip_factors(norms: Sequence[float]) -> list[float]:
     return [min(1.0, median / norm) if norm else 1.0 for norm in norms]
 
 
-def _terms(
+def _factors(
     ordered: Sequence[Contribution],
     weights: Sequence[float],
     codec: Codec,
-    index: int,
     outer: OuterSpec,
     device: torch.device,
-) -> list[_Term]:
-    factors = [1.0] * len(ordered)
+) -> list[Tensor]:
+    """By what each update's values count, weight times clip factor: for each update fp32 [tensors]."""
+    tensors = len(codec.layout.tensors)
+    clips = [[1.0] * tensors] * len(ordered)
     if outer.clip == "median" and len(ordered) > 1:
-        # fsum is correctly rounded: neither order nor grouping can change it.
-        factors = clip_factors([math.sqrt(math.fsum(codec.energies(c.blob, index, device))) for c in ordered])
-    return [_Term(c.blob, fp32(w * f), fp32(w)) for c, w, f in zip(ordered, weights, factors, strict=True)]
+        energies = [codec.energies(c.blob, device) for c in ordered]
+        by_tensor = [clip_factors([math.sqrt(e) for e in each]) for each in zip(*energies, strict=True)]
+        clips = list(zip(*by_tensor, strict=True))
+    products = [[w * c for c in clip] for w, clip in zip(weights, clips, strict=True)]
+    return [torch.tensor(p, dtype=torch.float64).to(torch.float32).to(device) for p in products]
 
 
 class _Scratch:
     """Sums over one run, allocated once for the largest run: fresh memory would cost more than the arithmetic."""
 
     def __init__(self, codec: Codec, run_chunks: int | None, device: torch.device, by_senders: bool):
-        tensors = range(len(codec.layout.tensors))
-        largest = max(run.numel for i in tensors for run in codec.runs(i, run_chunks, device=device))
+        largest = max(run.numel for run in codec.runs(run_chunks, device=device))
         self.total = torch.empty(largest, dtype=torch.float32, device=device)
         self.weight = torch.empty_like(self.total) if by_senders else None
 
 
-def _mean(terms: Sequence[_Term], codec: Codec, run: Run, scratch: _Scratch) -> Tensor:
+def _mean(
+    ordered: Sequence[Contribution],
+    weights: Sequence[float],
+    factors: Sequence[Tensor],
+    codec: Codec,
+    run: Run,
+    scratch: _Scratch,
+) -> Tensor:
     """The robust mean over one run: fp32 [run.numel], a view of the scratch."""
     total = scratch.total[: run.numel].zero_()
     weight = None if scratch.weight is None else scratch.weight[: run.numel].zero_()
-    for term in terms:
-        decoded = codec.decode_run(term.blob, run, total.device)
+    # The tensor of each chunk.
+    tensors = torch.tensor([p.index for p in run.pieces]).repeat_interleave(torch.tensor([p.count for p in run.pieces]))
+    tensors = tensors.to(total.device)
+    for update, share, factor in zip(ordered, weights, factors, strict=True):
+        decoded = codec.decode_run(update.blob, run, total.device)
         if weight is not None:
             # A coordinate that a sparse codec lists with a scale of 0 was not sent.
-            _add(weight, decoded.positions, decoded.values.ne(0).to(torch.float32).mul_(term.weight))
-        _add(total, decoded.positions, decoded.values.mul_(term.factor))
+            _add(weight, decoded.positions, decoded.values.ne(0).to(torch.float32).mul_(fp32(share)))
+        values = decoded.values.view(run.count, -1).mul_(factor[tensors].unsqueeze(1)).view(-1)
+        _add(total, decoded.positions, values)
     if weight is not None:
         total.div_(weight.clamp_min_(TINY_WEIGHT))
     return total

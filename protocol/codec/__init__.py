@@ -7,8 +7,9 @@ signatures, files or networks, and nothing here weighs or averages updates: that
 from __future__ import annotations
 
 from protocol.codec.int8 import Int8Codec
-from protocol.codec.interface import Codec, Decoded, Run
+from protocol.codec.interface import Codec, Decoded
 from protocol.codec.none import RawCodec
+from protocol.codec.runs import Run
 from protocol.codec.sparse import SparseCodec
 from protocol.layout import Layout
 from protocol.spec import CodecSpec

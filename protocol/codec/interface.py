@@ -4,20 +4,23 @@ A blob is a header of 40 bytes and one record a chunk, tensors in layout order, 
 coordinates. A record's size depends on nothing but the codec and the chunk's width, so any chunk's record is found by
 arithmetic, and records can be made on different devices and joined. `docs/codec.md` has the bytes.
 
-Work goes in *runs*: consecutive chunks of one width in one tensor. Runs bound the memory; their length changes no bit.
+Work goes in runs (see `runs`), which bound the memory and change no bit.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import fsum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from protocol.codec.runs import RUN_CHUNKS, RUN_CHUNKS_DEVICE, Run, Span, cut
 from protocol.errors import CodecError
 from protocol.layout import CODEC_CHUNK, Layout
 from protocol.state import flat
@@ -25,12 +28,9 @@ from protocol.state import flat
 MAGIC = b"CRN1"
 FORMAT = 1
 HEADER = 40
-RUN_CHUNKS = 256
-"""Chunks in a run on a CPU: 2**20 coordinates, 4 MiB of fp32, stay near the caches."""
-RUN_CHUNKS_DEVICE = 8192
-"""Chunks in a run on an accelerator: 2**25 coordinates, so that the launches do not show."""
 
 Blob = bytes | bytearray | memoryview
+T = TypeVar("T")
 
 
 class RecordError(Exception):
@@ -46,24 +46,6 @@ def refuse(bad: Tensor, reason: str) -> None:
     """Raises RecordError with the first row for which `bad` (bool [n]) holds."""
     if bad.any():
         raise RecordError(int(bad.nonzero()[0]), reason)
-
-
-@dataclass(frozen=True)
-class Run:
-    """`count` consecutive chunks of `width` coordinates in tensor `index`, from coordinate `start` of it.
-
-    `offset` is where the first of their records lies in the blob.
-    """
-
-    index: int
-    start: int
-    count: int
-    width: int
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        return self.count * self.width
 
 
 @dataclass(frozen=True)
@@ -92,7 +74,7 @@ class Codec(ABC):
         if sys.byteorder != "little":
             raise CodecError("Cairn's codecs read tensors' memory as little endian: this machine is big endian")
         self.layout = layout
-        sizes = [self._tensor_size(t.numel) for t in layout.tensors]
+        sizes = [self._records_size(t.numel) for t in layout.tensors]
         self._offsets = list(accumulate(sizes, initial=HEADER))
         self.size: int = self._offsets[-1]
         """Exactly how many bytes every blob has."""
@@ -128,12 +110,15 @@ class Codec(ABC):
     def encode(self, feedback: Mapping[str, Tensor]) -> bytearray:
         """Compress the error feedback e into a blob, in place e <- e - decode(blob), bit for bit.
 
-        Which of several equally large coordinates a sparse codec keeps is not defined; what it keeps is what it
-        subtracts. Raises CodecError when e has a value that is not finite or absurdly large (e is then spoilt).
+        The tensors of `feedback` are all on one device. Which of several equally large coordinates a sparse codec keeps
+        is not defined; what it keeps is what it subtracts. Raises CodecError when e has a value that is not finite or
+        absurdly large (e is then spoilt).
         """
-        blob = bytearray(self.header)
-        for index, tensor in enumerate(self.layout.tensors):
-            blob += self.encode_chunks(index, 0, flat(feedback, tensor))
+        parts = [flat(feedback, t) for t in self.layout.tensors]
+        blob = bytearray(self.size)
+        blob[:HEADER] = self.header
+        for run in self.runs(device=parts[0].device):
+            self._encode_run(run, [parts[p.index][run.source(p)] for p in run.pieces], blob)
         return blob
 
     def encode_chunks(self, index: int, first: int, values: Tensor) -> bytearray:
@@ -146,23 +131,35 @@ class Codec(ABC):
         stop = start + values.numel()
         if values.dim() != 1 or first < 0 or stop > numel or (stop != numel and stop % CODEC_CHUNK):
             raise CodecError(f"{self._place(index)}: coordinates {start} to {stop} of {numel} are not whole chunks")
-        records = bytearray()
-        for run in self.runs(index, start=start, stop=stop, device=values.device):
-            x = values[run.start - start : run.start - start + run.numel].view(run.count, run.width)
-            try:
-                records += self._encode(x).contiguous().view(-1).cpu().numpy().data
-            except RecordError as e:
-                raise CodecError(f"{self._place(index, run, e.row)}: {e.reason}") from None
+        records = bytearray(self._records_size(values.numel()))
+        span = Span(index, start, stop, 0)
+        for run in cut([span], _most(values.device), self.record_size(CODEC_CHUNK)):
+            here = [run.source(p) for p in run.pieces]
+            self._encode_run(run, [values[h.start - start : h.stop - start] for h in here], records)
         return records
+
+    def _encode_run(self, run: Run, parts: Sequence[Tensor], into: bytearray) -> None:
+        """Encode the coordinates of a run's pieces, in place, and put the records where they belong in `into`."""
+        x = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        try:
+            records = self._encode(x.view(run.count, run.width))
+        except RecordError as e:
+            raise CodecError(f"{self._row(run, e.row)}: {e.reason}") from None
+        if len(parts) > 1:
+            for piece, part in zip(run.pieces, parts, strict=True):
+                part.copy_(x[run.within(piece)])
+        size = records.shape[1]
+        data = records.contiguous().view(-1).cpu().numpy().data
+        for p in run.pieces:
+            into[p.offset : p.offset + p.count * size] = data[p.row * size : (p.row + p.count) * size]
 
     # -- decoding -------------------------------------------------------------------------------------------
 
     def check(self, blob: Blob) -> None:
         """Raises CodecError, with the place, unless every byte is as the format wants it. Memory is bounded."""
         self.check_header(blob)
-        for index in range(len(self.layout.tensors)):
-            for run in self.runs(index):
-                self.decode_run(blob, run)
+        for run in self.runs():
+            self.decode_run(blob, run)
 
     def check_header(self, blob: Blob) -> None:
         """Raises CodecError unless the blob has the right size and header: what `decode_run` takes for granted."""
@@ -174,29 +171,31 @@ class Codec(ABC):
     def add_to(self, blob: Blob, into: Mapping[str, Tensor]) -> None:
         """into <- into + decode(blob): puts an update that missed its round back into the error feedback.
 
-        Raises CodecError before anything is changed.
+        The tensors of `into` are all on one device. Raises CodecError before anything is changed.
         """
+        parts = [flat(into, t) for t in self.layout.tensors]
         self.check(blob)
-        for index, tensor in enumerate(self.layout.tensors):
-            target = flat(into, tensor)
-            for run in self.runs(index, device=target.device):
-                part = target[run.start : run.start + run.numel]
-                decoded = self.decode_run(blob, run, target.device)
+        for run in self.runs(device=parts[0].device):
+            decoded = self.decode_run(blob, run, parts[0].device)
+            values = decoded.values.view(run.count, -1)
+            for p in run.pieces:
+                part, rows = parts[p.index][run.source(p)], slice(p.row, p.row + p.count)
                 if decoded.positions is None:
-                    part.add_(decoded.values)
+                    part.add_(values[rows].view(-1))
                 else:
-                    part[decoded.positions] = part[decoded.positions] + decoded.values
+                    at = decoded.positions.view(run.count, -1)[rows].view(-1) - p.row * run.width
+                    part[at] = part[at] + values[rows].view(-1)
 
     def decode_tensor(self, blob: Blob, index: int, device: torch.device | str = "cpu") -> Decoded:
         """What the blob says of one tensor. Raises CodecError."""
         self.check_header(blob)
-        runs = list(self.runs(index, device=device))
+        runs = sorted(self.runs(tensor=index, device=device), key=lambda run: run.pieces[0].start)
         parts = [self.decode_run(blob, run, device) for run in runs]
         values = torch.cat([p.values for p in parts])
         if all(p.positions is None for p in parts):
             return Decoded(values, None)
         every = [
-            (torch.arange(run.numel, device=device) if p.positions is None else p.positions) + run.start
+            (torch.arange(run.numel, device=device) if p.positions is None else p.positions) + run.pieces[0].start
             for run, p in zip(runs, parts, strict=True)
         ]
         return Decoded(values, torch.cat(every))
@@ -205,53 +204,54 @@ class Codec(ABC):
         """What a blob whose header was checked says of one run. Raises CodecError."""
         return self._read(blob, run, device, self._decode)
 
-    def energies(self, blob: Blob, index: int, device: torch.device | str = "cpu") -> list[float]:
-        """Sums of squares of the decoded values of each chunk of a tensor, for exact norms. Raises CodecError."""
-        out: list[float] = []
-        for run in self.runs(index, device=device):
-            out += self._read(blob, run, device, self._energies).tolist()
-        return out
+    def energies(self, blob: Blob, device: torch.device | str = "cpu") -> list[float]:
+        """The sum of squares of each tensor's decoded values, for exact norms. Raises CodecError.
+
+        Of a blob whose header was checked. The sum over a tensor's chunks is correctly rounded (fsum): neither order
+        nor grouping can change it.
+        """
+        sums = [0.0] * len(self.layout.tensors)
+        chunks: dict[int, list[float]] = {}  # of tensors that have been seen in part
+        for run in self.runs(device=device):
+            found = self._read(blob, run, device, self._energies).tolist()
+            for p in run.pieces:
+                seen = chunks.setdefault(p.index, [])
+                seen += found[p.row : p.row + p.count]
+                if len(seen) == self.layout.tensors[p.index].chunks:
+                    sums[p.index] = fsum(chunks.pop(p.index))
+        return sums
 
     # -- where things are -----------------------------------------------------------------------------------
 
     def runs(
-        self,
-        index: int,
-        limit: int | None = None,
-        start: int = 0,
-        stop: int | None = None,
-        device: torch.device | str = "cpu",
+        self, limit: int | None = None, *, tensor: int | None = None, device: torch.device | str = "cpu"
     ) -> Iterator[Run]:
-        """The runs, of at most `limit` chunks, that cover coordinates `start` (a chunk's first) to `stop` of a tensor.
+        """The runs, of at most `limit` chunks (without: what suits the device), that cover the model or one tensor."""
+        tensors = enumerate(self.layout.tensors) if tensor is None else [(tensor, self.layout.tensors[tensor])]
+        spans = [Span(i, 0, t.numel, self._offsets[i]) for i, t in tensors]
+        return cut(spans, limit or _most(device), self.record_size(CODEC_CHUNK))
 
-        A tensor's shorter last chunk is a run of its own. Without a limit: what suits the device.
-        """
-        numel = self.layout.tensors[index].numel
-        end = numel if stop is None else stop
-        most = limit or (RUN_CHUNKS if torch.device(device).type == "cpu" else RUN_CHUNKS_DEVICE)
-        size, base = self.record_size(CODEC_CHUNK), self._offsets[index]
-        whole = end // CODEC_CHUNK
-        for first in range(start // CODEC_CHUNK, whole, most):
-            count = min(most, whole - first)
-            yield Run(index, first * CODEC_CHUNK, count, CODEC_CHUNK, base + first * size)
-        if rest := end - whole * CODEC_CHUNK:
-            yield Run(index, whole * CODEC_CHUNK, 1, rest, base + whole * size)
-
-    def _tensor_size(self, numel: int) -> int:
+    def _records_size(self, numel: int) -> int:
         whole, rest = divmod(numel, CODEC_CHUNK)
         return whole * self.record_size(CODEC_CHUNK) + (self.record_size(rest) if rest else 0)
 
-    def _read(self, blob: Blob, run: Run, device: torch.device | str, how):
-        size = self.record_size(run.width)
+    def _read(self, blob: Blob, run: Run, device: torch.device | str, how: Callable[[Tensor, int], T]) -> T:
+        size, view = self.record_size(run.width), memoryview(blob)
         # A copy: the view may be of a read-only file, and must not change between the check and the use.
-        records = torch.frombuffer(
-            bytearray(memoryview(blob)[run.offset : run.offset + run.count * size]), dtype=torch.uint8
-        )
+        data = bytearray().join([view[p.offset : p.offset + p.count * size] for p in run.pieces])
+        records = torch.frombuffer(data, dtype=torch.uint8).view(run.count, size)
         try:
-            return how(records.view(run.count, size).to(device), run.width)
+            return how(records.to(device), run.width)
         except RecordError as e:
-            raise CodecError(f"{self._place(run.index, run, e.row)}: {e.reason}") from None
+            raise CodecError(f"{self._row(run, e.row)}: {e.reason}") from None
 
-    def _place(self, index: int, run: Run | None = None, row: int = 0) -> str:
-        name = self.layout.tensors[index].name[:120]
-        return f"tensor {name!r}" + (f", chunk {run.start // CODEC_CHUNK + row}" if run else "")
+    def _row(self, run: Run, row: int) -> str:
+        piece = run.piece_of(row)
+        return f"{self._place(piece.index)}, chunk {piece.start // CODEC_CHUNK + row - piece.row}"
+
+    def _place(self, index: int) -> str:
+        return f"tensor {self.layout.tensors[index].name[:120]!r}"
+
+
+def _most(device: torch.device | str) -> int:
+    return RUN_CHUNKS if torch.device(device).type == "cpu" else RUN_CHUNKS_DEVICE

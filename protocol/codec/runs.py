@@ -1,0 +1,107 @@
+"""How work on a blob is cut: in runs of chunks of one width, gathered from as many tensors as it takes.
+
+A model has many small tensors, and one call of torch costs as much as the arithmetic on thousands of coordinates: taken
+tensor by tensor, a small model's round would be all calls. Runs also bound the memory. Neither their length nor what
+lies in one together changes a bit: no operation of a codec or of the outer step looks from one chunk to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from protocol.layout import CODEC_CHUNK
+
+RUN_CHUNKS = 256
+"""Chunks in a run on a CPU: 2**20 coordinates, 4 MiB of fp32, stay near the caches."""
+RUN_CHUNKS_DEVICE = 8192
+"""Chunks in a run on an accelerator: 2**25 coordinates, so that the launches do not show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Coordinates `start` (a chunk's first) to `stop` (a chunk's end, or the tensor's) of tensor `index`.
+
+    `offset` is where the record of its first chunk lies.
+    """
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`count` consecutive chunks of tensor `index`, from its coordinate `start` on.
+
+    `row` is the first one's place in the run, `offset` where the first of their records lies in the blob.
+    """
+
+    index: int
+    start: int
+    count: int
+    row: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks of `width` coordinates: those of its pieces, one after the other."""
+
+    width: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def count(self) -> int:
+        """How many chunks."""
+        last = self.pieces[-1]
+        return last.row + last.count
+
+    @property
+    def numel(self) -> int:
+        return self.count * self.width
+
+    def source(self, piece: Piece) -> slice:
+        """Where a piece's coordinates are in its flattened tensor."""
+        return slice(piece.start, piece.start + piece.count * self.width)
+
+    def within(self, piece: Piece) -> slice:
+        """Where they are among the run's."""
+        return slice(piece.row * self.width, (piece.row + piece.count) * self.width)
+
+    def piece_of(self, row: int) -> Piece:
+        """The piece that has the run's chunk `row`."""
+        return next(p for p in self.pieces if row < p.row + p.count)
+
+
+def cut(spans: Iterable[Span], limit: int, record: int) -> Iterator[Run]:
+    """The runs, of at most `limit` chunks, that cover the spans. `record`: bytes of a full chunk's record.
+
+    First all shorter last chunks, by width; then the full ones, in the order of the spans.
+    """
+    spans = list(spans)
+    shorter: dict[int, list[Piece]] = {}
+    for span in spans:
+        if width := span.stop % CODEC_CHUNK:
+            start = span.stop - width
+            offset = span.offset + (start - span.start) // CODEC_CHUNK * record
+            pieces = shorter.setdefault(width, [])
+            pieces.append(Piece(span.index, start, 1, len(pieces), offset))
+            if len(pieces) == limit:
+                yield Run(width, tuple(shorter.pop(width)))
+    for width, pieces in shorter.items():
+        yield Run(width, tuple(pieces))
+    pieces, row = [], 0
+    for span in spans:
+        start, chunks = span.start, span.stop // CODEC_CHUNK - span.start // CODEC_CHUNK
+        while chunks:
+            count = min(chunks, limit - row)
+            offset = span.offset + (start - span.start) // CODEC_CHUNK * record
+            pieces.append(Piece(span.index, start, count, row, offset))
+            start, chunks, row = start + count * CODEC_CHUNK, chunks - count, row + count
+            if row == limit:
+                yield Run(CODEC_CHUNK, tuple(pieces))
+                pieces, row = [], 0
+    if pieces:
+        yield Run(CODEC_CHUNK, tuple(pieces))
