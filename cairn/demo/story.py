@@ -153,8 +153,8 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
             _take(demo, demo.status)
             _intervene(demo, demo.status, processes)
             await asyncio.sleep(0.5)
-        demo.status = await client.status()
         await _wait_for_archive(demo, time.monotonic() + END_SECONDS)
+        demo.status = await client.status()
         demo.curve = loss_curve(demo.page)
 
 

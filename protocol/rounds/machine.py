@@ -43,7 +43,7 @@ from protocol.rounds.early import AHEAD, Early
 from protocol.rounds.follower import Follower
 from protocol.rounds.policy import Facts, Policy
 from protocol.rounds.position import Position
-from protocol.rounds.summary import MemberView, Summary
+from protocol.rounds.summary import Summary, summarise
 
 MAX_HOLDERS = 8
 HELP_HEADERS = 16
@@ -485,25 +485,7 @@ class RoundMachine:
 
     def summary(self, now: float) -> Summary:
         """A frozen view for people."""
-        c, d, p = self._c, self._deciding, self._position
-        b = d.ballot
-        head = p.applied if p.applied is not None and p.applied in c.chain else c.chain.head
-        votes = 0
-        if b is not None and b.last_vote is not None and (mine := b.proposals.get(b.last_vote.body.record)) is not None:
-            votes = len(b.votes_for(mine.record))
-        announced, voted = ((), ()) if b is None else (b.headers, b.votes)
-        members = tuple(
-            MemberView(
-                m.key, m.beat, now - m.heard, b is not None and m.key in b.headers, b is not None and m.key in b.votes
-            )
-            for m in c.members
-        )
-        return Summary(
-            self.phase, c.chain.height(head), head, p.state, c.chain.weight(head), c.chain.head,
-            c.chain.weight(c.chain.head), members, () if b is None else tuple(b.headers.values()),
-            0 if b is None else len(b.proposals), votes,
-            () if b is None or b.announced is None else tuple(d.awaited(b)), d.work.windows, d.finished,
-        )  # fmt: skip
+        return summarise(self._c, self._deciding, self._position, self.phase, now)
 
     @property
     def chain(self) -> Chain:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Header, Heartbeat, Signed
+from protocol.rounds.context import Context
+from protocol.rounds.deciding import Deciding
+from protocol.rounds.position import Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +56,30 @@ class Summary:
     """Own windows that no update covers yet."""
 
     finished: bool
+
+
+def summarise(c: Context, d: Deciding, p: Position, phase: str, now: float) -> Summary:
+    """The view of a machine's parts at a time."""
+    b = d.ballot
+    head = p.applied if p.applied is not None and p.applied in c.chain else c.chain.head
+    votes = 0
+    if b is not None and b.last_vote is not None and (mine := b.proposals.get(b.last_vote.body.record)) is not None:
+        votes = len(b.votes_for(mine.record))
+    announced, voted = ({}, {}) if b is None else (b.headers, b.votes)
+    members = tuple(MemberView(m.key, m.beat, now - m.heard, m.key in announced, m.key in voted) for m in c.members)
+    return Summary(
+        phase=phase,
+        round=c.chain.height(head),
+        head=head,
+        state=p.state,
+        weight=c.chain.weight(head),
+        chain_head=c.chain.head,
+        chain_weight=c.chain.weight(c.chain.head),
+        members=members,
+        headers=tuple(announced.values()),
+        proposals=0 if b is None else len(b.proposals),
+        votes=votes,
+        awaited=() if b is None or b.announced is None else tuple(d.awaited(b)),
+        windows=d.work.windows,
+        finished=d.finished,
+    )
