@@ -10,15 +10,14 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from peer.store import BlobMissing, Partial, Store
 from peer.swarm.errors import BlobUnavailable, PeerUnreachable
 from peer.swarm.frames import BITS_PER_PAGE, SIZE_BYTES, Op, Request, Status, encode_size, leaf_pages, parse_size
+from peer.swarm.holders import LOST, PATIENCE, Holder, Patience
 from peer.swarm.links import LinkLost, Links
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
@@ -39,29 +38,6 @@ HEDGE_SECONDS = 0.5
 """After so long without an answer another holder is asked the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How often a holder is asked again, by what it did, and how long we wait in between (first, growth, at most)."""
-
-    tries: float
-    first: float
-    growth: float
-    most: float
-
-    def wait(self, attempt: int) -> float:
-        return min(self.most, self.first * self.growth ** min(attempt, 40)) * random.uniform(0.8, 1.2)
-
-
-PATIENCE = {
-    # The other side may be about to get our header: soon again, until the deadline.
-    Status.REFUSED: Patience(float("inf"), 0.06, 1.4, 0.5),
-    Status.MISSING: Patience(5, 0.1, 2.0, 2.0),
-    Status.ABSENT: Patience(float("inf"), 0.1, 1.4, 1.0),
-    Status.BUSY: Patience(8, 0.2, 1.6, 2.0),
-}
-LOST = Patience(3, 0.2, 3.0, 3.0)
-
-
 class _Dropped(Exception):
     """This holder is of no more use to this attempt. Internal."""
 
@@ -77,23 +53,6 @@ class _Later(Exception):
 
 class _WrongSize(Exception):
     """The chunk is the blob's own, and shows that the blob's stated size is wrong. Internal."""
-
-
-@dataclass
-class Holder:
-    """What one holder did so far in this fetch."""
-
-    peer: PeerKey
-    reason: str = "not asked yet"
-    bad: bool = False
-    counts: Counter[str] = field(default_factory=Counter)
-    have: bytes | None = None
-    """Bitmap of the chunks it has, when it does not have them all."""
-
-    def may_have(self, index: int) -> bool:
-        if self.have is None:
-            return True
-        return index >> 3 < len(self.have) and bool(self.have[index >> 3] >> (index & 7) & 1)
 
 
 class Fetch:

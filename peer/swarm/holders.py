@@ -1,0 +1,50 @@
+"""What a fetch knows of those who may hold a blob, and how often it asks them again, by what they did."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from peer.swarm.frames import Status
+from protocol.ids import PeerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often a holder is asked again, by what it did, and how long we wait in between (first, growth, at most)."""
+
+    tries: float
+    first: float
+    growth: float
+    most: float
+
+    def wait(self, attempt: int) -> float:
+        return min(self.most, self.first * self.growth ** min(attempt, 40)) * random.uniform(0.8, 1.2)
+
+
+PATIENCE = {
+    # The other side may be about to get our header: soon again, until the deadline.
+    Status.REFUSED: Patience(float("inf"), 0.06, 1.4, 0.5),
+    Status.MISSING: Patience(5, 0.1, 2.0, 2.0),
+    Status.ABSENT: Patience(float("inf"), 0.1, 1.4, 1.0),
+    Status.BUSY: Patience(8, 0.2, 1.6, 2.0),
+}
+LOST = Patience(3, 0.2, 3.0, 3.0)
+
+
+@dataclass
+class Holder:
+    """What one holder did so far in this fetch."""
+
+    peer: PeerKey
+    reason: str = "not asked yet"
+    bad: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+    have: bytes | None = None
+    """Bitmap of the chunks it has, when it does not have them all."""
+
+    def may_have(self, index: int) -> bool:
+        if self.have is None:
+            return True
+        return index >> 3 < len(self.have) and bool(self.have[index >> 3] >> (index & 7) & 1)
