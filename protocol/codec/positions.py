@@ -15,6 +15,7 @@ from torch import Tensor
 
 from protocol.codec.bits import pack, packed_size, unpack
 from protocol.codec.interface import refuse
+from protocol.codec.rows import ones
 
 
 @dataclass(frozen=True)
@@ -93,4 +94,4 @@ class Positions:
         refuse(bits[:, length:].any(1), "filling bits of the positions are set")
         refuse(bits.sum(1, dtype=torch.int64) != self.k, f"not exactly {self.k} positions")
         rows = torch.arange(0, n * stride, stride, device=bits.device).unsqueeze(1)
-        return bits.view(-1).nonzero().view(n, self.k) - rows
+        return ones(bits.view(-1)).view(n, self.k) - rows

@@ -15,6 +15,7 @@ from torch import Tensor
 from protocol.codec.bits import pack, packed_size, unpack
 from protocol.codec.interface import Codec, Decoded, refuse
 from protocol.codec.positions import Positions
+from protocol.codec.rows import falling, largest
 from protocol.codec.scales import MAX_INPUT, from_wire, nearest, to_wire
 from protocol.layout import CODEC_CHUNK, Layout
 
@@ -51,9 +52,8 @@ class SparseCodec(Codec):
         if coding.dense:
             chosen, values = None, x
         else:
-            # topk takes NaN for the largest number of all, so none is missed below.
-            _, chosen = torch.topk(x.abs(), coding.k, dim=1, sorted=False)
-            chosen, _ = torch.sort(chosen, dim=1)
+            # NaN is taken for the largest of all, so none is missed below.
+            chosen = largest(x, coding.k)
             values = x.gather(1, chosen)
         magnitudes = values.abs()
         refuse(~(magnitudes.amax(1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
@@ -127,10 +127,10 @@ def two_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
 def _best_split(magnitudes: Tensor) -> Tensor:
     """Between the two groups of fp32 [n, k] whose means leave the least squared error: fp32 [n, 1]."""
     k = magnitudes.shape[1]
-    falling, _ = torch.sort(magnitudes, dim=1, descending=True)
+    ordered = falling(magnitudes)
     if k == 1:
-        return falling
-    upper = falling.cumsum(1)
+        return ordered
+    upper = ordered.cumsum(1)
     total = upper[:, -1:]
     count = torch.arange(1, k, device=magnitudes.device, dtype=torch.float32)
     upper, lower = upper[:, :-1], total - upper[:, :-1]
@@ -138,4 +138,4 @@ def _best_split(magnitudes: Tensor) -> Tensor:
     size = total.clamp(min=torch.finfo(torch.float32).tiny)
     explained = (upper / size) ** 2 / count + (lower / size) ** 2 / (k - count)
     at = explained.argmax(1, keepdim=True)
-    return (falling.gather(1, at) + falling.gather(1, at + 1)) / 2
+    return (ordered.gather(1, at) + ordered.gather(1, at + 1)) / 2

@@ -1,0 +1,51 @@
+"""Order within rows: the k largest, sorting, and where bits are set.
+
+On a CPU by NumPy, whose vectorised selection and sorting are 10 to 30 times as fast as torch's; elsewhere by torch.
+Results are the same but for the choice among equals.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MAGNITUDE = 0x7FFFFFFF
+"""All bits of a fp32 but the sign. As integers, magnitudes are ordered as they are as numbers, NaNs above infinity."""
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """Where the k largest magnitudes of each row of fp32 [n, m] are, k < m: int64 [n, k], increasing.
+
+    NaN counts as larger than every number.
+    """
+    if x.device.type != "cpu":
+        # topk, too, takes NaN for the largest.
+        chosen = torch.topk(x.abs(), k, dim=1, sorted=False).indices
+        return torch.sort(chosen, dim=1).values
+    n, m = x.shape
+    magnitudes = np.bitwise_and(x.numpy().view(np.int32), _MAGNITUDE)
+    least = np.partition(magnitudes, m - k, axis=1)[:, m - k, None]
+    chosen = np.flatnonzero(magnitudes >= least)
+    if len(chosen) != n * k:
+        # Some rows have more than one coordinate as large as the least that is kept: the first of these are.
+        more, equal = magnitudes > least, magnitudes == least
+        left = k - np.count_nonzero(more, axis=1)
+        chosen = np.flatnonzero(more | (equal & (np.cumsum(equal, axis=1) <= left[:, None])))
+    chosen = chosen.reshape(n, k)
+    chosen -= np.arange(0, n * m, m)[:, None]
+    return torch.from_numpy(chosen)
+
+
+def falling(x: Tensor) -> Tensor:
+    """Each row of fp32 [n, m], without NaN, from its largest to its smallest."""
+    if x.device.type != "cpu":
+        return torch.sort(x, dim=1, descending=True).values
+    return torch.from_numpy(np.sort(x.numpy(), axis=1)).flip(1)
+
+
+def ones(bits: Tensor) -> Tensor:
+    """Where uint8 [n] of zeros and ones is one: int64, increasing."""
+    if bits.device.type != "cpu":
+        return bits.nonzero().view(-1)
+    return torch.from_numpy(np.flatnonzero(bits.numpy().view(np.bool_)))
