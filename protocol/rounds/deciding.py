@@ -15,6 +15,9 @@ from protocol.rounds.position import Position
 MAX_REPEATED_VOTES = 64
 
 
+MAX_HOLDERS = 8
+
+
 class Deciding:
     """Drives one ballot after the other. Every method acts on the ballot for the round after `position.applied`."""
 
@@ -366,3 +369,16 @@ class Deciding:
             found.append(b.voted_at + policy.propose_seconds)
         found += [p.seen + policy.propose_seconds / 2 for p in b.proposals.values()]
         return found
+
+    def holders(self, header: Signed[Header]) -> tuple[PeerKey, ...]:
+        """Who is likely to have a blob: its author, who voted for it, who announced in its round."""
+        c, b = self._c, self.ballot
+        found: dict[PeerKey, None] = {header.author: None}
+        decided = c.chain.ancestor_at(c.chain.head, header.body.round + 1)
+        if decided is not None and decided != c.chain.root:
+            found.update((v.author, None) for v in c.chain.certificate(decided).votes)
+        if b is not None:
+            found.update((a, None) for a in b.votes)
+            found.update((a, None) for a in b.headers)
+        found.pop(c.me, None)
+        return tuple(found)[:MAX_HOLDERS]

@@ -45,7 +45,6 @@ from protocol.rounds.policy import Facts, Policy
 from protocol.rounds.position import Position
 from protocol.rounds.summary import Summary, summarise
 
-MAX_HOLDERS = 8
 HELP_HEADERS = 16
 """Headers sent at most to a member whose heartbeat shows that it lacks them."""
 
@@ -399,21 +398,8 @@ class RoundMachine:
             return
         self._blobs_for = key
         needed = p.needed() | d.needed()
-        for action in c.blobs.want(needed, self._holders, c.now):
+        for action in c.blobs.want(needed, d.holders, c.now):
             c.emit(action)
-
-    def _holders(self, header: Signed[Header]) -> tuple[PeerKey, ...]:
-        """Who is likely to have a blob: its author, who voted for it, who announced in its round."""
-        c, b = self._c, self._deciding.ballot
-        found: dict[PeerKey, None] = {header.author: None}
-        decided = c.chain.ancestor_at(c.chain.head, header.body.round + 1)
-        if decided is not None and decided != c.chain.root:
-            found.update((v.author, None) for v in c.chain.certificate(decided).votes)
-        if b is not None:
-            found.update((a, None) for a in b.votes)
-            found.update((a, None) for a in b.headers)
-        found.pop(c.me, None)
-        return tuple(found)[:MAX_HOLDERS]
 
     def _ask(self) -> None:
         c = self._c
