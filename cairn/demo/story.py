@@ -28,7 +28,7 @@ KILLED, KILL_AT = "edsger", 0.30
 LATE, LATE_AT = "barbara", 0.45
 """Shares of the run's tokens at which one peer is killed with SIGKILL and a new one joins."""
 
-MARGIN = 1.0
+MARGIN = 2.0
 """Nats by which the held-out loss must have fallen."""
 
 READY_SECONDS, RUN_SECONDS, END_SECONDS = 240.0, 600.0, 60.0

@@ -1,31 +1,59 @@
-"""How long a round takes from our announcement until it is applied: the part of a round that is not training. Pure."""
+"""How long a round takes from our announcement until it is applied, and where the time goes. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from statistics import median
 
 from protocol.ids import Digest
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangeTimes:
+    """Medians of the last rounds, in seconds since our announcement; 0 before the first round."""
+
+    blobs: float = 0.0
+    """Until the last of the others' updates was held and checked."""
+    certified: float = 0.0
+    """Until there was a certificate to apply."""
+    applied: float = 0.0
+    """Until the new state was held."""
+
+
 class Exchange:
-    """The last `remembered` rounds in which we announced, by the parent of each."""
+    """The last `remembered` rounds in which we announced; each is known by its parent."""
 
     def __init__(self, remembered: int = 32):
-        self._announced: tuple[Digest, float] | None = None
-        self._seconds: deque[float] = deque(maxlen=remembered)
+        self._parent: Digest | None = None
+        self._began = self._blobs = self._certified = 0.0
+        self._rounds: deque[tuple[float, float, float]] = deque(maxlen=remembered)
 
     def announced(self, parent: Digest, now: float) -> None:
         """Our header for the round after `parent` went out (repeats do not count)."""
-        if self._announced is None or self._announced[0] != parent:
-            self._announced = (parent, now)
+        if parent != self._parent:
+            self._parent = parent
+            self._began = self._blobs = self._certified = now
+
+    def held(self, now: float) -> None:
+        """An update of another is held."""
+        if self._certified == self._began:
+            self._blobs = now
+
+    def certified(self, parent: Digest, now: float) -> None:
+        """The record after `parent` is to be applied."""
+        if parent == self._parent:
+            self._certified = now
 
     def applied(self, parent: Digest, now: float) -> None:
         """The record after `parent` is applied."""
-        if self._announced is not None and self._announced[0] == parent:
-            self._seconds.append(now - self._announced[1])
+        if parent == self._parent:
+            times = (self._blobs, self._certified, now)
+            self._rounds.append((times[0] - self._began, times[1] - self._began, times[2] - self._began))
 
     @property
-    def median(self) -> float:
-        """Seconds; 0 before the first round."""
-        return median(self._seconds) if self._seconds else 0.0
+    def times(self) -> ExchangeTimes:
+        """Medians."""
+        if not self._rounds:
+            return ExchangeTimes()
+        return ExchangeTimes(*(round(median(column), 4) for column in zip(*self._rounds, strict=True)))

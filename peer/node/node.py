@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,8 @@ class Node:
             event = await self._events.get()
             if isinstance(event, events.Tick):
                 self._tick_waits = False
+            elif isinstance(event, events.BlobHeld):
+                self._exchange.held(time.monotonic())
             self._set_facts()
             await self._act(self.machine.step(event, time.monotonic()))
             self.on_change()
@@ -317,7 +319,10 @@ class Node:
                     await asyncio.to_thread(self.chainlog.keep, certificate)
                 case actions.KeepFinal(message):
                     await asyncio.to_thread(self.chainlog.keep_final, message)
-                case actions.Apply() | actions.Resync():
+                case actions.Apply(certificate):
+                    self._exchange.certified(certificate.record.body.parent, time.monotonic())
+                    self._to_state(action)
+                case actions.Resync():
                     self._to_state(action)
                 case actions.Report():
                     self._report(action)
@@ -467,7 +472,7 @@ class Node:
             device=ready.device if ready is not None else "",
             own_updates=self._made,
             missed_updates=self._missed,
-            exchange_seconds=round(self._exchange.median, 4),
+            exchange_seconds=asdict(self._exchange.times),
             trainer_restarts=self._trainer.restarts if self._trainer is not None else 0,
             finished=self.finish_reason,
         )

@@ -14,7 +14,7 @@ FILE = "status.json"
 class Snapshot:
     """One moment of a node. Tokens are of the run; `state` is the digest of the state that is held ("" for none).
 
-    `exchange_seconds`: the median time of the last rounds from our announcement to their application.
+    `exchange_seconds`: medians of the last rounds since our announcement (see `exchange.ExchangeTimes`).
     """
 
     run: str
@@ -37,7 +37,7 @@ class Snapshot:
     device: str
     own_updates: int
     missed_updates: int
-    exchange_seconds: float
+    exchange_seconds: dict[str, float]
     trainer_restarts: int
     finished: str
 
