@@ -110,12 +110,10 @@ class Updates:
     def _check(self, path: Path) -> None:
         """Structure, bounds and finiteness, in a thread: torch and hashing leave the event loop alone."""
         try:
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                view = memoryview(data)
-                try:
-                    self._codec.check(view)
-                finally:
-                    view.release()
+            with open(path, "rb") as file:
+                # Not closed by hand: a CodecError's traceback still holds views of it, and closing would raise instead.
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._codec.check(memoryview(data))
         except OSError as e:
             raise NotInStore(f"cannot read {path}: {e.strerror}") from None
 
