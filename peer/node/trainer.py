@@ -78,7 +78,7 @@ class Trainer:
             said = said or str(e)
         finally:
             self._ready.clear()
-            end = await link.stop(10.0 if self._stopping else 2.0)
+            end = await link.stop(10.0)
         return said or str(end), applied
 
     async def send(self, message: ToTrainer) -> None:
