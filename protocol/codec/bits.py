@@ -1,10 +1,13 @@
 """Rows of small numbers to bytes and back: eight fields of `width` bits become `width` bytes, least significant first.
 
 Eight fields lie in one 64-bit word, a byte each, and three shift-and-mask steps press out the unused bits (the
-"compress" of Hacker's Delight, section 7-4, for a regular mask). Plain tensor operations on any device.
+"compress" of Hacker's Delight, section 7-4, for a regular mask); where fields do not cross bytes, a table of all bytes
+takes them apart. Plain tensor operations on any device.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -37,10 +40,12 @@ def pack(fields: Tensor, width: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
-    """The inverse of `pack`, with what lies beyond: uint8 [n, packed_size] to uint8 [n, count rounded up to 8].
+    """The inverse of `pack`, with what lies beyond: uint8 [n, packed_size] to uint8 [n, c], count <= c < count + 8.
 
     Fields from `count` on hold the filling bits; a strict reader checks that they are zero.
     """
+    if width in _WORDS:
+        return _table(width, packed.device).take(packed.to(torch.int64)).view(torch.uint8)
     n = packed.shape[0]
     words = -(-count // 8)
     spread = torch.zeros((n, words, 8), dtype=torch.uint8, device=packed.device)
@@ -53,3 +58,15 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
         low = _lanes(width * step, 16 * step)
         x = (x & low) | ((x << ((8 - width) * step)) & (low << (8 * step)))
     return x.view(torch.uint8)
+
+
+_WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
+"""For fields that fill a byte: what holds those of a byte, a byte each."""
+
+
+@lru_cache(maxsize=64)
+def _table(width: int, device: torch.device) -> Tensor:
+    """The fields in each byte, as one word: [256]."""
+    packed = torch.arange(256, dtype=torch.uint8)
+    fields = [(packed >> at) & ((1 << width) - 1) for at in range(0, 8, width)]
+    return torch.stack(fields, 1).view(_WORDS[width]).view(-1).to(device)

@@ -43,9 +43,9 @@ class RecordError(Exception):
 
 
 def refuse(bad: Tensor, reason: str) -> None:
-    """Raises RecordError with the first row for which `bad` (bool [n]) holds."""
+    """Raises RecordError with the first row in which `bad` (bool [n] or [n, c]) holds."""
     if bad.any():
-        raise RecordError(int(bad.nonzero()[0]), reason)
+        raise RecordError(int(bad.nonzero()[0, 0]), reason)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from protocol.codec.bits import pack, packed_size, unpack
-from protocol.codec.interface import refuse
+from protocol.codec.interface import RecordError, refuse
 from protocol.codec.rows import ones
 
 
@@ -77,13 +77,13 @@ class Positions:
         if self.bitmap:
             return self._ones(packed, self.m)
         lows = packed_size(self.k, self.low)
-        ranks = torch.arange(self.k, device=packed.device)
-        positions = self._ones(packed[:, lows:], self._high) - ranks
+        positions = self._ones(packed[:, lows:], self._high).sub_(torch.arange(self.k, device=packed.device))
         if self.low:
             low = unpack(packed[:, :lows], self.k, self.low)
-            refuse(low[:, self.k :].any(1), "filling bits of the low parts of positions are set")
-            positions = (positions << self.low) | low[:, : self.k]
-            refuse((positions[:, 1:] <= positions[:, :-1]).any(1), "positions do not increase")
+            if low.shape[1] > self.k:
+                refuse(low[:, self.k :] != 0, "filling bits of the low parts of positions are set")
+            positions.bitwise_left_shift_(self.low).bitwise_or_(low[:, : self.k])
+            refuse(positions[:, 1:] <= positions[:, :-1], "positions do not increase")
             refuse(positions[:, -1] >= self.m, "a position lies beyond the chunk's end")
         return positions
 
@@ -91,7 +91,14 @@ class Positions:
         """Where the k ones of each row of `length` bits are: int64 [n, k]. Raises RecordError unless there are k."""
         bits = unpack(packed, length, 1)
         n, stride = bits.shape
-        refuse(bits[:, length:].any(1), "filling bits of the positions are set")
-        refuse(bits.sum(1, dtype=torch.int64) != self.k, f"not exactly {self.k} positions")
-        rows = torch.arange(0, n * stride, stride, device=bits.device).unsqueeze(1)
-        return ones(bits.view(-1)).view(n, self.k) - rows
+        if stride > length:
+            refuse(bits[:, length:] != 0, "filling bits of the positions are set")
+        found = ones(bits.view(-1))
+        if len(found) == n * self.k:
+            found = found.view(n, self.k)
+            found.sub_(torch.arange(0, n * stride, stride, device=bits.device).unsqueeze(1))
+            # As many as there should be in all; and when each k begin and end in their row, each row has k.
+            if not ((found[:, 0] < 0) | (found[:, -1] >= stride)).any():
+                return found
+        wrong = bits.sum(1, dtype=torch.int64) != self.k
+        raise RecordError(int(wrong.nonzero()[0, 0]), f"not exactly {self.k} positions")

@@ -6,6 +6,8 @@ from the subnormal numbers. Encoders work within MAX_INPUT, so that rounding up 
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -29,13 +31,18 @@ def from_wire(packed: Tensor, most: float = MAX_VALUE) -> Tensor:
 
     Negative numbers (negative zero too), infinities and NaNs all lie outside of the bounds.
     """
-    wide = packed.to(torch.int32)
-    scales = ((wide[:, 0::2] << 16) | (wide[:, 1::2] << 24)).view(torch.float32)
     # As integers: positive floats are ordered as their bits are, and -0.0 is not 0.
-    bits = scales.view(torch.int32)
-    low, high = torch.tensor([MIN_SCALE, most]).view(torch.int32).tolist()
-    refuse(((bits != 0) & ((bits < low) | (bits > high))).any(1), "a scale is negative, not finite or out of bounds")
-    return scales
+    # A copy, always: a single row may be contiguous and still lie where no int16 may.
+    bits = packed.clone(memory_format=torch.contiguous_format).view(torch.int16).to(torch.int32) << 16
+    refuse(
+        (bits != 0) & ((bits < _bits(MIN_SCALE)) | (bits > _bits(most))),
+        "a scale is negative, not finite or out of bounds",
+    )
+    return bits.view(torch.float32)
+
+
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 def nearest(scales: Tensor) -> Tensor:

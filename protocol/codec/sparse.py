@@ -73,14 +73,15 @@ class SparseCodec(Codec):
         coding = self.positions(width)
         lo, hi = _scales(records)
         codes = unpack(records[:, SCALES + coding.size :], coding.k, 2)
-        refuse(codes[:, coding.k :].any(1), "filling bits of the values are set")
-        codes = codes[:, : coding.k]
+        if codes.shape[1] > coding.k:
+            refuse(codes[:, coding.k :] != 0, "filling bits of the values are set")
+            codes = codes[:, : coding.k]
         values = _values(lo, hi, codes).view(-1)
         if coding.dense:
             return Decoded(values, None)
         positions = coding.decode(records[:, SCALES : SCALES + coding.size])
         starts = torch.arange(0, records.shape[0] * width, width, device=records.device)
-        return Decoded(values, (positions + starts.unsqueeze(1)).view(-1))
+        return Decoded(values, positions.add_(starts.unsqueeze(1)).view(-1))
 
     def _energies(self, records: Tensor, width: int) -> Tensor:
         coding = self.positions(width)
@@ -97,7 +98,7 @@ def _scales(records: Tensor) -> tuple[Tensor, Tensor]:
     """lo and hi, fp32 [n, 1] each. Raises RecordError."""
     scales = from_wire(records[:, :SCALES])
     lo, hi = scales[:, :1], scales[:, 1:]
-    refuse((lo > hi).view(-1), "the low scale is above the high one")
+    refuse(lo > hi, "the low scale is above the high one")
     return lo, hi
 
 
