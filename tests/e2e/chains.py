@@ -1,0 +1,77 @@
+"""Reads the chain from a store's folder, also while its process runs, and checks what must hold of every chain."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate, Final, Opener, Signed
+from protocol.rounds.policy import Policy
+from protocol.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The head's path from the genesis, oldest first, and how many certificates lie in the store in all."""
+
+    path: tuple[Certificate, ...]
+    stored: int
+    final: Signed[Final] | None
+
+    @property
+    def height(self) -> int:
+        return len(self.path)
+
+    @property
+    def records(self) -> list[Digest]:
+        return [c.record.digest for c in self.path]
+
+    @property
+    def windows(self) -> dict[PeerKey, int]:
+        """Accepted windows of each author."""
+        found: dict[PeerKey, int] = defaultdict(int)
+        for c in self.path:
+            for u in c.record.body.updates:
+                found[u.author] += u.body.windows
+        return dict(found)
+
+
+_OPENERS: dict[bytes, Opener] = {}
+
+
+def read_branch(spec: RunSpec, store: Path) -> Branch:
+    """Every certificate is verified as one that a stranger sent. Raises ProtocolError for one that is none."""
+    opener = _OPENERS.setdefault(bytes(spec.run_id), Opener(spec.run_id, spec.owner_key))
+    chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
+    stored = 0
+    for file in sorted((store / "chain").glob("*-*")):
+        chain.add(opener.certificate(file.read_bytes()[32:]))
+        stored += 1
+    final = None
+    if (value := store / "values" / "final").exists():
+        final = opener.open(value.read_bytes(), Final)
+        chain.add_final(final)
+    return Branch(chain.path(chain.genesis, chain.head), stored, final)
+
+
+def check_windows(branch: Branch) -> None:
+    """No window of anybody is counted twice: each author's accepted ranges follow each other."""
+    ends: dict[PeerKey, int] = defaultdict(int)
+    for c in branch.path:
+        for u in c.record.body.updates:
+            assert u.body.first_window >= ends[u.author], (c.record.body.round, u.author.short)
+            assert u.body.end_window > u.body.first_window
+            ends[u.author] = u.body.end_window
+
+
+def check_same(branches: dict[str, Branch]) -> int:
+    """All hold the same chain, as far as each has it; how long the shortest is."""
+    shortest = min(b.height for b in branches.values())
+    one = next(iter(branches.values()))
+    for name, b in branches.items():
+        check_windows(b)
+        assert b.records[:shortest] == one.records[:shortest], f"{name} is on another branch"
+    return shortest

@@ -1,0 +1,130 @@
+"""A swarm of three that trains, loses members, takes in others, and goes on: each promise on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from protocol.messages import Header, Signed
+from tests.e2e.chains import check_same
+from tests.e2e.stranger import stranger
+from tests.e2e.world import START_SECONDS, World
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+PEERS = ["ada", "alan", "grace"]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def swarm():
+    """One swarm for all tests of this file; each starts again whom the one before it left stopped."""
+    with World() as world:
+        world.start_coordinator()
+        await world.coordinator_ready()
+        for name in PEERS:
+            world.start_peer(name)
+        yield world
+
+
+async def all_contribute(world: World) -> int:
+    """Until the coordinator and all three are there and one round has all of them; which."""
+    if not world.processes["coordinator"].running:
+        world.start_coordinator()
+        await world.coordinator_ready()
+    for name in PEERS:
+        if not world.processes[name].running:
+            world.start_peer(name)
+    start = 0 if not (world.folder / "ada" / "identity.key").exists() else world.branch("ada").height
+
+    def look() -> int:
+        for name in PEERS:
+            assert world.processes[name].running, world.logs(name)
+        keys = {world.key(n) for n in PEERS if (world.folder / n / "identity.key").exists()}
+        if len(keys) < len(PEERS):
+            return 0
+        for c in world.branch("ada").path[start:]:
+            if keys <= set(c.record.body.contributors):
+                return c.record.body.round + 1
+        return 0
+
+    return await world.until("a round with all three", look, START_SECONDS, every=0.3)
+
+
+async def test_three_peers_train_and_hold_the_same_bits(swarm: World):
+    await all_contribute(swarm)
+    states: dict[str, set[tuple[str, str]]] = {}
+    seen = {name: set() for name in PEERS}
+
+    def look() -> bool:
+        for name in PEERS:
+            if (s := swarm.snapshot(name)) is not None and s.state:
+                states.setdefault(s.head, set()).add((str(s.round), s.state))
+                seen[name].add(s.head)
+        return len(set.intersection(*seen.values())) >= 4
+
+    # Four heads at which all three were seen: each time with the same state.
+    await swarm.until("the three are seen at four heads", look, 60, every=0.15)
+    assert all(len(s) == 1 for s in states.values()), states
+    await swarm.round_reached([*PEERS, "coordinator"], 5)
+    branches = {n: swarm.branch(n) for n in [*PEERS, "coordinator"]}
+    assert check_same(branches) >= 5
+    # They learn, and do not merely agree.
+    first, last = branches["ada"].path[0].record.body, branches["ada"].path[-1].record.body
+    assert max(u.body.loss for u in last.updates) < min(u.body.loss for u in first.updates) - 0.1
+    for name in PEERS:
+        assert "is not the state" not in swarm.log(name)  # nobody's state ever drifted from what the chain vouches for
+
+
+async def test_a_peer_killed_in_the_middle_of_an_exchange_comes_back_as_itself_and_nobody_forks(swarm: World):
+    await all_contribute(swarm)
+    key = swarm.key("alan")
+    async with stranger(swarm, "watcher") as watcher:
+        for _ in range(2):
+            await watcher.listen()
+            killed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+            def kill(message: Signed[Any], killed=killed) -> None:
+                # Its commitment is out, its blob is wanted, nothing is certified: the worst moment.
+                if isinstance(message.body, Header) and message.author == key and not killed.done():
+                    swarm.processes["alan"].kill()
+                    killed.set_result(message.body.round)
+
+            watcher.on_heard = kill
+            round_ = await asyncio.wait_for(killed, 60)
+            watcher.on_heard = lambda message: None
+            await swarm.round_after(["ada", "grace"], 2)
+            check_same({n: swarm.branch(n) for n in ("ada", "grace")})
+            swarm.start_peer("alan")
+            again = await swarm.contributes_after("alan", round_ + 1)
+            assert swarm.key("alan") == key
+            assert again > round_ + 1
+    assert "resuming: " in swarm.log("alan")
+    # It did not begin from nothing: what was in its store was not fetched again.
+    assert swarm.log("alan").count("fetching the run's tokenizer") == 1
+    branches = {n: swarm.branch(n) for n in PEERS}
+    assert check_same(branches) > 4
+    assert key in branches["ada"].windows
+
+
+async def test_who_joins_late_fetches_a_checkpoint_replays_the_rest_and_contributes_within_a_few_rounds(swarm: World):
+    await all_contribute(swarm)
+    await swarm.until("a checkpoint that is not the genesis", lambda: swarm.branch("ada").height > 5, 90)
+    late = swarm.start_peer("barbara")
+    try:
+        # Starting Python and torch is the machine's affair; from here on it is ours.
+        await swarm.until("barbara's trainer is up", lambda: "training on cpu" in swarm.log("barbara"), START_SECONDS)
+        entered = swarm.branch("ada").height
+        first = await swarm.contributes_after("barbara", 0)
+        assert first <= entered + 5
+        log = swarm.log("barbara")
+        # The checkpoint of a round in the middle, not the genesis with all rounds since.
+        fetched = re.findall(r"fetching the checkpoint (\w+)", log)
+        assert fetched and fetched[0] != swarm.spec.genesis.name.short, log
+        check_same({n: swarm.branch(n) for n in [*PEERS, "barbara"]})
+    finally:
+        took = swarm.stop("barbara")
+    assert late.code == 0 and took["barbara"] < 10, swarm.logs("barbara")

@@ -1,0 +1,314 @@
+"""A tiny run with a coordinator and peers as processes on loopback, in a folder of its own, removed at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from cairn.demo.processes import Process, free_ports, stop_all
+from cairn.serving import coordinator_folder
+from coordinator.authoring.resolve import SPEC
+from peer.coordinator_client import CoordinatorClient, Status
+from peer.node.membership import run_folder
+from peer.node.snapshot import Snapshot, read_snapshot
+from protocol.identity import Identity, from_key_file
+from protocol.invite import Invite
+from protocol.spec import RunSpec, open_spec
+from tests.e2e.chains import Branch, read_branch
+
+T = TypeVar("T")
+
+START_SECONDS = 120.0
+"""Importing torch takes eight seconds of CPU a process, and the cores are shared."""
+
+RUN_FILE = """
+[run]
+name = "tiny"
+seed = 7
+total_tokens = {total_tokens}
+[model]
+model_type = "llama"
+hidden_size = 48
+intermediate_size = 96
+num_hidden_layers = 2
+num_attention_heads = 4
+max_position_embeddings = 64
+tie_word_embeddings = true
+[data]
+source = "text.jsonl"
+vocabulary = 300
+window = 32
+validation_every = 10
+[inner]
+lr = 2e-3
+batch = 8
+[inner.schedule]
+kind = "constant"
+[codec]
+kind = "sparse"
+k = 256
+[round]
+target_tokens = {target_tokens}
+max_seconds = 20
+exchange_seconds = 5
+propose_seconds = 1
+patience_seconds = 5
+heartbeat_seconds = 0.3
+member_seconds = 3
+[checkpoint]
+every = 4
+keep = 2
+final_depth = 3
+"""
+
+
+def write_run(folder: Path, *, total_tokens: int = 0, target_tokens: int = 32_768) -> Path:
+    """A run.toml and its text: a few hundred kB of made-up sentences, the same each time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(7)
+    words = ["".join(draw.choices("aeioubcdlmnrst", k=draw.randint(2, 8))) for _ in range(400)]
+    with open(folder / "text.jsonl", "w") as file:
+        for _ in range(60):
+            text = " ".join(draw.choice(words) for _ in range(800))
+            file.write(json.dumps({"text": text}) + "\n")
+    path = folder / "run.toml"
+    path.write_text(RUN_FILE.format(total_tokens=total_tokens, target_tokens=target_tokens))
+    return path
+
+
+class World:
+    """Use with `with`: at the end no process of it is left, and nothing of its folder."""
+
+    def __init__(self, *, total_tokens: int = 0, target_tokens: int = 32_768):
+        self.folder = Path(tempfile.mkdtemp(prefix="cairn-e2e-"))
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir()
+        self.run_file = write_run(self.folder / "run", total_tokens=total_tokens, target_tokens=target_tokens)
+        self.grpc, self.page, self.swarm = free_ports(3)
+        self.processes: dict[str, Process] = {}
+        self.started: list[Process] = []
+        self._spec: RunSpec | None = None
+        self._environment = {k: os.environ.get(k) for k in ("TMPDIR", "GRPC_ENABLE_FORK_SUPPORT")}
+
+    def __enter__(self) -> World:
+        # Whatever the processes put into the temporary folder is seen, and is known to be theirs.
+        os.environ["TMPDIR"] = str(self.temporary)
+        # gRPC in this process would complain when others are started from it: they start afresh anyway.
+        os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop_all([p for p in self.started if p.running])
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        for pid in self.left_processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- processes -------------------------------------------------------------------------------------------
+
+    def start_coordinator(self) -> Process:
+        """The same folder and ports each time, so that the invite stays good."""
+        return self._start(
+            "coordinator",
+            "coordinator", "serve", str(self.run_file), "--home", str(self.folder / "coordinator"),
+            "--grpc", f"127.0.0.1:{self.grpc}", "--page", f"127.0.0.1:{self.page}",
+            "--swarm", f"/ip4/127.0.0.1/tcp/{self.swarm}",
+        )  # fmt: skip
+
+    def start_peer(self, name: str) -> Process:
+        """The same home each time: who is started again is the same peer."""
+        return self._start(
+            name,
+            "peer", "join", str(self.invite), "--home", str(self.folder / name), "--name", name, "--threads", "1",
+            "--device", "cpu", "--listen", "/ip4/127.0.0.1/tcp/0", "--plain",
+        )  # fmt: skip
+
+    def _start(self, name: str, *arguments: str) -> Process:
+        process = Process(name, arguments, self.folder)
+        self.processes[name] = process
+        self.started.append(process)
+        return process
+
+    def stop(self, *names: str, number: int = signal.SIGTERM) -> dict[str, float]:
+        """Ask these to stop, all at once; how long each took. At most 30 s: then it is a failure."""
+        began = time.monotonic()
+        for name in names:
+            self.processes[name]._process.send_signal(number)
+        took: dict[str, float] = {}
+        while len(took) < len(names):
+            for name in names:
+                if name not in took and not self.processes[name].running:
+                    took[name] = time.monotonic() - began
+            if time.monotonic() - began > 30:
+                raise AssertionError(f"{set(names) - took.keys()} did not stop within 30 s\n{self.logs()}")
+            time.sleep(0.02)
+        return took
+
+    def left_processes(self) -> list[int]:
+        """Processes of this world that run: trainers and daemons too, by the folder in their environment."""
+        mark = f"TMPDIR={self.temporary}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        return found
+
+    def trainer_of(self, name: str) -> int:
+        """The process id of a peer's trainer."""
+        parent = self.processes[name]._process.pid
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if int(stat[1]) == parent and b"peer.training" in (entry / "cmdline").read_bytes():
+                        return int(entry.name)
+        raise AssertionError(f"{name} has no trainer\n{self.logs(name)}")
+
+    # -- what they show --------------------------------------------------------------------------------------
+
+    @property
+    def coordinator_home(self) -> Path:
+        return coordinator_folder(self.folder / "coordinator", "tiny")
+
+    @property
+    def _began(self) -> bool:
+        """Whether the coordinator has written its invite."""
+        return (self.coordinator_home / "invite").exists()
+
+    @property
+    def invite(self) -> Invite:
+        return Invite.parse((self.coordinator_home / "invite").read_text())
+
+    @property
+    def spec(self) -> RunSpec:
+        if self._spec is None:
+            self._spec = open_spec((self.coordinator_home / "run" / SPEC).read_bytes(), self.invite.run)
+        return self._spec
+
+    @property
+    def owner(self) -> Identity:
+        return from_key_file((self.coordinator_home / "owner.key").read_text())
+
+    def peer_folder(self, name: str) -> Path:
+        return run_folder(self.folder / name, self.invite.run)
+
+    def log(self, name: str) -> str:
+        """All that a process has logged in all its lives."""
+        file = (
+            self.coordinator_home / "coordinator.log" if name == "coordinator" else self.peer_folder(name) / "peer.log"
+        )
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def logs(self, *names: str, lines: int = 25) -> str:
+        """The ends of the logs, for a test that failed."""
+        parts = []
+        for name in names or self.processes:
+            p = self.processes[name]
+            with suppress(OSError):
+                text = (
+                    "\n".join(self.log(name).splitlines()[-lines:])
+                    if (self.coordinator_home / "invite").exists()
+                    else ""
+                )
+                state = "runs" if p.running else f"ended with code {p.code}"
+                parts.append(f"--- {name} ({state}); printed last:\n{p.last_words()}\n--- its log:\n{text}")
+        return "\n".join(parts)
+
+    def snapshot(self, name: str) -> Snapshot | None:
+        """What a peer that runs shows of itself, or showed last in its life before."""
+        return read_snapshot(self.peer_folder(name)) if self.processes[name].running else None
+
+    async def status(self) -> Status:
+        async with CoordinatorClient(self.invite, timeout=5.0) as client:
+            return await client.status()
+
+    def branch(self, name: str) -> Branch:
+        """The chain on a process's disk."""
+        store = self.coordinator_home / "store" if name == "coordinator" else self.peer_folder(name) / "store"
+        return read_branch(self.spec, store)
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    async def until(
+        self, what: str, look: Callable[[], T | Awaitable[T]], seconds: float = 60.0, every: float = 0.1
+    ) -> T:
+        """What `look` gives, once it is true. Fails with the ends of all logs when it does not become so in time."""
+        end = time.monotonic() + seconds
+        while True:
+            found = look()
+            if inspect.isawaitable(found):
+                found = await found
+            if found:
+                return found  # type: ignore[return-value]
+            assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}\n{self.logs()}"
+            await asyncio.sleep(every)
+
+    async def coordinator_ready(self) -> None:
+        """Until it answers."""
+        process = self.processes["coordinator"]
+
+        async def answers() -> bool:
+            assert process.running, self.logs("coordinator")
+            if not self._began:
+                return False
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", self.grpc)
+                writer.close()
+                return True
+            return False
+
+        await self.until("the coordinator answers", answers, START_SECONDS)
+
+    def rounds_with(self, name: str) -> list[int]:
+        """The rounds to which a peer has contributed, by the chain on its own disk."""
+        key = self.key(name)
+        return [c.record.body.round for c in self.branch(name).path if key in c.record.body.contributors]
+
+    def key(self, name: str):
+        return from_key_file((self.folder / name / "identity.key").read_text()).key
+
+    async def contributes_after(self, name: str, round: int, seconds: float = START_SECONDS) -> int:
+        """Until a peer has contributed to a round after this one; which."""
+
+        def look() -> int:
+            assert self.processes[name].running, self.logs(name)
+            if not (self.folder / name / "identity.key").exists():
+                return 0
+            return max((r for r in self.rounds_with(name) if r > round), default=0)
+
+        return await self.until(f"{name} contributes to a round after {round}", look, seconds, every=0.3)
+
+    async def round_after(self, names: list[str], rounds: int, seconds: float = 60.0) -> int:
+        """Until these have gone so many rounds further than the first of them is now; which round that is."""
+        return await self.round_reached(names, self.branch(names[0]).height + rounds, seconds)
+
+    async def round_reached(self, names: list[str], round: int, seconds: float = 60.0) -> int:
+        """Until the chain on each of these disks leads up to a round."""
+
+        def look() -> bool:
+            return all(self.branch(n).height >= round for n in names)
+
+        await self.until(f"{names} reach round {round}", look, seconds, every=0.3)
+        return round
+
+    def assert_logged(self, name: str, pattern: str) -> None:
+        assert re.search(pattern, self.log(name)), f"{name} has not logged {pattern!r}\n{self.logs(name, lines=60)}"
