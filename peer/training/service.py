@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peer.channel import (
+    Applied,
     Apply,
     Failed,
     FromTrainer,
@@ -29,6 +31,8 @@ from peer.channel import (
 )
 from peer.errors import SavedStateError, TrainingError
 from peer.training.data import DataError
+from peer.training.device import choose_device
+from peer.training.saved import Saved as State
 from peer.training.trainer import Trainer, out_of_memory
 from protocol.errors import CairnError, CodecError
 
@@ -39,6 +43,11 @@ DATA_WAIT = (1.0, 30.0)
 
 SAVE_SHARE = 0.02
 """The most of the time that saving on its own may take."""
+
+SAVE_DELAY = 0.5
+"""Seconds for which saving waits for the round of the announced update to be applied: other peers wait for that too."""
+
+CPU_NICENESS = 10
 
 NOTES_MOST = 100
 
@@ -59,6 +68,8 @@ class Service:
         """(when to try again, how long the wait was)."""
         self._progress_due = 0.0
         self._save_due = 0.0
+        self._unwritten: tuple[float, State] | None = None
+        """(when it is to be written at the latest, the state after an announcement)."""
         self._stepping = False
 
     def run(self) -> int:
@@ -68,6 +79,9 @@ class Service:
             self._end.send(Failed("start", f"the first message is {type(start).__name__}, not Start", fatal=True))
             return 1
         try:
+            if choose_device(start.device, start.threads).type == "cpu":
+                # The node shares these cores, and others wait for its answers: training takes what is left.
+                os.nice(CPU_NICENESS)
             trainer = Trainer(start, self._note)
         except torch.OutOfMemoryError:
             self._end.send(Failed("start", str(out_of_memory(torch.device("cuda"), "build the model")), fatal=True))
@@ -96,6 +110,8 @@ class Service:
         while (message := self._end.receive(0.0 if batch is not None else self._patience(trainer))) is not None:
             self._answer(trainer, message)
             batch = self._next_batch(trainer)
+        if self._unwritten and time.monotonic() >= self._unwritten[0]:
+            self._save(trainer, tell=False)
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
             return
@@ -154,6 +170,7 @@ class Service:
             case Save():
                 self._save(trainer, tell=True)
             case Stop():
+                self._unwritten = None
                 saved = self._save(trainer, tell=False)
                 self._send_notes()
                 self._end.send(Stopped(saved))
@@ -180,12 +197,22 @@ class Service:
         self._send_progress(trainer, waiting=not trainer.may_train)
         if isinstance(answer, UpdateMade) and time.monotonic() >= self._save_due:
             # Now, because the saved state then knows of the update: whatever becomes of it, nothing is counted twice.
+            # Written a little later where that is possible: the round is to be applied first.
+            state = trainer.snapshot()
+            if state is None:
+                self._save(trainer, tell=False)
+            else:
+                self._unwritten = (time.monotonic() + SAVE_DELAY, state)
+        elif isinstance(answer, Applied) and self._unwritten:
             self._save(trainer, tell=False)
 
     def _save(self, trainer: Trainer, *, tell: bool) -> bool:
+        """Write what was kept for it; when the node is to be told, what is there now."""
         began = time.monotonic()
+        state = self._unwritten[1] if self._unwritten and not tell else None
+        self._unwritten = None
         try:
-            trainer.save()
+            trainer.save(state)
         except SavedStateError as e:
             self._end.send(Failed("save", str(e), fatal=False) if tell else Note("warning", "saved-state", str(e)))
             self._save_due = time.monotonic() + 60.0

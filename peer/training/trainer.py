@@ -43,6 +43,10 @@ NON_FINITE_MOST = 10
 
 RESTORED_MOST = 64
 
+SNAPSHOT_NUMEL = 2**24
+"""Parameters up to which a state may be copied to be saved a little later: 256 MiB. A larger model's exchange takes
+longer than the saving does, and its memory is scarce."""
+
 Report = Callable[[str, str, str], None]
 """(level, kind, text): tell a person. Called from any thread."""
 
@@ -293,22 +297,36 @@ class Trainer:
 
     # -- what survives a restart -----------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Write what no other peer has. Raises SavedStateError. Before the first load nothing is new: does nothing."""
+    def save(self, state: Saved | None = None) -> None:
+        """Write what no other peer has: now, or as it was in a snapshot. Raises SavedStateError.
+
+        Before the first load nothing is new: does nothing.
+        """
+        state = state or self._state()
+        if state is not None:
+            self.folder.write(state)
+
+    def snapshot(self) -> Saved | None:
+        """A copy of what `save` would write, to be written later; None when that is too large to be held twice."""
+        state = self._state() if self.layout.numel <= SNAPSHOT_NUMEL else None
+        if state is None:
+            return None
+        feedback, moments = ({n: t.clone() for n, t in part.items()} for part in (state.feedback, state.moments))
+        return replace(state, feedback=feedback, moments=moments)
+
+    def _state(self) -> Saved | None:
         if self.record is None:
-            return
+            return None
         steps, moments = self.inner.moments()
-        self.folder.write(
-            Saved(
-                self.record,
-                self.round,
-                replace(self.claims),
-                dict(self.restored),
-                steps,
-                self.outer.feedback,
-                self.outer.progress(),
-                moments,
-            )
+        return Saved(
+            self.record,
+            self.round,
+            replace(self.claims),
+            dict(self.restored),
+            steps,
+            self.outer.feedback,
+            self.outer.progress(),
+            moments,
         )
 
     def _take_up_saved(self, next_window: int) -> None:

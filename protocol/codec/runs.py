@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from protocol.layout import CODEC_CHUNK
 
-RUN_CHUNKS = 256
-"""Chunks in a run on a CPU: 2**20 coordinates, 4 MiB of fp32, stay near the caches."""
+RUN_CHUNKS = 288
+"""Chunks in a run on a CPU: 4.5 MiB of fp32 stay near the caches, and a model of a million parameters is one run."""
 RUN_CHUNKS_DEVICE = 8192
 """Chunks in a run on an accelerator: 2**25 coordinates, so that the launches do not show."""
 
