@@ -6,17 +6,28 @@ import logging
 import logging.handlers
 from pathlib import Path
 
+from protocol.errors import CairnError
+
 QUIET = ("hivemind", "transformers", "urllib3", "asyncio", "grpc", "uvicorn.access", "uvicorn.error", "httpx", "fsspec")
 
 
 def set_up_logging(file: Path, *, terminal: logging.Handler | None = None, quiet: bool = False) -> None:
     """Log to `file` (10 MB, three kept), and to the terminal unless `quiet`: our info, the libraries' warnings."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        to_file = logging.handlers.RotatingFileHandler(file, maxBytes=10**7, backupCount=3)
+    except OSError as e:
+        raise CairnError(
+            f"{file.parent} cannot be written to ({(e.strerror or str(e)).lower()}): name another folder with --home, "
+            "or mend this one"
+        ) from None
+    # A full disk must not fill the terminal with logging's own tracebacks: the line itself still shows there.
+    logging.raiseExceptions = False
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
     root.setLevel(logging.INFO)
-    handlers: list[logging.Handler] = [logging.handlers.RotatingFileHandler(file, maxBytes=10**7, backupCount=3)]
+    handlers: list[logging.Handler] = [to_file]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     if not quiet:
         handler = terminal or logging.StreamHandler()

@@ -54,7 +54,6 @@ def serve_run(options: ServeOptions) -> None:
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
     run_file = load_run(options.run_file)
     folder = coordinator_folder(options.home, run_file.run.name)
-    folder.mkdir(parents=True, exist_ok=True)
     set_up_logging(folder / "coordinator.log")
     owner = load_or_make(folder / "owner.key")
     resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line))
@@ -137,6 +136,9 @@ async def _serve(
             stopping.cancel()
             node.leave()
             await running
+        final = "none yet" if (f := node.chain.final) is None else str(f.body.round)
+        round_ = node.chain.height(node.chain.head)
+        click.echo(f"stopped: round {round_}, final up to round {final}; the same command goes on")
 
 
 def _announce(coordinator: Coordinator, spec: RunSpec, folder: Path, codes: tuple[str, ...]) -> None:
