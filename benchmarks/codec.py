@@ -15,6 +15,9 @@ JSON keys:
     name; bits_per_parameter; bytes;
     encode_gbps, check_gbps, apply_gbps; encode_ratio, check_ratio, apply_ratio (to memcpy); null where there is none
     error; error_feedback
+  small_model: what a round costs a peer of the demo's run (many small tensors, k = 256, 4 updates of 4 peers), in
+    milliseconds of this process's CPU time, whatever the clock: parameters; tensors; announce_ms (encode the own
+    update); check_ms (the 3 others'); apply_ms (all 4); digest_ms (of the new state); total_ms; limit_ms
   goals: bits_per_parameter (k = 64 of 4096), limit, met
 """
 
@@ -36,8 +39,11 @@ from protocol.ids import PeerKey
 from protocol.layout import Layout
 from protocol.outer import Contribution, apply
 from protocol.spec import CodecSpec, OuterSpec
+from protocol.state import state_digest
 
 GOAL_BITS = 0.165
+SMALL_MODEL_MS = 100.0
+"""What the small model's round should cost at most: four peers share two cores, and others wait for the slowest."""
 
 
 class Subject(ABC):
@@ -159,10 +165,12 @@ def main(argv: list[str] | None = None) -> int:
             row[f"{what}_ratio"] = copying / seconds if known else None
         row["error"], row["error_feedback"] = errors(subject, n, rounds, options.device)
         rows.append(row)
+    small = small_model(turns=8 if options.quick else 30)
     bits = rows[0]["bits_per_parameter"]
     results |= {
         "memcpy_gbps": 4e-9 * n / copying,
         "subjects": rows,
+        "small_model": small,
         "goals": {"bits_per_parameter": bits, "limit": GOAL_BITS, "met": bits <= GOAL_BITS},
     }
     show(results)
@@ -218,6 +226,60 @@ def clock(f: Callable[[], object], device: str, now: Callable[[], float]) -> flo
     return now() - start
 
 
+def small_llama() -> Layout:
+    """The tensors of a Llama of 1.1 million parameters: the demo's model."""
+    hidden, inner, vocabulary = 192, 512, 1024
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(2):
+        here = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{here}{norm}.weight"] = (hidden,)
+        for matrix in "qkvo":
+            shapes[f"{here}self_attn.{matrix}_proj.weight"] = (hidden, hidden)
+        for matrix in ("gate", "up"):
+            shapes[f"{here}mlp.{matrix}_proj.weight"] = (inner, hidden)
+        shapes[f"{here}mlp.down_proj.weight"] = (hidden, inner)
+    return Layout.of(shapes)
+
+
+def small_model(turns: int) -> dict:
+    """Milliseconds of CPU time, the least of several turns, for each thing that a peer does in a round; one thread."""
+    layout, peers = small_llama(), 4
+    codec, outer = make_codec(CodecSpec(k=256), layout), OuterSpec()
+    generator = torch.Generator().manual_seed(0)
+
+    def noise() -> dict[str, Tensor]:
+        return {t.name: torch.randn(t.shape, generator=generator) for t in layout.tensors}
+
+    state, others = noise(), [codec.encode(noise()) for _ in range(peers - 1)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    best: dict[str, float] = dict.fromkeys(("announce_ms", "check_ms", "apply_ms", "digest_ms"), float("inf"))
+    try:
+        for _ in range(turns):
+            feedback, own = noise(), []
+            work: dict[str, Callable[[], object]] = {
+                "announce_ms": lambda e=feedback, own=own: own.append(codec.encode(e)),
+                "check_ms": lambda: [codec.check(blob) for blob in others],
+                "apply_ms": lambda own=own: apply(
+                    state,
+                    [Contribution(PeerKey(bytes([i]) * 32), 1, blob) for i, blob in enumerate(own + others)],
+                    codec,
+                    outer,
+                ),
+                "digest_ms": lambda: state_digest(layout, state, 1),
+            }
+            for what, f in work.items():
+                best[what] = min(best[what], 1e3 * clock(f, "cpu", time.process_time))
+    finally:
+        torch.set_num_threads(threads)
+    sizes = {"parameters": layout.numel, "tensors": len(layout.tensors)}
+    return sizes | best | {"total_ms": sum(best.values()), "limit_ms": SMALL_MODEL_MS}
+
+
 def errors(subject: Subject, n: int, rounds: int, device: str) -> tuple[float, float]:
     """The relative error of one update, and of `rounds` of them together with error feedback."""
     n = min(n, 2**17)
@@ -251,6 +313,14 @@ def show(results: dict) -> None:
         speeds = [s[f"{what}_{unit}"] for what in ("encode", "check", "apply") for unit in ("gbps", "ratio")]
         rows.append([s["name"], s["bits_per_parameter"], *speeds, s["error"], s["error_feedback"]])
     print(report.table([*columns, "error", "with feedback"], rows))
+    small = results["small_model"]
+    print(
+        f"\nA round of a small model ({small['parameters']:,} parameters in {small['tensors']} tensors, k = 256), "
+        "ms of one peer's CPU time, of 4 peers\n"
+    )
+    parts = {"announce_ms": "announce", "check_ms": "check the others' 3", "apply_ms": "apply 4", "digest_ms": "digest"}
+    rows = [[name, small[key]] for key, name in parts.items()]
+    print(report.table(["what", "ms"], [*rows, ["all", small["total_ms"]], ["limit", small["limit_ms"]]]))
     goals = results["goals"]
     print(
         f"\nk = 64 of 4096: {goals['bits_per_parameter']:.4f} bits a parameter, goal <= {goals['limit']}: "

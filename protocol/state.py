@@ -84,9 +84,12 @@ def _pieces(parts: list[Tensor]) -> Iterator[memoryview]:
 def state_leaves(layout: Layout, tensors: Mapping[str, Tensor], threads: int | None = None) -> list[bytes]:
     """The leaf hashes of a state's checkpoint file, by `threads` at once (by default one a core, at most 8)."""
     chunks = checkpoint_chunks(layout, tensors)
+    threads = threads or min(8, os.cpu_count() or 1)
+    if threads == 1:
+        return [leaf_hash(chunk) for chunk in chunks]
     leaves: list[bytes] = []
     # hashlib lets go of the interpreter's lock while it hashes a chunk.
-    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         while batch := list(islice(chunks, BATCH)):
             leaves += pool.map(leaf_hash, batch)
     return leaves
