@@ -74,7 +74,7 @@ class HeartbeatValidator(RecordValidatorBase):
             self._check(record)
             return True
         except (ProtocolError, DecodeError, ValueError, TypeError) as e:
-            log.info("a DHT record is refused: %s", e)
+            log.debug("a DHT record is refused: %s", e)
             return False
 
     def _check(self, record: DHTRecord) -> None:

@@ -115,7 +115,12 @@ class Position:
             if all(c.blobs.holds(u.body.blob) for u in first.updates):
                 return self._apply(way[0])
         elif all(c.blobs.holds(blob) for blob in self.needed()):
-            c.report("warning", "fork", f"leaving record {self.applied.short} for the heavier branch of {head.short}")
+            if chain.is_ancestor(self.applied, head):
+                behind = chain.height(head) - chain.height(self.applied)
+                c.report("info", "behind", f"{behind} rounds behind: loading a checkpoint and replaying the rest")
+            else:
+                text = f"leaving record {self.applied.short} for the heavier branch of {head.short}"
+                c.report("warning", "fork", text)
             return self._resync(head)
         return self._wait_for_blobs(way, head)
 
