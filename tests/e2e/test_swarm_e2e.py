@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from coordinator.service import LEDGER_FILE
+from peer.coordinator_client import Account, CoordinatorClient
 from protocol.messages import Header, Signed
 from tests.e2e.chains import check_same
 from tests.e2e.stranger import stranger
@@ -116,7 +122,7 @@ async def test_who_joins_late_fetches_a_checkpoint_replays_the_rest_and_contribu
     late = swarm.start_peer("barbara")
     try:
         # Starting Python and torch is the machine's affair; from here on it is ours.
-        await swarm.until("barbara's trainer is up", lambda: "training on cpu" in swarm.log("barbara"), START_SECONDS)
+        await swarm.until("barbara's trainer is up", lambda: "training on " in swarm.log("barbara"), START_SECONDS)
         entered = swarm.branch("ada").height
         first = await swarm.contributes_after("barbara", 0)
         assert first <= entered + 5
@@ -128,3 +134,97 @@ async def test_who_joins_late_fetches_a_checkpoint_replays_the_rest_and_contribu
     finally:
         took = swarm.stop("barbara")
     assert late.code == 0 and took["barbara"] < 10, swarm.logs("barbara")
+
+
+async def test_a_trainer_that_is_killed_is_started_again_and_its_peer_keeps_its_place(swarm: World):
+    await all_contribute(swarm)
+    before = swarm.processes["grace"]
+    os.kill(swarm.trainer_of("grace"), signal.SIGKILL)
+    killed_at = swarm.branch("ada").height
+    await swarm.until("grace says so", lambda: (s := swarm.snapshot("grace")) is not None and s.trainer_restarts > 0)
+    await swarm.contributes_after("grace", killed_at + 1)
+    assert swarm.processes["grace"] is before and before.running
+    swarm.assert_logged("grace", r"trainer.*restarted from the store")
+    check_same({n: swarm.branch(n) for n in PEERS})
+
+
+async def test_training_goes_on_without_the_coordinator_which_then_catches_up_and_credits_every_round(swarm: World):
+    await all_contribute(swarm)
+    swarm.processes["coordinator"].kill()
+    away = swarm.branch("coordinator").height
+    grace = swarm.key("grace")
+    # A peer that leaves and returns meanwhile enters by the admission and the addresses that it has kept.
+    took = swarm.stop("grace")
+    assert swarm.processes["grace"].code == 0 and took["grace"] < 10, swarm.logs("grace")
+    swarm.start_peer("grace")
+    left = swarm.branch("ada").height
+    await swarm.contributes_after("grace", left)
+    swarm.assert_logged("grace", "Going on with the admission of an earlier visit")
+    await swarm.round_reached(PEERS, away + 6)
+    assert swarm.branch("coordinator").height == away
+
+    swarm.start_coordinator()
+    await swarm.coordinator_ready()
+    caught_up = swarm.branch("ada").height
+    await swarm.round_reached(["coordinator"], caught_up)
+
+    async def settled() -> bool:
+        status = await swarm.status()
+        return status.final_round is not None and status.final_round >= caught_up
+
+    await swarm.until("the ledger holds all rounds of the outage", settled, 60, every=0.5)
+    check_same({n: swarm.branch(n) for n in [*PEERS, "coordinator"]})
+    check_ledger(swarm)
+    account = await account_of(swarm, "grace")
+    assert account.micro_credits_settled > 0 and swarm.key("grace") == grace
+
+
+def check_ledger(world: World) -> None:
+    """One row for each round and contributor of the final chain, none else, and each credit as the chain says."""
+    spec = world.spec
+    with closing(sqlite3.connect(f"file:{world.coordinator_home / LEDGER_FILE}?mode=ro", uri=True)) as db:
+        rounds = db.execute("SELECT round, record, tokens FROM rounds ORDER BY round").fetchall()
+        rows = db.execute("SELECT round, peer, tokens, micro_credits FROM credits ORDER BY round, peer").fetchall()
+    path = world.branch("ada").path[: len(rounds)]
+    window, expected = spec.data.window, []
+    for c in path:
+        for u in c.record.body.updates:
+            tokens = u.body.windows * window
+            flops = 6 * spec.model.layout.numel * tokens
+            expected.append((c.record.body.round, bytes(u.author), tokens, flops // 10**9))
+    assert rows == expected
+    assert rounds == [
+        (c.record.body.round, bytes(c.record.digest), c.record.body.windows * window) for c in path
+    ]  # fmt: skip
+
+
+async def account_of(world: World, name: str) -> Account:
+    async with CoordinatorClient(world.invite) as client:
+        return await client.account(world.key(name))
+
+
+async def test_all_are_stopped_and_started_again_and_go_on_from_the_same_chain(swarm: World):
+    await all_contribute(swarm)
+    run = swarm.invite.run
+    everybody = [*PEERS, "coordinator"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        took = swarm.stop(*everybody, number=number)
+        for name in everybody:
+            process = swarm.processes[name]
+            assert process.code == 0 and took[name] < 10, (name, process.code, took, swarm.logs(name))
+            assert "Traceback" not in process.output.read_text()
+            assert re.search(r"round \d+.*the same command (resumes|goes on)", process.last_words()), swarm.logs(name)
+        await swarm.until("no process is left", lambda: not swarm.left_processes(), 10)
+        before = {n: swarm.branch(n) for n in everybody}
+        length = check_same(before)
+        swarm.start_coordinator()
+        await swarm.coordinator_ready()
+        assert swarm.invite.run == run
+        for name in PEERS:
+            swarm.start_peer(name)
+        first = before["ada"].height
+        for name in PEERS:
+            await swarm.contributes_after(name, first)
+        after = {n: swarm.branch(n) for n in everybody}
+        check_same(after)
+        assert after["ada"].records[:length] == before["ada"].records[:length]
