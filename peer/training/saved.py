@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,6 +31,9 @@ from protocol.merkle import CHUNK, leaf_hash, tree_hash
 
 SHEET = "trainer.json"
 MAX_SHEET = 1024 * 1024
+SNAPSHOT_NUMEL = 2**24
+"""Parameters up to which a state may be copied to be saved a little later: 256 MiB. A larger model's exchange takes
+longer than the saving does, and its memory is scarce."""
 FEEDBACK, PROGRESS = "feedback", "progress"
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -84,6 +87,13 @@ class Saved:
     feedback: Mapping[str, Tensor]
     progress: Mapping[str, Tensor]
     moments: Mapping[str, Tensor]
+
+    def copy(self) -> Saved:
+        """With tensors of its own: what changes theirs does not change it."""
+        feedback, progress, moments = (
+            {n: t.clone() for n, t in part.items()} for part in (self.feedback, self.progress, self.moments)
+        )
+        return replace(self, feedback=feedback, progress=progress, moments=moments)
 
 
 class SavedFolder:

@@ -25,7 +25,7 @@ from peer.training.durable import give, write_durably
 from peer.training.inner import Inner, Step
 from peer.training.outer import OuterSide
 from peer.training.pace import Pace
-from peer.training.saved import Saved, SavedFolder
+from peer.training.saved import SNAPSHOT_NUMEL, Saved, SavedFolder
 from peer.training.schedule import round_factor
 from protocol.assignment import windows_of
 from protocol.codec import make_codec
@@ -42,10 +42,6 @@ NON_FINITE_MOST = 10
 """So many steps in a row without a finite loss and gradient, and training stops."""
 
 RESTORED_MOST = 64
-
-SNAPSHOT_NUMEL = 2**24
-"""Parameters up to which a state may be copied to be saved a little later: 256 MiB. A larger model's exchange takes
-longer than the saving does, and its memory is scarce."""
 
 Report = Callable[[str, str, str], None]
 """(level, kind, text): tell a person. Called from any thread."""
@@ -309,25 +305,14 @@ class Trainer:
     def snapshot(self) -> Saved | None:
         """A copy of what `save` would write, to be written later; None when that is too large to be held twice."""
         state = self._state() if self.layout.numel <= SNAPSHOT_NUMEL else None
-        if state is None:
-            return None
-        feedback, moments = ({n: t.clone() for n, t in part.items()} for part in (state.feedback, state.moments))
-        return replace(state, feedback=feedback, moments=moments)
+        return state and state.copy()
 
     def _state(self) -> Saved | None:
         if self.record is None:
             return None
         steps, moments = self.inner.moments()
-        return Saved(
-            self.record,
-            self.round,
-            replace(self.claims),
-            dict(self.restored),
-            steps,
-            self.outer.feedback,
-            self.outer.progress(),
-            moments,
-        )
+        parts = (self.outer.feedback, self.outer.progress(), moments)
+        return Saved(self.record, self.round, replace(self.claims), dict(self.restored), steps, *parts)
 
     def _take_up_saved(self, next_window: int) -> None:
         """At the first load: go on from what was saved, as far as it still fits what the chain has accepted."""
