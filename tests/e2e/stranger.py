@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from peer.coordinator_client import CoordinatorClient
 from peer.store import Store
 from peer.swarm import Handlers, Swarm
+from peer.swarm.frames import REPLY_HEAD_BYTES, Op, Reply, Request, parse_reply_head
 from protocol.codec import make_codec
+from protocol.envelope import kind_of
 from protocol.errors import ProtocolError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
-from protocol.messages import Admission, Body, Header, Heartbeat, KeySigner, Opener, Signed
+from protocol.merkle import CHUNK
+from protocol.messages import Admission, Header, Heartbeat, KeySigner, Opener, Signed
 from protocol.wire import swarm_pb2 as wire
 from tests.e2e.world import World
 
-B = TypeVar("B", bound=Body)
+MEMBERS = ("ada", "alan", "grace")
+"""The peers of the shared swarm: a stranger knows the way to all of them."""
 
 
 class Stranger:
@@ -36,7 +40,9 @@ class Stranger:
         self.blob_size = make_codec(self.spec.codec, self.spec.model.layout).size
         self.store = Store(world.folder / f"stranger-{name}", 10**9)
         self.swarm: Swarm
-        self.heard: list[Signed[Any]] = []
+        self.heartbeats: dict[PeerKey, Heartbeat] = {}
+        """The newest of each member."""
+
         self.on_heard: Callable[[Signed[Any]], None] = lambda message: None
         self._sequence = int(time.time() * 1000)
 
@@ -51,8 +57,7 @@ class Stranger:
             self.identity, run or self.spec.run_id, store=self.store, handlers=handlers,
             listen=("/ip4/127.0.0.1/tcp/0",), initial=self.world.invite.addresses,
         )  # fmt: skip
-        # Members tell their addresses in the heartbeats that the DHT has.
-        for name in ("ada", "alan", "grace"):
+        for name in MEMBERS:
             await self.world.until(f"the way to {name}", lambda n=name: self._reach(n), 40, every=0.5)
 
     async def _reach(self, name: str) -> bool:
@@ -63,12 +68,12 @@ class Stranger:
 
     def _take(self, sender: PeerKey, packet: wire.Packet) -> None:
         for sent in packet.messages:
-            for kind in ("heartbeat", "update", "record", "vote"):
-                try:
-                    message = self.opener.open_any(sent, kind)
-                except ProtocolError:
-                    continue
-                self.heard.append(message)
+            with suppress(ProtocolError):
+                message = self.opener.open_any(sent, kind_of(sent))
+                if isinstance(message.body, Heartbeat):
+                    known = self.heartbeats.get(message.author)
+                    if known is None or known.sequence < message.body.sequence:
+                        self.heartbeats[message.author] = message.body
                 self.on_heard(message)
 
     async def stop(self) -> None:
@@ -100,30 +105,53 @@ class Stranger:
         )  # fmt: skip
         return self.signer.sign(replace(body, **changes))
 
+    async def tell(self, message: Signed[Any]) -> None:
+        """One message to all three members."""
+        await asyncio.gather(*(self.send(name, message.sent) for name in MEMBERS))
+
     async def listen(self) -> None:
         """Be known to all members, so that they broadcast to this peer too: an observer without an admission."""
-        for name in ("ada", "alan", "grace"):
-            await self.send(name, self.heartbeat().sent)
+        await self.tell(self.heartbeat())
 
-    async def open_round(self, seconds: float = 40) -> Header:
-        """A member's header of a round that was announced just now: another header must agree with it."""
-        heard: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
+    async def pose(self, admission: bytes) -> None:
+        """For ever: say what a member that trains would say, without doing any of it."""
+        while True:
+            if (beat := self.heartbeats.get(self.world.key("ada"))) is not None and beat.state is not None:
+                says = dict(phase="training", round=beat.round, head=beat.head, weight=beat.weight, state=beat.state)
+                await self.tell(self.heartbeat(windows=1, tokens_per_second=1000.0, admission=admission, **says))
+            await asyncio.sleep(0.2)
 
-        def take(message: Signed[Any]) -> None:
-            if isinstance(message.body, Header) and message.author != self.key and not heard.done():
-                known = max((m.body.round for m in self.heard[:-1] if isinstance(m.body, Header)), default=-1)
-                if message.body.round > known:
-                    heard.set_result(message.body)
+    async def new_round(self) -> Heartbeat:
+        """Of a round that has begun just now: ada's first heartbeat in it."""
+        ada = self.world.key("ada")
+        old = self.heartbeats[ada].head if ada in self.heartbeats else None
 
-        self.on_heard = take
+        def look() -> Heartbeat | None:
+            beat = self.heartbeats.get(ada)
+            return beat if beat is not None and beat.state is not None and beat.head != old else None
+
+        found = await self.world.until("a new round", look, 30, every=0.01)
+        assert found is not None
+        return found
+
+    def header(self, beat: Heartbeat, admission: bytes, blob: Digest, **changes: Any) -> Signed[Header]:
+        """An update for the round that a heartbeat is of: well-formed, whatever its blob is."""
+        assert beat.state is not None
+        body = Header(
+            run=self.spec.run_id, round=beat.round, parent=beat.head, base_state=beat.state, first_window=0,
+            end_window=8, inner_steps=1, blob=blob, blob_size=self.blob_size, loss=3.0, admission=admission,
+        )  # fmt: skip
+        return self.signer.sign(replace(body, **changes))
+
+    async def ask_for_chunk(self, name: str, blob: Digest) -> Reply:
+        """What a member's server of blobs says, without the patience of an honest fetch."""
+        reader, writer = await self.swarm._open_blob_stream(self.world.key(name), 5)
         try:
-            return await asyncio.wait_for(heard, seconds)
+            writer.write(Request(Op.CHUNK, blob).encode())
+            status, length = parse_reply_head(await asyncio.wait_for(reader.readexactly(REPLY_HEAD_BYTES), 5), CHUNK)
+            return Reply(status, await asyncio.wait_for(reader.readexactly(length), 5))
         finally:
-            self.on_heard = lambda message: None
-
-    def header(self, like: Header, **changes: Any) -> Signed[Header]:
-        """An update of this peer's for the same round."""
-        return self.signer.sign(replace(like, **changes))
+            writer.close()
 
 
 @asynccontextmanager

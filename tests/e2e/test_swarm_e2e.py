@@ -8,60 +8,24 @@ import re
 import signal
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from coordinator.service import LEDGER_FILE
 from peer.coordinator_client import Account, CoordinatorClient
 from protocol.messages import Header, Signed
 from tests.e2e.chains import check_same
+from tests.e2e.conftest import PEERS
 from tests.e2e.stranger import stranger
 from tests.e2e.world import START_SECONDS, World
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
-
-PEERS = ["ada", "alan", "grace"]
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def swarm():
-    """One swarm for all tests of this file; each starts again whom the one before it left stopped."""
-    with World() as world:
-        world.start_coordinator()
-        await world.coordinator_ready()
-        for name in PEERS:
-            world.start_peer(name)
-        yield world
-
-
-async def all_contribute(world: World) -> int:
-    """Until the coordinator and all three are there and one round has all of them; which."""
-    if not world.processes["coordinator"].running:
-        world.start_coordinator()
-        await world.coordinator_ready()
-    for name in PEERS:
-        if not world.processes[name].running:
-            world.start_peer(name)
-    start = 0 if not (world.folder / "ada" / "identity.key").exists() else world.branch("ada").height
-
-    def look() -> int:
-        for name in PEERS:
-            assert world.processes[name].running, world.logs(name)
-        keys = {world.key(n) for n in PEERS if (world.folder / n / "identity.key").exists()}
-        if len(keys) < len(PEERS):
-            return 0
-        for c in world.branch("ada").path[start:]:
-            if keys <= set(c.record.body.contributors):
-                return c.record.body.round + 1
-        return 0
-
-    return await world.until("a round with all three", look, START_SECONDS, every=0.3)
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(400)]
 
 
 async def test_three_peers_train_and_hold_the_same_bits(swarm: World):
-    await all_contribute(swarm)
+    await swarm.healthy(PEERS)
     states: dict[str, set[tuple[str, str]]] = {}
     seen = {name: set() for name in PEERS}
 
@@ -86,12 +50,13 @@ async def test_three_peers_train_and_hold_the_same_bits(swarm: World):
 
 
 async def test_a_peer_killed_in_the_middle_of_an_exchange_comes_back_as_itself_and_nobody_forks(swarm: World):
-    await all_contribute(swarm)
+    await swarm.healthy(PEERS)
     key = swarm.key("alan")
     async with stranger(swarm, "watcher") as watcher:
         for _ in range(2):
             await watcher.listen()
             killed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            orphan = Path(f"/proc/{swarm.trainer_of('alan')}")
 
             def kill(message: Signed[Any], killed=killed) -> None:
                 # Its commitment is out, its blob is wanted, nothing is certified: the worst moment.
@@ -104,6 +69,7 @@ async def test_a_peer_killed_in_the_middle_of_an_exchange_comes_back_as_itself_a
             watcher.on_heard = lambda message: None
             await swarm.round_after(["ada", "grace"], 2)
             check_same({n: swarm.branch(n) for n in ("ada", "grace")})
+            await swarm.until("alan's trainer has ended with it", lambda path=orphan: not path.exists(), 10)
             swarm.start_peer("alan")
             again = await swarm.contributes_after("alan", round_ + 1)
             assert swarm.key("alan") == key
@@ -117,7 +83,7 @@ async def test_a_peer_killed_in_the_middle_of_an_exchange_comes_back_as_itself_a
 
 
 async def test_who_joins_late_fetches_a_checkpoint_replays_the_rest_and_contributes_within_a_few_rounds(swarm: World):
-    await all_contribute(swarm)
+    await swarm.healthy(PEERS)
     await swarm.until("a checkpoint that is not the genesis", lambda: swarm.branch("ada").height > 5, 90)
     late = swarm.start_peer("barbara")
     try:
@@ -137,7 +103,7 @@ async def test_who_joins_late_fetches_a_checkpoint_replays_the_rest_and_contribu
 
 
 async def test_a_trainer_that_is_killed_is_started_again_and_its_peer_keeps_its_place(swarm: World):
-    await all_contribute(swarm)
+    await swarm.healthy(PEERS)
     before = swarm.processes["grace"]
     os.kill(swarm.trainer_of("grace"), signal.SIGKILL)
     killed_at = swarm.branch("ada").height
@@ -149,7 +115,7 @@ async def test_a_trainer_that_is_killed_is_started_again_and_its_peer_keeps_its_
 
 
 async def test_training_goes_on_without_the_coordinator_which_then_catches_up_and_credits_every_round(swarm: World):
-    await all_contribute(swarm)
+    await swarm.healthy(PEERS)
     swarm.processes["coordinator"].kill()
     away = swarm.branch("coordinator").height
     grace = swarm.key("grace")
@@ -204,7 +170,7 @@ async def account_of(world: World, name: str) -> Account:
 
 
 async def test_all_are_stopped_and_started_again_and_go_on_from_the_same_chain(swarm: World):
-    await all_contribute(swarm)
+    await swarm.healthy(PEERS)
     run = swarm.invite.run
     everybody = [*PEERS, "coordinator"]
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -21,9 +21,10 @@ from cairn.demo.processes import Process, free_ports, stop_all
 from cairn.serving import coordinator_folder
 from coordinator.authoring.resolve import SPEC
 from peer.coordinator_client import CoordinatorClient, Status
-from peer.node.membership import run_folder
+from peer.node.membership import ADMISSION, run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.identity import Identity, from_key_file
+from protocol.ids import PeerKey
 from protocol.invite import Invite
 from protocol.spec import RunSpec, open_spec
 from tests.e2e.chains import Branch, read_branch
@@ -100,6 +101,8 @@ class World:
         self.processes: dict[str, Process] = {}
         self.started: list[Process] = []
         self._spec: RunSpec | None = None
+        self.left: tuple[list[int], list[str]] = [], []
+        """After the end: processes that had to be killed, and what they left in the temporary folder."""
         self._environment = {k: os.environ.get(k) for k in ("TMPDIR", "GRPC_ENABLE_FORK_SUPPORT")}
 
     def __enter__(self) -> World:
@@ -111,12 +114,19 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         stop_all([p for p in self.started if p.running])
+        # Daemons and their watchdogs notice the end of their node, and clear up: that takes a moment.
+        end = time.monotonic() + 5
+        while (left := self.left_processes()) and time.monotonic() < end:
+            time.sleep(0.1)
+        # torch keeps a cache there for whoever runs next; all else must be gone.
+        files = sorted(p.name for p in self.temporary.iterdir() if not p.name.startswith("torchinductor_"))
+        self.left = left, files
         for name, value in self._environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        for pid in self.left_processes():
+        for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -237,6 +247,12 @@ class World:
         """What a peer that runs shows of itself, or showed last in its life before."""
         return read_snapshot(self.peer_folder(name)) if self.processes[name].running else None
 
+    def snapshot_left(self, name: str) -> Snapshot:
+        """What a peer showed of itself last, however long ago."""
+        snapshot = read_snapshot(self.peer_folder(name))
+        assert snapshot is not None, self.logs(name)
+        return snapshot
+
     async def status(self) -> Status:
         async with CoordinatorClient(self.invite, timeout=5.0) as client:
             return await client.status()
@@ -283,7 +299,8 @@ class World:
         key = self.key(name)
         return [c.record.body.round for c in self.branch(name).path if key in c.record.body.contributors]
 
-    def key(self, name: str):
+    def key(self, name: str) -> PeerKey:
+        """A peer's key, once it has made it."""
         return from_key_file((self.folder / name / "identity.key").read_text()).key
 
     async def contributes_after(self, name: str, round: int, seconds: float = START_SECONDS) -> int:
@@ -296,6 +313,27 @@ class World:
             return max((r for r in self.rounds_with(name) if r > round), default=0)
 
         return await self.until(f"{name} contributes to a round after {round}", look, seconds, every=0.3)
+
+    async def healthy(self, names: list[str]) -> int:
+        """Until the coordinator and these peers run (they are started if need be) and one round has them all; which."""
+        if not self.processes["coordinator"].running:
+            self.start_coordinator()
+            await self.coordinator_ready()
+        for name in names:
+            if not self.processes[name].running:
+                self.start_peer(name)
+        start = self.branch(names[0]).height
+
+        def look() -> int:
+            for name in names:
+                assert self.processes[name].running, self.logs(name)
+            if not all((self.folder / n / "identity.key").exists() for n in names):
+                return 0
+            keys = {self.key(n) for n in names}
+            path = self.branch(names[0]).path[start:]
+            return next((c.record.body.round + 1 for c in path if keys <= set(c.record.body.contributors)), 0)
+
+        return await self.until(f"a round with all of {names}", look, START_SECONDS, every=0.3)
 
     async def round_after(self, names: list[str], rounds: int, seconds: float = 60.0) -> int:
         """Until these have gone so many rounds further than the first of them is now; which round that is."""
@@ -310,5 +348,12 @@ class World:
         await self.until(f"{names} reach round {round}", look, seconds, every=0.3)
         return round
 
+    def admission_of(self, name: str) -> bytes:
+        """The signed admission that a peer has kept."""
+        return (self.peer_folder(name) / "store" / "values" / ADMISSION).read_bytes()
+
+    def has_logged(self, name: str, pattern: str) -> bool:
+        return re.search(pattern, self.log(name)) is not None
+
     def assert_logged(self, name: str, pattern: str) -> None:
-        assert re.search(pattern, self.log(name)), f"{name} has not logged {pattern!r}\n{self.logs(name, lines=60)}"
+        assert self.has_logged(name, pattern), f"{name} has not logged {pattern!r}\n{self.logs(name, lines=60)}"

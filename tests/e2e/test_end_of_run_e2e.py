@@ -1,0 +1,81 @@
+"""A run that reaches its end: everybody finishes by itself, and what was trained can be used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+
+from coordinator.archive import read_sheet
+from tests.e2e.chains import check_same
+from tests.e2e.world import START_SECONDS, World
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+PEERS = ["ada", "alan"]
+TOTAL = 400_000
+
+
+async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_used():
+    with World(total_tokens=TOTAL) as world:
+        world.start_coordinator()
+        await world.coordinator_ready()
+        for name in PEERS:
+            world.start_peer(name)
+        await world.until(
+            "both have seen the run out", lambda: not any(world.processes[n].running for n in PEERS), START_SECONDS
+        )
+        for name in PEERS:
+            process = world.processes[name]
+            assert process.code == 0, world.logs(name)
+            assert "Traceback" not in process.output.read_text()
+        branches = {n: world.branch(n) for n in [*PEERS, "coordinator"]}
+        length = check_same(branches)
+        assert all(b.height == length for b in branches.values())
+        window = world.spec.data.window
+        tokens = sum(c.record.body.windows for c in branches["ada"].path) * window
+        # No round is begun once the run has what it wanted.
+        last = branches["ada"].path[-1].record.body.windows * window
+        assert tokens >= TOTAL > tokens - last
+        snapshots = [world.snapshot_left(n) for n in PEERS]
+        assert len({s.state for s in snapshots}) == 1 and snapshots[0].accepted_tokens == tokens
+
+        folder = await world.until("the last state is archived", lambda: _archived(world, length), 30)
+        sheet = read_sheet(folder)
+        assert sheet is not None and sheet.tokens == tokens and str(sheet.state) == snapshots[0].state
+        status = await world.status()
+        assert status.tokens == tokens and status.final_round == length - 1
+        # Nothing is pending: all that was accepted is paid.
+        assert all(p.micro_credits_pending == 0 for p in status.peers)
+
+        # As anybody would: by the name of the folder alone, in a process without a word of Cairn.
+        script = (
+            "import sys, torch, transformers as t; m = t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); "
+            "print(sum(p.numel() for p in m.parameters()), bool(torch.isfinite(m(torch.tensor([[1, 2]])).logits).all()))"
+        )
+        loaded = await run([sys.executable, "-I", "-c", script, str(folder)])
+        assert loaded.stdout.split()[-2:] == [str(world.spec.model.layout.numel), "True"], loaded
+        vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        assert 257 <= len(vocabulary) <= 300
+
+        command = [sys.executable, "-m", "cairn", "generate", str(folder), "--prompt", "once upon", "--tokens", "20"]
+        text = await run([*command, "--temperature", "0"])
+        assert text.returncode == 0 and text.stdout.startswith("once upon") and len(text.stdout) > 15, text
+        again = await run([*command, "--temperature", "0"])
+        assert again.stdout == text.stdout
+
+        took = await asyncio.to_thread(world.stop, "coordinator")
+        assert world.processes["coordinator"].code == 0 and took["coordinator"] < 10
+    assert world.left == ([], [])
+
+
+def _archived(world: World, round: int):
+    folder = world.coordinator_home / "checkpoints" / f"round-{round:06d}"
+    return folder if read_sheet(folder) is not None else None
+
+
+async def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
