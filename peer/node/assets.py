@@ -8,6 +8,7 @@ from pathlib import Path
 from peer.channel import Start
 from peer.node.network import Network
 from peer.store import Store
+from peer.store.disk import disk
 from protocol.ids import PeerKey
 from protocol.spec import RunSpec
 
@@ -28,9 +29,10 @@ async def fetch_assets(spec: RunSpec, store: Store, network: Network) -> None:
 
 
 def start_message(spec: RunSpec, store: Store, folder: Path, key: PeerKey, device: str, threads: int) -> Start:
-    """What the trainer is started with; the spec is written to a file for it."""
+    """What the trainer is started with; the spec is written to a file for it. Raises StoreError."""
     spec_file = folder / "spec.json"
-    spec_file.write_bytes(spec.canonical())
+    with disk(f"writing {spec_file}"):
+        spec_file.write_bytes(spec.canonical())
     return Start(
         spec_path=spec_file,
         store=folder / "store",

@@ -20,6 +20,9 @@ MAX_HAVE = 256
 REPLY_CERTIFICATES = 64
 REPLY_BYTES = 2 * 1024 * 1024
 
+SWEEP_EVERY = 256
+"""Certificates kept between two looks for those that nobody needs."""
+
 
 class ChainLog:
     """`load` first; then certificates and finals are kept as the machine orders it."""
@@ -28,17 +31,20 @@ class ChainLog:
         self._store = store
         self._opener = opener
         self._spec = spec
+        self._kept = 0
         self.chain: Chain | None = None
 
     def load(self, limits: ChainLimits) -> Chain:
         """The chain of the store; what does not verify is left out, with a warning, and comes from others again."""
         chain = self.chain = Chain(self._spec.run_id, self._spec.genesis.name, limits)
-        loaded = 0
+        loaded, left_out, why = 0, 0, ""
         for data in self._store.certificates():
             try:
                 loaded += chain.add(self._opener.certificate(data))
             except ProtocolError as e:
-                log.warning("a stored certificate is left out: %s", e)
+                left_out, why = left_out + 1, why or str(e)
+        if left_out:
+            log.warning("%d stored certificates are left out, the first because %s; others have them", left_out, why)
         if (sent := self._store.read_value(FINAL)) is not None:
             try:
                 chain.add_final(self._opener.open(sent, Final))
@@ -49,9 +55,18 @@ class ChainLog:
         return chain
 
     def keep(self, certificate: Certificate) -> None:
-        """On disk when it returns."""
+        """On disk when it returns. Now and then what the tree has dropped is removed from the disk too: anybody who was
+        admitted can certify records with itself alone, as many as it likes."""
         record = certificate.record
         self._store.append_certificate(encode_certificate(certificate), record.body.round, record.digest)
+        self._kept += 1
+        chain = self.chain
+        if self._kept % SWEEP_EVERY == 0 and chain is not None:
+            # Of rounds before the tree's first nothing is known any more, but that they were swept in their time.
+            first = chain.height(chain.root)
+            gone = self._store.drop_certificates(lambda round, digest: round >= first and digest not in chain)
+            if gone:
+                log.info("%d certificates of branches that lost are removed from the store", gone)
 
     def keep_final(self, final: Signed[Final]) -> None:
         """On disk when it returns."""

@@ -48,11 +48,14 @@ class Directory:
         return True
 
     def goodbye(self, key: PeerKey, sequence: int) -> None:
-        """A peer left: heartbeats from before that are not news."""
+        """A member left: heartbeats from before that are not news.
+
+        Others leave by being forgotten: anybody can make keys, and come and go with another one all the time.
+        """
         known = self._entries.get(key)
-        if known is not None and sequence < known.heartbeat.body.sequence:
+        if known is None or not known.heartbeat.body.admission or sequence < known.heartbeat.body.sequence:
             return
-        self._entries.pop(key, None)
+        del self._entries[key]
         self._gone[key] = sequence
         while len(self._gone) > self._limit:
             self._gone.pop(next(iter(self._gone)))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import re
 from collections.abc import Iterator
 
 from protocol.envelope import kind_of
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import PeerKey
+from protocol.messages import Certificate, Heartbeat, Opener, Record, Signed
 from protocol.messages import Header as UpdateHeader
-from protocol.messages import Heartbeat, Opener, Record, Signed
 from protocol.rounds.events import CertificateHeard, ChainHeard, Heard
 from protocol.wire import swarm_pb2 as wire
 
@@ -18,6 +20,7 @@ log = logging.getLogger("peer.inbox")
 MAX_MESSAGES = 2048
 MAX_CERTIFICATES = 256
 MAX_KINDS_OF_REFUSAL = 1000
+_NUMBERS = re.compile(r"[0-9a-f]{8,}|[0-9]+")
 SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "vote", "final")
 
 
@@ -62,16 +65,20 @@ class Inbox:
                 pass
         return signed
 
-    def chain(self, source: PeerKey, reply: wire.ChainReply) -> ChainHeard:
+    async def chain(self, source: PeerKey, reply: wire.ChainReply) -> ChainHeard:
         """The answer to a chain request. Raises ProtocolError: then nothing of it is used."""
         if len(reply.certificates) > MAX_CERTIFICATES:
             raise MalformedError("a chain reply with too many certificates")
-        certificates = tuple(self._opener.certificate(c) for c in reply.certificates)
+        certificates: list[Certificate] = []
+        for sent in reply.certificates:
+            certificates.append(self._opener.certificate(sent))
+            await asyncio.sleep(0)  # verifying takes its time: others have a turn
         final = self._opener.open_any(reply.final, "final") if reply.final else None
-        return ChainHeard(certificates, final, source, reply.more)
+        return ChainHeard(tuple(certificates), final, source, reply.more)
 
     def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:
-        key = (sender, str(error))
+        # Without numbers, which differ each time: the same fault is one sort, whoever repeats it.
+        key = (sender, _NUMBERS.sub("#", str(error))[:120])
         if len(self.refused) >= MAX_KINDS_OF_REFUSAL and key not in self.refused:
             self.refused.pop(next(iter(self.refused)))
         count = self.refused[key] = self.refused.get(key, 0) + 1

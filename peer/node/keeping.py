@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 
-from protocol.ids import Digest
+from peer.store import Store
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
 from protocol.spec import RunSpec
+
+OWN_BLOBS = 256
+"""Own updates that stay in the store until they are final: a fork may leave them out, and they go back then."""
+
+
+class Keeping:
+    """What a node keeps beside what its chain names, and the removal of all else."""
+
+    def __init__(self, spec: RunSpec, store: Store, chain: Chain, me: PeerKey):
+        self._spec = spec
+        self._store = store
+        self._chain = chain
+        self._states: deque[Digest] = deque(maxlen=spec.checkpoint.keep + 1)
+        self._own: deque[tuple[int, Digest]] = deque(maxlen=OWN_BLOBS)
+        height = chain.height(chain.head)
+        for certificate in chain.path(_back(chain, height - OWN_BLOBS), chain.head):
+            for u in certificate.record.body.updates:
+                if u.author == me and store.has(u.body.blob):
+                    self.own(u.body.round, u.body.blob)
+
+    def state(self, digest: Digest) -> None:
+        """A checkpoint that is in the store, though no record of the chain may name it (yet): one of the newest."""
+        if digest not in self._states:
+            self._states.append(digest)
+
+    def own(self, round: int, blob: Digest) -> None:
+        """An update of ours for a round."""
+        self._own.append((round, blob))
+
+    async def prune(self, undecided: Iterable[Digest]) -> list[Digest]:
+        """Drop what nobody needs any more, half-fetched blobs too; says what. `undecided`: blobs of the open round.
+
+        What to drop is decided at once; blobs that arrive later stay. Raises StoreError.
+        """
+        spec, chain = self._spec, self._chain
+        start = _back(chain, chain.height(chain.head) - spec.checkpoint.every * (spec.checkpoint.keep + 2))
+        final = chain.final.body.round if chain.final is not None else -1
+        own = [blob for number, blob in self._own if number > final]
+        gone = self._store.dispensable(to_keep(spec, chain.path(start, chain.head), self._states, [*own, *undecided]))
+        await asyncio.to_thread(self._remove, gone)
+        return gone
+
+    def _remove(self, gone: Sequence[Digest]) -> None:
+        for digest in gone:
+            self._store.remove(digest)
 
 
 def assets(spec: RunSpec) -> set[Digest]:
@@ -33,3 +82,8 @@ def to_keep(
     for certificate in path[since:]:
         keep |= {u.body.blob for u in certificate.record.body.updates}
     return keep
+
+
+def _back(chain: Chain, height: int) -> Digest:
+    """The record at that height on the way to the head, or the oldest in memory."""
+    return chain.ancestor_at(chain.head, max(chain.height(chain.root), height)) or chain.root

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
+from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, WrongCoordinator
 from peer.errors import PeerError
 from peer.keyfile import load_or_make
 from peer.store import Store
@@ -28,7 +28,10 @@ CLOCK_SECONDS = 3.0
 """hivemind's DHT takes nothing from a clock that is further off."""
 
 RENEW_SECONDS = 60.0
-"""How long after a failed renewal the next one is tried."""
+"""How long after a failed renewal the next one is tried, at most."""
+
+ABSENT = (CoordinatorUnreachable, WrongCoordinator)
+"""Nobody can tell a coordinator that is down from one in whose place another answers: a peer that was in goes on."""
 
 
 def run_folder(home: Path, run: RunId) -> Path:
@@ -58,32 +61,44 @@ class Membership:
         """
         identity = load_or_make(home / "identity.key")
         client = CoordinatorClient(invite)
+        try:
+            return await cls._enter(client, invite, identity, store, name)
+        except BaseException:
+            await client.close()
+            raise
+
+    @classmethod
+    async def _enter(
+        cls, client: CoordinatorClient, invite: Invite, identity: Identity, store: Store, name: str
+    ) -> Membership:
         stored = store.read_value(SPEC)
-        addresses = _lines(store.read_value(ADDRESSES))
-        unreachable: CoordinatorUnreachable | None = None
+        addresses = known_addresses(store)
+        absent: CairnError | None = None
         try:
             reply = await client.get_run()
             sent, addresses = reply.sent, [*reply.addresses, *addresses]
-        except CoordinatorUnreachable as e:
+        except ABSENT as e:
             if stored is None:
                 raise
-            unreachable, sent = e, stored
+            absent, sent = e, stored
         spec = open_spec(sent, invite.run)
         if stored != sent:
             store.write_value(SPEC, sent)
         opener = Opener(spec.run_id, spec.owner_key)
         self = cls(identity, spec, opener, store, client, name, store.read_value(ADMISSION) or b"")
         self.addresses = list(dict.fromkeys([*addresses, *invite.addresses]))
-        if unreachable is None:
-            await self.renew()
-        elif self.seconds_left() <= 0:
+        if absent is None:
+            try:
+                await self.renew()
+            except ABSENT as e:
+                absent = e
+        if absent is not None and self.seconds_left() <= 0:
             raise PeerError(
-                f"{unreachable} And without the coordinator this peer cannot enter: it has no valid admission left"
+                f"{absent}. And without the coordinator this peer cannot enter: it has no valid admission left; try "
+                "again when the coordinator is back"
             )
-        else:
-            log.warning(
-                "%s Going on with the admission of an earlier visit (%.1f h left)", unreachable, self.hours_left
-            )
+        if absent is not None:
+            log.warning("%s. Going on with the admission of an earlier visit (%.1f h left)", absent, self.hours_left)
         return self
 
     def seconds_left(self) -> float:
@@ -118,19 +133,26 @@ class Membership:
     def learn(self, addresses: Sequence[str]) -> None:
         """Remember addresses for the next start, the newest first."""
         self.addresses = list(dict.fromkeys([*addresses, *self.addresses]))[:MAX_SAVED_ADDRESSES]
-        self.store.write_value(ADDRESSES, "\n".join(self.addresses).encode())
+        if set(known_addresses(self.store)) != set(self.addresses):
+            self.store.write_value(ADDRESSES, "\n".join(self.addresses).encode())
 
     async def keep_valid(self) -> None:
         """For ever: renew when half of the admission's time is over; an outage of the coordinator only delays it."""
+        half = self.spec.admission.seconds / 2
         while True:
-            await asyncio.sleep(max(RENEW_SECONDS, self.seconds_left() - self.spec.admission.seconds / 2))
+            await asyncio.sleep(max(min(RENEW_SECONDS, half / 2), self.seconds_left() - half))
             try:
                 await self.renew()
                 log.info("admission renewed: valid for %.1f h", self.hours_left)
             except CairnError as e:
+                left = f"{self.hours_left:.1f} h left"
+                if not self.seconds_left():
+                    left = "it has ended: the others refuse this peer's updates until it is renewed"
                 level = logging.WARNING if self.hours_left > 1 else logging.ERROR
-                log.log(level, "the admission was not renewed (%.1f h left): %s", self.hours_left, e)
+                log.log(level, "the admission was not renewed (%s): %s", left, e)
 
 
-def _lines(data: bytes | None) -> list[str]:
-    return [line for line in (data or b"").decode(errors="replace").splitlines() if line.startswith("/")]
+def known_addresses(store: Store) -> list[str]:
+    """Where the swarm was entered by in earlier visits. Raises StoreError."""
+    text = (store.read_value(ADDRESSES) or b"").decode(errors="replace")
+    return [line for line in text.splitlines() if line.startswith("/")]

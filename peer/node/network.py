@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from peer.errors import PeerError
 from peer.node.directory import Directory
 from peer.node.membership import Membership
-from peer.node.outbox import Outbox
+from peer.node.outbox import NETWORK_ERRORS, Outbox
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
@@ -34,7 +34,7 @@ PRESENCE_SECONDS = 60.0
 
 
 class Network:
-    """Start it, then `run` what `works` gives for as long as the node lives, then `stop`."""
+    """`start` it, run `discover` and `mend` for as long as the node lives, then `stop`."""
 
     def __init__(
         self,
@@ -53,6 +53,8 @@ class Network:
         self._announce = announce
         self._discovered = discovered
         self._swarm: Swarm | None = None
+        self._bytes = (0, 0)
+        """Up and down, of the swarms before this one."""
         self._entry_peers = _peers_of(membership.addresses)
         self._dialling: set[asyncio.Task[None]] = set()
         self._heartbeat: Signed[Heartbeat] | None = None
@@ -85,45 +87,47 @@ class Network:
             cause = await self.swarm.wait_lost()
             log.error("libp2p's daemon ended (%s): starting another", cause)
             await self.swarm.stop()
+            self._bytes, self._swarm = (self.bytes_up, self.bytes_down), None
             await asyncio.sleep(LONELY_SECONDS)
             await self.start()
 
     async def discover(self) -> None:
         """For ever: keep our heartbeat in the DHT, and learn of those there."""
         while True:
-            swarm = self.swarm
             try:
+                swarm = self.swarm
                 if self._heartbeat is not None:
                     await swarm.publish(self._heartbeat.sent, PRESENCE_SECONDS)
                 await self._discovered(wire.Packet(messages=await swarm.discover()))
                 await swarm.refresh_addresses()
                 if not self.directory.peers() and self._membership.addresses:
                     await swarm.connect(self._membership.addresses)
-            except (CairnError, asyncio.TimeoutError) as e:
-                log.warning("the DHT does not answer: %s; members are still found through each other", e)
+            except NETWORK_ERRORS as e:
+                what = str(e) or type(e).__name__
+                log.warning("the DHT does not answer: %s; members are still found through each other", what)
             for key in self.directory.forget_silent(time.monotonic()):
                 log.info("%s has not been heard of for long", key.short)
-            self.save_addresses()
+            await asyncio.to_thread(self._save_addresses, self.directory.addresses())
             await asyncio.sleep(DISCOVER_SECONDS if self.directory.peers() else LONELY_SECONDS)
 
     async def stop(self, seconds: float = 1.0) -> None:
         """Send what waits, at most this long; then hang up."""
-        if self._swarm is None:
-            return
-        await self.outbox.flush(seconds)
+        if self._swarm is not None:
+            await self.outbox.flush(seconds)
         await self.outbox.close()
         for task in list(self._dialling):
             task.cancel()
         await asyncio.gather(*self._dialling, return_exceptions=True)
-        self.save_addresses()
-        await self._swarm.stop()
+        self._save_addresses(self.directory.addresses())
+        if self._swarm is not None:
+            await self._swarm.stop()
 
     # -- who -------------------------------------------------------------------------------------------------
 
     @property
     def swarm(self) -> Swarm:
         if self._swarm is None:
-            raise PeerError("the swarm is not started")
+            raise PeerError("libp2p's daemon is not running (yet)")
         return self._swarm
 
     @property
@@ -133,11 +137,11 @@ class Network:
 
     @property
     def bytes_up(self) -> int:
-        return self._swarm.bytes_up if self._swarm is not None else 0
+        return self._bytes[0] + (self._swarm.bytes_up if self._swarm is not None else 0)
 
     @property
     def bytes_down(self) -> int:
-        return self._swarm.bytes_down if self._swarm is not None else 0
+        return self._bytes[1] + (self._swarm.bytes_down if self._swarm is not None else 0)
 
     def everyone(self) -> list[PeerKey]:
         """All that may hold blobs: those heard of, and those whose addresses we entered by."""
@@ -151,9 +155,11 @@ class Network:
             return
         log.info("heard of %s", message.author.short)
         self.outbox.send(message.author, self.directory.heartbeats())
-        for key in self.directory.peers():
-            if key != message.author:
-                self.outbox.send(key, (message,))
+        if message.body.admission:
+            # Not of strangers, whom anybody can make: they would crowd out what matters. They speak for themselves.
+            for key in self.directory.peers():
+                if key != message.author:
+                    self.outbox.send(key, (message,))
         task = asyncio.create_task(self._dial(message.body.addresses))
         self._dialling.add(task)
         task.add_done_callback(self._dialling.discard)
@@ -161,8 +167,8 @@ class Network:
     async def _dial(self, addresses: Sequence[str]) -> None:
         try:
             await self.swarm.connect(addresses)
-        except (CairnError, asyncio.TimeoutError) as e:
-            log.info("cannot dial: %s", e)
+        except NETWORK_ERRORS as e:
+            log.info("cannot dial: %s", str(e) or type(e).__name__)
 
     # -- what ------------------------------------------------------------------------------------------------
 
@@ -178,9 +184,9 @@ class Network:
         """A blob into the store (see `Swarm.fetch_blob`). Raises CairnError."""
         await self.swarm.fetch_blob(digest, size, holders, deadline_seconds=deadline_seconds, on_bad=_log_bad_chunk)
 
-    def save_addresses(self) -> None:
+    def _save_addresses(self, fresh: Sequence[str]) -> None:
         """Keep the addresses of members for the next start."""
-        if fresh := self.directory.addresses():
+        if fresh:
             try:
                 self._membership.learn(fresh)
             except StoreError as e:

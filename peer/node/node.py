@@ -5,37 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peer.channel import Applied as TrainerApplied
-from peer.channel import Failed, FromTrainer, Note, NothingDone, Progress, Ready, UpdateMade
-from peer.channel import MakeUpdate as AskUpdate
-from peer.errors import PeerError, TrainerDied
+from peer.errors import PeerError
 from peer.node.assets import fetch_assets, start_message
 from peer.node.chainlog import ChainLog
 from peer.node.exchange import Exchange
 from peer.node.inbox import Inbox
-from peer.node.keeping import to_keep
+from peer.node.keeping import Keeping
 from peer.node.membership import Membership
 from peer.node.network import Network
+from peer.node.outbox import NETWORK_ERRORS
 from peer.node.snapshot import Snapshot, write_snapshot
-from peer.node.states import States
-from peer.node.trainer import Trainer
+from peer.node.training import LEVELS, Training
 from peer.node.updates import Updates
-from peer.store import StoreError
 from peer.swarm import Handlers
 from protocol.codec import make_codec
-from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Header, KeySigner
 from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import Facts, Policy
-from protocol.state import state_layout
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.node")
@@ -46,13 +40,9 @@ MAX_EVENTS = 20_000
 SNAPSHOT_SECONDS = 1.0
 CHAIN_SECONDS = 15.0
 LEAVE_SECONDS = 3.0
-SAVE_SECONDS = 4.0
 SEE_OUT_SECONDS = 600.0
 QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 """After a run's last round a node stays until it has sent less than this in that time, and nobody is behind."""
-
-OWN_BLOBS = 256
-"""Own updates that stay in the store until they are final: a fork may leave them out, and they go back then."""
 
 OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
 """How much of the chain an observer keeps in memory: its coordinator may have to catch up from far behind."""
@@ -80,9 +70,7 @@ class Node:
         self._run = membership.spec.run_id
         self.store = membership.store
         self.key = membership.identity.key
-        layout = self._spec.model.layout
-        self._codec = make_codec(self._spec.codec, layout)
-        self._checkpoint_size = state_layout(layout, self._spec.outer).checkpoint_size
+        self._codec = make_codec(self._spec.codec, self._spec.model.layout)
         self._inbox = Inbox(membership.opener)
         self.network = Network(
             membership,
@@ -101,12 +89,8 @@ class Node:
         self._tick_waits = False
         self.finish_reason = ""
         self.on_change: Callable[[], None] = lambda: None
-        self._trainer: Trainer | None = None
-        self._states: States | None = None
-        self._held_states: deque[Digest] = deque(maxlen=self._spec.checkpoint.keep + 1)
-        self._own_blobs: deque[tuple[int, Digest]] = deque(maxlen=OWN_BLOBS)
-        self._made = self._missed = 0
-        self._progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
+        self._training: Training | None = None
+        self._snapshot_failed = False
         self._exchange = Exchange()
         self._updates = Updates(
             self.store,
@@ -115,12 +99,14 @@ class Node:
             deadline_seconds=self._spec.round.exchange_seconds,
             everyone=self.network.everyone,
             answer=self.post,
+            spawn=self._spawn,
         )
         self.chainlog = ChainLog(self.store, membership.opener, self._spec)
         limits = Policy.of(self._spec).chain_limits
         if options.observer:
             limits = replace(limits, max_records=OBSERVED_RECORDS, max_bytes=OBSERVED_BYTES)
         self.chain = self.chainlog.load(limits)
+        self._keeping = Keeping(self._spec, self.store, self.chain, self.key)
         self.machine = RoundMachine(
             policy=Policy.of(self._spec),
             run=self._run,
@@ -130,26 +116,33 @@ class Node:
             blob_size=self._codec.size,
             now=time.monotonic(),
         )
+        self.latest: Snapshot = self.snapshot()
+        """At most SNAPSHOT_SECONDS old: for other threads, which must not look at the node itself."""
 
     # -- life ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Start everything, drive the machine until it is finished, stop everything. Raises CairnError."""
         try:
-            await self._start()
-            self._started.set()
-            self._spawn(self._tick(), "ticks")
-            pump = asyncio.ensure_future(self._pump())
-            done = asyncio.ensure_future(self._finished.wait())
-            await asyncio.wait([pump, done, self._failure], return_when=asyncio.FIRST_COMPLETED)
-            for task in (pump, done):
-                task.cancel()
-            if self._failure.done():
-                self._failure.result()
-            if pump.done() and not pump.cancelled():
-                pump.result()
+            await self._unless_over(self._start())
+            if not self._finished.is_set():
+                self._started.set()
+                self._spawn(self._tick(), "ticks")
+                await self._unless_over(self._pump())
         finally:
             await self._stop()
+
+    async def _unless_over(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do this, but not beyond the node's end. Raises what it, or any task of the node, raises."""
+        task, finished = asyncio.ensure_future(work), asyncio.ensure_future(self._finished.wait())
+        try:
+            await asyncio.wait([task, finished, self._failure], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _end([task, finished])
+        if self._failure.done():
+            self._failure.result()
+        if not task.cancelled():
+            task.result()
 
     async def started(self, running: asyncio.Future[None]) -> None:
         """Wait until the node is in the swarm. `running` is the task of `run`: when that fails first, so does this."""
@@ -164,6 +157,9 @@ class Node:
         if self._leaving:
             return
         self._leaving = True
+        if not self._started.is_set():
+            self._finish("left before it had begun")
+            return
         self.post(events.Leave())
         asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._finish, "left")
 
@@ -181,8 +177,8 @@ class Node:
     async def _see_out(self) -> None:
         """After the last round: serve until nobody lacks anything, then finish."""
         began = time.monotonic()
-        if self._trainer is not None:
-            await self._trainer.stop(SAVE_SECONDS)
+        if self._training is not None:
+            await self._training.stop()
         served = -QUIET_BYTES
         while time.monotonic() - began < SEE_OUT_SECONDS:
             await asyncio.sleep(QUIET_SECONDS)
@@ -202,21 +198,19 @@ class Node:
         await self.network.start()
         if not o.observer:
             await fetch_assets(self._spec, self.store, self.network)
-            start = start_message(self._spec, self.store, o.folder, self.key, o.device, o.threads)
-            self._trainer = Trainer(start, on_message=self._on_trainer, on_lost=self._on_trainer_lost)
-            self._states = States(
+            self._training = Training(
                 self._spec,
-                self._checkpoint_size,
+                start_message(self._spec, self.store, o.folder, self.key, o.device, o.threads),
                 self.store,
+                self.chain,
                 self.network,
                 self._updates,
-                self._trainer,
-                me=self.key,
-                everyone=self.network.everyone,
-                failed=self.post,
+                self._keeping,
+                post=self.post,
+                spawn=self._spawn,
+                undecided=self._undecided,
             )
-            self._spawn(self._trainer.run(), "trainer")
-            self._spawn(self._states.run(), "states")
+            self._training.begin()
             self._spawn(m.keep_valid(), "admission")
         self._spawn(self.network.discover(), "discovery")
         self._spawn(self.network.mend(), "swarm")
@@ -225,31 +219,35 @@ class Node:
         await self._act(self.machine.start(time.monotonic(), alone=not m.addresses))
 
     async def _stop(self) -> None:
-        """Everything in order: the trainer saves, goodbyes go out, sockets close."""
-        trainer = self._trainer
-        if trainer is not None:
-            saved = await trainer.stop(SAVE_SECONDS)
-            log.info("the trainer has saved its state" if saved else "the trainer left without saving")
-        await self._updates.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.network.stop()
-        if self._membership.client is not None:
-            await self._membership.client.close()
-        self._write_snapshot()
+        """In order, each whatever became of the one before: the trainer saves, goodbyes go out, sockets close."""
+        if not self._failure.done():
+            self._failure.cancel()  # what fails from here on is only logged
+        async with AsyncExitStack() as last_first:
+            last_first.callback(self._write_snapshot)
+            if self._membership.client is not None:
+                last_first.push_async_callback(self._membership.client.close)
+            last_first.push_async_callback(self.network.stop)
+            last_first.push_async_callback(lambda: _end(self._tasks))
+            if self._training is not None:
+                saved = await self._training.stop()
+                log.info("the trainer has saved its state" if saved else "the trainer left without saving")
 
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         """A task that belongs to the node: an error in it ends the node, loudly."""
         task = asyncio.create_task(work, name=what)
         self._tasks.add(task)
 
         def ended(t: asyncio.Task[None]) -> None:
             self._tasks.discard(t)
-            if not t.cancelled() and (error := t.exception()) is not None and not self._failure.done():
+            if t.cancelled() or (error := t.exception()) is None:
+                return
+            if self._failure.done():
+                log.error("%s: %s", what, error)
+            else:
                 self._failure.set_exception(error)
 
         task.add_done_callback(ended)
+        return task
 
     # -- events in -------------------------------------------------------------------------------------------
 
@@ -276,6 +274,8 @@ class Node:
                 self._tick_waits = False
             elif isinstance(event, events.BlobHeld):
                 self._exchange.held(time.monotonic())
+            elif isinstance(event, events.Applied) and event.record in self.chain and event.record != self.chain.root:
+                self._exchange.applied(self.chain.parent(event.record), time.monotonic())
             self._set_facts()
             await self._act(self.machine.step(event, time.monotonic()))
             self.on_change()
@@ -308,7 +308,7 @@ class Node:
                 case actions.Send(to, messages, certificates):
                     self.network.outbox.send(to, messages, certificates)
                 case actions.MakeUpdate():
-                    self._spawn(self._make_update(action), "update")
+                    self._trainers_side.make_update(action)
                 case actions.FetchBlob(blob, size, author, holders):
                     self._updates.fetch(blob, size, author, holders)
                 case actions.DropBlob(blob):
@@ -321,135 +321,57 @@ class Node:
                     await asyncio.to_thread(self.chainlog.keep_final, message)
                 case actions.Apply(certificate):
                     self._exchange.certified(certificate.record.body.parent, time.monotonic())
-                    self._to_state(action)
+                    self._trainers_side.move(action)
                 case actions.Resync():
-                    self._to_state(action)
+                    self._trainers_side.move(action)
                 case actions.Report():
                     self._report(action)
                 case actions.Finished(reason):
                     self._over(reason)
 
-    async def _make_update(self, ask: actions.MakeUpdate) -> None:
-        if self._trainer is None:
-            raise PeerError("an observer was asked for an update")
-        out = self.store.scratch / f"update-{ask.round}.blob"
-        try:
-            await self._trainer.send(AskUpdate(round=ask.round, parent=ask.parent, out=out))
-        except TrainerDied as e:
-            # The supervisor restarts it, and tells the machine that the state is gone.
-            log.warning("no update for round %d: %s", ask.round, e)
-
     async def _request_chain(self, to: PeerKey, have: tuple[Digest, ...]) -> None:
         request = wire.ChainRequest(run=self._run, have=[bytes(d) for d in have])
         try:
             reply = await self.network.swarm.request_chain(to, request, timeout=CHAIN_SECONDS)
-            self.post(self._inbox.chain(to, reply))
-        except (CairnError, asyncio.TimeoutError) as e:
-            log.info("no chain from %s: %s", to.short, e)
+            self.post(await self._inbox.chain(to, reply))
+        except NETWORK_ERRORS as e:
+            log.info("no chain from %s: %s", to.short, str(e) or type(e).__name__)
             self.post(events.ChainSilent(to))
 
-    def _to_state(self, action: actions.Apply | actions.Resync) -> None:
-        if self._states is None:
-            raise PeerError("an observer was asked to hold a state")
-        self._missed += len(action.missed)
-        if isinstance(action, actions.Apply):
-            self._states.apply(action)
-        else:
-            self._states.resync(action)
-
     def _report(self, report: actions.Report) -> None:
-        levels = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-        log.log(levels[report.level], "%s", report.text)
+        log.log(LEVELS[report.level], "%s", report.text)
 
-    # -- the trainer's words ---------------------------------------------------------------------------------
+    @property
+    def _trainers_side(self) -> Training:
+        if self._training is None:
+            raise PeerError("an observer was asked to train, or to hold a state")
+        return self._training
 
-    def _on_trainer(self, message: FromTrainer) -> None:
-        match message:
-            case Progress():
-                self._progress = message
-                self.post(events.Progress(message.windows, message.loss, message.tokens_per_second))
-            case UpdateMade():
-                self._spawn(self._take_update(message), "own update")
-            case NothingDone(parent):
-                self.post(events.UpdateReady(parent, 0, 0, 0, None, 0, 0.0))
-            case TrainerApplied():
-                self._spawn(self._take_state(message), "state")
-            case Failed(what, reason, fatal):
-                log.error("trainer: %s", reason)
-                if what in ("load", "apply", "update") and not fatal:
-                    self.post(events.ApplyFailed(self.machine.summary(time.monotonic()).head, reason))
-            case Note(level, _, text):
-                log.log({"info": logging.INFO, "warning": logging.WARNING}.get(level, logging.ERROR), "%s", text)
-            case Ready():
-                log.info(
-                    "training on %s: %s parameters, %s bytes an update",
-                    message.device, f"{message.parameters:,}", f"{message.update_size:,}",
-                )  # fmt: skip
-            case _:
-                pass
+    async def hold(self, state: Digest) -> None:
+        """Keep a checkpoint that was fetched into the store (an observer's trainer makes none). Raises StoreError."""
+        self._keeping.state(state)
+        self._updates.forget(await self._keeping.prune(self._undecided()))
 
-    def _on_trainer_lost(self, reason: str) -> None:
-        self._progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
-        self.post(events.Progress(0, 0.0, 0.0))
-        self.post(events.ApplyFailed(self.machine.summary(time.monotonic()).head, reason))
-
-    async def _take_update(self, made: UpdateMade) -> None:
-        blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
-        self._updates.trust(blob)
-        self._made += 1
-        self._own_blobs.append((self.machine.summary(time.monotonic()).round, blob))
-        self.post(events.BlobHeld(blob))
-        self.post(
-            events.UpdateReady(
-                made.parent, made.first_window, made.end_window, made.inner_steps, blob, made.size, made.loss
-            )
-        )
-
-    async def _take_state(self, applied: TrainerApplied) -> None:
-        if applied.checkpoint_path is not None:
-            try:
-                await asyncio.to_thread(self.store.adopt, applied.checkpoint_path, applied.state_digest)
-                self._held_states.append(applied.state_digest)
-            except StoreError as e:
-                log.error("the checkpoint was not kept: %s", e)
-        self.post(events.Applied(applied.record, applied.state_digest))
-        if applied.record in self.chain and applied.record != self.chain.root:
-            self._exchange.applied(self.chain.parent(applied.record), time.monotonic())
-        await self._prune()
-
-    async def _prune(self) -> None:
-        """Drop what nobody needs any more. What to drop is decided here and now; blobs that arrive later stay."""
-        chain, every = self.chain, self._spec.checkpoint.every
-        height = chain.height(chain.head)
-        back = max(chain.height(chain.root), height - every * (self._spec.checkpoint.keep + 2))
-        start = chain.ancestor_at(chain.head, back) or chain.root
-        final = chain.final.body.round if chain.final is not None else -1
-        own = [blob for number, blob in self._own_blobs if number > final]
-        undecided = [h.body.blob for h in self.machine.summary(time.monotonic()).headers]
-        keep = to_keep(self._spec, chain.path(start, chain.head), self._held_states, [*own, *undecided]) | {self._run}
-        gone = [digest for digest in self.store.blobs() if digest not in keep]
-        self._updates.forget(gone)
-        for digest in gone:
-            await asyncio.to_thread(self.store.remove, digest)
+    def _undecided(self) -> list[Digest]:
+        """The blobs of the open round."""
+        return [h.body.blob for h in self.machine.summary(time.monotonic()).headers]
 
     # -- views -----------------------------------------------------------------------------------------------
 
     def _set_facts(self) -> None:
-        ready = self._trainer.ready if self._trainer is not None else None
         self.machine.facts = Facts(
             sequence=int(time.time() * 1000),
             bytes_up=self.network.bytes_up,
             bytes_down=self.network.bytes_down,
             addresses=tuple(self.network.addresses),
             admission=b"" if self._options.observer else self._membership.admission,
-            device=ready.device[:80] if ready is not None else "",
+            device=self._training.device if self._training is not None else "",
         )
 
     def snapshot(self) -> Snapshot:
         """How the node is now."""
         view = self.machine.summary(time.monotonic())
-        ready = self._trainer.ready if self._trainer is not None else None
-        window = self._spec.data.window
+        window, t = self._spec.data.window, self._training
         same = [m.heartbeat.windows for m in view.members if m.heartbeat.head == view.head]
         return Snapshot(
             run=self._spec.name,
@@ -462,28 +384,45 @@ class Node:
             state_round=view.round,
             accepted_tokens=view.weight * window,
             total_tokens=self._spec.total_tokens,
-            round_tokens=(sum(same) + self._progress.windows) * window,
+            round_tokens=(sum(same) + (t.progress.windows if t is not None else 0)) * window,
             target_tokens=self._spec.round.target_tokens,
-            loss=self._progress.loss,
-            tokens_per_second=self._progress.tokens_per_second,
+            loss=t.progress.loss if t is not None else 0.0,
+            tokens_per_second=t.progress.tokens_per_second if t is not None else 0.0,
             members=len(view.members),
             bytes_up=self.network.bytes_up,
             bytes_down=self.network.bytes_down,
-            device=ready.device if ready is not None else "",
-            own_updates=self._made,
-            missed_updates=self._missed,
+            device=t.device if t is not None else "",
+            own_updates=t.made if t is not None else 0,
+            missed_updates=t.missed if t is not None else 0,
             exchange_seconds=asdict(self._exchange.times),
-            trainer_restarts=self._trainer.restarts if self._trainer is not None else 0,
+            trainer_restarts=t.restarts if t is not None else 0,
             finished=self.finish_reason,
         )
 
     async def _keep_snapshot(self) -> None:
         while True:
+            self.latest = self.snapshot()
             self._write_snapshot()
             await asyncio.sleep(SNAPSHOT_SECONDS)
 
     def _write_snapshot(self) -> None:
         try:
             write_snapshot(self._options.folder, self.snapshot())
+            self._snapshot_failed = False
         except OSError as e:
-            log.warning("status.json was not written: %s", e.strerror)
+            if not self._snapshot_failed:
+                log.warning("status.json is not written: %s", (e.strerror or str(e)).lower())
+            self._snapshot_failed = True
+
+
+async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel these and wait until they are over. Not only once: `asyncio.wait_for` before Python 3.12 swallows a
+    cancellation that comes in the instant of its result."""
+    left = {t for t in tasks if not t.done()}
+    for _ in range(5):
+        for task in left:
+            task.cancel()
+        if not left:
+            return
+        _, left = await asyncio.wait(left, timeout=1.0)
+    log.error("still at work, and left behind: %s", ", ".join(str(t) for t in left))

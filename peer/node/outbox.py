@@ -20,11 +20,17 @@ MAX_WAITING = 512
 MAX_PACKET = 1024 * 1024
 SEND_SECONDS = 10.0
 
+MAX_FAILURES = 1024
+"""Peers out of reach that are remembered, so that each is named in the log once."""
+
+NETWORK_ERRORS = (CairnError, asyncio.TimeoutError, OSError, EOFError)
+"""How a call of the network fails: a peer's doing, or that of libp2p's daemon, which is started again."""
+
 Item = Signed | Certificate
 
 
 class Outbox:
-    """`transport(to, packet, seconds)` may raise CairnError, TimeoutError or OSError: the peer is unreachable then."""
+    """`transport(to, packet, seconds)` may raise NETWORK_ERRORS: the peer is unreachable then."""
 
     def __init__(self, transport: Callable[[PeerKey, wire.Packet, float], Awaitable[None]]):
         self._transport = transport
@@ -44,9 +50,7 @@ class Outbox:
                     queue.remove(old)
             queue.append(item)
         if to not in self._tasks:
-            task = asyncio.create_task(self._drain(to))
-            self._tasks[to] = task
-            task.add_done_callback(lambda _: self._tasks.pop(to, None))
+            self._tasks[to] = asyncio.create_task(self._drain(to))
 
     def broadcast(self, to: Iterable[PeerKey], message: Signed) -> None:
         """Queue for many."""
@@ -55,25 +59,25 @@ class Outbox:
 
     async def _drain(self, to: PeerKey) -> None:
         queue = self._waiting[to]
-        while queue:
-            packet, size = wire.Packet(), 0
+        try:
             while queue:
-                item = queue[0]
-                data = encode_certificate(item) if isinstance(item, Certificate) else item.sent
-                if size and size + len(data) > MAX_PACKET:
-                    break
-                queue.popleft()
-                (packet.certificates if isinstance(item, Certificate) else packet.messages).append(data)
-                size += len(data)
-            try:
-                await self._transport(to, packet, SEND_SECONDS)
-                self.failures.pop(to, None)
-            except (CairnError, asyncio.TimeoutError, OSError) as e:
-                if to not in self.failures:
-                    log.info("cannot reach %s: %s", to.short, e)
-                self.failures[to] = str(e)
-                queue.clear()
-        self._waiting.pop(to, None)
+                packet = _packet_of(queue)
+                try:
+                    await self._transport(to, packet, SEND_SECONDS)
+                    self.failures.pop(to, None)
+                except NETWORK_ERRORS as e:
+                    self._note_failure(to, str(e) or type(e).__name__)
+                    queue.clear()
+        finally:
+            # At once, not when the task is over: what is sent between the two would wait for the next message.
+            del self._waiting[to], self._tasks[to]
+
+    def _note_failure(self, to: PeerKey, why: str) -> None:
+        if to not in self.failures:
+            log.info("cannot reach %s: %s", to.short, why)
+        self.failures[to] = why
+        while len(self.failures) > MAX_FAILURES:
+            del self.failures[next(iter(self.failures))]
 
     async def flush(self, seconds: float) -> None:
         """Wait until all is sent, at most this long."""
@@ -87,6 +91,20 @@ class Outbox:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _packet_of(queue: deque[Item]) -> wire.Packet:
+    """The oldest of what waits, as much as fits into one packet; taken off the queue."""
+    packet, size = wire.Packet(), 0
+    while queue:
+        item = queue[0]
+        data = encode_certificate(item) if isinstance(item, Certificate) else item.sent
+        if size and size + len(data) > MAX_PACKET:
+            break
+        queue.popleft()
+        (packet.certificates if isinstance(item, Certificate) else packet.messages).append(data)
+        size += len(data)
+    return packet
 
 
 def _same_heart(waiting: Item, heartbeat: Signed) -> bool:

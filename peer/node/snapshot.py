@@ -45,8 +45,12 @@ class Snapshot:
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
     """Replace the file, so that a reader never sees half of it."""
     draft = folder / f".{FILE}.{os.getpid()}"
-    draft.write_text(json.dumps(asdict(snapshot), indent=1) + "\n")
-    os.replace(draft, folder / FILE)
+    try:
+        draft.write_text(json.dumps(asdict(snapshot), indent=1) + "\n")
+        os.replace(draft, folder / FILE)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read_snapshot(folder: Path) -> Snapshot | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from peer.channel import Apply as ApplyMessage
 from peer.channel import Load, RoundUpdates, ToTrainer, UpdateFile
-from peer.errors import PeerError
+from peer.errors import PeerError, TrainerDied
 from peer.node.updates import BlobSource, Updates
-from peer.store import Store
+from peer.store import Store, StoreFull
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
@@ -22,12 +21,6 @@ from protocol.rounds.events import ApplyFailed
 from protocol.spec import RunSpec
 
 log = logging.getLogger("peer.states")
-
-
-class TakesMessages(Protocol):
-    """The trainer, as far as this module needs it."""
-
-    async def send(self, message: ToTrainer) -> None: ...
 
 
 class States:
@@ -40,7 +33,7 @@ class States:
         store: Store,
         source: BlobSource,
         updates: Updates,
-        trainer: TakesMessages,
+        send: Callable[[ToTrainer], Awaitable[None]],
         *,
         me: PeerKey,
         everyone: Callable[[], list[PeerKey]],
@@ -52,7 +45,7 @@ class States:
         self._store = store
         self._source = source
         self._updates = updates
-        self._trainer = trainer
+        self._send = send
         self._me = me
         self._everyone = everyone
         self._failed = failed
@@ -65,11 +58,15 @@ class States:
 
     def resync(self, action: Resync) -> None:
         """Instead of everything asked for before."""
+        self.drop()
+        self._put(action)
+
+    def drop(self) -> None:
+        """Nothing of what was asked for is wanted any more: the trainer that it was for is lost, or a Resync comes."""
         while not self._queue.empty():
             self._queue.get_nowait()
         if self._current is not None:
             self._current.cancel()
-        self._put(action)
 
     def _put(self, action: Apply | Resync) -> None:
         try:
@@ -82,8 +79,12 @@ class States:
         while True:
             action = await self._queue.get()
             self._current = asyncio.create_task(self._do(action))
-            # A newer Resync cancels the one under way, not this loop.
-            await asyncio.wait([self._current])
+            try:
+                # A newer Resync cancels the one under way, not this loop.
+                await asyncio.wait([self._current])
+            except asyncio.CancelledError:
+                self._current.cancel()
+                raise
             if not self._current.cancelled() and (error := self._current.exception()) is not None:
                 raise error
             self._current = None
@@ -95,6 +96,11 @@ class States:
                 await self._apply(action)
             else:
                 await self._resync(action)
+        except TrainerDied as e:
+            # Who watches the trainer tells the machine, once, whatever was under way.
+            log.info("not at the state after %s: %s", target.short, e)
+        except StoreFull:
+            raise  # no next try helps: the user must act
         except (CairnError, asyncio.TimeoutError) as e:
             reason = str(e) or "no answer in time"
             log.warning("cannot get to the state after %s: %s", target.short, reason)
@@ -102,7 +108,7 @@ class States:
 
     async def _apply(self, action: Apply) -> None:
         record = action.certificate.record.body
-        await self._trainer.send(
+        await self._send(
             ApplyMessage(
                 update=await self._round(action.certificate),
                 missed=self._own(action.missed),
@@ -123,7 +129,7 @@ class States:
             record, number, base = genesis_digest(self._run), Round(0), self._spec.genesis.name
         replay = tuple([await self._round(c) for c in path[start:]])
         end = Round(path[-1].record.body.round + 1) if path else Round(0)
-        await self._trainer.send(
+        await self._send(
             Load(
                 checkpoint=checkpoint,
                 base_state=base,
@@ -156,6 +162,8 @@ class States:
             size = self._spec.genesis.size if genesis else self._checkpoint_size
             try:
                 return i, await self._checkpoint(base, size, 600)
+            except StoreFull:
+                raise
             except (CairnError, asyncio.TimeoutError) as e:
                 errors.append(f"state of round {path[i].record.body.round}: {e}")
         raise PeerError("no member gave a checkpoint to start from (" + "; ".join(errors) + "); it is tried again")

@@ -1,12 +1,31 @@
-"""Keeps the trainer's process alive: starts it, restarts it after a crash, gives up with a reason when hopeless."""
+"""Keeps the trainer's process alive: starts it, restarts it after a crash, gives up with a reason when hopeless.
+
+Whoever waits for an answer of a trainer that is lost hears of it once, by `on_lost`: nothing that was asked of one
+process is ever asked of the next.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from peer.channel import Applied, Failed, FromTrainer, Ready, Start, Stop, Stopped, ToTrainer, TrainerLink
+from peer.channel import (
+    Applied,
+    Apply,
+    Failed,
+    FromTrainer,
+    Load,
+    MakeUpdate,
+    NothingDone,
+    Ready,
+    Start,
+    Stop,
+    Stopped,
+    ToTrainer,
+    TrainerLink,
+    UpdateMade,
+)
 from peer.errors import ChannelError, TrainerDied
 
 log = logging.getLogger("peer.trainer")
@@ -14,12 +33,18 @@ log = logging.getLogger("peer.trainer")
 START_SECONDS = 300.0
 """Importing torch, building the model, moving it to a GPU: a cold disk can take minutes."""
 
+ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0
+"""A trainer that says nothing for so long while it owes an answer hangs; a round to replay gives it more time."""
+
 MAX_FAILURES = 5
 """Deaths in a row without a state applied in between: then it is not bad luck, and the user must act."""
 
 
 class Trainer:
-    """One trainer at a time. `on_message` gets all it says; `on_lost(reason)` is called when it has died."""
+    """One trainer at a time. `on_message` gets all it says; `on_lost(reason)` is called when it has died.
+
+    `command` replaces the trainer's own (for tests).
+    """
 
     def __init__(
         self,
@@ -27,29 +52,39 @@ class Trainer:
         *,
         on_message: Callable[[FromTrainer], None],
         on_lost: Callable[[str], None],
+        command: Sequence[str] | None = None,
     ):
         self._start = start
         self._on_message = on_message
         self._on_lost = on_lost
-        self._ready = asyncio.Event()
-        self._saved: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._stopping = False
+        self._command = command
+        self._up: asyncio.Future[TrainerLink] = asyncio.get_running_loop().create_future()
+        """Done when the present process is ready, failed when it is lost; another one for the next process."""
+        self._stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._allowed = 0.0
+        self._overdue = ""
+        self._cannot_start = False
         self.link: TrainerLink | None = None
         self.ready: Ready | None = None
+        self.stopping = False
         self.restarts = 0
 
     async def run(self) -> None:
         """Until `stop`. Raises TrainerDied when the trainer cannot be kept alive."""
         failures = 0
-        while not self._stopping:
+        while not self.stopping:
             reason, applied = await self._life()
-            if self._stopping:
+            if self.stopping:
                 return
+            if self._cannot_start:
+                raise TrainerDied(reason)
             failures = 1 if applied else failures + 1
             if failures >= MAX_FAILURES:
                 raise TrainerDied(f"the trainer died {failures} times in a row, last: {reason}")
             log.error("%s; it is restarted from the store (attempt %d of %d)", reason, failures, MAX_FAILURES)
             self.restarts += 1
+            self._up = asyncio.get_running_loop().create_future()
             self._on_lost(reason)
             await asyncio.sleep(min(30.0, 0.5 * 2**failures))
 
@@ -57,58 +92,105 @@ class Trainer:
         """One process from start to end: why it ended, and whether it had applied anything."""
         applied = False
         said = ""
-        link = self.link = await TrainerLink.start(threads=self._start.threads)
+        self._overdue = ""
+        link = self.link = await TrainerLink.start(threads=self._start.threads, command=self._command)
+        if self.stopping:
+            link.kill()
+        self._expect(f"was not ready within {START_SECONDS:.0f} s", START_SECONDS)
         try:
             await link.send(self._start)
             async for message in link:
+                self._heard(message)
                 match message:
-                    case Ready():
+                    case Ready() if not self._up.done():
                         self.ready = message
-                        self._ready.set()
+                        self._up.set_result(link)
                     case Applied():
                         applied = True
-                    case Failed(fatal=True):
+                    case Failed(what=what, fatal=True):
                         said = message.reason
-                    case Stopped() if not self._saved.done():
-                        self._saved.set_result(message.saved)
+                        # The device, the data, the installed libraries: a next try would fail likewise.
+                        self._cannot_start = what == "start" and self.ready is None
+                    case Stopped() if not self._stopped.done():
+                        self._stopped.set_result(message.saved)
                     case _:
                         pass
                 self._on_message(message)
         except (ChannelError, TrainerDied) as e:
             said = said or str(e)
         finally:
-            self._ready.clear()
+            self._quiet()
+            self._lose(f"the trainer (process {link.pid}) is gone")
+            if self.stopping and not self._stopped.done():
+                self._stopped.set_result(False)
             end = await link.stop(10.0)
-        return said or str(end), applied
+        return self._overdue or said or str(end), applied
 
     async def send(self, message: ToTrainer) -> None:
-        """Give it a message once it is ready. Raises TrainerDied when it is not within START_SECONDS, or is gone."""
+        """Give it a message once it is ready. Raises TrainerDied when it is lost first; `on_lost` tells of that."""
+        link = await asyncio.shield(self._up)
+        if isinstance(message, Apply | Load | MakeUpdate):
+            replay = len(message.replay) if isinstance(message, Load) else 1
+            seconds = ANSWER_SECONDS + REPLAY_SECONDS * replay
+            self._expect(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)
         try:
-            await asyncio.wait_for(self._ready.wait(), START_SECONDS)
-        except asyncio.TimeoutError:
-            raise TrainerDied(f"the trainer was not ready within {START_SECONDS:.0f} s") from None
-        if self.link is None:
-            raise TrainerDied("there is no trainer")
-        await self.link.send(message)
+            await link.send(message)
+        except TrainerDied:
+            link.kill()  # it may merely hang
+            raise
 
     @property
     def is_ready(self) -> bool:
-        return self._ready.is_set()
+        return self._up.done() and self._up.exception() is None
 
     async def stop(self, seconds: float) -> bool:
         """Let it save and leave within this time, else kill it. True when all that was learnt is on disk."""
-        self._stopping = True
-        if self._saved.done():
-            return self._saved.result()
-        saved = False
+        self.stopping = True
         link = self.link
-        if link is not None and link.running:
-            if self._ready.is_set():
+        if link is not None and link.running and not self._stopped.done():
+            if self.is_ready:
                 try:
-                    await asyncio.wait_for(link.send(Stop()), seconds)
-                    saved = await asyncio.wait_for(asyncio.shield(self._saved), seconds)
+                    await asyncio.wait_for(self._save_and_leave(link), seconds)
                 except (asyncio.TimeoutError, TrainerDied) as e:
-                    log.warning("the trainer did not save in time: %s", e or "no answer")
-            if not saved:
+                    log.warning("the trainer did not save in time: %s", str(e) or "no answer")
+            if not self._stopped.done():
                 link.kill()
-        return saved
+        return self._stopped.done() and self._stopped.result()
+
+    async def _save_and_leave(self, link: TrainerLink) -> None:
+        await link.send(Stop())
+        await asyncio.shield(self._stopped)
+
+    # -- a process that hangs --------------------------------------------------------------------------------
+
+    def _expect(self, otherwise: str, seconds: float) -> None:
+        """Kill the process unless it says something within so many seconds."""
+        self._quiet()
+        self._allowed = seconds
+
+        def overdue() -> None:
+            if self.link is not None:
+                self._overdue = f"the trainer (process {self.link.pid}) {otherwise}"
+                self.link.kill()
+
+        self._alarm = asyncio.get_running_loop().call_later(seconds, overdue)
+
+    def _heard(self, message: FromTrainer) -> None:
+        """It lives: nothing is expected after an answer, and more time is given after anything else."""
+        answer = isinstance(message, Ready | Applied | UpdateMade | NothingDone | Failed)
+        if self._alarm is not None and not answer:
+            self._expect(f"was silent for {self._allowed:.0f} s", self._allowed)
+        elif answer:
+            self._quiet()
+
+    def _quiet(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _lose(self, reason: str) -> None:
+        """Whoever waits for this process, or asks it before `on_lost` was called, is told that it is gone."""
+        if self._up.done():
+            self._up = asyncio.get_running_loop().create_future()
+        self._up.set_exception(TrainerDied(reason))
+        self._up.exception()  # nobody has to be waiting for it

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from peer.store import BlobMissing as NotInStore
-from peer.store import Store
+from peer.store import Store, StoreFull
 from protocol.codec import Codec
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
@@ -33,7 +33,8 @@ class BlobSource(Protocol):
 
 
 class Updates:
-    """One task a blob; `answer` gets BlobHeld, BlobBad or BlobMissing."""
+    """One task a blob, made by `spawn` (an error in one that is not the network's ends the node: a full disk, a bug);
+    `answer` gets BlobHeld, BlobBad or BlobMissing."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Updates:
         deadline_seconds: float,
         everyone: Callable[[], list[PeerKey]],
         answer: Callable[[BlobHeld | BlobBad | BlobMissing], None],
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
     ):
         self._store = store
         self._source = source
@@ -51,16 +53,14 @@ class Updates:
         self._deadline = deadline_seconds
         self._everyone = everyone
         self._answer = answer
+        self._spawn = spawn
         self._tasks: dict[Digest, asyncio.Task[None]] = {}
         self._checked: set[Digest] = set()
 
     def fetch(self, blob: Digest, size: int, author: PeerKey, holders: Iterable[PeerKey]) -> None:
         """Start to get a blob; nothing happens when it is on its way already."""
-        if blob in self._tasks:
-            return
-        task = asyncio.create_task(self._fetch(blob, size, [author, *holders]))
-        self._tasks[blob] = task
-        task.add_done_callback(lambda _: self._tasks.pop(blob, None))
+        if blob not in self._tasks:
+            self._tasks[blob] = self._spawn(self._fetch(blob, size, [author, *holders]), "blob")
 
     def drop(self, blob: Digest) -> None:
         """Stop fetching a blob that nobody needs any more."""
@@ -68,18 +68,27 @@ class Updates:
             task.cancel()
 
     async def _fetch(self, blob: Digest, size: int, holders: list[PeerKey]) -> None:
+        answer = await self._get(blob, size, holders)
+        # Before the answer: what it leads to may be that the blob is asked for again.
+        if self._tasks.get(blob) is asyncio.current_task():
+            del self._tasks[blob]
+        if answer is not None:
+            self._answer(answer)
+
+    async def _get(self, blob: Digest, size: int, holders: list[PeerKey]) -> BlobHeld | BlobBad | BlobMissing | None:
+        """What came of it; None when the machine has been told."""
         if size != self._codec.size:
-            self._answer(BlobBad(blob, f"an update of {size} bytes, where the run's codec makes {self._codec.size}"))
-            return
+            return BlobBad(blob, f"an update of {size} bytes, where the run's codec makes {self._codec.size}")
         try:
             await self.ensure(blob, holders, self._deadline)
         except CodecError:
-            pass  # `ensure` has told the machine
+            return None  # `ensure` has told the machine
+        except StoreFull:
+            raise  # no next try helps: the user must act
         except (CairnError, asyncio.TimeoutError) as e:
             log.info("update %s did not come: %s", blob.short, e)
-            self._answer(BlobMissing(blob))
-        else:
-            self._answer(BlobHeld(blob))
+            return BlobMissing(blob)
+        return BlobHeld(blob)
 
     async def ensure(self, blob: Digest, holders: Sequence[PeerKey], seconds: float) -> Path:
         """The file of an update's blob, held and checked. Raises CodecError when it is bad, else as `fetch_blob`.
@@ -116,10 +125,3 @@ class Updates:
             self._codec.check(memoryview(data))
         except OSError as e:
             raise NotInStore(f"cannot read {path}: {e.strerror}") from None
-
-    async def close(self) -> None:
-        """Stop all fetches."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

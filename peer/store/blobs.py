@@ -158,14 +158,19 @@ class Blobs:
                 remove(self._file(digest))
                 remove(_leaf_file(self._file(digest)))
 
-    def prune(self, keep: set[Digest]) -> list[Digest]:
-        """Remove every blob, and every partial blob that is not arriving now, but those in `keep`; says which."""
+    def dispensable(self, keep: set[Digest]) -> list[Digest]:
+        """Every blob, and every partial blob that is not arriving now, but those in `keep`."""
         with self._mutex:
             arriving = {d for d, p in self._partials.items() if not p.done}  # somebody fetches it now
-            doomed = (self._sizes.keys() | self._waiting.keys() | self._partials.keys()) - keep - arriving
+            return sorted((self._sizes.keys() | self._waiting.keys() | self._partials.keys()) - keep - arriving)
+
+    def prune(self, keep: set[Digest]) -> list[Digest]:
+        """Remove what is `dispensable`; says which."""
+        with self._mutex:
+            doomed = self.dispensable(keep)
             for digest in doomed:
                 self.remove(digest)
-            return sorted(doomed)
+            return doomed
 
     # -- blobs that are arriving ---------------------------------------------------------------------------------
 

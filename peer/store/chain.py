@@ -39,10 +39,10 @@ class ChainFiles:
                     continue
             yield content[32:]
 
-    def drop_before(self, round: Round) -> int:
-        """Forget the certificates of earlier rounds; says how many."""
+    def drop(self, unwanted: Callable[[Round, Digest], bool]) -> int:
+        """Forget the certificates for which this says so, asked by round and record; says how many."""
         with disk("removing old certificates"):
-            old = [path for path, r, _ in self._entries() if r < round]
+            old = [path for path, round, digest in self._entries() if unwanted(round, digest)]
             for path in old:
                 remove(path)
             if old:

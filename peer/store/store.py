@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -70,9 +70,9 @@ class Store(Blobs):
         """All certificates by round. A damaged one is removed, with a notice."""
         return self._chain.read()
 
-    def drop_certificates(self, before_round: Round) -> int:
-        """Forget the certificates of earlier rounds; says how many."""
-        return self._chain.drop_before(before_round)
+    def drop_certificates(self, unwanted: Callable[[Round, Digest], bool]) -> int:
+        """Forget the certificates for which this says so, asked by round and record; says how many."""
+        return self._chain.drop(unwanted)
 
     def write_value(self, name: str, data: bytes) -> None:
         """Keep a small value under a name, in place of an older one; durable when it returns. Raises StoreError."""

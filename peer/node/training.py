@@ -1,0 +1,180 @@
+"""The node's training side: what the round machine asks of the trainer, and what the trainer answers.
+
+The trainer's process is kept alive by `Trainer`, moved along the chain by `States`; here their words become the
+machine's events, and what the trainer made gets into the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from peer.channel import Applied, Failed, FromTrainer, MakeUpdate, Note, NothingDone, Progress, Ready, Start, UpdateMade
+from peer.errors import TrainerDied
+from peer.node.keeping import Keeping
+from peer.node.network import Network
+from peer.node.states import States
+from peer.node.trainer import Trainer
+from peer.node.updates import Updates
+from peer.store import Store, StoreError
+from protocol.chain import Chain
+from protocol.ids import Digest
+from protocol.rounds import actions, events
+from protocol.spec import RunSpec
+from protocol.state import state_layout
+
+log = logging.getLogger("peer.training")
+
+SAVE_SECONDS = 4.0
+LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class Training:
+    """Made once what the trainer needs is in the store; `begin`, then `stop`.
+
+    `post` takes events for the machine, `spawn` makes tasks whose errors end the node, `undecided` are the blobs of the
+    open round.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        start: Start,
+        store: Store,
+        chain: Chain,
+        network: Network,
+        updates: Updates,
+        keeping: Keeping,
+        *,
+        post: Callable[[events.Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        undecided: Callable[[], Iterable[Digest]],
+    ):
+        self._start = start
+        self._store = store
+        self._chain = chain
+        self._updates = updates
+        self._keeping = keeping
+        self._post = post
+        self._spawn = spawn
+        self._undecided = undecided
+        self._trainer = self._new_trainer()
+        self._states = States(
+            spec,
+            state_layout(spec.model.layout, spec.outer).checkpoint_size,
+            store,
+            network,
+            updates,
+            lambda message: self._trainer.send(message),
+            me=start.identity_key,
+            everyone=network.everyone,
+            failed=post,
+        )
+        self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
+        self.made = self.missed = 0
+        """Own updates that were made, and that a round left out."""
+
+    def begin(self) -> None:
+        """Start the trainer."""
+        self._spawn(self._states.run(), "states")
+        self._spawn(self._trainer.run(), "trainer")
+
+    async def stop(self) -> bool:
+        """Let the trainer save and leave. True when all that was learnt is on disk. May be called again."""
+        return await self._trainer.stop(SAVE_SECONDS)
+
+    @property
+    def device(self) -> str:
+        """For people; "" until the trainer is ready."""
+        return self._trainer.ready.device[:80] if self._trainer.ready is not None else ""
+
+    @property
+    def restarts(self) -> int:
+        return self._trainer.restarts
+
+    def _new_trainer(self) -> Trainer:
+        return Trainer(self._start, on_message=self._on_message, on_lost=self._on_lost)
+
+    # -- what the machine asks -------------------------------------------------------------------------------
+
+    def make_update(self, ask: actions.MakeUpdate) -> None:
+        self._spawn(self._ask_for_update(ask), "update")
+
+    async def _ask_for_update(self, ask: actions.MakeUpdate) -> None:
+        out = self._store.scratch / f"update-{ask.round}.blob"
+        try:
+            await self._trainer.send(MakeUpdate(round=ask.round, parent=ask.parent, out=out))
+        except TrainerDied as e:
+            # `_on_lost` tells the machine that the state is gone.
+            log.warning("no update for round %d: %s", ask.round, e)
+
+    def move(self, action: actions.Apply | actions.Resync) -> None:
+        """Get to the state that the action leads to."""
+        if self._trainer.stopping:
+            log.info("the chain turned after the run's end: the trainer is started again")
+            self._trainer = self._new_trainer()
+            self._spawn(self._trainer.run(), "trainer")
+        self.missed += len(action.missed)
+        if isinstance(action, actions.Apply):
+            self._states.apply(action)
+        else:
+            self._states.resync(action)
+
+    # -- what the trainer says -------------------------------------------------------------------------------
+
+    def _on_message(self, message: FromTrainer) -> None:
+        match message:
+            case Progress():
+                self.progress = message
+                self._post(events.Progress(message.windows, message.loss, message.tokens_per_second))
+            case UpdateMade():
+                self._spawn(self._take_update(message), "own update")
+            case NothingDone(parent):
+                self._post(events.UpdateReady(parent, 0, 0, 0, None, 0, 0.0))
+            case Applied():
+                self._spawn(self._take_state(message), "state")
+            case Failed(what, reason, fatal):
+                log.error("trainer: %s", reason)
+                if what in ("load", "apply", "update") and not fatal:
+                    self._post(events.ApplyFailed(self._chain.head, reason))
+            case Note(level, _, text):
+                log.log(LEVELS[level], "%s", text)
+            case Ready():
+                log.info(
+                    "training on %s: %s parameters, %s bytes an update",
+                    message.device, f"{message.parameters:,}", f"{message.update_size:,}",
+                )  # fmt: skip
+            case _:
+                pass
+
+    def _on_lost(self, reason: str) -> None:
+        self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
+        self._states.drop()
+        self._post(events.Progress(0, 0.0, 0.0))
+        self._post(events.ApplyFailed(self._chain.head, reason))
+
+    async def _take_update(self, made: UpdateMade) -> None:
+        blob = await asyncio.to_thread(self._store.adopt, made.blob_path, made.digest)
+        self._updates.trust(blob)
+        self.made += 1
+        if made.parent in self._chain:
+            self._keeping.own(self._chain.height(made.parent), blob)
+        self._post(events.BlobHeld(blob))
+        self._post(
+            events.UpdateReady(
+                made.parent, made.first_window, made.end_window, made.inner_steps, blob, made.size, made.loss
+            )
+        )
+
+    async def _take_state(self, applied: Applied) -> None:
+        if applied.checkpoint_path is not None:
+            try:
+                await asyncio.to_thread(self._store.adopt, applied.checkpoint_path, applied.state_digest)
+                self._keeping.state(applied.state_digest)
+            except StoreError as e:
+                log.error("the checkpoint was not kept: %s", e)
+                applied.checkpoint_path.unlink(missing_ok=True)
+        self._post(events.Applied(applied.record, applied.state_digest))
+        self._updates.forget(await self._keeping.prune(self._undecided()))
