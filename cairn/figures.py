@@ -8,8 +8,8 @@ SPARKS = "▁▂▃▄▅▆▇█"
 def count(n: float) -> str:
     """1234567 as 1.2M."""
     for unit in ("", "k", "M", "G", "T"):
-        if abs(n) < 1000 or unit == "T":
-            return f"{n:.0f}{unit}" if unit == "" or abs(n) >= 100 else f"{n:.1f}{unit}"
+        if abs(n) < 999.5 or unit == "T":
+            return f"{n:.0f}{unit}" if unit == "" or abs(n) >= 99.95 else f"{n:.1f}{unit}"
         n /= 1000
     raise AssertionError("unreachable")
 
@@ -17,8 +17,8 @@ def count(n: float) -> str:
 def byte_size(n: float) -> str:
     """Bytes as 1.2 MB (decimal units)."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(n) < 1000 or unit == "TB":
-            return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 100 else f"{n:.1f} {unit}"
+        if abs(n) < 999.5 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 99.95 else f"{n:.1f} {unit}"
         n /= 1000
     raise AssertionError("unreachable")
 

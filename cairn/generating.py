@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from coordinator.errors import CoordinatorError
@@ -12,12 +13,13 @@ def generate_text(
 ) -> str:
     """The prompt and what the model goes on with. `temperature` 0 takes the likeliest token each time.
 
-    Raises CoordinatorError when the folder is not an archived checkpoint, or the prompt is empty.
+    Raises CairnError when the folder is not an archived checkpoint, the prompt is empty, or there is no such device.
     """
     import torch
     from tokenizers import Tokenizer
 
     from coordinator.evaluation import load_archived
+    from peer.training.device import choose_device
 
     if not (checkpoint / "tokenizer.json").is_file():
         raise CoordinatorError(
@@ -28,11 +30,15 @@ def generate_text(
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise CoordinatorError("the prompt is empty: write at least one word")
-    model = load_archived(checkpoint, device)
+    model = load_archived(checkpoint, str(choose_device(device, os.cpu_count() or 1)))
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
     with torch.inference_mode():
         out = model.generate(  # type: ignore[operator]
-            torch.tensor([ids], device=device), max_new_tokens=tokens, pad_token_id=0, eos_token_id=None, **sampling
+            torch.tensor([ids], device=next(model.parameters()).device),
+            max_new_tokens=tokens,
+            pad_token_id=0,
+            eos_token_id=None,
+            **sampling,
         )
     return tokenizer.decode(out[0].tolist())

@@ -67,6 +67,8 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         await asyncio.wait([entering, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not entering.done():
             entering.cancel()
+            await asyncio.gather(entering, return_exceptions=True)
+            print("stopped before the run was entered; the same command tries again")
             return
         membership = entering.result()
         key = membership.identity.key
@@ -83,7 +85,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             ),
         )
         running = asyncio.create_task(node.run())
-        with view.showing(node.snapshot):
+        with view.showing(lambda: node.latest):  # drawn by another thread
             await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 log.info("leaving: announcing what is done, saving the rest (at most 10 s)")

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import os
 import secrets
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
+from protocol.ids import Digest
 from protocol.invite import Endpoint
 from protocol.spec import RunSpec
 
 if TYPE_CHECKING:
+    from cairn.observing import ObserverView
     from coordinator.authoring import ResolvedRun
-    from coordinator.service import Coordinator
+    from coordinator.service import Coordinator, CoordinatorConfig
     from peer.store import Store
 
 log = logging.getLogger("cairn.coordinator")
@@ -49,137 +54,181 @@ def coordinator_folder(home: Path, name: str) -> Path:
 def serve_run(options: ServeOptions) -> None:
     """Until SIGINT or SIGTERM. Raises CairnError."""
     from coordinator.authoring import load_run, resolve
+    from coordinator.service import CoordinatorConfig
     from peer.keyfile import load_or_make
+    from peer.store import Store
 
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
+    public, announce = _public(options, listen[1])
     run_file = load_run(options.run_file)
     folder = coordinator_folder(options.home, run_file.run.name)
     set_up_logging(folder / "coordinator.log")
-    owner = load_or_make(folder / "owner.key")
-    resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line))
-    asyncio.run(_serve(options, folder, owner, resolved, listen, page))
+    # The store's lock first: whoever has it is the one coordinator of this folder.
+    with Store(folder / "store", OBSERVER_BYTES) as store:
+        owner = load_or_make(folder / "owner.key")
+        resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line))
+        config = CoordinatorConfig(
+            folder=folder,
+            listen_host=listen[0],
+            listen_port=listen[1],
+            page_host=page[0],
+            page_port=page[1],
+            public=public,
+            codes=_codes(options.code, folder, resolved.spec),
+        )
+        asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce))
 
 
 async def _serve(
-    options: ServeOptions,
-    folder: Path,
+    config: CoordinatorConfig,
+    store: Store,
     owner: Identity,
     resolved: ResolvedRun,
-    listen: tuple[str, int],
-    page: tuple[str, int],
+    listen: str,
+    announce: tuple[str, ...],
 ) -> None:
     from cairn.observing import ObserverView
     from coordinator.archive import Archive
-    from coordinator.service import Coordinator, CoordinatorConfig
+    from coordinator.service import Coordinator
     from peer.keyfile import load_or_make
-    from peer.node.membership import Membership
+    from peer.node.membership import Membership, known_addresses
     from peer.node.node import Node, NodeOptions
-    from peer.store import Store
     from protocol.chain import genesis_digest
     from protocol.messages import Opener
 
-    spec = resolved.spec
+    spec, folder = resolved.spec, config.folder
     until = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, until.set)
-    with Store(folder / "store", OBSERVER_BYTES) as store:
-        for digest, path in resolved.blobs.items():
-            if not store.has(digest):
-                await asyncio.to_thread(_put, store, path)
-        archive = Archive(folder / "checkpoints", spec)
-        genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
-        begin = genesis_digest(spec.run_id)
-        archive.add(genesis, tokenizer, round=0, state=spec.genesis.name, record=begin, tokens=0)
-        membership = Membership(
-            identity=load_or_make(folder / "observer.key"),
-            spec=spec,
-            opener=Opener(spec.run_id, spec.owner_key),
-            store=store,
-            client=None,
-            name="coordinator",
-            admission=b"",
-            addresses=[a for a in (store.read_value("addresses") or b"").decode().splitlines() if a],
-        )
-        announce = _announced(options)
-        node = Node(membership, NodeOptions(folder, (options.swarm,), announce, observer=True))
-        view = ObserverView(node, spec, archive)
-        running = asyncio.create_task(node.run())
-        coordinator = Coordinator(
-            CoordinatorConfig(
-                folder=folder,
-                listen_host=listen[0],
-                listen_port=listen[1],
-                page_host=page[0],
-                page_port=page[1],
-                public=(Endpoint(options.public, listen[1]),) if options.public else (),
-                codes=_codes(options, folder, spec),
-            ),
-            spec,
-            resolved.spec_envelope,
-            owner,
-            view,
-        )
-        stopping = asyncio.create_task(until.wait())
-        try:
-            await node.started(running)
-            await coordinator.start()
-            keeping = asyncio.create_task(view.keep_archive())
-            try:
-                _announce(coordinator, spec, folder, _codes(options, folder, spec))
-                await asyncio.wait([running, keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
-                await coordinator.stop()
-        finally:
-            stopping.cancel()
-            node.leave()
-            await running
-        final = "none yet" if (f := node.chain.final) is None else str(f.body.round)
-        round_ = node.chain.height(node.chain.head)
-        click.echo(f"stopped: round {round_}, final up to round {final}; the same command goes on")
+    for digest, path in resolved.blobs.items():
+        if until.is_set():
+            return
+        if not store.has(digest):
+            await asyncio.to_thread(_put, store, digest, path)
+    archive = Archive(folder / "checkpoints", spec)
+    genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
+    begin = genesis_digest(spec.run_id)
+    archive.add(genesis, tokenizer, round=0, state=spec.genesis.name, record=begin, tokens=0)
+    membership = Membership(
+        identity=load_or_make(folder / "observer.key"),
+        spec=spec,
+        opener=Opener(spec.run_id, spec.owner_key),
+        store=store,
+        client=None,
+        name="coordinator",
+        admission=b"",
+        addresses=known_addresses(store),
+    )
+    node = Node(membership, NodeOptions(folder, (listen,), announce, observer=True))
+    view = ObserverView(node, spec, archive)
+    coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view)
+    running = asyncio.create_task(node.run())
+    stopping = asyncio.create_task(until.wait())
+    starting = asyncio.create_task(node.started(running))
+    try:
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await _coordinate(coordinator, view, config, spec, [running, stopping])
+    finally:
+        for task in (stopping, starting):
+            task.cancel()
+        node.leave()
+        await running
+    final = "none yet" if (f := node.chain.final) is None else str(f.body.round)
+    round_ = node.chain.height(node.chain.head)
+    click.echo(f"stopped: round {round_}, final up to round {final}; the same command goes on")
 
 
-def _announce(coordinator: Coordinator, spec: RunSpec, folder: Path, codes: tuple[str, ...]) -> None:
+async def _coordinate(
+    coordinator: Coordinator,
+    view: ObserverView,
+    config: CoordinatorConfig,
+    spec: RunSpec,
+    ends: list[asyncio.Task[Any]],
+) -> None:
+    """Serve until one of these tasks ends. Raises CairnError when it cannot start."""
+    await coordinator.start()
+    keeping = asyncio.create_task(view.keep_archive())
+    try:
+        _announce(coordinator, spec, config)
+        await asyncio.wait([keeping, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            keeping.result()
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await coordinator.stop()
+
+
+def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
     """What the owner needs to know, in the terminal and (the invite) in a file for scripts."""
-    invite = str(coordinator.invite(codes[0] if codes else ""))
-    (folder / "invite").write_text(invite + "\n")
+    invite = str(coordinator.invite(config.codes[0] if config.codes else ""))
+    _write_private(config.folder / "invite", invite + "\n")
     click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
     click.echo(f"page     {coordinator.page_url}")
-    click.echo(f"folder   {folder}  (owner.key in it is the run: keep a copy)")
+    click.echo(f"folder   {config.folder}  (owner.key in it is the run: keep a copy)")
     click.echo(f"join     cairn peer join {invite}")
     click.echo("Ctrl-C stops the coordinator; peers go on without it, and it catches up when it is back.")
 
 
-def _codes(options: ServeOptions, folder: Path, spec: RunSpec) -> tuple[str, ...]:
+def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
     """The invite codes of a run that admits by invite: the given one, or one made once and kept."""
     if spec.admission.mode != "invite":
         return ()
-    if options.code:
-        return (options.code,)
+    if given:
+        return (given,)
     path = folder / "invite-code"
     if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_urlsafe(12) + "\n")
+        _write_private(path, secrets.token_urlsafe(12) + "\n")
     return (path.read_text().strip(),)
 
 
-def _announced(options: ServeOptions) -> tuple[str, ...]:
-    """The swarm address to tell others, when --public names this machine."""
+def _write_private(path: Path, text: str) -> None:
+    """Whole or not at all, and for nobody else: an invite may carry a code. Raises CairnError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.unlink(missing_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as e:
+        draft.unlink(missing_ok=True)
+        raise CairnError(f"{path} cannot be written: {(e.strerror or str(e)).lower()}; mend the folder") from None
+
+
+def _public(options: ServeOptions, port: int) -> tuple[tuple[Endpoint, ...], tuple[str, ...]]:
+    """What --public says: the endpoint for invites, the swarm address to tell others."""
     if not options.public:
-        return ()
-    port = options.swarm.rsplit("/", 1)[-1]
-    kind = "ip4" if options.public.replace(".", "").isdigit() else "ip6" if ":" in options.public else "dns4"
-    return (f"/{kind}/{options.public}/tcp/{port}",)
+        return (), ()
+    swarm_port = options.swarm.rsplit("/", 1)[-1]
+    if port == 0 or swarm_port == "0":
+        raise CairnError("--public needs ports that stay the same: give --grpc and --swarm one each, not 0")
+    try:
+        endpoint = Endpoint(options.public.strip("[]"), port)
+    except MalformedError as e:
+        raise CairnError(f"--public: {e}; write a name like run.example.org, or an address") from None
+    try:
+        kind = f"ip{ipaddress.ip_address(endpoint.host).version}"
+    except ValueError:
+        kind = "dns4"
+    return (endpoint,), (f"/{kind}/{endpoint.host}/tcp/{swarm_port}",)
 
 
-def _put(store: Store, path: Path) -> None:
+def _put(store: Store, digest: Digest, path: Path) -> None:
+    """Copy a file that is the blob of this digest into the store. Raises CairnError."""
+    from peer.store.disk import disk
+
     copy = store.scratch / f"import-{path.name}"
-    with open(path, "rb") as source, open(copy, "wb") as target:
-        while block := source.read(1 << 22):
-            target.write(block)
-    store.adopt(copy)
+    try:
+        with disk(f"copying {path} into the store"):
+            shutil.copyfile(path, copy)
+        store.adopt(copy, digest)
+    finally:
+        copy.unlink(missing_ok=True)
 
 
 def _endpoint(text: str, option: str) -> tuple[str, int]:

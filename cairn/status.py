@@ -15,6 +15,7 @@ from protocol.invite import Invite
 def show_status(text: str, *, as_json: bool) -> None:
     """Ask once and print. Raises CairnError."""
     from rich.console import Console
+    from rich.markup import escape
 
     try:
         invite = Invite.parse(text)
@@ -25,13 +26,13 @@ def show_status(text: str, *, as_json: bool) -> None:
         print(json.dumps(dataclasses.asdict(status), default=_plain, indent=1))
         return
     console = Console(highlight=False)
-    console.print(f"[bold]{status.name}[/bold]  {status.words}", soft_wrap=True)
+    console.print(f"[bold]{escape(status.name)}[/bold]  {escape(status.words)}", soft_wrap=True)
     progress = f"{count(status.tokens)} tokens accepted"
     if status.total_tokens:
         progress += f" of {count(status.total_tokens)} ({status.tokens / status.total_tokens:.0%})"
     final = "none yet" if status.final_round is None else str(status.final_round)
     console.print(
-        f"{progress}; final up to round {final}; head {status.head.short}; page {status.page}", soft_wrap=True
+        f"{progress}; final up to round {final}; head {status.head.short}; page {escape(status.page)}", soft_wrap=True
     )
     console.print(peer_table(status))
 
@@ -56,7 +57,7 @@ def peer_table(status: Any):
     table.add_column("device")
     for p in status.peers:
         table.add_row(
-            p.peer.short, escape(p.name), p.phase, str(p.round), f"{p.loss:.3f}" if p.loss else "-",
+            p.peer.short, escape(p.name), escape(p.phase), str(p.round), f"{p.loss:.3f}" if p.loss else "-",
             count(p.tokens_per_second), byte_size(p.bytes_up), byte_size(p.bytes_down),
             credits(p.micro_credits_settled + p.micro_credits_pending), escape(p.device),
         )  # fmt: skip

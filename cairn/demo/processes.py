@@ -15,6 +15,8 @@ from pathlib import Path
 from protocol.errors import CairnError
 
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+"""Loaded here: between fork and exec as little as possible is done."""
 
 
 class Process:
@@ -102,4 +104,4 @@ def wait_for_file(path: Path, process: Process, seconds: float) -> str:
 
 
 def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import sys
@@ -61,7 +62,7 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool) -> int:
         raise CairnError(
             f"{run_file} is missing: the demo needs the examples folder of a clone; name a run file with --run-file"
         )
-    _clear(folder)
+    lock = _clear(folder)
     screen = Screen(live=not plain and sys.stdout.isatty())
     # gRPC would complain, and not help, when processes are started after it: they start afresh anyway.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
@@ -73,20 +74,31 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool) -> int:
         return _conclude(demo)
     finally:
         stop_all(processes)
+        os.close(lock)
 
 
-def _clear(folder: Path) -> None:
-    """An empty folder; only an earlier demo's is emptied."""
+def _clear(folder: Path) -> int:
+    """An empty folder that is ours until the descriptor is closed; only an earlier demo's is emptied."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
         raise CairnError(f"{folder} is not empty and not of an earlier demo: name another with --folder")
-    shutil.rmtree(folder, ignore_errors=True)
     try:
-        folder.mkdir(parents=True)
-        (folder / MARK).touch()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise CairnError(
+                f"another demo is running in {folder}: wait for it, or name another with --folder"
+            ) from None
+        for old in folder.iterdir():
+            if old.name != MARK:
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
     except OSError as e:
         raise CairnError(
-            f"{folder} cannot be made: {(e.strerror or str(e)).lower()}; name another with --folder"
+            f"{folder} cannot be made or emptied: {(e.strerror or str(e)).lower()}; name another with --folder"
         ) from None
+    return lock
 
 
 def _start(folder: Path, run_file: Path, screen: Screen, processes: list[Process]) -> Demo:
@@ -161,7 +173,9 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
 def _check_processes(demo: Demo) -> None:
     for p in [demo.coordinator, *demo.peers.values()]:
         if p.code not in (None, 0) and demo.notes.get(p.name) != "killed":
-            raise CairnError(f"{p.name} ended with code {p.code}:\n{p.last_words()}")
+            raise CairnError(f"{p.name} ended with code {p.code} (its log is in {p.home}):\n{p.last_words()}")
+    if demo.coordinator.code is not None:
+        raise CairnError(f"the coordinator ended before the run did:\n{demo.coordinator.last_words()}")
 
 
 def _take(demo: Demo, status: Status) -> None:
