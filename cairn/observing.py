@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from coordinator.archive import Archive
+from coordinator.archive import Archive, Archived
 from coordinator.follower import wait_at_most
 from coordinator.swarm import Heard
 from peer.node.node import Node
@@ -67,8 +67,8 @@ class ObserverView:
         self._node.network.broadcast(final)
 
     def held_state(self) -> int:
-        newest, chain = self._archive.newest(), self._node.chain
-        return newest.round if newest is not None and chain.on_main(newest.round) == newest.record else 0
+        chain = self._node.chain
+        return max((a.round for a in self._archive.all() if chain.on_main(a.round) == a.record), default=0)
 
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)
@@ -111,6 +111,8 @@ class ObserverView:
         await asyncio.to_thread(
             self._archive.add, store.path(state), tokenizer, round=number, state=state, record=record, tokens=tokens
         )
+        await asyncio.to_thread(self._archive.drop, self._left_by_the_chain())
+        await self._node.hold(state)
         for callback in list(self._callbacks):
             callback()
         log.info("archived the state of round %d (%s)", number, state.short)
@@ -131,8 +133,13 @@ class ObserverView:
         return None
 
     def _is_archived(self, record: Digest, state: Digest) -> bool:
-        newest = self._archive.newest()
-        return newest is not None and (newest.record, newest.state) == (record, state)
+        return any((a.record, a.state) == (record, state) for a in self._archive.all())
+
+    def _left_by_the_chain(self) -> list[Archived]:
+        """What was archived of a branch that lost: it is no state of the run any more."""
+        chain = self._node.chain
+        first = chain.height(chain.root)
+        return [a for a in self._archive.all() if a.round >= first and chain.on_main(a.round) != a.record]
 
     def _last_state(self, head: Digest) -> tuple[Digest, Digest, int] | None:
         """The state after a run's last record. No later record vouches for it, so more than two thirds of those who

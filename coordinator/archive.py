@@ -9,9 +9,11 @@ checkpoints/round-000030/model.safetensors   the checkpoint itself: its blob dig
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from protocol.ids import Digest, RunId
 from protocol.spec import RunSpec
 
 SHEET = "cairn.json"
+DRAFT = ".round-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +54,24 @@ class Archive:
         target = self.folder / f"round-{round:06d}"
         if (existing := read_sheet(target)) is not None and existing.state == state:
             return existing
-        draft = self.folder / f".round-{round:06d}.{os.getpid()}"
+        draft = self.folder / f"{DRAFT}{round:06d}"
         try:
-            shutil.rmtree(draft, ignore_errors=True)
+            for left in self.folder.glob(f"{DRAFT}*"):  # by a process that was killed: one archives at a time
+                shutil.rmtree(left)
             draft.mkdir(parents=True)
             _link_or_copy(checkpoint, draft / "model.safetensors")
-            shutil.copyfile(tokenizer, draft / "tokenizer.json")
+            _copy(tokenizer, draft / "tokenizer.json")
             _write(draft / "config.json", self._spec.model.config)
             names = {"run": str(self._run), "name": self._spec.name, "state": str(state), "record": str(record)}
             _write(draft / SHEET, names | {"round": round, "tokens": tokens})
             shutil.rmtree(target, ignore_errors=True)
             os.rename(draft, target)
+            _flush(self.folder)
         except OSError as e:
             shutil.rmtree(draft, ignore_errors=True)
-            raise CoordinatorError(
-                f"cannot archive round {round} in {target}: {(e.strerror or str(e)).lower()}; free some disk space"
-            ) from None
+            remedy = "free some disk space" if e.errno in (errno.ENOSPC, errno.EDQUOT) else "make the folder writable"
+            why = (e.strerror or str(e)).lower()
+            raise CoordinatorError(f"cannot archive round {round} in {target}: {why}; {remedy}") from None
         self._prune()
         return Archived(target, self._run, round, state, record, tokens)
 
@@ -80,9 +85,13 @@ class Archive:
         archived = self.all()
         return archived[-1] if archived else None
 
+    def drop(self, archived: Iterable[Archived]) -> None:
+        """Remove these."""
+        for a in archived:
+            shutil.rmtree(a.folder, ignore_errors=True)
+
     def _prune(self) -> None:
-        for old in [a for a in self.all() if a.round][: -self._keep]:
-            shutil.rmtree(old.folder, ignore_errors=True)
+        self.drop([a for a in self.all() if a.round][: -self._keep])
 
 
 def read_sheet(folder: Path) -> Archived | None:
@@ -97,10 +106,25 @@ def read_sheet(folder: Path) -> Archived | None:
 
 def _write(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    _flush(path)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
     with contextlib.suppress(OSError):
         os.link(source, target)
         return
+    _copy(source, target)
+
+
+def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
+    _flush(target)
+
+
+def _flush(path: Path) -> None:
+    """What is in a file, or a folder, is there after a power cut too."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -25,7 +25,9 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
             "name a folder like checkpoints/round-000030 of a coordinator"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
+        )
     except (OSError, ValueError, RuntimeError) as e:
         raise CoordinatorError(f"{folder} does not load: {' '.join(str(e).split())[:300]}") from None
     model.to(torch.device(device))  # type: ignore[arg-type]
@@ -42,19 +44,24 @@ def validation_loss(
 ) -> float:
     """Mean cross-entropy in nats a token over at most `max_windows` evenly spaced windows of the validation shards.
 
-    `shards`: files of `data.dtype` tokens, little endian, in the order of `data.validation`.
+    `shards`: files of `data.dtype` tokens, little endian, in the order of `data.validation`. Raises CoordinatorError.
     """
-    dtype = np.dtype(data.dtype).newbyteorder("<")
-    windows: list[np.ndarray] = []
-    for path in shards:
-        tokens = np.memmap(path, dtype=dtype, mode="r")
-        n = windows_in(len(tokens), data.window)
-        windows += [tokens[i * data.window : (i + 1) * data.window + 1] for i in range(n)]
-    if not windows:
+    dtype, window = np.dtype(data.dtype).newbyteorder("<"), data.window
+    try:
+        tokens = [np.memmap(path, dtype=dtype, mode="r") for path in shards if path.stat().st_size]
+    except (OSError, ValueError) as e:
+        raise CoordinatorError(f"a validation shard cannot be read ({e}): prepare the data again") from None
+    counts = [windows_in(len(t), window) for t in tokens]
+    total_windows = sum(counts)
+    if not total_windows:
         raise CoordinatorError("the run has no validation data: hold some out in run.toml ([data] validation)")
-    picked = [windows[i * len(windows) // max_windows] for i in range(min(max_windows, len(windows)))]
-    if len(windows) <= max_windows:
-        picked = windows
+    n = min(max_windows, total_windows)
+    starts = np.cumsum([0, *counts])
+    picked: list[np.ndarray] = []
+    for index in (i * total_windows // n for i in range(n)):
+        shard = int(np.searchsorted(starts, index, side="right")) - 1
+        at = (index - int(starts[shard])) * window
+        picked.append(tokens[shard][at : at + window + 1])
     device = next(model.parameters()).device
     total = 0.0
     with torch.inference_mode():
