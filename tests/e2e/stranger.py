@@ -130,9 +130,7 @@ class Stranger:
             beat = self.heartbeats.get(ada)
             return beat if beat is not None and beat.state is not None and beat.head != old else None
 
-        found = await self.world.until("a new round", look, 30, every=0.01)
-        assert found is not None
-        return found
+        return await self.world.until("a new round", look, 30, every=0.01)
 
     def header(self, beat: Heartbeat, admission: bytes, blob: Digest, **changes: Any) -> Signed[Header]:
         """An update for the round that a heartbeat is of: well-formed, whatever its blob is."""

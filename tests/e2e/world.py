@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import os
 import random
@@ -12,10 +13,10 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from cairn.demo.processes import Process, free_ports, stop_all
 from cairn.serving import coordinator_folder
@@ -156,10 +157,10 @@ class World:
         self.started.append(process)
         return process
 
-    def stop(self, *names: str, number: int = signal.SIGTERM) -> dict[str, float]:
-        """Ask these to stop, all at once; how long each took. At most 30 s: then it is a failure."""
+    def stop(self, *names: str, numbers: Sequence[int] = (signal.SIGTERM,)) -> dict[str, float]:
+        """Signal these, all at once, each with the next of the numbers; how long each took, at most 30 s."""
         began = time.monotonic()
-        for name in names:
+        for name, number in zip(names, itertools.cycle(numbers), strict=False):
             self.processes[name]._process.send_signal(number)
         took: dict[str, float] = {}
         while len(took) < len(names):
@@ -265,7 +266,7 @@ class World:
     # -- waiting ---------------------------------------------------------------------------------------------
 
     async def until(
-        self, what: str, look: Callable[[], T | Awaitable[T]], seconds: float = 60.0, every: float = 0.1
+        self, what: str, look: Callable[[], T | None | Awaitable[T | None]], seconds: float = 60.0, every: float = 0.1
     ) -> T:
         """What `look` gives, once it is true. Fails with the ends of all logs when it does not become so in time."""
         end = time.monotonic() + seconds
@@ -274,7 +275,7 @@ class World:
             if inspect.isawaitable(found):
                 found = await found
             if found:
-                return found  # type: ignore[return-value]
+                return cast(T, found)
             assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}\n{self.logs()}"
             await asyncio.sleep(every)
 
