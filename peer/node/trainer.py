@@ -7,6 +7,7 @@ process is ever asked of the next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -36,6 +37,12 @@ START_SECONDS = 300.0
 ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0
 """A trainer that says nothing for so long while it owes an answer hangs; a round to replay gives it more time."""
 
+EXIT_SECONDS = 2.0
+"""How long `stop` waits for a process that saved, or was killed, to be gone."""
+
+PAUSE_SECONDS = 0.5
+"""Before a restart, doubled for each death in a row."""
+
 MAX_FAILURES = 5
 """Deaths in a row without a state applied in between: then it is not bad luck, and the user must act."""
 
@@ -61,6 +68,8 @@ class Trainer:
         self._up: asyncio.Future[TrainerLink] = asyncio.get_running_loop().create_future()
         """Done when the present process is ready, failed when it is lost; another one for the next process."""
         self._stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._gone = asyncio.Event()
+        """No process is there: it ended, and was waited for."""
         self._alarm: asyncio.TimerHandle | None = None
         self._allowed = 0.0
         self._overdue = ""
@@ -86,7 +95,7 @@ class Trainer:
             self.restarts += 1
             self._up = asyncio.get_running_loop().create_future()
             self._on_lost(reason)
-            await asyncio.sleep(min(30.0, 0.5 * 2**failures))
+            await asyncio.sleep(min(30.0, PAUSE_SECONDS * 2**failures))
 
     async def _life(self) -> tuple[str, bool]:
         """One process from start to end: why it ended, and whether it had applied anything."""
@@ -94,6 +103,7 @@ class Trainer:
         said = ""
         self._overdue = ""
         link = self.link = await TrainerLink.start(threads=self._start.threads, command=self._command)
+        self._gone.clear()
         if self.stopping:
             link.kill()
         self._expect(f"was not ready within {START_SECONDS:.0f} s", START_SECONDS)
@@ -124,6 +134,7 @@ class Trainer:
             if self.stopping and not self._stopped.done():
                 self._stopped.set_result(False)
             end = await link.stop(10.0)
+            self._gone.set()
         return self._overdue or said or str(end), applied
 
     async def send(self, message: ToTrainer) -> None:
@@ -144,7 +155,7 @@ class Trainer:
         return self._up.done() and self._up.exception() is None
 
     async def stop(self, seconds: float) -> bool:
-        """Let it save and leave within this time, else kill it. True when all that was learnt is on disk."""
+        """Let it save and leave within this time, else kill it. True when all that was learnt is saved. Idempotent."""
         self.stopping = True
         link = self.link
         if link is not None and link.running and not self._stopped.done():
@@ -155,6 +166,9 @@ class Trainer:
                     log.warning("the trainer did not save in time: %s", str(e) or "no answer")
             if not self._stopped.done():
                 link.kill()
+        if link is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), EXIT_SECONDS)
         return self._stopped.done() and self._stopped.result()
 
     async def _save_and_leave(self, link: TrainerLink) -> None:

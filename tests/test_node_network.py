@@ -1,0 +1,305 @@
+"""What a node sends to whom: every queue bounded, nothing left lying, members introduced and strangers not."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from peer.node import outbox as outbox_module
+from peer.node.exchange import Exchange, ExchangeTimes
+from peer.node.inbox import MAX_KINDS_OF_REFUSAL, Inbox
+from peer.node.network import Network
+from peer.node.outbox import MAX_WAITING, Outbox
+from peer.store import StoreError
+from peer.swarm import Handlers
+from protocol.errors import MalformedError
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Goodbye, KeySigner, encode_certificate
+from protocol.rounds.events import CertificateHeard, Heard
+from protocol.wire import swarm_pb2 as wire
+from tests.signed import CERTIFICATE, HEADERS, PEERS, RUN, SPEC, VOTES, heartbeat, opener, raw
+from tests.specs import admission, identity
+
+A, B, C = (p.key for p in PEERS[1:4])
+
+
+class Wire:
+    """A transport that notes what went out, and fails or waits as told."""
+
+    def __init__(self):
+        self.sent: list[tuple[PeerKey, wire.Packet]] = []
+        self.gate: asyncio.Event | None = None
+        self.error: BaseException | None = None
+
+    async def __call__(self, to: PeerKey, packet: wire.Packet, seconds: float) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.sent.append((to, packet))
+
+    def messages(self, to: PeerKey) -> list[bytes]:
+        return [m for t, p in self.sent if t == to for m in p.messages]
+
+
+# -- the outbox -----------------------------------------------------------------------------------------------
+
+
+async def test_what_is_queued_together_goes_together_and_in_order():
+    w = Wire()
+    box = Outbox(w)
+    box.send(A, HEADERS[:2])
+    box.send(A, VOTES[:1], [CERTIFICATE])
+    await box.flush(1)
+    ((to, packet),) = w.sent
+    assert to == A and list(packet.messages) == [h.sent for h in [*HEADERS[:2], VOTES[0]]]
+    assert list(packet.certificates) == [encode_certificate(CERTIFICATE)]
+
+
+async def test_a_peer_that_does_not_answer_holds_up_nobody_else_and_its_queue_is_bounded():
+    w = Wire()
+    w.gate = asyncio.Event()
+    box = Outbox(w)
+    box.send(A, HEADERS[:1])
+    await asyncio.sleep(0)
+    for _ in range(2 * MAX_WAITING):
+        box.send(A, VOTES[:1])
+    assert len(box._waiting[A]) == MAX_WAITING
+    w.gate = None
+    box.send(B, HEADERS[1:2])
+    await asyncio.sleep(0.01)
+    assert w.messages(B) == [HEADERS[1].sent]
+    await box.close()
+
+
+async def test_a_newer_heartbeat_takes_the_place_of_one_that_waits():
+    w = Wire()
+    w.gate = asyncio.Event()
+    box = Outbox(w)
+    box.send(A, HEADERS[:1])
+    await asyncio.sleep(0)
+    for sequence in range(1, 6):
+        box.send(A, [heartbeat(PEERS[5], sequence=sequence), heartbeat(PEERS[6], sequence=sequence)])
+    w.gate.set()
+    await box.flush(1)
+    assert w.messages(A) == [HEADERS[0].sent] + [heartbeat(PEERS[i], sequence=5).sent for i in (5, 6)]
+
+
+async def test_what_is_sent_in_the_very_moment_in_which_the_queue_ran_dry_is_not_left_lying():
+    w = Wire()
+    box = Outbox(w)
+    box.send(A, HEADERS[:1])
+    task = box._tasks[A]
+    task.add_done_callback(lambda _: box.send(A, HEADERS[1:2]))  # after the drain ended, before anything else
+    await asyncio.sleep(0.01)
+    assert w.messages(A) == [h.sent for h in HEADERS[:2]]
+    assert not box._tasks and not box._waiting
+
+
+@pytest.mark.parametrize("error", [StoreError("x"), asyncio.TimeoutError(), ConnectionResetError(), EOFError()])
+async def test_who_cannot_be_reached_is_named_once_and_tried_again(error, caplog):
+    caplog.set_level("INFO")
+    w = Wire()
+    w.error = error
+    box = Outbox(w)
+    for _ in range(3):
+        box.send(A, HEADERS[:1])
+        await box.flush(1)
+    assert caplog.text.count("cannot reach") == 1 and list(box.failures) == [A]
+    w.error = None
+    box.send(A, HEADERS[:1])
+    await box.flush(1)
+    assert w.messages(A) == [HEADERS[0].sent] and not box.failures
+
+
+async def test_failures_remembered_are_bounded(monkeypatch):
+    monkeypatch.setattr(outbox_module, "MAX_FAILURES", 3)
+    w = Wire()
+    w.error = StoreError("x")
+    box = Outbox(w)
+    for i in range(10):
+        box.send(identity(i).key, HEADERS[:1])
+    await box.flush(1)
+    assert len(box.failures) == 3
+
+
+async def test_a_packet_has_a_size(monkeypatch):
+    monkeypatch.setattr(outbox_module, "MAX_PACKET", 2 * len(HEADERS[0].sent) + 50)
+    w = Wire()
+    box = Outbox(w)
+    box.send(A, HEADERS[:5])
+    await box.flush(1)
+    assert [len(p.messages) for _, p in w.sent] == [2, 2, 1]
+
+
+# -- the inbox ------------------------------------------------------------------------------------------------
+
+
+def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by_name(caplog):
+    inbox = Inbox(opener())
+    forged = HEADERS[2].sent[:-1] + bytes([HEADERS[2].sent[-1] ^ 1])
+    packet = wire.Packet(messages=[HEADERS[1].sent, forged, b"rubbish", HEADERS[3].sent])
+    packet.certificates.append(encode_certificate(CERTIFICATE))
+    found = list(inbox.packet(A, packet, 1e9))
+    assert [f.message.author for f in found if isinstance(f, Heard)] == [HEADERS[1].author, HEADERS[3].author]
+    assert [f.source for f in found if isinstance(f, CertificateHeard)] == [A]
+    assert len(inbox.refused) == 2 and A.short in caplog.text
+
+
+def test_what_does_not_belong_in_the_swarm_is_refused():
+    inbox = Inbox(opener())
+    with pytest.raises(MalformedError, match="does not belong"):
+        inbox.message(admission(SPEC, PEERS[1]).sent, 0.0)
+    with pytest.raises(MalformedError):
+        inbox.message(raw(PEERS[1], "no such kind", wire.Goodbye()), 0.0)
+
+
+def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news_each_second(caplog):
+    inbox = Inbox(opener())
+    late = 2.0**33 + 601
+    for i in range(50):
+        packet = wire.Packet(messages=[heartbeat(PEERS[1], sequence=i).sent])
+        assert list(inbox.packet(A, packet, late + i)) == []
+    assert sum(inbox.refused.values()) == 50 and len(inbox.refused) == 1
+    assert caplog.text.count("is not valid now") == 2  # the first and the tenth
+
+
+def test_refusals_remembered_are_bounded():
+    inbox = Inbox(opener())
+    for i in range(MAX_KINDS_OF_REFUSAL + 50):
+        list(inbox.packet(identity(i).key, wire.Packet(messages=[b"rubbish"]), 0.0))
+    assert len(inbox.refused) == MAX_KINDS_OF_REFUSAL
+
+
+async def test_a_chain_reply_is_taken_whole_or_not_at_all():
+    inbox = Inbox(opener())
+    good = encode_certificate(CERTIFICATE)
+    heard = await inbox.chain(A, wire.ChainReply(certificates=[good], more=True))
+    assert [c.record.digest for c in heard.certificates] == [CERTIFICATE.record.digest] and heard.more
+    with pytest.raises(MalformedError):
+        await inbox.chain(A, wire.ChainReply(certificates=[good, b"rubbish"]))
+    with pytest.raises(MalformedError, match="too many"):
+        await inbox.chain(A, wire.ChainReply(certificates=[good] * 300))
+
+
+# -- introductions --------------------------------------------------------------------------------------------
+
+
+class FakeSwarm:
+    def __init__(self):
+        self.dialled: list[tuple[str, ...]] = []
+        self.wire = Wire()
+        self.bytes_up, self.bytes_down = 5, 7
+        self.stopped = False
+        self.error: Exception | None = None
+
+    async def connect(self, addresses) -> list[PeerKey]:
+        if self.error is not None:
+            raise self.error
+        self.dialled.append(tuple(addresses))
+        return []
+
+    async def send(self, to, packet, seconds) -> None:
+        await self.wire(to, packet, seconds)
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+class FakeMembership:
+    def __init__(self):
+        self.spec = SPEC
+        self.identity = PEERS[0]
+        self.addresses: list[str] = []
+        self.learnt: list[str] = []
+
+    def learn(self, addresses) -> None:
+        self.learnt = list(addresses)
+
+
+def network() -> tuple[Network, FakeSwarm]:
+    handlers = Handlers(on_packet=cast(Any, None), on_chain_request=cast(Any, None), may_serve=cast(Any, None))
+    net = Network(
+        cast(Any, FakeMembership()), handlers, listen=(), announce=(), discovered=cast(Any, SimpleNamespace())
+    )  # fmt: skip
+    swarm = FakeSwarm()
+    net._swarm = cast(Any, swarm)
+    return net, swarm
+
+
+async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_dialled():
+    net, swarm = network()
+    first, second = heartbeat(PEERS[1], addresses=("/a",)), heartbeat(PEERS[2], addresses=("/b",))
+    net.note(first)
+    net.note(second)
+    await net.outbox.flush(1)
+    assert swarm.wire.messages(B) == [first.sent, second.sent]
+    assert second.sent in swarm.wire.messages(A)
+    assert swarm.dialled == [("/a",), ("/b",)]
+    swarm.wire.sent.clear()
+    net.note(heartbeat(PEERS[2], sequence=2))
+    await net.outbox.flush(1)
+    assert swarm.wire.sent == []
+    await net.stop(0.1)
+
+
+async def test_strangers_are_not_introduced_to_everybody_but_hear_of_everybody():
+    net, swarm = network()
+    net.note(heartbeat(PEERS[1]))
+    watcher = heartbeat(PEERS[2], admission=b"")
+    net.note(watcher)
+    await net.outbox.flush(1)
+    assert watcher.sent not in swarm.wire.messages(A)
+    assert heartbeat(PEERS[1]).sent in swarm.wire.messages(B)
+    await net.stop(0.1)
+
+
+async def test_who_said_goodbye_is_sent_nothing_more():
+    net, swarm = network()
+    net.note(heartbeat(PEERS[1]))
+    net.note(KeySigner(PEERS[1]).sign(Goodbye(RUN, 9)))
+    await net.outbox.flush(1)
+    swarm.wire.sent.clear()
+    net.broadcast(HEADERS[3])
+    await net.outbox.flush(1)
+    assert swarm.wire.sent == []
+    await net.stop(0.1)
+    assert swarm.stopped
+
+
+async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):
+    caplog.set_level("INFO")
+    net, swarm = network()
+    swarm.error = ConnectionResetError("libp2p is gone")
+    net.note(heartbeat(PEERS[1]))
+    await asyncio.sleep(0.01)
+    assert "cannot dial: libp2p is gone" in caplog.text
+    await net.stop(0.1)
+
+
+def test_traffic_of_a_daemon_that_died_still_counts():
+    net = network()[0]
+    net._bytes = (100, 200)
+    assert (net.bytes_up, net.bytes_down) == (105, 207)
+
+
+# -- how long an exchange takes -------------------------------------------------------------------------------
+
+
+def test_times_are_medians_since_our_own_announcement():
+    e = Exchange(remembered=3)
+    assert e.times == ExchangeTimes()
+    for n, (blobs, certified, applied) in enumerate([(1, 2, 3), (2, 4, 6), (3, 6, 9), (9, 9, 9)]):
+        parent, start = Digest(bytes([n]) * 32), 100.0 * n
+        e.announced(parent, start)
+        e.announced(parent, start + 50)  # a repeat
+        e.held(start + blobs)
+        e.certified(Digest(b"x" * 32), start + 1)  # of a round that we were not in
+        e.certified(parent, start + certified)
+        e.held(start + 99)  # late, for the next round
+        e.applied(Digest(b"x" * 32), start + 1)
+        e.applied(parent, start + applied)
+    assert e.times == ExchangeTimes(3.0, 6.0, 9.0)

@@ -1,0 +1,230 @@
+"""The node moves its trainer along the chain: what it loads and fetches, and what is given up for what is newer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from peer.channel import Apply as ApplyMessage
+from peer.channel import Load
+from peer.errors import PeerError, TrainerDied
+from peer.node.states import States
+from peer.node.updates import Updates
+from peer.store import BlobMissing, StoreFull
+from protocol.chain import genesis_digest
+from protocol.ids import Digest
+from protocol.rounds.actions import Apply, Resync
+from protocol.rounds.events import ApplyFailed
+from tests.coordinator_fakes import ChainMaker, make_spec, peer, state
+
+SIZE = 1234
+
+
+class FakeStore:
+    def __init__(self):
+        self.held: set[Digest] = set()
+        self.scratch = Path("/scratch")
+
+    def has(self, digest: Digest) -> bool:
+        return digest in self.held
+
+    def path(self, digest: Digest) -> Path:
+        if digest not in self.held:
+            raise BlobMissing("gone")
+        return Path("/blobs") / digest.short
+
+
+class World:
+    def __init__(self):
+        self.spec = make_spec()
+        self.chain = ChainMaker(self.spec)
+        self.store = FakeStore()
+        self.offered: set[Digest] = set()
+        self.fetched: list[Digest] = []
+        self.asked: list[Any] = []
+        self.failed: list[ApplyFailed] = []
+        self.error: Exception | None = None
+        self.gate: asyncio.Event | None = None
+        self.sent = asyncio.Event()
+        self.states = States(
+            self.spec, SIZE, cast(Any, self.store), self, cast(Updates, self), self._send,
+            me=peer(1).key, everyone=lambda: [], failed=self._failed,
+        )  # fmt: skip
+
+    async def _send(self, message) -> None:
+        if isinstance(self.error, TrainerDied):
+            raise self.error
+        self.asked.append(message)
+        self.sent.set()
+
+    def _failed(self, event: ApplyFailed) -> None:
+        self.failed.append(event)
+        self.sent.set()
+
+    async def fetch_blob(self, digest, size, holders, *, deadline_seconds) -> None:
+        self.fetched.append(digest)
+        if digest not in self.offered:
+            raise PeerError(f"nobody has {digest.short}")
+        self.store.held.add(digest)
+
+    async def ensure(self, blob, holders, seconds) -> Path:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.store.held.add(blob)
+        return self.store.path(blob)
+
+    def resync(self, rounds: int, **how) -> Resync:
+        path = tuple(self.chain.certificates[:rounds])
+        return Resync(path, how.get("missed", ()), 7, 70)
+
+    async def next(self) -> None:
+        await asyncio.wait_for(self.sent.wait(), 5)
+        self.sent.clear()
+
+
+@asynccontextmanager
+async def world(rounds: int = 12):
+    w = World()
+    for _ in range(rounds):
+        w.chain.add({1: 2, 2: 3})
+    running = asyncio.create_task(w.states.run())
+    w_running = running
+    try:
+        yield w, w_running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_the_run_begins_with_the_genesis():
+    async with world() as (w, _):
+        w.offered.add(w.spec.genesis.name)
+        w.states.resync(Resync((), (), 0, 0))
+        await w.next()
+        (load,) = w.asked
+        assert isinstance(load, Load) and load.replay == () and load.write_checkpoint is None
+        assert (load.record, load.base_state, load.round) == (
+            genesis_digest(w.spec.run_id), w.spec.genesis.name, 0,
+        )  # fmt: skip
+
+
+async def test_a_checkpoint_on_disk_costs_nothing_and_the_rest_is_replayed():
+    async with world() as (w, _):
+        w.store.held.add(state(10))
+        w.states.resync(w.resync(12))
+        await w.next()
+        (load,) = w.asked
+        assert w.fetched == [] and load.round == 10 and load.base_state == state(10)
+        assert [r.round for r in load.replay] == [10, 11]
+        assert load.record == w.chain.certificates[9].record.digest
+        assert [u.windows for u in load.replay[0].updates] and load.next_window == 7 and load.accepted_windows == 70
+
+
+async def test_the_newest_checkpoint_that_members_give_is_taken():
+    async with world(12) as (w, _):
+        w.offered.add(state(5))  # every 5 rounds one; that of round 10 is nobody's
+        w.states.resync(w.resync(12))
+        await w.next()
+        assert w.fetched == [state(10), state(5)] and w.asked[0].round == 5
+
+
+async def test_without_any_checkpoint_the_machine_hears_why():
+    async with world() as (w, _):
+        w.states.resync(w.resync(12))
+        await w.next()
+        assert w.asked == [] and len(w.failed) == 1
+        assert w.failed[0].record == w.chain.head and "no member gave a checkpoint" in w.failed[0].reason
+
+
+async def test_a_checkpoint_is_written_every_so_many_rounds_and_at_the_end_of_the_run():
+    async with world() as (w, _):
+        for i in (3, 4):
+            w.states.apply(Apply(w.chain.certificates[i], (), 0, 50))
+            await w.next()
+        fourth, fifth = w.asked
+        assert isinstance(fourth, ApplyMessage) and fourth.mine_accepted and fourth.write_checkpoint is None
+        assert fifth.write_checkpoint == Path("/scratch/state-5.safetensors")
+
+
+async def test_a_newer_resync_takes_the_place_of_all_that_was_asked_before_and_nothing_of_that_is_reported():
+    async with world() as (w, _):
+        w.store.held.add(w.spec.genesis.name)
+        w.store.held.add(state(0))
+        w.gate = asyncio.Event()
+        w.states.resync(w.resync(11))
+        await asyncio.sleep(0.01)
+        w.states.apply(Apply(w.chain.certificates[11], (), 0, 0))
+        w.states.resync(w.resync(3))
+        w.gate.set()
+        await w.next()
+        await asyncio.sleep(0.01)
+        assert [type(m) for m in w.asked] == [Load] and len(w.asked[0].replay) == 3 and w.failed == []
+
+
+async def test_a_lost_trainer_is_reported_by_who_watches_it_and_not_a_second_time():
+    async with world() as (w, running):
+        w.store.held.add(state(9))
+        w.error = TrainerDied("gone")
+        w.states.resync(w.resync(10))
+        await asyncio.sleep(0.02)
+        assert w.failed == [] and not running.done()
+
+
+async def test_what_was_asked_of_a_lost_trainer_is_dropped():
+    async with world() as (w, _):
+        w.store.held.add(state(0))
+        w.gate = asyncio.Event()
+        w.states.resync(w.resync(3))
+        w.states.apply(Apply(w.chain.certificates[3], (), 0, 0))
+        await asyncio.sleep(0.01)
+        w.states.drop()
+        w.gate.set()
+        await asyncio.sleep(0.02)
+        assert w.asked == [] and w.failed == []
+        w.states.resync(w.resync(2))
+        await w.next()
+        assert len(w.asked) == 1
+
+
+async def test_an_update_that_does_not_come_is_reported_and_a_full_disk_ends_the_node():
+    async with world() as (w, running):
+        w.error = PeerError("nobody gives it")
+        w.states.apply(Apply(w.chain.certificates[0], (), 0, 0))
+        await w.next()
+        assert [f.record for f in w.failed] == [w.chain.certificates[0].record.digest]
+        w.error = StoreFull("the disk is full: free some")
+        w.states.apply(Apply(w.chain.certificates[0], (), 0, 0))
+        with pytest.raises(StoreFull):
+            await asyncio.wait_for(running, 5)
+        assert len(w.failed) == 1
+
+
+async def test_an_own_update_that_the_disk_lost_is_not_put_back_and_that_is_said(caplog):
+    async with world() as (w, _):
+        w.store.held |= {state(0), Digest(b"h" * 32)}
+        w.states.resync(w.resync(1, missed=(Digest(b"h" * 32), Digest(b"l" * 32))))
+        await w.next()
+        assert len(w.asked[0].restore) == 1
+        assert "own update 6c6c6c6c is gone" in caplog.text
+
+
+async def test_what_is_under_way_ends_with_the_node():
+    w = World()
+    w.chain.add({1: 1})
+    w.store.held.add(w.spec.genesis.name)
+    w.store.held.add(state(0))
+    w.gate = asyncio.Event()
+    running = asyncio.create_task(w.states.run())
+    w.states.resync(w.resync(1))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    w.gate.set()
+    await asyncio.sleep(0.02)
+    assert w.asked == []

@@ -1,0 +1,212 @@
+"""The node keeps a trainer alive, tells of each loss once, and never asks a new process what was asked of the old."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from peer.channel import Applied, FromTrainer, MakeUpdate, NothingDone, Ready, Start
+from peer.errors import TrainerDied
+from peer.node import trainer as node_trainer
+from peer.node.trainer import Trainer
+from protocol.ids import Digest, PeerKey
+
+D, K = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33)))
+
+PROLOGUE = """
+import argparse, os, sys, time
+from pathlib import Path
+from peer.channel import *
+from protocol.ids import Digest
+p = argparse.ArgumentParser(); p.add_argument("--fd", type=int); p.add_argument("--parent", type=int)
+a = p.parse_args(); end = TrainerEnd.from_fd(a.fd)
+start = end.receive(None)
+D = Digest(bytes(range(32)))
+lives = start.state_folder / "lives"
+life = len(lives.read_text()) if lives.exists() else 0
+lives.write_text("x" * (life + 1))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _restart_at_once(monkeypatch):
+    monkeypatch.setattr(node_trainer, "PAUSE_SECONDS", 0.02)
+
+
+class World:
+    """A supervisor over a stand-in for the trainer's process, and what it told."""
+
+    def __init__(self, folder: Path, program: str):
+        self.said: list[FromTrainer] = []
+        self.lost: list[str] = []
+        self.news = asyncio.Event()
+        command = (sys.executable, "-c", PROLOGUE + textwrap.dedent(program))
+        self.trainer = Trainer(
+            Start(folder / "spec", folder, K, folder, "cpu", 1, {}),
+            on_message=self._message,
+            on_lost=self._lost,
+            command=command,
+        )
+
+    def _message(self, message: FromTrainer) -> None:
+        self.said.append(message)
+        self.news.set()
+
+    def _lost(self, reason: str) -> None:
+        self.lost.append(reason)
+        self.news.set()
+
+    async def until(self, look) -> None:
+        async with asyncio.timeout(20) if sys.version_info >= (3, 11) else _no_timeout():
+            while not look():
+                await self.news.wait()
+                self.news.clear()
+
+    def names(self) -> list[str]:
+        return [type(m).__name__ for m in self.said]
+
+
+@asynccontextmanager
+async def _no_timeout():
+    yield
+
+
+@asynccontextmanager
+async def supervised(folder: Path, program: str):
+    world = World(folder, program)
+    running = asyncio.create_task(world.trainer.run())
+    try:
+        yield world, running
+    finally:
+        await world.trainer.stop(2.0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+ASK = MakeUpdate(0, D, Path("out"))
+
+DIES_ONCE = """
+end.send(Ready("cpu", 1, 1, 1))
+while (m := end.receive(None)) is not None:
+    if isinstance(m, Stop):
+        end.send(Stopped(True)); sys.exit(0)
+    if life == 0:
+        sys.exit(3)
+    end.send(NothingDone(D))
+"""
+
+
+async def test_a_trainer_that_dies_of_a_question_is_told_once_and_the_question_is_not_asked_again(tmp_path):
+    async with supervised(tmp_path, DIES_ONCE) as (world, _):
+        await world.trainer.send(ASK)
+        await world.until(lambda: world.lost)
+        assert len(world.lost) == 1 and "code 3" in world.lost[0]
+        # The new process is up, and nobody has asked it anything.
+        await world.until(lambda: world.names().count("Ready") == 2)
+        await asyncio.sleep(0.2)
+        assert "NothingDone" not in world.names()
+        await world.trainer.send(ASK)
+        await world.until(lambda: "NothingDone" in world.names())
+        assert len(world.lost) == 1 and world.trainer.restarts == 1
+
+
+async def test_who_waits_for_a_trainer_that_dies_before_it_is_ready_hears_of_it(tmp_path):
+    program = """
+    if life == 0:
+        sys.exit(3)
+    end.send(Ready("cpu", 1, 1, 1)); end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        with pytest.raises(TrainerDied):
+            await asyncio.wait_for(world.trainer.send(ASK), 20)
+        await world.until(lambda: world.lost)
+        await asyncio.wait_for(world.trainer.send(ASK), 20)  # the next one is asked
+        assert len(world.lost) == 1
+
+
+async def test_a_trainer_that_hangs_is_killed_and_restarted(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_trainer, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(node_trainer, "REPLAY_SECONDS", 0.0)
+    program = """
+    end.send(Ready("cpu", 1, 1, 1))
+    end.receive(None)
+    if life == 0:
+        time.sleep(60)
+    end.send(NothingDone(D)); end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        await world.trainer.send(ASK)
+        began = time.monotonic()
+        await world.until(lambda: world.lost)
+        assert "has not answered MakeUpdate" in world.lost[0] and time.monotonic() - began < 10
+        await world.trainer.send(ASK)
+        await world.until(lambda: "NothingDone" in world.names())
+
+
+async def test_a_trainer_that_waits_for_the_node_is_not_taken_for_one_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_trainer, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(node_trainer, "REPLAY_SECONDS", 0.0)
+    program = """
+    end.send(Ready("cpu", 1, 1, 1))
+    end.receive(None); end.send(NothingDone(D)); end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        await world.trainer.send(ASK)
+        await world.until(lambda: "NothingDone" in world.names())
+        await asyncio.sleep(0.5)
+        assert not world.lost
+
+
+async def test_a_trainer_that_can_never_start_ends_the_node_with_its_own_words(tmp_path):
+    program = 'end.send(Failed("start", "no such device: use another", fatal=True)); sys.exit(1)'
+    async with supervised(tmp_path, program) as (world, running):
+        with pytest.raises(TrainerDied, match="no such device"):
+            await asyncio.wait_for(running, 20)
+        assert (tmp_path / "lives").read_text() == "x" and not world.lost
+
+
+async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_applied_in_between(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_trainer, "MAX_FAILURES", 2)
+    program = """
+    end.send(Ready("cpu", 1, 1, 1))
+    if life < 3:
+        end.send(Applied(D, D, 0.0, None))
+    sys.exit(3)
+    """
+    async with supervised(tmp_path, program) as (world, running):
+        with pytest.raises(TrainerDied, match="2 times in a row"):
+            await asyncio.wait_for(running, 40)
+        assert (tmp_path / "lives").read_text() == "xxxx"
+        assert len([m for m in world.said if isinstance(m, Applied)]) == 3
+
+
+async def test_stopping_tells_whether_the_trainer_saved(tmp_path):
+    async with supervised(tmp_path, DIES_ONCE) as (world, running):
+        await world.until(lambda: "Ready" in world.names())
+        assert await world.trainer.stop(5.0) is True
+        await asyncio.wait_for(running, 10)
+        assert await world.trainer.stop(5.0) is True  # and again
+    deaf = tmp_path / "deaf"
+    deaf.mkdir()
+    async with supervised(deaf, 'end.send(Ready("cpu", 1, 1, 1)); time.sleep(60)') as (world, running):
+        await world.until(lambda: "Ready" in world.names())
+        began = time.monotonic()
+        assert await world.trainer.stop(0.3) is False
+        await asyncio.wait_for(running, 10)
+        assert time.monotonic() - began < 5 and not world.lost
+
+
+async def test_stopping_while_the_trainer_starts_does_not_wait_for_it(tmp_path):
+    async with supervised(tmp_path, "time.sleep(60)") as (world, running):
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        assert await world.trainer.stop(5.0) is False
+        await asyncio.wait_for(running, 10)
+        assert time.monotonic() - began < 5
+    assert not isinstance(world.trainer.ready, Ready) and NothingDone not in map(type, world.said)
