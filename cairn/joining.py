@@ -7,17 +7,24 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import RunId
 from protocol.invite import Invite
 
+if TYPE_CHECKING:
+    from cairn.view import PeerView
+    from peer.node.membership import Membership
+
 log = logging.getLogger("cairn.peer")
 
 MAX_NAME_BYTES = 40
+CREDIT_SECONDS = 15.0
+"""How often the coordinator is asked what this peer has earned."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +92,13 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             ),
         )
         running = asyncio.create_task(node.run())
+        asking = asyncio.create_task(_ask_for_credits(membership, view))
         with view.showing(lambda: node.latest):  # drawn by another thread
             await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 log.info("leaving: announcing what is done, saving the rest (at most 10 s)")
                 node.leave()
+            asking.cancel()
             await running
         stopping.cancel()
         end = node.snapshot()
@@ -97,3 +106,18 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, "
             f"{end.own_updates} updates made; the same command resumes"
         )
+
+
+async def _ask_for_credits(membership: Membership, view: PeerView) -> None:
+    """For ever: keep the view's account fresh. A coordinator that is away is shown as such, and asked again."""
+    from cairn.view import Earned
+
+    client, key = membership.client, membership.identity.key
+    while client is not None:
+        try:
+            account = await client.account(key)
+            view.earned = Earned(account.micro_credits_settled, account.micro_credits_pending, account.rounds)
+        except CairnError:
+            if view.earned is not None:
+                view.earned = replace(view.earned, fresh=False)
+        await asyncio.sleep(CREDIT_SECONDS)

@@ -1,4 +1,4 @@
-"""What a volunteer sees: log lines, and under them one live line of how the node is doing."""
+"""What a volunteer sees: log lines, and under them two live lines: how the node is doing, and what it has earned."""
 
 from __future__ import annotations
 
@@ -6,23 +6,37 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cairn.figures import byte_size, count
+from cairn.figures import byte_size, count, credits
 
 LINE_SECONDS = 30.0
 """Without a terminal: a progress line in the log every so often."""
 
 
+@dataclass(frozen=True, slots=True)
+class Earned:
+    """What the coordinator says of this peer's account, and whether it answered when it was last asked."""
+
+    micro_credits: int
+    pending: int
+    rounds: int
+    fresh: bool = True
+
+
 class PeerView:
-    """`live`: a line that is redrawn in place; else the same line in the log now and then."""
+    """`live`: lines that are redrawn in place; else the same as one line in the log now and then."""
 
     def __init__(self, *, live: bool):
         self._live = live
+        self.earned: Earned | None = None
+        """Whoever asks the coordinator sets it."""
+
         self._console = Console(highlight=False, soft_wrap=True)
         self.handler: logging.Handler = _ConsoleHandler(self._console)
 
@@ -30,7 +44,13 @@ class PeerView:
     def showing(self, look: Callable[[], Any]) -> Iterator[None]:
         """Show what `look` gives (a `peer.node.snapshot.Snapshot`) for as long as the block lasts."""
         if self._live:
-            with Live(console=self._console, get_renderable=lambda: progress_line(look()), refresh_per_second=2):
+
+            def draw() -> Text:
+                now = look()
+                return Text("\n").join((progress_line(now), Text(" " * 10) + account_line(now, self.earned)))
+
+            # Gone at the end: then the last words say how it went.
+            with Live(console=self._console, get_renderable=draw, refresh_per_second=2, transient=True):
                 yield
             return
         over = threading.Event()
@@ -43,7 +63,9 @@ class PeerView:
 
     def _now_and_then(self, look: Callable[[], Any], over: threading.Event) -> None:
         while not over.wait(LINE_SECONDS):
-            logging.getLogger("cairn.peer").info("%s", progress_line(look()).plain)
+            now = look()
+            line = progress_line(now) + Text(" ") + account_line(now, self.earned)
+            logging.getLogger("cairn.peer").info("%s", line.plain)
 
 
 class _ConsoleHandler(logging.Handler):
@@ -59,7 +81,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 def progress_line(s: Any) -> Text:
-    """One line: where the round is, how fast, how well."""
+    """Where the round is, how fast, how well."""
     text = Text()
     style = {"training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow"}.get(s.phase, "")
     text.append(f"{s.phase:<10}", style=style)
@@ -67,12 +89,34 @@ def progress_line(s: Any) -> Text:
     if s.target_tokens:
         share = min(1.0, s.round_tokens / s.target_tokens)
         text.append(f" {bar(share)} {share:4.0%}")
-    text.append(f"  loss {s.loss:.3f}" if s.loss else "  loss -")
-    text.append(f"  {count(s.tokens_per_second)} tokens/s")
-    text.append(f"  {s.members + 1} peers")
-    text.append(f"  up {byte_size(s.bytes_up)} down {byte_size(s.bytes_down)}")
+    if s.device:
+        text.append(f"  loss {s.loss:.3f}" if s.loss else "  loss -")
+        text.append(f"  {count(s.tokens_per_second)} tokens/s")
+    else:
+        text.append("  the trainer is starting", style="yellow")
+    peers = s.members + 1
+    text.append(f"  {peers} peer{'s' * (peers != 1)}")
     if s.total_tokens:
         text.append(f"  run {min(1.0, s.accepted_tokens / s.total_tokens):.0%}")
+    return text
+
+
+def account_line(s: Any, earned: Earned | None) -> Text:
+    """What was given and what it earned."""
+    text = Text(style="dim")
+    if earned is not None:
+        total = earned.micro_credits + earned.pending
+        if total:
+            text.append(f" accepted in {earned.rounds} round{'s' * (earned.rounds != 1)}  ")
+            text.append(f"credits {credits(total)}", style="bold")
+        else:
+            text.append(" nothing credited yet")
+        if earned.pending:
+            text.append(f" ({credits(earned.pending)} not final yet)")
+        if not earned.fresh:
+            text.append("  the coordinator is silent", style="yellow")
+        text.append(" ")
+    text.append(f" up {byte_size(s.bytes_up)} down {byte_size(s.bytes_down)}")
     return text
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from peer.channel import Start
 from peer.node.network import Network
 from peer.store import Store
@@ -24,7 +26,7 @@ async def fetch_assets(spec: RunSpec, store: Store, network: Network) -> None:
         wanted += [("data shard", s) for s in spec.data.train]
     for what, blob in wanted:
         if not store.has(blob.name):
-            log.info("fetching the run's %s %s (%.1f MB)", what, blob.name.short, blob.size / 1e6)
+            log.info("fetching the run's %s %s (%s)", what, blob.name.short, decimal(blob.size))
             await network.fetch_blob(blob.name, blob.size, network.everyone(), deadline_seconds=FETCH_SECONDS)
 
 

@@ -106,7 +106,7 @@ class Network:
                 what = str(e) or type(e).__name__
                 log.warning("the DHT does not answer: %s; members are still found through each other", what)
             for key in self.directory.forget_silent(time.monotonic()):
-                log.info("%s has not been heard of for long", key.short)
+                log.debug("%s has not been heard of for long", key.short)
             await asyncio.to_thread(self._save_addresses, self.directory.addresses())
             await asyncio.sleep(DISCOVER_SECONDS if self.directory.peers() else LONELY_SECONDS)
 
@@ -153,7 +153,9 @@ class Network:
             self.directory.goodbye(message.author, message.body.sequence)
         if not isinstance(message.body, Heartbeat) or not self.directory.hear(message, time.monotonic()):
             return
-        log.info("heard of %s", message.author.short)
+        # The first is the way in; after that, hundreds may come and go.
+        level = logging.INFO if len(self.directory.peers()) == 1 else logging.DEBUG
+        log.log(level, "in the swarm: heard of %s", message.author.short)
         self.outbox.send(message.author, self.directory.heartbeats())
         if message.body.admission:
             # Not of strangers, whom anybody can make: they would crowd out what matters. They speak for themselves.

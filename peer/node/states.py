@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from peer.channel import Apply as ApplyMessage
 from peer.channel import Load, RoundUpdates, ToTrainer, UpdateFile
 from peer.errors import PeerError, TrainerDied
@@ -170,7 +172,7 @@ class States:
 
     async def _checkpoint(self, state: Digest, size: int, seconds: float) -> Path:
         if not self._store.has(state):
-            log.info("fetching the checkpoint %s (%.1f MB)", state.short, size / 1e6)
+            log.info("fetching the checkpoint %s (%s)", state.short, decimal(size))
             await self._source.fetch_blob(state, size, self._everyone(), deadline_seconds=seconds)
         return self._store.path(state)
 
