@@ -52,7 +52,7 @@ class Archive:
     ) -> Archived:
         """Archive a checkpoint file that lies in a store (linked if possible, else copied). Idempotent."""
         target = self.folder / f"round-{round:06d}"
-        if (existing := read_sheet(target)) is not None and existing.state == state:
+        if (existing := read_sheet(target)) is not None and (existing.state, existing.record) == (state, record):
             return existing
         draft = self.folder / f"{DRAFT}{round:06d}"
         try:
