@@ -271,7 +271,7 @@ async def test_who_said_goodbye_is_sent_nothing_more():
 
 
 async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     net, swarm = network()
     swarm.error = ConnectionResetError("libp2p is gone")
     net.note(heartbeat(PEERS[1]))

@@ -14,6 +14,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from peer.swarm import MAX_PACKET, PacketTooLarge, PeerRefused, PeerUnreachable, SwarmLimits
 from peer.swarm.addresses import parse_address
 from peer.swarm.daemon import p2pd_pb2
+from peer.swarm.errors import libp2p_words
 from peer.swarm.limits import Limits
 from protocol.wire import swarm_pb2 as wire
 from tests.swarm_world import RUN, Member, Pool, identity, members
@@ -195,3 +196,13 @@ async def test_entering_by_dead_addresses_is_a_warning_and_later_ones_help(pool,
         finally:
             await b.swarm.stop()
             b.store.close()
+
+
+async def test_of_dials_that_failed_only_the_reason_is_told():
+    said = (
+        "peer: failed to dial: failed to dial 12D3KooWFSyM: all dials failed\n  * [/ip4/10.0.0.1/tcp/1] i/o timeout"
+        "\n  * [/ip4/127.0.0.1/tcp/55953] dial tcp4 127.0.0.1:55953: connect: connection refused"
+    )
+    assert libp2p_words(said) == "cannot be dialled: dial tcp4 127.0.0.1:55953: connect: connection refused"
+    assert libp2p_words("no\x1b[31m such\n protocol") == "no [31m such protocol"
+    assert len(libp2p_words("x" * 10_000)) == 300

@@ -55,7 +55,8 @@ class Network:
         self._swarm: Swarm | None = None
         self._bytes = (0, 0)
         """Up and down, of the swarms before this one."""
-        self._entry_peers = _peers_of(membership.addresses)
+        # Who comes back finds its own address among those that others told it.
+        self._entry_peers = [k for k in _peers_of(membership.addresses) if k != membership.identity.key]
         self._dialling: set[asyncio.Task[None]] = set()
         self._heartbeat: Signed[Heartbeat] | None = None
         self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds))
@@ -170,7 +171,7 @@ class Network:
         try:
             await self.swarm.connect(addresses)
         except NETWORK_ERRORS as e:
-            log.info("cannot dial: %s", str(e) or type(e).__name__)
+            log.debug("cannot dial: %s", str(e) or type(e).__name__)
 
     # -- what ------------------------------------------------------------------------------------------------
 

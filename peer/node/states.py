@@ -100,12 +100,14 @@ class States:
                 await self._resync(action)
         except TrainerDied as e:
             # Who watches the trainer tells the machine, once, whatever was under way.
-            log.info("not at the state after %s: %s", target.short, e)
+            log.debug("not at the state after %s: %s", target.short, e)
         except StoreFull:
             raise  # no next try helps: the user must act
         except (CairnError, asyncio.TimeoutError) as e:
             reason = str(e) or "no answer in time"
-            log.warning("cannot get to the state after %s: %s", target.short, reason)
+            log.debug(
+                "cannot get to the state after %s: %s", target.short, reason
+            )  # the machine says so, and when next
             self._failed(ApplyFailed(target, reason))
 
     async def _apply(self, action: Apply) -> None:

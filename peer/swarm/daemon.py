@@ -28,7 +28,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_sa
 from hivemind.utils.logging import use_hivemind_log_handler
 
 from peer.swarm.addresses import bind_of
-from peer.swarm.errors import PeerUnreachable, SwarmError, SwarmStartError
+from peer.swarm.errors import PeerUnreachable, SwarmError, SwarmStartError, libp2p_words
 from peer.swarm.limits import Guard, Limits
 from protocol.errors import CairnError, IdentityError, MalformedError
 from protocol.identity import Identity
@@ -193,7 +193,7 @@ class Daemon(P2P):
         try:
             response = await asyncio.wait_for(ask(), seconds)
             if response.type == p2pd_pb2.Response.ERROR:
-                raise PeerUnreachable(f"peer {peer.short}: {_brief(response.error.msg)}")
+                raise PeerUnreachable(f"peer {peer.short}: {libp2p_words(response.error.msg)}")
             if request.type == p2pd_pb2.Request.STREAM_OPEN and response.streamInfo.peer != peer.libp2p_id:
                 raise PeerUnreachable(f"peer {peer.short}: the stream leads to another peer")
             done = True
@@ -246,7 +246,7 @@ async def start_daemon(
         try:
             return await _start_once(identity, listen, announce, folder, limits, start_seconds)
         except (P2PDaemonError, OSError) as e:
-            causes.append(_brief(str(e)))
+            causes.append(libp2p_words(str(e)))
             log.warning("libp2p's daemon did not start: %s", causes[-1])
     raise SwarmStartError(
         f"libp2p's daemon did not start, twice: {causes[-1]}; check that the listen address belongs to this machine, "
@@ -320,7 +320,3 @@ def _check_port_free(address: str) -> None:
                 f"cannot listen on {address}: {(e.strerror or str(e)).lower()}; stop what listens there, or choose "
                 "another port (0: any)"
             ) from None
-
-
-def _brief(text: str) -> str:
-    return " ".join(text.split())[:300]

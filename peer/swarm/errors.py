@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from protocol.errors import CairnError
@@ -34,5 +35,19 @@ class BlobUnavailable(SwarmError):
     def __init__(self, digest: Digest, why: str, reasons: Mapping[PeerKey, str]):
         self.digest = digest
         self.reasons = dict(reasons)
-        said = "; ".join(f"{peer.short}: {reason}" for peer, reason in list(self.reasons.items())[:8])
+        said = "; ".join(
+            f"{peer.short}: {reason.removeprefix(f'peer {peer.short}: ')}"
+            for peer, reason in list(self.reasons.items())[:8]
+        )
         super().__init__(f"blob {digest.short} could not be fetched ({why})" + (f": {said}" if said else ""))
+
+
+_DIAL = re.compile(r"failed to dial .*all dials failed.*\] (.+)$")
+
+
+def libp2p_words(text: str) -> str:
+    """What libp2p's daemon, or a stranger, says of an error: one line fit for a log. Of all the dials that failed, with
+    an address each, only why the last one did."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[:4000]).split())
+    found = _DIAL.search(line)
+    return (f"cannot be dialled: {found[1]}" if found else line)[:300]

@@ -19,7 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerErr
 from peer.store import Store
 from peer.swarm.addresses import dialable, parse_address
 from peer.swarm.daemon import START_SECONDS, Daemon, sender_key, start_daemon
-from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable
+from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable, libp2p_words
 from peer.swarm.fetch import Fetch, OnBad
 from peer.swarm.limits import Limits
 from peer.swarm.links import LinkLimits, Links
@@ -195,7 +195,7 @@ class Swarm:
                 try:
                     await self._daemon.dial(peer, by_peer[peer], DIAL_SECONDS)
                 except PeerUnreachable as e:
-                    log.info("%s", e)
+                    log.debug("%s", e)  # while nobody answers, this is tried each second
                     return None
                 if self._presence is not None:
                     await self._presence.meet(peer)
@@ -234,9 +234,9 @@ class Swarm:
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"peer {to.short} did not answer in {timeout:g} s") from None
         except P2PHandlerError as e:
-            raise PeerRefused(f"peer {to.short} refused: {_printable(str(e))}") from None
+            raise PeerRefused(f"peer {to.short} refused: {libp2p_words(str(e))}") from None
         except P2PDaemonError as e:
-            raise PeerUnreachable(f"peer {to.short}: {_printable(str(e))}") from None
+            raise PeerUnreachable(f"peer {to.short}: {libp2p_words(str(e))}") from None
         except DecodeError:
             raise PeerRefused(f"peer {to.short} answered with what is no {reply.__name__}") from None
         self._traffic.up += data_size
@@ -333,8 +333,3 @@ class Swarm:
             self._presence.stop()
         await self._daemon.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _printable(text: str) -> str:
-    """A stranger's words, fit for a log line."""
-    return "".join(c if c.isprintable() else " " for c in text)[:300]
