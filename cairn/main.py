@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -66,7 +67,13 @@ def peer() -> None:
 @click.argument("invite")
 @_home
 @click.option("--name", default="", help="What to be called on the run's page (at most 40 bytes).")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="auto, cpu, cuda or cuda:N.",
+    callback=lambda _c, _p, value: _device(value),
+)
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the trainer.  [default: all]"
 )
@@ -221,6 +228,13 @@ def _size(text: str, option: str) -> int:
             f"{text!r} is not a size of at least 1M: write for example 800M or 50G", param_hint=option
         )
     return value
+
+
+def _device(text: str) -> str:
+    """Whether there is such a device is the trainer's to say; whether it could be, is said before anything starts."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise click.BadParameter(f"{text[:40]!r} is not a device: write auto, cpu, cuda, or cuda:0 (cuda:1, ...)")
+    return text
 
 
 if __name__ == "__main__":

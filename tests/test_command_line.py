@@ -196,7 +196,9 @@ def test_one_home_is_used_by_one_peer_at_a_time(tmp_path: Path):
         assert "already" in refused("peer", "join", invite(), "--home", tmp_path)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--disk", "none"), ("--threads", "0"), ("--name", "x" * 41)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--disk", "none"), ("--threads", "0"), ("--name", "x" * 41), ("--device", "tpu")]
+)
 def test_an_option_out_of_range_is_named(tmp_path: Path, option: str, value: str):
     assert option in refused("peer", "join", invite(), "--home", tmp_path, option, value)
 
