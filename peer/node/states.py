@@ -105,9 +105,8 @@ class States:
             raise  # no next try helps: the user must act
         except (CairnError, asyncio.TimeoutError) as e:
             reason = str(e) or "no answer in time"
-            log.debug(
-                "cannot get to the state after %s: %s", target.short, reason
-            )  # the machine says so, and when next
+            # The machine tells the user, and when it is tried again.
+            log.debug("cannot get to the state after %s: %s", target.short, reason)
             self._failed(ApplyFailed(target, reason))
 
     async def _apply(self, action: Apply) -> None:
