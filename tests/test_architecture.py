@@ -26,6 +26,9 @@ MAY_IMPORT = {
 }
 """`cairn -> peer, coordinator -> protocol`: peer and coordinator never know each other."""
 
+OF_TESTS = {"benchmarks": "tests.wan"}
+"""What of the tests a package may import: benchmarks run over the emulated internet, which knows nothing of Cairn."""
+
 WORLD = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "fsspec", "glob", "grpc", "hivemind", "http", "httpx", "io",
     "logging", "mmap", "multiprocessing", "numpy.random", "os", "pathlib", "random", "requests", "secrets", "select",
@@ -117,7 +120,12 @@ def test_the_walk_sees_every_package_and_every_kind_of_import():
 def test_dependencies_point_one_way(package: str):
     forbidden = {*PACKAGES, "benchmarks", "tests"} - MAY_IMPORT[package]
     wrong = [(s.path, m) for s in sources(package) for m in s.imports() if is_of(m, forbidden)]
-    assert not wrong
+    assert not [(p, m) for p, m in wrong if not is_of(m, {OF_TESTS.get(package, package)})]
+
+
+def test_the_emulated_internet_knows_nothing_of_the_project():
+    packages = {*PACKAGES, "benchmarks"}
+    assert not [(s.path, m) for s in sources("tests/wan") for m in s.imports() if is_of(m, packages)]
 
 
 def test_the_protocol_touches_no_socket_file_clock_process_or_chance():
