@@ -158,6 +158,11 @@ class Wan:
         self.cut(host)
         kill_in(namespace(self.name, host))
 
+    def pids(self, host: str) -> list[int]:
+        """Every process that runs on a host now."""
+        self.host(host)
+        return [int(pid) for pid in sh("ip", "netns", "pids", namespace(self.name, host)).split()]
+
     def counters(self) -> Counters:
         """What has gone over the lines so far."""
         words = self._ask("stat")

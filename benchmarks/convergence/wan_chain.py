@@ -1,0 +1,44 @@
+"""What a run's chain says, read from a coordinator's folder: who was in each round, with how many windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.authoring.resolve import SPEC
+from protocol.chain import Chain
+from protocol.envelope import open_envelope
+from protocol.messages import Opener
+from protocol.rounds.policy import Policy
+from protocol.spec import KIND, MAX_SPEC, RunSpec, parse_spec
+
+
+@dataclass(frozen=True)
+class ChainRound:
+    """One accepted round. `loss`: the contributors' training loss, by windows; `update_sizes` in bytes."""
+
+    round: int
+    windows: int
+    loss: float
+    update_sizes: tuple[int, ...]
+
+
+def read_spec(home: Path) -> RunSpec:
+    """The spec of the run in a coordinator's folder."""
+    sent = (home / "run" / SPEC).read_bytes()
+    return parse_spec(open_envelope(sent, KIND, limit=MAX_SPEC + 1024).payload)
+
+
+def read_chain(spec: RunSpec, store: Path) -> list[ChainRound]:
+    """The head's path from the genesis, oldest first. Every certificate is verified. Raises ProtocolError."""
+    opener = Opener(spec.run_id, spec.owner_key)
+    chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
+    for file in sorted((store / "chain").glob("*-*")):
+        chain.add(opener.certificate(file.read_bytes()[32:]))
+    rounds = []
+    for certificate in chain.path(chain.genesis, chain.head):
+        body = certificate.record.body
+        windows = sum(u.body.windows for u in body.updates)
+        loss = sum(u.body.loss * u.body.windows for u in body.updates) / windows
+        rounds.append(ChainRound(body.round, windows, loss, tuple(u.body.blob_size for u in body.updates)))
+    return rounds

@@ -1,0 +1,177 @@
+"""Real processes on the hosts of an emulated internet, for benchmarks: started, counted, and gone at the end.
+
+What is shared by `over_wan` (Cairn's own processes) and `rival_hivemind`. Everything that a process writes lies in one
+temporary folder, which goes with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import CairnError
+from tests.wan import Topology, Wan, WanError
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class BenchError(CairnError):
+    """The benchmark cannot be run here, or what it runs has failed; says why."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """IP bytes that left a host and that reached it."""
+
+    up: int
+    down: int
+
+    def __sub__(self, other: Wire) -> Wire:
+        return Wire(self.up - other.up, self.down - other.down)
+
+
+class Running:
+    """One process on a host; its output is in a file."""
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str, output: Path):
+        self._process = process
+        self.name = name
+        self.output = output
+
+    @property
+    def code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def last_words(self, lines: int = 8) -> str:
+        """The end of what it printed."""
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+
+    def ask_to_stop(self) -> None:
+        if self.code is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def ended_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(max(0.05, seconds))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Hosts:
+    """An emulated internet and what runs on it; see `hosts`."""
+
+    def __init__(self, wan: Wan, folder: Path):
+        self.wan = wan
+        self.folder = folder
+        self.running: list[Running] = []
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+
+    def start(self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Running:
+        """Run a command on a host. It ends when this process does, and its temporary files are in the folder."""
+        output = self.folder / f"{host}-{len(self.running)}.txt"
+        given = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary)}
+        with open(output, "wb") as out:
+            process = subprocess.Popen(
+                self.wan.command(host, command),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **given, **(environment or {})},
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        self.running.append(Running(process, host, output))
+        return self.running[-1]
+
+    def ip(self, host: str) -> str:
+        return self.wan.host(host).ip
+
+    def wire(self) -> dict[str, Wire]:
+        """Bytes on each host's line so far."""
+        return {name: Wire(c.tx_bytes, c.rx_bytes) for name, c in self.wan.counters().hosts.items()}
+
+    def cpu_seconds(self, host: str) -> dict[str, float]:
+        """CPU time so far of the processes that run on a host now, by what they are."""
+        found: dict[str, float] = {}
+        for pid in self.wan.pids(host):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has just ended
+            kind = kind_of(command)
+            found[kind] = found.get(kind, 0.0) + (int(fields[11]) + int(fields[12])) / _TICKS
+        return found
+
+    def check(self) -> None:
+        """Raises BenchError when a process has failed."""
+        for process in self.running:
+            if process.code not in (None, 0):
+                raise BenchError(f"{process.name} ended with code {process.code}:\n{process.last_words()}")
+
+    def until(self, what: str, look: Callable[[], bool], seconds: float, every: float = 0.1) -> None:
+        """Wait for something. Raises BenchError when it does not come in time, or a process fails."""
+        end = time.monotonic() + seconds
+        while not look():
+            self.check()
+            if time.monotonic() > end:
+                words = "\n".join(f"--- {p.name}\n{p.last_words()}" for p in self.running)
+                raise BenchError(f"not within {seconds:.0f} s: {what}\n{words}")
+            time.sleep(every)
+
+    def stop(self, seconds: float = 15.0) -> None:
+        """Ask every process to stop, then kill those that did not."""
+        for process in self.running:
+            process.ask_to_stop()
+        end = time.monotonic() + seconds
+        for process in self.running:
+            if not process.ended_within(end - time.monotonic()):
+                process.kill()
+
+
+def kind_of(command: str) -> str:
+    """What a process is, by its command line: trainer, daemon (libp2p's), or node."""
+    if "peer.training" in command:
+        return "trainer"
+    return "daemon" if "p2pd" in command.split(" ", 1)[0] or "watchdog" in command else "node"
+
+
+@contextmanager
+def hosts(topology: Topology, *, ttl: float, keep: Path | None = None) -> Iterator[Hosts]:
+    """An emulated internet of its own name, with a folder that is removed unless it is `keep`. Raises BenchError."""
+    folder = keep or Path(tempfile.mkdtemp(prefix="cairn-wan-bench-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with Wan(topology, name=f"b{os.getpid()}", ttl=ttl) as wan:
+            world = Hosts(wan, folder)
+            try:
+                yield world
+            finally:
+                world.stop()
+    except WanError as e:
+        raise BenchError(f"no emulated internet: {e}") from None
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
