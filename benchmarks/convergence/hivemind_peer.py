@@ -23,6 +23,7 @@ import hivemind
 import numpy as np
 import torch
 from hivemind import compression
+from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
 from safetensors.torch import save_file
 from torch import Tensor
@@ -117,8 +118,13 @@ def main() -> int:
         )
 
     options = dict(job.options)
-    if job.power_rank:
-        options["grad_averager_factory"] = partial(PowerSGDGradientAverager, averager_rank=job.power_rank)
+    # Its `averager_opts` reach the averager of parameters only, whatever the docstring says: gradients want them too.
+    also = options.get("averager_opts", {})
+    options["grad_averager_factory"] = (
+        partial(PowerSGDGradientAverager, averager_rank=job.power_rank, **also)
+        if job.power_rank
+        else partial(GradientAverager, **also)
+    )
     wire = COMPRESSIONS[job.compression]()
     opt = hivemind.Optimizer(
         dht=dht,

@@ -94,8 +94,8 @@ class Point:
 @dataclass(frozen=True)
 class RivalResult:
     """One run. Steps are global; seconds and bytes are of the steps after the first two. `averaged`: the share of
-    (step, peer) in which the gradient used was the mean of what all peers gave; `agreed`: in which all peers used the
-    same; `missed`: in which a peer had no part and loaded state instead. `model_difference`: the largest difference
+    (step, peer) in which the gradient used was the mean of what all gave; `agreed`: of steps, in which all peers used
+    the same; `missed`: of (step, peer), in which a peer had no part. `model_difference`: the largest difference
     of two peers' last parameters, relative to the mean's norm. `transport_floor`: 2 (n - 1) / n times the gradient,
     up the line, and two round trips."""
 
@@ -306,18 +306,17 @@ def judge_sketches(
         found = [line for line in here if line is not None and line["used"] is not None]
         missed += len(here) - len(found)
         given = sum(line["windows"] for line in found)
-        if not found or not given:
+        if not given:
             continue
         mean_given = np.array([line["windows"] * np.array(line["own"]) for line in found]).sum(axis=0) / given
-        mean_used = np.array([line["used"] for line in found]).mean(axis=0)
-        for line in found:
-            used = np.array(line["used"])
-            agreed += _distance(used, mean_used) <= CLOSE
-            if alike:
-                worst = max(worst, distance := _distance(used, mean_given))
-                averaged += distance <= CLOSE
-    total = steps * len(lines)
-    return averaged / total, agreed / total, missed / total, worst
+        used = [np.array(line["used"]) for line in found]
+        agreed += len(found) == len(here) and all(_distance(a, b) <= CLOSE for a in used for b in used)
+        if alike:
+            distances = [_distance(u, mean_given) for u in used]
+            averaged += sum(d <= CLOSE for d in distances)
+            worst = max(worst, *distances)
+    peers = len(lines)
+    return averaged / (steps * peers), agreed / steps, missed / (steps * peers), worst
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -347,7 +346,8 @@ seconds     {r.seconds_per_step:.2f} a global step, p90 {r.seconds_per_step_p90:
 averaging {r.averaging_seconds:.2f}, floor {r.transport_floor:.2f})
 batch       {r.windows_per_step:.0f} windows a step of {r.target_windows} asked
 wire        {r.wire_up_per_step:,.0f} bytes up and {r.wire_down_per_step:,.0f} down a step and peer
-averaged    {r.averaged:.1%} right, {r.agreed:.1%} alike, {r.missed:.1%} missed; worst distance {r.worst_distance:.3f}
+averaged    {r.averaged:.1%} right, {r.agreed:.1%} of steps alike, {r.missed:.1%} missed; \
+worst distance {r.worst_distance:.3f}
 models      differ by {r.model_difference:.2e}
 loss        {r.curve[0].loss:.4f} -> {r.loss:.4f} after {r.steps} steps{simulated}
 load        {r.load}, router late by {r.router_late_ms:.1f} ms"""
