@@ -52,7 +52,7 @@ def main() -> None:
 
     \b
     Volunteer:   cairn peer join INVITE
-    Run owner:   cairn run validate run.toml, then cairn coordinator serve run.toml
+    Run owner:   cairn run plan, cairn run validate run.toml, then cairn coordinator serve run.toml
     Anyone:      cairn status INVITE
     Look first:  cairn demo
     """
@@ -148,6 +148,49 @@ def validate(file) -> None:
         click.echo(line)
 
 
+@run.command("plan")
+@click.option(
+    "--model", type=click.Path(dir_okay=False, path_type=Path), default=None, help="A config.json, or a run.toml."
+)
+@click.option(
+    "--parameters",
+    metavar="N",
+    callback=lambda _c, p, value: _count(value, p.opts[0]),
+    help="Or: how many, e.g. 130M, 1B, 7e9.  [default: 1B]",
+)
+@click.option("--peers", type=int, default=16, show_default=True, help="Volunteers at a time.")
+@click.option("--uplink", type=float, default=100, show_default=True, help="Mbit/s that a typical one sends.")
+@click.option("--downlink", type=float, default=None, help="Mbit/s that one receives.  [default: the uplink]")
+@click.option("--rtt", type=float, default=100, show_default=True, help="Milliseconds from one to another and back.")
+@click.option(
+    "--tokens-per-second",
+    metavar="N",
+    callback=lambda _c, p, value: _count(value, p.opts[0]),
+    help="Of one volunteer.  [default: estimated from parameters]",
+)
+@click.option("--window", type=int, default=None, help="Tokens that the model sees at once.  [default: up to 2048]")
+@click.option("--batch", type=int, default=None, help="Windows in an inner step.  [default: by total tokens, up to 64]")
+@click.option(
+    "--total-tokens",
+    metavar="N",
+    callback=lambda _c, p, value: _count(value, p.opts[0]),
+    help="Of the run.  [default: 20 a parameter]",
+)
+@click.option(
+    "--share", type=float, default=0.05, show_default=True, help="Most that an exchange may take of a round's training."
+)
+@click.option("--relays", is_flag=True, help="Well-connected members pass updates on: a peer sends its own about once.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write a commented run.toml here."
+)
+@click.option("--force", is_flag=True, help="Write over what is there.")
+def plan(**options) -> None:
+    """Say what to write into a run.toml for a model, volunteers and their links, why, and what it costs."""
+    from cairn.planning import PlanOptions, run_plan
+
+    run_plan(PlanOptions(**options))
+
+
 @main.group(cls=_Commands)
 def data() -> None:
     """Prepare data for a run."""
@@ -228,6 +271,13 @@ def _size(text: str, option: str) -> int:
             f"{text!r} is not a size of at least 1M: write for example 800M or 50G", param_hint=option
         )
     return value
+
+
+def _count(text: str | None, option: str) -> int | None:
+    """An option that may be written 130M, 1B or 7e9."""
+    from cairn.planning import parse_count
+
+    return None if text is None else parse_count(text, option)
 
 
 def _device(text: str) -> str:

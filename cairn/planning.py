@@ -1,0 +1,289 @@
+"""`cairn run plan`: from what a run owner knows to what run.toml should say, why, and what it costs."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from cairn.figures import byte_size, count
+from protocol.errors import CairnError
+
+if TYPE_CHECKING:
+    from coordinator.authoring.plan import Plan
+    from coordinator.authoring.shape import Model
+
+PARAMETERS = 10**9
+"""Where neither a model nor a number of parameters is given."""
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What was asked on the command line; None: not given."""
+
+    model: Path | None
+    parameters: int | None
+    peers: int
+    uplink: float
+    downlink: float | None
+    rtt: float
+    tokens_per_second: int | None
+    window: int | None
+    batch: int | None
+    total_tokens: int | None
+    share: float
+    relays: bool
+    out: Path | None
+    force: bool
+
+
+def parse_count(text: str, option: str) -> int:
+    """130M, 1B, 7e9 or 1_000_000 as an integer. Raises click.BadParameter."""
+    found = re.fullmatch(r"([0-9][0-9_]{0,18}(?:\.[0-9]{1,12})?(?:[eE][+]?[0-9]{1,2})?)([KMBGT]?)", text.strip(), re.I)
+    value = float(found[1].replace("_", "")) * UNITS[found[2].upper()] if found else 0.0
+    if not 1 <= value <= 2**53:
+        raise click.BadParameter(
+            f"{text[:40]!r} is not a number of at least 1: write for example 130M, 1B or 7e9", param_hint=option
+        )
+    return round(value)
+
+
+def run_plan(options: PlanOptions) -> None:
+    """Print a plan, and write the template if asked. Raises CairnError, and click.BadParameter for an option."""
+    from coordinator.authoring.plan import PlanError, Question, plan
+    from coordinator.authoring.shape import LEAST_PARAMETERS
+
+    if options.model and options.parameters is not None:
+        raise click.UsageError("--model and --parameters: give one of the two")
+    if options.out and options.out.exists() and not options.force:
+        raise CairnError(f"{options.out}: is there already: take another name, or --force to write over it")
+    parameters = PARAMETERS if options.parameters is None else options.parameters
+    if parameters < LEAST_PARAMETERS:
+        raise click.BadParameter(
+            f"{parameters:,} is too small for a language model: give at least {LEAST_PARAMETERS:,}",
+            param_hint="--parameters",
+        )
+    model = _model(options)
+    default = Question.window if model is None or model.positions is None else min(Question.window, model.positions)
+    try:
+        made = plan(
+            Question(
+                model=parameters if model is None else model.layout,
+                peers=options.peers,
+                uplink=options.uplink,
+                downlink=options.downlink,
+                rtt=options.rtt,
+                tokens_per_second=options.tokens_per_second,
+                window=default if options.window is None else options.window,
+                batch=options.batch,
+                total_tokens=options.total_tokens,
+                share=options.share,
+                relays=options.relays,
+            )
+        )
+    except PlanError as e:
+        raise click.BadParameter(e.reason, param_hint=f"--{e.field.replace('_', '-')}") from None
+    assumed = options.model is None and options.parameters is None
+    for line in lines(made, str(options.model or ""), assumed=assumed):
+        click.echo(line)
+    if options.out:
+        _write(options.out, _template(made, options, model))
+        click.echo(
+            f"\n{options.out} is written: name your documents in its [data], then: cairn run validate {options.out}"
+        )
+
+
+def _model(options: PlanOptions) -> Model | None:
+    from coordinator.authoring.shape import read_model
+
+    if options.model is None:
+        return None
+    model = read_model(options.model)
+    if options.window is not None and model.positions is not None and options.window > model.positions:
+        raise click.BadParameter(
+            f"{options.window} tokens do not fit the model's {model.positions} positions: give at most that",
+            param_hint="--window",
+        )
+    return model
+
+
+def _template(made: Plan, options: PlanOptions, model: Model | None) -> str:
+    from coordinator.authoring.shape import llama_of, parameters_of_table
+    from coordinator.authoring.template import fill
+
+    if model is not None:
+        return fill(made, model.table, model.vocabulary, f"From {ascii(options.model.name if options.model else '')}.")
+    table = llama_of(made.question.parameters, made.question.window)
+    note = f"A Llama of {parameters_of_table(table):,} parameters, drawn for the plan: put your own model here."
+    return fill(made, table, table["vocab_size"], note)
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or nothing. Raises CairnError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        raise CairnError(f"{path}: cannot be written: {e.strerror or e}") from None
+
+
+def lines(p: Plan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
+    """A plan for people."""
+    q = p.question
+    yield from _aligned(_conditions(p, model, assumed))
+    yield ""
+    if p.too_slow:
+        yield from _too_slow(p)
+        yield ""
+    yield from _aligned([("write", "value", "why"), *_choices(p)])
+    yield ""
+    yield from _aligned(_costs(p))
+    yield ""
+    yield from _aligned(_changes(p))
+    for caution in p.cautions:
+        yield f"note: {caution}"
+    if not q.relays:
+        yield "note: assumes that every peer sends its update to each other itself: members that pass updates on spare it"
+
+
+def _conditions(p: Plan, model: str, assumed: bool) -> Iterator[tuple[str, ...]]:
+    from coordinator.authoring.plan import ASSUMED_FLOPS, ASSUMED_UTILISATION
+
+    q = p.question
+    said = " (assumed: --parameters or --model says otherwise)" if assumed else f" ({model})" if model else ""
+    yield "model", f"{q.parameters:,} parameters{said}"
+    down = "the same" if q.downlink is None else f"{q.downlink:g} Mbit/s"
+    yield "peers", f"{q.peers}, each {q.uplink:g} Mbit/s up, {down} down, {q.rtt:g} ms to each other and back"
+    how = (
+        f" (assumed: {ASSUMED_UTILISATION:.0%} of a GPU of {ASSUMED_FLOPS / 1e12:g} TFLOP/s; --tokens-per-second "
+        "says otherwise)"
+    )
+    yield "speed", f"{q.speed:,.0f} tokens/s a peer{how if q.tokens_per_second is None else ''}"
+    yield "data", f"{count(q.total)} tokens, {q.total / q.parameters:.3g} a parameter"
+
+
+def _too_slow(p: Plan) -> Iterator[str]:
+    q, remedies = p.question, p.too_slow
+    if remedies is None:
+        return
+    yield (
+        f"TOO SLOW: no measured setting exchanges within {q.share:.1%} of a round's training; the one that comes "
+        f"nearest takes {p.cost.share:.1%}. It is planned below; one of these would make it fit:"
+    )
+    if remedies.inner_steps:
+        yield (
+            f"  longer rounds: round.target_tokens = {remedies.inner_steps * q.step_tokens:_} (H = "
+            f"{remedies.inner_steps}; what that does to the loss was not measured)"
+        )
+    if remedies.share:
+        yield f"  a larger share: --share {remedies.share:g} (training goes on meanwhile: no GPU waits)"
+    if remedies.uplink < math.inf:
+        yield f"  faster links: {_mbit(remedies.uplink)} up"
+    if remedies.peers:
+        yield f"  fewer peers: {remedies.peers}"
+    if not q.relays:
+        yield "  members with fast links that pass updates on: --relays, with --downlink"
+
+
+def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
+    from coordinator.authoring import findings
+
+    q, m, c = p.question, p.setting, p.cost
+    measured = f"measured: {findings.SOURCE}"
+    rule = f"the least that fits into {q.share:.1%} of a round" if p.fits else "the nearest to fitting"
+    yield "codec.kind", f"{findings.KIND.value}", f"{findings.KIND.why} ({measured})"
+    yield "codec.k", f"{m.k}", f"with H final loss {m.loss:g} x data-parallel's, {rule} ({measured})"
+    yield (
+        "inner steps (H)",
+        f"{m.inner_steps}",
+        f"{c.training_seconds:.3g} s a round, of {q.windows} x {q.window} tokens",
+    )
+    yield (
+        "round.target_tokens",
+        f"{p.target_tokens:_}",
+        f"H {m.inner_steps} x {q.peers} peers x {q.windows} windows x {q.window} tokens",
+    )
+    yield "codec.beta", f"{findings.BETA.value}", f"{findings.BETA.why} ({measured})"
+    yield "outer.mean", f"{findings.MEAN.value}", f"{findings.MEAN.why} ({measured})"
+    yield "outer.optimiser", f"{findings.OUTER.value}", f"{findings.OUTER.why} ({measured})"
+    yield "outer.lr", f"{findings.OUTER_LR.value}", findings.OUTER_LR.why
+    yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"
+    yield "inner.batch", f"{q.windows}", _why_batch(p)
+    yield "warmup_tokens", f"{p.warmup_tokens:_}", f"{findings.WARMUP:.0%} of the run, then a cosine to a tenth"
+    t = p.timers
+    yield "round.max_seconds", f"{t.max_seconds}", f"3 x the {c.training_seconds:.3g} s of training, at least 600"
+    yield "round.exchange_seconds", f"{t.exchange_seconds}", f"4 x the {c.exchange_seconds:.3g} s planned, at least 60"
+    yield "round.propose_seconds", f"{t.propose_seconds}", "20 round trips, at least 10"
+    yield "round.patience_seconds", f"{t.patience_seconds}", "2 x exchange_seconds, at least 120"
+    yield "overlap", "always", "training goes on during the exchange: not a field"
+
+
+def _why_batch(p: Plan) -> str:
+    from coordinator.authoring.plan import LEAST_STEPS, MOST_BATCH
+
+    if p.question.batch is not None:
+        return "as given"
+    return f"at most {MOST_BATCH}, halved until the run has {LEAST_STEPS:,} inner steps"
+
+
+def _costs(p: Plan) -> Iterator[tuple[str, ...]]:
+    q, c = p.question, p.cost
+    to = "once, the rest by relays" if q.relays else f"to {q.copies} others"
+    yield "update", f"{c.update_bytes:,} bytes, {8 * c.update_bytes / q.parameters:.3f} bits a parameter"
+    yield "up", f"{byte_size(p.up_bytes)} a peer and round ({to}); down {byte_size(p.down_bytes)}"
+    slower = "up" if q.copies / q.uplink >= (q.peers - 1) / (q.downlink or q.uplink) else "down"
+    yield "exchange", f"{c.exchange_seconds:.3g} s (bytes {slower} / {slower}link + 2 round trips)"
+    yield "of the round", f"{c.share:.1%} of {c.training_seconds:.3g} s of training, if nothing overlapped"
+    yield "length", f"{p.rounds:,} rounds, {_long(p.days)} ({_long(p.days_without_overlap)} if nothing overlapped)"
+    yield (
+        "in all",
+        f"{byte_size(p.total_up_bytes)} up a peer; data-parallel in bf16 {byte_size(p.data_parallel_bytes)} (ring "
+        f"all-reduce a step): {p.data_parallel_bytes / p.total_up_bytes:,.3g}x",
+    )
+    yield "by payload", f"an update is {p.fewer_than_gradients:,.4g}x smaller than the bf16 gradients of its steps"
+
+
+def _changes(p: Plan) -> Iterator[tuple[str, ...]]:
+    q, c = p.question, p.cost
+    if p.better:
+        b = p.better.setting
+        yield (
+            "better",
+            f"from {_mbit(p.better.uplink_needed)} up: k {b.k}, H {b.inner_steps} (loss {b.loss:g} x, for "
+            f"{p.setting.loss:g} x)",
+        )
+    else:
+        yield "better", "no measured setting has less loss and would fit over a faster uplink"
+    if p.double_k_uplink < math.inf:
+        yield "", f"from {_mbit(p.double_k_uplink)} up: k {2 * p.setting.k} at the same H"
+    if p.fits:
+        yield "worse", f"below {_mbit(c.uplink_needed)} up this does not fit into {q.share:.1%}"
+        if p.most_peers:
+            yield "", f"nor with more than {p.most_peers} peers"
+
+
+def _mbit(n: float) -> str:
+    return f"{n:,.0f} Mbit/s" if n >= 100 else f"{n:.3g} Mbit/s"
+
+
+def _long(days: float) -> str:
+    return (
+        f"{days:,.1f} days" if days >= 2 else f"{24 * days:.1f} hours" if days >= 1 / 12 else f"{1440 * days:.1f} min"
+    )
+
+
+def _aligned(rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> Iterator[str]:
+    """Columns as wide as their widest cell; the last one is free."""
+    held = list(rows)
+    widths = [max(len(row[i]) for row in held) for i in range(min(map(len, held)) - 1)]
+    for row in held:
+        yield "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]).rstrip()

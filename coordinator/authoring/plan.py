@@ -1,0 +1,384 @@
+"""From what a run owner knows (model, peers, links) to what run.toml should say, and what that costs: a pure function.
+
+The rule: of the settings (k, H) that were measured, the one with the least loss whose exchange takes no more than a
+given share of a round's training. Sizes are the codec's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from coordinator.authoring import findings
+from coordinator.authoring.errors import AuthoringError
+from coordinator.authoring.findings import Measured
+from protocol.codec import make_codec
+from protocol.layout import CODEC_CHUNK, MAX_NUMEL, Layout
+from protocol.messages import MAX_CONTRIBUTORS
+from protocol.spec import CodecSpec, CreditSpec, RoundSpec
+
+BF16 = 2
+"""Bytes of a gradient's value in data-parallel training."""
+ASSUMED_FLOPS = 100e12
+"""FLOP/s of a volunteer's GPU, where the owner does not say how fast it is."""
+ASSUMED_UTILISATION = 0.4
+TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al. 2022 (arXiv 2203.15556)."""
+MOST_BATCH = 64
+LEAST_STEPS = 4000
+"""A batch that is not given is MOST_BATCH windows a peer, halved until the run has so many inner steps: large batches
+spare exchanges, too large ones waste tokens."""
+FEW_ROUNDS = 50
+MAX_TOKENS = 10**14
+"""Of a run: twice the largest round still fits into a spec's integers."""
+WEEK = 7 * 86_400
+"""Seconds: the longest timer that a spec may hold."""
+
+
+class PlanError(AuthoringError):
+    """A question that makes no sense. `field` is the question's field, `reason` says what it wants."""
+
+    def __init__(self, field: str, reason: str):
+        super().__init__(f"{field.replace('_', ' ')}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the owner knows. None: derived, as the properties say."""
+
+    model: Layout | int
+    """The model's layout, or only its number of parameters: then its chunks are taken to be full."""
+    peers: int = 16
+    uplink: float = 100.0
+    """Mbit/s that a typical volunteer sends."""
+    downlink: float | None = None
+    """Mbit/s that one receives; None: as much as the uplink."""
+    rtt: float = 100.0
+    """Milliseconds between two volunteers and back."""
+    tokens_per_second: float | None = None
+    """Of one peer."""
+    window: int = 2048
+    batch: int | None = None
+    """Windows in an inner step of one peer."""
+    total_tokens: int | None = None
+    share: float = 0.05
+    """The most that an exchange may take of a round's training time, if nothing overlapped."""
+    relays: bool = False
+    """Well-connected members pass updates on, so that a peer sends its own about once, not to each of the others."""
+
+    def __post_init__(self):
+        _within("parameters", self.parameters, 1, MAX_NUMEL)
+        _within("peers", self.peers, 2, MAX_CONTRIBUTORS)
+        _within("uplink", self.uplink, 0.001, 1e6, " Mbit/s")
+        if self.downlink is not None:
+            _within("downlink", self.downlink, 0.001, 1e6, " Mbit/s")
+        _within("rtt", self.rtt, 0, 10_000, " ms")
+        if self.tokens_per_second is not None:
+            _within("tokens_per_second", self.tokens_per_second, 0.01, 1e12)
+        _within("window", self.window, 8, 2**20, " tokens")
+        if self.batch is not None:
+            _within("batch", self.batch, 1, 65_536, " windows")
+        _within("total_tokens", self.total, 1, MAX_TOKENS)
+        _within("share", self.share, 0.0001, 1)
+        if self.step_tokens > self.total:
+            raise PlanError(
+                "total_tokens" if self.total_tokens is not None else "batch",
+                f"one inner step of all peers has {self.step_tokens:,} tokens, more than the run's {self.total:,}: "
+                "take smaller batches or windows, or more tokens",
+            )
+
+    @property
+    def parameters(self) -> int:
+        return self.model if isinstance(self.model, int) else self.model.numel
+
+    @property
+    def total(self) -> int:
+        """Tokens of the run: what is given, else 20 a parameter."""
+        return TOKENS_PER_PARAMETER * self.parameters if self.total_tokens is None else self.total_tokens
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of one peer: what is given, else what the assumed GPU does at the assumed utilisation."""
+        flops = CreditSpec().flops_per_parameter_token * self.parameters
+        return ASSUMED_UTILISATION * ASSUMED_FLOPS / flops if self.tokens_per_second is None else self.tokens_per_second
+
+    @property
+    def windows(self) -> int:
+        """Windows in an inner step of one peer: what is given, else MOST_BATCH, halved for LEAST_STEPS."""
+        if self.batch is not None:
+            return self.batch
+        batch = MOST_BATCH
+        while batch > 1 and LEAST_STEPS * batch * self.window * self.peers > self.total:
+            batch //= 2
+        return batch
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one inner step of all peers together: the global batch."""
+        return self.windows * self.window * self.peers
+
+    @property
+    def copies(self) -> int:
+        """How often a peer sends its update."""
+        return 1 if self.relays else self.peers - 1
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The model's, or one tensor of full chunks with at least as many parameters."""
+        if isinstance(self.model, Layout):
+            return self.model
+        chunks = -(-self.model // CODEC_CHUNK)
+        return Layout.of({"parameters": (min(chunks * CODEC_CHUNK, MAX_NUMEL),)})
+
+    def training_seconds(self, inner_steps: int) -> float:
+        return inner_steps * self.windows * self.window / self.speed
+
+    def update_bytes(self, k: int) -> int:
+        """Exactly what an update has on the wire."""
+        return make_codec(CodecSpec(kind="sparse", k=k), self.layout).size
+
+    def exchange_seconds(self, update_bytes: int) -> float:
+        """Until everybody has everybody's update: the slower of sending and receiving, and two round trips."""
+        up = self.copies * update_bytes / self.uplink
+        down = (self.peers - 1) * update_bytes / (self.downlink or self.uplink)
+        return 8e-6 * max(up, down) + 2 * self.rtt / 1000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A measured setting under a question's conditions."""
+
+    setting: Measured
+    update_bytes: int
+    training_seconds: float
+    exchange_seconds: float
+    uplink_needed: float
+    """Mbit/s from which it fits into the share; infinite when no uplink is enough."""
+
+    @property
+    def share(self) -> float:
+        """Of the training time of a round, what its exchange would take if nothing overlapped."""
+        return self.exchange_seconds / self.training_seconds
+
+
+@dataclass(frozen=True)
+class Timers:
+    """Fields of [round], in seconds. They are for faults: a healthy round waits for none of them."""
+
+    max_seconds: int
+    exchange_seconds: int
+    propose_seconds: int
+    patience_seconds: int
+
+
+@dataclass(frozen=True)
+class TooSlow:
+    """What would make the cheapest measured setting fit when none does. Each alone is enough."""
+
+    inner_steps: int | None
+    """H at the plan's k, beyond what was measured; None when no H does it within a run of FEW_ROUNDS rounds."""
+    share: float | None
+    """None when the exchange takes longer than the training."""
+    uplink: float
+    """Mbit/s; infinite when none is enough."""
+    peers: int | None
+    """At most so many; None when two are too many."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to write, and what it costs."""
+
+    question: Question
+    cost: Cost
+    fits: bool
+    """False: no measured setting fits, and this is the one whose exchange takes the least share."""
+    too_slow: TooSlow | None
+    """The remedies when it does not fit."""
+    target_tokens: int
+    rounds: int
+    timers: Timers
+    max_members: int
+    lr: float
+    warmup_tokens: int
+    better: Cost | None
+    """The setting with less loss that needs the least uplink."""
+    double_k_uplink: float
+    """Mbit/s from which twice the k fits at the same H, measured or not; infinite: none, or k is all."""
+    most_peers: int | None
+    """With more peers this setting does not fit into the share; None when it does not fit now."""
+    cautions: tuple[str, ...]
+
+    @property
+    def setting(self) -> Measured:
+        return self.cost.setting
+
+    @property
+    def up_bytes(self) -> int:
+        """That one peer sends in a round."""
+        return self.question.copies * self.cost.update_bytes
+
+    @property
+    def down_bytes(self) -> int:
+        """That one peer receives in a round."""
+        return (self.question.peers - 1) * self.cost.update_bytes
+
+    @property
+    def total_up_bytes(self) -> int:
+        """That one peer sends in the whole run."""
+        return self.rounds * self.up_bytes
+
+    @property
+    def data_parallel_bytes(self) -> int:
+        """That one peer would send in the whole run with a ring all-reduce of bf16 gradients after each step."""
+        n = self.question.peers
+        return self.question.total // self.question.step_tokens * 2 * (n - 1) * BF16 * self.question.parameters // n
+
+    @property
+    def fewer_than_gradients(self) -> float:
+        """Bytes of the bf16 gradients that an update stands for, by those of the update: how the study counts."""
+        return BF16 * self.question.parameters * self.setting.inner_steps / self.cost.update_bytes
+
+    @property
+    def days(self) -> float:
+        """Of the whole run. Training goes on during the exchange, so that the longer of the two sets the pace."""
+        return self.rounds * max(self.cost.training_seconds, self.cost.exchange_seconds) / 86_400
+
+    @property
+    def days_without_overlap(self) -> float:
+        return self.rounds * (self.cost.training_seconds + self.cost.exchange_seconds) / 86_400
+
+
+def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -> Plan:
+    """The best measured setting that fits, or the cheapest where none does, with its costs. Raises PlanError."""
+    costs = [_cost(question, m.k, m.inner_steps, m) for m in measured]
+    fitting = [c for c in costs if c.share <= question.share]
+    # Ties go to the fewer bytes a token, which no link changes.
+    best = min(fitting or costs, key=lambda c: (c.setting.loss, _bytes_a_step(c)) if fitting else (c.share, 0.0))
+    if best.training_seconds * 3 > WEEK:
+        raise PlanError(
+            "tokens_per_second",
+            f"a round of {best.setting.inner_steps} inner steps would take {best.training_seconds / 86_400:.1f} days, "
+            "and its timers end at 7: take a smaller --batch or faster peers",
+        )
+    q, setting = question, best.setting
+    target = setting.inner_steps * q.step_tokens
+    better = [c for c in costs if c.setting.loss < setting.loss and c not in fitting and c.uplink_needed < math.inf]
+    doubled = 2 * setting.k
+    rounds = -(-q.total // target)
+    return Plan(
+        question=q,
+        cost=best,
+        fits=bool(fitting),
+        too_slow=None if fitting else _remedies(q, best),
+        target_tokens=target,
+        rounds=rounds,
+        timers=_timers(q, best),
+        max_members=max(RoundSpec.model_fields["max_members"].default, min(MAX_CONTRIBUTORS, 2 * q.peers)),
+        lr=_lr(q.parameters),
+        warmup_tokens=round(findings.WARMUP * q.total),
+        better=min(better, key=lambda c: (c.uplink_needed, c.setting.loss), default=None),
+        double_k_uplink=_cost(q, doubled, setting.inner_steps).uplink_needed if doubled <= CODEC_CHUNK else math.inf,
+        most_peers=_most_peers(q, best) if fitting else None,
+        cautions=tuple(_cautions(q, best, rounds)),
+    )
+
+
+def _cost(q: Question, k: int, inner_steps: int, setting: Measured | None = None) -> Cost:
+    size, training = q.update_bytes(k), q.training_seconds(inner_steps)
+    return Cost(
+        setting=setting or Measured(k, inner_steps, math.nan),
+        update_bytes=size,
+        training_seconds=training,
+        exchange_seconds=q.exchange_seconds(size),
+        uplink_needed=_uplink_needed(q, size, q.share * training),
+    )
+
+
+def _uplink_needed(q: Question, size: int, allowed: float) -> float:
+    """Mbit/s at which an exchange of updates of `size` bytes takes `allowed` seconds."""
+    left = allowed - 2 * q.rtt / 1000
+    if left <= 0:
+        return math.inf
+    down = 8e-6 * (q.peers - 1) * size / left
+    if q.downlink is None:
+        return down  # never less than what sending needs
+    return 8e-6 * q.copies * size / left if down <= q.downlink else math.inf
+
+
+def _bytes_a_step(c: Cost) -> float:
+    return c.update_bytes / c.setting.inner_steps
+
+
+def _remedies(q: Question, cheapest: Cost) -> TooSlow:
+    inner_steps = math.ceil(cheapest.exchange_seconds / (q.share * q.training_seconds(1)))
+    return TooSlow(
+        inner_steps=inner_steps if inner_steps * q.step_tokens * FEW_ROUNDS <= q.total else None,
+        share=math.ceil(1000 * cheapest.share) / 1000 if cheapest.share <= 1 else None,
+        uplink=cheapest.uplink_needed,
+        peers=_most_peers(q, cheapest),
+    )
+
+
+def _most_peers(q: Question, cost: Cost) -> int | None:
+    """With how many peers, of the same batch each, the exchange still fits."""
+    left = q.share * cost.training_seconds - 2 * q.rtt / 1000
+    if left <= 0:
+        return None
+    most = 1 + math.floor(left * (q.downlink or q.uplink) / (8e-6 * cost.update_bytes))
+    if not q.relays:
+        most = min(most, 1 + math.floor(left * q.uplink / (8e-6 * cost.update_bytes)))
+    return min(most, MAX_CONTRIBUTORS) if most >= 2 else None
+
+
+def _timers(q: Question, cost: Cost) -> Timers:
+    """Room for volunteers several times slower than the typical one; never below the spec's defaults."""
+    least = {name: field.default for name, field in RoundSpec.model_fields.items()}
+    exchange = _seconds(max(least["exchange_seconds"], 4 * cost.exchange_seconds))
+    return Timers(
+        max_seconds=_seconds(max(least["max_seconds"], 3 * cost.training_seconds)),
+        exchange_seconds=exchange,
+        propose_seconds=_seconds(max(least["propose_seconds"], 20 * q.rtt / 1000)),
+        patience_seconds=_seconds(max(least["patience_seconds"], 2 * exchange)),
+    )
+
+
+def _seconds(least: float) -> int:
+    """Rounded up to two digits, at most a week."""
+    step = 10 ** max(0, math.floor(math.log10(least)) - 1)
+    return min(WEEK, math.ceil(least / step) * step)
+
+
+def _lr(parameters: int) -> float:
+    """The peak rate to begin the search with, two digits."""
+    at, lr = findings.LR_AT
+    return float(f"{min(5e-3, max(1e-5, lr * (parameters / at) ** findings.LR_POWER)):.1e}")
+
+
+def _cautions(q: Question, cost: Cost, rounds: int) -> Iterator[str]:
+    """What the owner should know of this plan, a sentence each."""
+    if cost.exchange_seconds > cost.training_seconds:
+        yield "an exchange takes longer than a round's training: the links, not the GPUs, set the pace"
+    if rounds < FEW_ROUNDS:
+        yield f"only {rounds} rounds: too few for peers to learn from each other; take more tokens or a smaller batch"
+    if q.tokens_per_second is None and q.parameters < 100_000_000:
+        yield f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and say how fast a peer is"
+    if q.relays and q.downlink is None:
+        yield "relays spare the uplink only: the downlink, taken to be no faster, still sets the time"
+    if q.parameters > 10 * findings.LARGEST_MEASURED:
+        yield (
+            f"losses were measured on models of up to {findings.LARGEST_MEASURED / 1e6:g} million parameters: on yours "
+            "expect their order rather than their size"
+        )
+    if findings.PROVISIONAL:
+        yield "the losses are first measurements and will change"
+
+
+def _within(field: str, value: float, least: float, most: float, unit: str = "") -> None:
+    """Raises PlanError unless it is; NaN is not."""
+    if not least <= value <= most:
+        raise PlanError(field, f"{value:,g}{unit} will not do: give from {least:,g} to {most:,g}{unit}")

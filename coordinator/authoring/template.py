@@ -1,0 +1,219 @@
+"""The commented run.toml that `cairn run plan --out` writes: every field that an owner can write, filled in by a plan.
+
+This text is the template's only place. What the plan decides is written; what has its default stands behind a `#`
+without a space, so that taking the `#` away changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from string import Template
+from typing import Any
+
+from coordinator.authoring import findings
+from coordinator.authoring.plan import Plan
+
+TEMPLATE = Template("""\
+# A run for about $peers volunteers with $uplink Mbit/s up and $rtt ms to each other, planned by `cairn run plan`.
+#
+#     cairn run validate FILE         checks this file, once [data] names your documents
+#     cairn coordinator serve FILE    begins the run and prints its invite
+#
+# What the plan decided is written out. What has its default is behind a # without a space: remove that, to change it.
+# docs/runs.md says more of each field. Once the run has begun, this file must stay as it is.
+
+[run]
+# What the run is called: 1 to 64 letters, digits, spaces, ".", "_", "-".
+name = "my-run"
+# Initial weights and the assignment of data follow from it. Default 0.
+#seed = 0
+# Training ends when so many tokens have been accepted; 0: never. Default 0. Planned: $tokens_a_parameter a parameter.
+total_tokens = $total_tokens
+
+[model]
+# Any causal language model of transformers, by its config: model_type and that type's own fields. What is not
+# written has the type's default; vocab_size (when absent), bos_token_id and eos_token_id are filled in from the tokenizer.
+# $model_note
+$model
+
+[data]
+# EDIT THIS: your documents. A file, folder, pattern ("corpus/*.jsonl.gz") or fsspec address, or a list of these: text
+# (a file is a document), JSONL or Parquet. Paths are relative to this file.
+source = "EDIT-ME/documents.jsonl"
+# Instead of source: a folder made by `cairn data prepare`. Then only window and addresses may stand beside it.
+#prepared = "data"
+# Tokens that a model sees at once in training.
+window = $window
+# The JSONL field or Parquet column with the text. Default "text".
+#field = "text"
+# With source: train a byte-level BPE tokenizer with so many tokens (257 or more) on the training documents.
+vocabulary = $vocabulary
+# Instead of vocabulary: a tokenizer.json to take.
+#tokenizer = "tokenizer.json"
+# The token that ends a document, when a given tokenizer has none of the usual names. Default: looked for.
+#end_of_text = "<|endoftext|>"
+# Hold out every n-th document to judge the loss on; 0: none. Default 0.
+validation_every = 100
+# Instead of validation_every: files of which every document is held out. Default [].
+#validation = []
+# Tokens in a shard at most. Default 67_108_864.
+#shard_tokens = 67_108_864
+# Folders (fsspec addresses) from which peers can read the shards; else they fetch them from each other. Default [].
+#addresses = []
+
+[inner]
+# What a peer does between rounds. The optimiser; "adamw" is the only one so far. Default "adamw".
+#optimiser = "adamw"
+# Peak learning rate. Default 0.001. Planned from the model's size, a start only: try half and double on a small scale.
+lr = $lr
+# Decay of AdamW's two averages. Default [0.9, 0.95].
+#betas = [0.9, 0.95]
+# Default 1e-8.
+#eps = 1e-8
+# Decoupled weight decay. Default 0.1.
+#weight_decay = 0.1
+# Gradients are clipped to this norm. Default 1.0.
+#clip_norm = 1.0
+# Windows in one inner step of one peer; cut into pieces where memory does not suffice. Default 16.
+batch = $batch
+
+[inner.schedule]
+# The rate as a factor of lr, by the tokens that the swarm has had accepted: "constant", "cosine", or "wsd" (constant,
+# then a linear fall at the end). Default "cosine".
+#kind = "cosine"
+# The rate rises from 0 over so many tokens. Default 0. Planned: $warmup of the run.
+warmup_tokens = $warmup_tokens
+# Where the fall ends. Default: run.total_tokens.
+#total_tokens = $total_tokens
+# How much of total_tokens falls, for "wsd". Default 0.2.
+#decay_fraction = 0.2
+# The factor at the end, and after it. Default 0.1.
+min_ratio = $min_ratio
+
+[codec]
+# How updates are compressed: "sparse", "int8" (a byte a parameter) or "none" (fp32). Default "sparse".
+kind = "$kind"
+# Coordinates kept of each 4096, 64 to 4096. Default 64. Planned: $update a peer and round; with $inner_steps inner
+# steps a round, a final loss $loss times that of data-parallel training ($source).
+k = $k
+# What is kept each round of that which was learnt and not sent. Default 0.95.
+beta = $beta
+
+[outer]
+# How updates change the state. A coordinate's mean is over those who sent it ("senders") or "all". Default "senders".
+mean = "$mean"
+# Each tensor's update is clipped to the median norm ("median"), or not ("none"). Default "median".
+#clip = "median"
+# The largest share of a round's weight that one update can have. Default 1.0.
+#weight_cap = 1.0
+# "plain", or "nesterov" with momentum. Default "plain".
+optimiser = "$outer"
+# Default 1.0.
+lr = $outer_lr
+# For "nesterov". Default 0.9.
+#momentum = 0.9
+
+[round]
+# The tokens of all peers together that end a round's training; required.
+# Planned: $inner_steps inner steps x $peers peers x $batch windows x $window tokens: $training s a round, and
+# $exchange s to exchange updates ($share of that), while training goes on.
+target_tokens = $target_tokens
+# The most tokens that one update may claim; who is so far ahead waits. Default: two targets, at least four inner steps.
+#max_update_tokens = $max_update_tokens
+# The timers are for faults: a healthy round waits for none. Seconds.
+# A round's training ends after this, whatever was done. Default 600.
+max_seconds = $max_seconds
+# From announcing to proposing without those who are late. Default 60.
+exchange_seconds = $exchange_seconds
+# How long each in rank is waited for. Default 10.
+propose_seconds = $propose_seconds
+# How long a record with less than half of the announced tokens is held back. Default 120.
+patience_seconds = $patience_seconds
+# Default 2.
+#heartbeat_seconds = 2
+# A member not heard of for so long is not waited for; at least two heartbeats. Default 20.
+#member_seconds = 20
+# Default 256.
+max_members = $max_members
+
+[admission]
+# Who may contribute: "open"; "invite" (who has the invite's code); "allow" (the keys in allow). Default "open".
+#mode = "open"
+# An admission lasts so long and is renewed in the background. Seconds. Default 86_400.
+#seconds = 86_400
+# Peer keys, 64 hexadecimal digits each. Default [].
+#allow = []
+
+[credit]
+# One credit is 10^15 FLOPs of accepted training, so many for each parameter and token. Default 6.
+#flops_per_parameter_token = 6
+
+[checkpoint]
+# Rounds between checkpoints. Default 10.
+#every = 10
+# Checkpoints that each member keeps. Default 2.
+#keep = 2
+# A round is final, and credited, when so many are built on it. Default 12.
+#final_depth = 12
+""")
+
+
+def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str) -> str:
+    """The text of a run.toml. `model` is its [model] table, `model_note` a line on where that comes from."""
+    q, cost, timers = plan.question, plan.cost, plan.timers
+    return TEMPLATE.substitute(
+        peers=q.peers,
+        uplink=f"{q.uplink:g}",
+        rtt=f"{q.rtt:g}",
+        tokens_a_parameter=f"{q.total / q.parameters:.3g}",
+        total_tokens=_integer(q.total),
+        model_note=" ".join(model_note.split()),
+        model="\n".join(f"{_key(k)} = {_value(v)}" for k, v in model.items()),
+        window=q.window,
+        vocabulary=vocabulary,
+        lr=plan.lr,
+        batch=q.windows,
+        warmup=f"{findings.WARMUP:.0%}",
+        warmup_tokens=_integer(plan.warmup_tokens),
+        min_ratio=findings.MIN_RATIO,
+        kind=findings.KIND.value,
+        update=f"{cost.update_bytes:,} bytes",
+        inner_steps=plan.setting.inner_steps,
+        loss=f"{plan.setting.loss:g}",
+        source=findings.SOURCE,
+        k=plan.setting.k,
+        beta=findings.BETA.value,
+        mean=findings.MEAN.value,
+        outer=findings.OUTER.value,
+        outer_lr=findings.OUTER_LR.value,
+        training=f"{cost.training_seconds:.3g}",
+        exchange=f"{cost.exchange_seconds:.3g}",
+        share=f"{cost.share:.1%}",
+        target_tokens=_integer(plan.target_tokens),
+        max_update_tokens=_integer(2 * plan.target_tokens),
+        max_seconds=timers.max_seconds,
+        exchange_seconds=timers.exchange_seconds,
+        propose_seconds=timers.propose_seconds,
+        patience_seconds=timers.patience_seconds,
+        max_members=plan.max_members,
+    )
+
+
+def _integer(n: int) -> str:
+    return f"{n:_}"
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
+
+
+def _value(value: Any) -> str:
+    """A value of a checked model config (no null, no NaN) in TOML."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    # JSON's strings, numbers and booleans are TOML's, but for DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
