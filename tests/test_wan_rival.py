@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.convergence import over_wan, rival_hivemind
 from benchmarks.convergence.hivemind_job import Job
 from benchmarks.convergence.rival_hivemind import judge_sketches
 from benchmarks.convergence.wan_hosts import Wire, kind_of
@@ -79,3 +81,13 @@ def test_processes_are_told_apart_and_bytes_are_counted_between_two_looks():
     assert kind_of("/site-packages/hivemind/hivemind_cli/p2pd -listen=/unix/x") == "daemon"
     assert kind_of("/usr/bin/python -m cairn peer join INVITE") == "node"
     assert Wire(10, 7) - Wire(4, 2) == Wire(6, 5)
+
+
+@pytest.mark.parametrize("benchmark", [over_wan, rival_hivemind], ids=["over_wan", "rival_hivemind"])
+def test_without_an_emulated_internet_the_reason_is_printed_and_the_exit_code_is_not_zero(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(benchmark, "why_not", lambda: "network namespaces need root: run it as root")
+    monkeypatch.setattr("sys.argv", ["benchmark"])
+    assert benchmark.main() == 2
+    assert "need root" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.convergence.job import CURVE_WINDOWS, FINAL_WINDOWS
 from benchmarks.convergence.setting import PROFILES, Setting
 from benchmarks.convergence.wan_hosts import Hosts, Running, Wire, hosts
 from benchmarks.convergence.wan_run_file import Tables, tables_of, toml
@@ -36,8 +37,6 @@ from tests.wan import Topology, star, why_not
 COORDINATOR = "coord"
 START_SECONDS, END_SECONDS = 120.0, 45.0
 GRPC, PAGE, SWARM = 7410, 7411, 7412
-EVALUATED = 512
-"""Windows."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,14 @@ class PeerTraffic:
 
 @dataclass(frozen=True)
 class WanResult:
-    """One run. Per token: of all accepted tokens of the swarm. `exchange_seconds`: the median peer's medians, from its
-    announcement until the others' updates were there, the certificate was, and the new state was.
-    `exchange_floor`: every other peer's update down this peer's line, and two round trips. `between_peers`: wire bytes
-    that peers sent each other, by accepted token and peer: updates, votes, heartbeats, the DHT and TCP's own;
-    `updates`: the blobs alone; `to_coordinator`: what all peers sent it, mostly the curve's `checkpoints`."""
+    """One run; per token: of all accepted tokens of the swarm. `loss` is of more windows than the curve's points.
+
+    `exchange_seconds`: the median peer's medians, from its announcement until the others' updates were there, the
+    certificate was, and the new state was; `exchange_floor`: every other peer's update down this peer's line, and two
+    round trips. `between_peers`: wire bytes that peers sent each other, by token and peer: updates, votes, heartbeats,
+    the DHT and TCP's own; `updates`: the blobs alone; `control_bytes_per_second`: the rest, by peer: what a faster
+    machine spreads over more tokens. `to_coordinator`: what all peers sent it, mostly the curve's `checkpoints`.
+    """
 
     run: str
     parameters: int
@@ -88,6 +90,7 @@ class WanResult:
     curve: list[Point]
     between_peers_per_token: float
     updates_per_token: float
+    control_bytes_per_second: float
     to_coordinator: int
     checkpoints: int
     traffic: list[PeerTraffic]
@@ -230,10 +233,12 @@ class _Run:
         shards = [self._shard(str(s.digest)) for s in spec.data.validation]
         curve = []
         for number, folder in sorted(self.kept.items()):
-            loss = validation_loss(load_archived(folder), spec.data, shards, max_windows=EVALUATED)
+            at = validation_loss(load_archived(folder), spec.data, shards, max_windows=CURVE_WINDOWS)
             sheet = read_sheet(folder)
-            curve.append(Point(sheet.tokens if sheet else 0, number, loss))
-        last = read_sheet(self.kept[max(self.kept)])
+            curve.append(Point(sheet.tokens if sheet else 0, number, at))
+        newest = self.kept[max(self.kept)]
+        loss = validation_loss(load_archived(newest), spec.data, shards, max_windows=FINAL_WINDOWS)
+        last = read_sheet(newest)
         states = {s.state for s in snapshots.values()} | {str(last.state) if last else ""}
         traffic = []
         for name, s in snapshots.items():
@@ -249,6 +254,7 @@ class _Run:
         # Every byte that a peer sends goes to the coordinator or to a peer.
         to_coordinator = at_end[COORDINATOR].down - at_start[COORDINATOR].down
         between = sum(t.wire.up for t in traffic) - to_coordinator
+        blobs = sum(sum(r.update_sizes) for r in chain) * (peers - 1)
         steps = accepted / (window * spec.inner.batch * peers)
         trained = median(c.get("trainer", 0.0) for c in cpu.values())
         return WanResult(
@@ -264,10 +270,11 @@ class _Run:
             tokens_per_round=accepted / len(chain),
             contributors_per_round=sum(len(r.update_sizes) for r in chain) / len(chain),
             update_bytes=size,
-            loss=curve[-1].loss,
+            loss=loss,
             curve=curve,
             between_peers_per_token=between / accepted / peers,
-            updates_per_token=sum(sum(r.update_sizes) for r in chain) * (peers - 1) / accepted / peers,
+            updates_per_token=blobs / accepted / peers,
+            control_bytes_per_second=(between - blobs) / peers / train_seconds,
             to_coordinator=to_coordinator,
             checkpoints=len(curve) - 1,
             traffic=traffic,
@@ -308,6 +315,7 @@ rounds      {r.rounds} of {r.tokens_per_round:,.0f} tokens (asked: {r.target_tok
 {r.contributors_per_round:.2f} peers in each
 wire        {r.between_peers_per_token:.4f} bytes a token and peer between peers; updates alone: \
 {r.updates_per_token:.4f} ({r.update_bytes:,} bytes each)
+            {r.control_bytes_per_second:,.0f} bytes a second and peer of all else
             {r.to_coordinator / 1e6:.2f} MB to the coordinator, with {r.checkpoints} checkpoints
 exchange    {exchange}; floor {r.exchange_floor:.3f} s
 wall        {r.train_seconds:.0f} s training, {r.start_seconds:.0f} s before; {step:.1f} ms of CPU a step; load {r.load}

@@ -33,6 +33,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.convergence.hivemind_job import Job
+from benchmarks.convergence.job import CURVE_WINDOWS
 from benchmarks.convergence.setting import PROFILES, Profile, Setting
 from benchmarks.convergence.wan_hosts import BenchError, Hosts, Wire, hosts
 from benchmarks.report import machine, save
@@ -41,9 +42,6 @@ from tests.wan import star, why_not
 
 PORT = 7000
 START_SECONDS, STOP_SECONDS = 120.0, 20.0
-EVALUATED = 512
-"""Windows."""
-
 CLOSE = 0.1
 """Of the length of the mean sketch: what peers used is the same, or is the mean of what they gave, within this."""
 
@@ -257,10 +255,10 @@ class _Run:
         saved = {int(p.stem.split("-")[1]): p for p in sorted(self.world.folder.glob("model-*.safetensors"))}
         saved[self.steps] = self.world.folder / "last-0.safetensors"
         model = self.setting.model()
-        points = [Point(0, self.setting.loss(model, EVALUATED), simulated.get(0))]
+        points = [Point(0, self.setting.loss(model, CURVE_WINDOWS), simulated.get(0))]
         for step, file in sorted(saved.items()):
             model.load_state_dict(load_file(file), strict=False)
-            points.append(Point(step, self.setting.loss(model, EVALUATED), simulated.get(step)))
+            points.append(Point(step, self.setting.loss(model, CURVE_WINDOWS), simulated.get(step)))
         return points
 
     def _model_difference(self) -> float:
@@ -286,7 +284,7 @@ def _simulated(variant: Variant, setting: Setting, lr: float, steps: int) -> dic
     found = {}
     for step in range(steps + 1):
         if step % _every(steps) == 0 or step == steps:
-            found[step] = setting.loss(method.replica.model, EVALUATED)
+            found[step] = setting.loss(method.replica.model, CURVE_WINDOWS)
         if step < steps:
             method.step(step)
     return found
