@@ -47,6 +47,11 @@ def learn(peer: OuterSide, change: dict[str, Tensor]) -> None:
         tensor.add_(change[name])
 
 
+def apply(peer: OuterSide, contributions: list[Contribution]) -> None:
+    peer.advance(contributions)
+    peer.rebase()
+
+
 def digest(peer: OuterSide):
     assert peer.base is not None
     return state_digest(state_layout(LAYOUT, peer.spec), peer.base)
@@ -70,7 +75,7 @@ def test_peers_that_apply_the_same_rounds_hold_the_same_bits_whatever_they_learn
             blobs.append(Contribution(KEYS[n], n + 1, peer.announce()))
             learn(peer, noise(1000 + 10 * r + n))  # goes on while the updates travel
         for n, peer in enumerate(peers):
-            peer.apply(blobs[n:] + blobs[:n])
+            apply(peer, blobs[n:] + blobs[:n])
         assert len({digest(p) for p in peers}) == 1
     assert digest(peers[0]) != digest(side(spec, outer=outer))
 
@@ -81,7 +86,7 @@ def test_a_rebase_moves_what_was_learnt_since_the_announcement_onto_the_new_stat
     blob = peer.announce()
     later = noise(2)
     learn(peer, later)
-    peer.apply([Contribution(KEYS[0], 1, blob), Contribution(KEYS[1], 1, blob)])
+    apply(peer, [Contribution(KEYS[0], 1, blob), Contribution(KEYS[1], 1, blob)])
     assert peer.base is not None
     for name, tensor in peer.local.items():
         torch.testing.assert_close(tensor, peer.base[name] + later[name], atol=1e-6, rtol=0)
@@ -91,7 +96,7 @@ def test_a_rebase_moves_what_was_learnt_since_the_announcement_onto_the_new_stat
 def test_without_progress_the_model_is_the_state_bit_for_bit():
     peer = side(CodecSpec(kind="sparse", k=64))
     learn(peer, noise(1))
-    peer.apply([Contribution(KEYS[0], 1, peer.announce())])
+    apply(peer, [Contribution(KEYS[0], 1, peer.announce())])
     assert peer.base is not None
     assert all(torch.equal(peer.local[n], peer.base[n]) for n in peer.local)
 
@@ -101,7 +106,7 @@ def test_work_that_is_not_announced_in_a_round_is_carried_over():
     done = noise(1)
     learn(slow, done)
     learn(fast, noise(2))
-    slow.apply([Contribution(KEYS[1], 1, fast.announce())])
+    apply(slow, [Contribution(KEYS[1], 1, fast.announce())])
     carried = dense(slow, slow.announce())
     for name in done:
         torch.testing.assert_close(carried[name], -done[name], atol=1e-6, rtol=0)
@@ -148,10 +153,10 @@ def test_nothing_is_lost_with_beta_one(spec):
             if announce_after:
                 blob = peer.announce()
         if r % 3 == 1:
-            peer.apply([Contribution(KEYS[1], 1, dense_blob(spec, 100 + r))])
+            apply(peer, [Contribution(KEYS[1], 1, dense_blob(spec, 100 + r))])
             peer.restore(blob)
         else:
-            peer.apply([Contribution(KEYS[0], 2, blob), Contribution(KEYS[1], 1, dense_blob(spec, 100 + r))])
+            apply(peer, [Contribution(KEYS[0], 2, blob), Contribution(KEYS[1], 1, dense_blob(spec, 100 + r))])
             for n, t in dense(peer, blob).items():
                 accepted[n] += t.double()
     for n, progress in peer.progress().items():
@@ -185,7 +190,7 @@ def test_a_round_that_cannot_be_applied_leaves_no_state_and_loses_no_work():
     learn(peer, noise(2))
     before = peer.progress()
     with pytest.raises(CodecError):
-        peer.apply([Contribution(KEYS[0], 1, blob), Contribution(KEYS[1], 1, b"rubbish")])
+        apply(peer, [Contribution(KEYS[0], 1, blob), Contribution(KEYS[1], 1, b"rubbish")])
     assert peer.base is None
     peer.load(noise(99, 1.0))
     for name, tensor in peer.progress().items():

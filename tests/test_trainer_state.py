@@ -19,7 +19,7 @@ from protocol.ids import Digest
 from protocol.merkle import blob_digest
 from protocol.spec import CodecSpec, OuterSpec, RunSpec, Schedule
 from protocol.state import state_digest
-from tests.trainer_world import BATCH, GENESIS, WINDOW, World, accepted_round, peer_key, record_digest
+from tests.trainer_world import BATCH, GENESIS, WINDOW, World, accepted_round, apply, peer_key, record_digest
 
 
 class Heard(list):
@@ -97,7 +97,7 @@ def test_nothing_is_trained_before_a_state_is_loaded(world):
     with pytest.raises(TrainingError):
         trainer.make_update(MakeUpdate(0, GENESIS, world.folder / "u"))
     with pytest.raises(TrainingError):
-        trainer.apply(Apply(accepted_round(0), (), False, 0, 0))
+        apply(trainer, Apply(accepted_round(0), (), False, 0, 0))
 
 
 @pytest.mark.parametrize("outer", [OuterSpec(), OuterSpec(optimiser="nesterov", lr=0.7)], ids=["plain", "nesterov"])
@@ -114,13 +114,13 @@ def test_two_peers_train_together_agree_on_every_bit_and_the_loss_falls(tmp_path
         first, last = first or made[0][1].loss, made[0][1].loss
         accepted += sum(m.end_window - m.first_window for _, m in made)
         record = accepted_round(r, *made)
-        answers = [t.apply(Apply(record, (), True, dict(made)[n].end_window, accepted)) for n, t in peers.items()]
+        answers = [apply(t, Apply(record, (), True, dict(made)[n].end_window, accepted)) for n, t in peers.items()]
         assert len({a.state_digest for a in answers}) == 1 and answers[0].record == record.record
     assert last < 0.75 * first
     late, _ = born(world, 3)
     assert peers[1].outer.base is not None
     state = tmp_path / "checkpoint"
-    answer = peers[1].apply(Apply(accepted_round(6), (), False, peers[1].claims.claimed_from, accepted, state))
+    answer = apply(peers[1], Apply(accepted_round(6), (), False, peers[1].claims.claimed_from, accepted, state))
     assert answer.checkpoint_path == state and blob_digest(state.read_bytes()) == answer.state_digest
     load = replace(world.load(), checkpoint=state, base_state=answer.state_digest, record=record_digest(6), round=7)
     assert late.load(load).state_digest == answer.state_digest
@@ -133,7 +133,7 @@ def test_a_newcomer_replays_the_rounds_to_the_same_bits(world):
         train(old, 3)
         made = update(old, world.folder / f"u{r}")
         rounds.append(accepted_round(r, (1, made)))
-        digest = old.apply(Apply(rounds[-1], (), True, made.end_window, made.end_window)).state_digest
+        digest = apply(old, Apply(rounds[-1], (), True, made.end_window, made.end_window)).state_digest
     new, _ = born(world, 2)
     answer = new.load(world.load(*rounds))
     assert (answer.state_digest, answer.record, new.round) == (digest, record_digest(2), 3)
@@ -179,7 +179,7 @@ def test_a_missed_update_is_in_the_next_one_with_its_windows(raw):
     train(trainer, 1)
     learnt = {n: -t for n, t in trainer.outer.progress().items()}
     trainer.codec.add_to(missed.blob_path.read_bytes(), learnt)
-    trainer.apply(Apply(accepted_round(0), (missed.blob_path,), False, 0, 0))
+    apply(trainer, Apply(accepted_round(0), (missed.blob_path,), False, 0, 0))
     made = update(trainer, raw.folder / "u1")
     assert (made.first_window, made.end_window, made.inner_steps) == (0, 3 * BATCH, 3)
     decoded = {n: torch.zeros_like(t) for n, t in learnt.items()}
@@ -193,7 +193,7 @@ def test_a_miss_that_is_told_twice_or_not_at_all_is_put_back_once(raw):
         train(trainer, 2)
         missed = update(trainer, raw.folder / f"u{i}")
         files = {0: (missed.blob_path,), 1: (missed.blob_path,) * 2, 2: ()}[i]
-        trainer.apply(Apply(accepted_round(0), files, False, 0, 0))
+        apply(trainer, Apply(accepted_round(0), files, False, 0, 0))
     same(twice.outer.feedback, told.outer.feedback, atol=0)
     same(untold.outer.feedback, told.outer.feedback, atol=0)
 
@@ -203,7 +203,7 @@ def test_an_update_of_a_branch_that_lost_comes_back_and_leaves_again_when_it_win
     train(trainer, 2)
     mine = update(trainer, raw.folder / "mine")
     branch = accepted_round(0, (1, mine))
-    trainer.apply(Apply(branch, (), True, mine.end_window, mine.end_window))
+    apply(trainer, Apply(branch, (), True, mine.end_window, mine.end_window))
     empty = copied(trainer.outer.feedback)
     trainer.load(raw.load(restore=(mine.blob_path,)))
     assert trainer.claims.claimed_from == 0 and trainer.claims.claim(99) == (0, 2 * BATCH, 1)
@@ -240,7 +240,7 @@ def test_a_blob_of_the_wrong_size_is_refused_before_it_is_read(world):
     with open(made.blob_path, "ab") as file:
         file.truncate(1 << 40)  # sparse: to read it would be the end
     with pytest.raises(CodecError, match="an update of this run has"):
-        trainer.apply(Apply(accepted_round(0, (1, made)), (), True, made.end_window, 1))
+        apply(trainer, Apply(accepted_round(0, (1, made)), (), True, made.end_window, 1))
     assert trainer.may_train  # nothing was touched
 
 
@@ -264,7 +264,7 @@ def test_an_update_made_within_a_step_leaves_that_step_to_the_next_update(world,
         if not made:
             made.append(update(trainer, world.folder / "u"))
             end = made[0].end_window
-            trainer.apply(Apply(accepted_round(0, (1, made[0])), (), True, end, end))
+            apply(trainer, Apply(accepted_round(0, (1, made[0])), (), True, end, end))
 
     step = trainer.step(trainer.batches.take(trainer.claims.counter), between)
     assert step is not None and step.taken and made[0].end_window == 2 * BATCH
@@ -353,7 +353,7 @@ def test_a_restart_goes_on_where_it_was_with_all_that_was_learnt(world):
     before = loaded(world)
     train(before, 3)
     made = update(before, world.folder / "u")
-    before.apply(Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window))
+    apply(before, Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window))
     train(before, 2)
     before.save()
     after, heard = born(world)
@@ -525,7 +525,7 @@ def test_a_gpu_and_a_cpu_hold_the_same_bits(world):
         record = accepted_round(r, *made)
         digests: set[Digest] = set()
         for n, trainer in ((1, cpu), (2, gpu)):
-            digests.add(trainer.apply(Apply(record, (), True, dict(made)[n].end_window, accepted)).state_digest)
+            digests.add(apply(trainer, Apply(record, (), True, dict(made)[n].end_window, accepted)).state_digest)
             assert trainer.outer.base is not None
             assert state_digest(trainer.state_layout, trainer.outer.base) in digests
         assert len(digests) == 1

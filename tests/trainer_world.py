@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from peer.channel import Load, RoundUpdates, Start, UpdateFile, UpdateMade
+from peer.channel import Applied, Apply, Load, RoundUpdates, Start, UpdateFile, UpdateMade
 from peer.training.durable import write_durably
+from peer.training.trainer import Trainer
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.merkle import blob_digest
 from protocol.model import build_model, model_layout, parameters_of, plain_config
@@ -105,3 +106,11 @@ def accepted_round(number: int, *made: tuple[int, UpdateMade]) -> RoundUpdates:
         (UpdateFile(peer_key(n), m.end_window - m.first_window, m.blob_path) for n, m in made), key=lambda u: u.author
     )
     return RoundUpdates(number, record_digest(number), tuple(files))
+
+
+def apply(trainer: Trainer, ask: Apply) -> Applied:
+    """All that a trainer's two threads do for one Apply."""
+    move = trainer.advance(ask)
+    answer = trainer.applied(0.0, move.record, ask.write_checkpoint)
+    trainer.settle(move)
+    return answer

@@ -1,9 +1,10 @@
-"""The trainer's end of the channel: blocking, polled between inner steps."""
+"""The trainer's end of the channel: blocking. One thread receives; any may send."""
 
 from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 
 from peer.channel.messages import MAX_LINE, FromTrainer, Progress, ToTrainer, from_line, to_line
@@ -21,6 +22,7 @@ class TrainerEnd:
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
         self._socket = connection
+        self._sending = threading.Lock()
         self._buffer = bytearray()
         self._scanned = 0
         self._closed = False
@@ -76,10 +78,14 @@ class TrainerEnd:
 
         Raises ChannelError when the node is gone, or does not read for SEND_SECONDS.
         """
-        left = memoryview(to_line(message))
+        line = to_line(message)
+        with self._sending:
+            if not isinstance(message, Progress) or select.select([], [self._socket], [], 0)[1]:
+                self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        left = memoryview(line)
         deadline = time.monotonic() + SEND_SECONDS
-        if isinstance(message, Progress) and not select.select([], [self._socket], [], 0)[1]:
-            return
         while left:
             try:
                 left = left[self._socket.send(left) :]

@@ -44,3 +44,11 @@ def device_name(device: torch.device) -> str:
     """For people: at most 80 printable characters."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
     return "".join(c for c in name if c.isprintable())[:80]
+
+
+def out_of_memory(device: torch.device, doing: str) -> TrainingError:
+    """What to say when memory ran out outside of a step."""
+    return TrainingError(
+        f"the memory of {device_name(device)} does not suffice to {doing}: a peer of this run needs about 28 bytes a "
+        "parameter and room for one window; stop other programs on it, choose another device, or a GPU with more memory"
+    )

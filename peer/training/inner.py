@@ -28,7 +28,7 @@ PIECE_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of a step: the mean loss of its tokens, the gradient's norm before clipping, whether it was taken."""
+    """What came of a step: the mean loss of its tokens, the gradient's norm before clipping, whether it is taken."""
 
     loss: float
     gradient_norm: float
@@ -38,7 +38,10 @@ class Step:
 class Inner:
     """Model, optimiser, and the step. The only place that runs the model; with many ranks it becomes theirs."""
 
-    def __init__(self, spec: InnerSpec, model: nn.Module, device: torch.device):
+    def __init__(
+        self, spec: InnerSpec, model: nn.Module, device: torch.device, aside: Callable[[], None] = lambda: None
+    ):
+        """`aside` is called often within a step on a CPU: other threads have a turn."""
         self.spec = spec
         self.model = model
         self.device = device
@@ -54,7 +57,11 @@ class Inner:
         )
         self._piece = spec.batch
         """Windows in one forward pass; halved when memory runs out."""
-        self._small_pieces = device.type == "cpu"
+        self._on_cpu = device.type == "cpu"
+        self._aside = aside if self._on_cpu else lambda: None
+        if self._on_cpu:
+            for module in model.modules():
+                module.register_forward_pre_hook(lambda *_: aside())
 
     @property
     def learning_rate(self) -> float:
@@ -65,19 +72,26 @@ class Inner:
         for group in self.optimiser.param_groups:
             group["lr"] = self.spec.lr * factor
 
-    def step(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> Step | None:
-        """One step on integer tokens [batch, window + 1]: inputs, and targets shifted by one.
+    def step(self, windows: Tensor) -> Step | None:
+        """A whole step: `look`, and `take`."""
+        step = self.look(windows)
+        if step is not None:
+            self.take(step)
+        return step
 
-        `go_on` is asked between two pieces; when it says no, the step is given up and nothing is changed (None). The
-        parameters may be moved while it is asked (a rebase): the step's gradient is then of both places.
-        A loss or gradient that is not finite changes nothing (`taken` is False).
+    def look(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> Step | None:
+        """A step on tokens [batch, window + 1] (inputs, and targets shifted by one), up to its clipped gradient.
+
+        Changes no parameter: `take` does. `go_on` is asked between two pieces; when it says no, the step is given up
+        (None). The parameters may be moved while it is asked (a rebase): the step's gradient is then of both places.
+        A step whose loss or gradient is not finite is not to be taken.
         Raises TrainingError when memory does not suffice for a single window.
         """
-        if self._small_pieces:
+        if self._on_cpu:
             self._piece = max(1, min(len(windows), PIECE_TOKENS // (windows.shape[1] - 1)))
         while True:
             try:
-                return self._step(windows, go_on)
+                return self._look(windows, go_on)
             except torch.OutOfMemoryError:
                 self.optimiser.zero_grad(set_to_none=True)
                 if self._piece == 1:
@@ -89,7 +103,7 @@ class Inner:
             # Outside of the handler: the exception's frames hold the tensors that are to be freed.
             torch.cuda.empty_cache()
 
-    def _step(self, windows: Tensor, go_on: Callable[[], bool]) -> Step | None:
+    def _look(self, windows: Tensor, go_on: Callable[[], bool]) -> Step | None:
         windows = windows.to(self.device, non_blocking=True)
         total = torch.zeros((), device=self.device)
         self.optimiser.zero_grad(set_to_none=True)
@@ -103,14 +117,17 @@ class Inner:
             loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             loss = loss * (len(piece) / len(windows))
             loss.backward()
+            self._aside()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self._named.values(), self.spec.clip_norm)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
-        taken = math.isfinite(loss_value) and math.isfinite(norm_value)
-        if taken:
+        return Step(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
+
+    def take(self, step: Step) -> None:
+        """The optimiser's step by the gradient that `look` left, if it is one to be taken."""
+        if step.taken:
             self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        return Step(loss_value, norm_value, taken)
 
     # -- what survives a restart -----------------------------------------------------------------------------
 

@@ -6,9 +6,11 @@ announcement, or the base since the last round); `feedback`, what was learnt and
 
     announce   feedback <- beta * feedback + (anchor - local); anchor <- local
                blob = encode(feedback); feedback <- feedback - decode(blob)
-    apply      base <- apply(base, accepted); local <- base + (local - anchor); anchor <- base
+    advance    base <- apply(base, accepted)
+    rebase     local <- base + (local - anchor); anchor <- base
     restore    feedback <- feedback + decode(blob)          (an update that missed its round)
 
+Nothing but these two looks at `base`: the inner loop goes on while the base advances, and is moved onto it afterwards.
 With beta = 1 nothing is ever lost: decoded updates + feedback + (anchor - local) is all that was learnt.
 
 The seam for many ranks: every operation is elementwise over the tensors it is given, apart from the codec and `apply`,
@@ -48,27 +50,32 @@ class OuterSide:
             self.anchor[name].copy_(self.local[name])
         return bytes(self.codec.encode(self.feedback))
 
-    def apply(self, contributions: Sequence[Contribution]) -> None:
-        """The next state from a round's accepted updates, and progress moved onto it.
+    def advance(self, contributions: Sequence[Contribution]) -> None:
+        """The base goes on to the next state, from a round's accepted updates; `rebase` is then due.
 
         Raises CodecError, and then holds no base (`local - anchor` and `feedback` are as before): it needs a `load`.
         """
-        base, self.base = self.base, None
-        if base is None:
-            raise ValueError("apply before a state was loaded")
-        apply(base, contributions, self.codec, self.spec)
-        self._rebase(base)
+        if self.base is None:
+            raise ValueError("advance before a state was loaded")
+        try:
+            apply(self.base, contributions, self.codec, self.spec)
+        except BaseException:
+            self.base = None
+            raise
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Another state instead of the held one; progress since the anchor is moved onto it. Takes `state` over."""
-        self._rebase(dict(state))
+        self.base = dict(state)
+        self.rebase()
 
     @torch.no_grad()
-    def _rebase(self, base: dict[str, Tensor]) -> None:
+    def rebase(self) -> None:
+        """Progress since the anchor is moved onto the base."""
+        if self.base is None:
+            raise ValueError("rebase before a state was loaded")
         for name, local in self.local.items():
-            local.sub_(self.anchor[name]).add_(base[name])
-            self.anchor[name].copy_(base[name])
-        self.base = base
+            local.sub_(self.anchor[name]).add_(self.base[name])
+            self.anchor[name].copy_(self.base[name])
 
     def restore(self, blob: bytes) -> None:
         """An own update that was not accepted: back into the feedback. Raises CodecError."""

@@ -163,8 +163,8 @@ class SavedFolder:
         return self.folder / f"update-{name}.blob"
 
     def drop_updates(self, keep: Digest | None) -> None:
-        """Forget the updates that are decided. Raises OSError."""
-        for path in self.folder.glob("update-*.blob"):
+        """Forget the updates that are decided, and unfinished ones. Raises OSError."""
+        for path in (*self.folder.glob("update-*"), *self.folder.glob(".update-*.part")):
             if keep is None or path != self.update_file(keep):
                 path.unlink(missing_ok=True)
 
@@ -172,8 +172,8 @@ class SavedFolder:
         return [p for p in self.folder.glob("trainer-*.safetensors") if p.stem.split("-")[1].isdigit()]
 
     def _drop_parts(self) -> None:
-        """Unfinished files, of this process or one that was killed. The folder is one trainer's own."""
-        for path in self.folder.glob(".*.part"):
+        """Unfinished files of `write`, of this process or one that was killed. The folder is one trainer's own."""
+        for path in self.folder.glob(".trainer*.part"):
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -1,18 +1,19 @@
-"""The trainer's loop: take what the node asks between inner steps, answer it, train, and say how it goes."""
+"""The trainer's loop, of the thread that trains: between inner steps it does what the node asks, and says how it goes.
+
+What cannot wait for a step is done by another thread (see `front`).
+"""
 
 from __future__ import annotations
 
 import os
 import queue
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from peer.channel import (
-    Applied,
     Apply,
     Failed,
     FromTrainer,
@@ -25,16 +26,16 @@ from peer.channel import (
     Start,
     Stop,
     Stopped,
-    ToTrainer,
     TrainerEnd,
     UpdateMade,
 )
 from peer.errors import SavedStateError, TrainingError
 from peer.training.data import DataError
-from peer.training.device import choose_device
+from peer.training.device import choose_device, out_of_memory
+from peer.training.front import Front, Item
 from peer.training.saved import Saved as State
-from peer.training.trainer import Trainer, out_of_memory
-from protocol.errors import CairnError, CodecError
+from peer.training.trainer import Move, Trainer
+from protocol.errors import CairnError
 
 PROGRESS_SECONDS = 0.2
 IDLE_SECONDS = 1.0
@@ -61,6 +62,7 @@ class Service:
 
     def __init__(self, end: TrainerEnd):
         self._end = end
+        self._front = Front(end)
         self._notes: queue.Queue[Note] = queue.Queue(NOTES_MOST)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="batch")
         self._coming: tuple[int, Future[Tensor]] | None = None
@@ -74,7 +76,8 @@ class Service:
 
     def run(self) -> int:
         """Serve until Stop. Raises ChannelError when the node is gone."""
-        start = self._end.receive(None)
+        self._front.start()
+        start = self._front.next(None)
         if not isinstance(start, Start):
             self._end.send(Failed("start", f"the first message is {type(start).__name__}, not Start", fatal=True))
             return 1
@@ -82,7 +85,7 @@ class Service:
             if choose_device(start.device, start.threads).type == "cpu":
                 # The node shares these cores, and others wait for its answers: training takes what is left.
                 os.nice(CPU_NICENESS)
-            trainer = Trainer(start, self._note)
+            trainer = self._front.trainer = Trainer(start, self._note)
         except torch.OutOfMemoryError:
             self._end.send(Failed("start", str(out_of_memory(torch.device("cuda"), "build the model")), fatal=True))
             return 1
@@ -90,6 +93,7 @@ class Service:
             self._end.send(Failed("start", str(e), fatal=True))
             return 1
         self._end.send(trainer.ready())
+        self._front.done()
         try:
             while True:
                 self._turn(trainer)
@@ -107,8 +111,8 @@ class Service:
         """Messages that are there, then one inner step; or wait for whichever can come first."""
         batch = self._next_batch(trainer)
         self._send_notes()
-        while (message := self._end.receive(0.0 if batch is not None else self._patience(trainer))) is not None:
-            self._answer(trainer, message)
+        while (item := self._front.next(0.0 if batch is not None else self._patience(trainer))) is not None:
+            self._take(trainer, item)
             batch = self._next_batch(trainer)
         if self._unwritten and time.monotonic() >= self._unwritten[0]:
             self._save(trainer, tell=False)
@@ -116,7 +120,7 @@ class Service:
             self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
             return
         self._ask_for(trainer, trainer.claims.counter + len(batch))  # read while the device computes
-        trainer.step(batch, lambda: self._answer_what_is_there(trainer))
+        trainer.step(batch, lambda: self._take_what_is_there(trainer))
         self._send_progress(trainer, waiting=False)
 
     # -- data ------------------------------------------------------------------------------------------------
@@ -153,20 +157,21 @@ class Service:
             return 0.01
         return IDLE_SECONDS
 
-    def _answer_what_is_there(self, trainer: Trainer) -> None:
-        while (message := self._end.receive(0.0)) is not None:
-            self._answer(trainer, message)
+    def _take_what_is_there(self, trainer: Trainer) -> None:
+        while (item := self._front.next(0.0)) is not None:
+            self._take(trainer, item)
 
     # -- messages --------------------------------------------------------------------------------------------
 
-    def _answer(self, trainer: Trainer, message: ToTrainer) -> None:
-        match message:
-            case MakeUpdate():
-                self._do("update", trainer, lambda: trainer.make_update(message))
-            case Apply():
-                self._do("apply", trainer, lambda: trainer.apply(message))
+    def _take(self, trainer: Trainer, item: Item) -> None:
+        match item:
+            case UpdateMade():
+                if time.monotonic() >= self._save_due:
+                    self._keep(trainer)
+            case Move():
+                self._settle(trainer, item)
             case Load():
-                self._do("load", trainer, lambda: trainer.load(message))
+                self._load(trainer, item)
             case Save():
                 self._save(trainer, tell=True)
             case Stop():
@@ -177,34 +182,41 @@ class Service:
                 raise Stopping
             case Start():
                 self._end.send(Failed("channel", "Start was sent twice: a new run needs a new trainer", fatal=False))
-
-    def _do(self, what, trainer: Trainer, action: Callable[[], FromTrainer]) -> None:
-        try:
-            answer = action()
-        except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.device, f"{what} a state") from None
-        except (CairnError, OSError) as e:
-            self._send_notes()
-            # What was learnt is not a number any more, or the model cannot be compressed: no next try can succeed.
-            fatal = what == "update" and isinstance(e, CodecError)
-            self._end.send(Failed(what, str(e), fatal=False))
-            if fatal:
-                raise TrainingError(f"what was learnt cannot be sent: {e}") from None
-            return
+            case MakeUpdate() | Apply():
+                raise TrainingError(f"{type(item).__name__} is for the front, and reached the thread that trains")
+        self._front.done()
         self._send_notes()
-        self._end.send(answer)
         self._progress_due = 0.0
         self._send_progress(trainer, waiting=not trainer.may_train)
-        if isinstance(answer, UpdateMade) and time.monotonic() >= self._save_due:
-            # Now, because the saved state then knows of the update: whatever becomes of it, nothing is counted twice.
-            # Written a little later where that is possible: the round is to be applied first.
-            state = trainer.snapshot()
-            if state is None:
-                self._save(trainer, tell=False)
-            else:
-                self._unwritten = (time.monotonic() + SAVE_DELAY, state)
-        elif isinstance(answer, Applied) and self._unwritten:
+        if isinstance(item, Move) and self._unwritten:
             self._save(trainer, tell=False)
+
+    def _keep(self, trainer: Trainer) -> None:
+        """Save after an update was made: the state knows of it, so whatever becomes of it, nothing is counted twice.
+
+        Written a little later where that is possible: the round is to be applied first.
+        """
+        state = trainer.snapshot()
+        if state is None:
+            self._save(trainer, tell=False)
+        else:
+            self._unwritten = (time.monotonic() + SAVE_DELAY, state)
+
+    def _settle(self, trainer: Trainer, move: Move) -> None:
+        try:
+            trainer.settle(move)
+        except torch.OutOfMemoryError:
+            raise out_of_memory(trainer.device, "go on from a state") from None
+
+    def _load(self, trainer: Trainer, ask: Load) -> None:
+        try:
+            answer: FromTrainer = trainer.load(ask)
+        except torch.OutOfMemoryError:
+            raise out_of_memory(trainer.device, "load a state") from None
+        except (CairnError, OSError) as e:
+            answer = Failed("load", str(e), fatal=False)
+        self._send_notes()
+        self._end.send(answer)
 
     def _save(self, trainer: Trainer, *, tell: bool) -> bool:
         """Write what was kept for it; when the node is to be told, what is there now."""

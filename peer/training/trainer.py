@@ -7,9 +7,10 @@ or torch.OutOfMemoryError; after a failed `load` or `apply` nothing is trained u
 from __future__ import annotations
 
 import mmap
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from peer.channel import Applied, Apply, Load, MakeUpdate, NothingDone, Ready, R
 from peer.errors import SavedStateError, TrainingError
 from peer.training.claims import Announced, Claims
 from peer.training.data import Batches, WindowReader
-from peer.training.device import choose_device, device_name
+from peer.training.device import choose_device, device_name, out_of_memory
 from peer.training.durable import give, write_durably
+from peer.training.gate import Gate
 from peer.training.inner import Inner, Step
 from peer.training.outer import OuterSide
 from peer.training.pace import Pace
@@ -47,6 +49,22 @@ Report = Callable[[str, str, str], None]
 """(level, kind, text): tell a person. Called from any thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What the base's move to another state leaves for `settle`: the state after `record`, from which `round` starts.
+
+    `back`: blobs of own updates that do not count, None for one that is gone; `accepted`: own updates that the state
+    holds. The rest is as in the messages.
+    """
+
+    record: Digest
+    round: int
+    back: tuple[bytes | None, ...]
+    accepted: Mapping[Digest, bytes]
+    next_window: int
+    accepted_windows: int
+
+
 class Trainer:
     """One process's share of a peer's training: today, all of it."""
 
@@ -67,7 +85,10 @@ class Trainer:
             )
         self.state_layout = state_layout(self.layout, self.spec.outer)
         self.codec = make_codec(self.spec.codec, self.layout)
-        self.inner = Inner(self.spec.inner, model, self.device)
+        self.gate = Gate()
+        self.stepping = threading.Lock()
+        """Held while the parameters make a step and its windows are counted, and while an update is taken of them."""
+        self.inner = Inner(self.spec.inner, model, self.device, self.gate.wait)
         self.outer = OuterSide(parameters_of(model), self.codec, self.spec.codec.beta, self.spec.outer)
         self.claims = Claims()
         self.restored: dict[Digest, float] = {}
@@ -130,13 +151,20 @@ class Trainer:
             between()
             return self.outer.base is not None and self.claims.counter == first
 
-        step = self.inner.step(windows, go_on)
+        step = self.inner.look(windows, go_on)
         if step is None:
             return None
-        self.claims.trained(len(windows))
+        self.gate.wait()
+        with self.stepping:
+            try:
+                self.inner.take(step)
+            except torch.OutOfMemoryError:
+                raise out_of_memory(self.device, "hold the optimiser's moments") from None
+            self.claims.trained(len(windows))
+            if step.taken:
+                self.pace.step(time.monotonic(), len(windows) * self.spec.data.window, step.loss)
         if step.taken:
             self.non_finite = 0
-            self.pace.step(time.monotonic(), len(windows) * self.spec.data.window, step.loss)
             return step
         self.non_finite += 1
         if self.non_finite >= NON_FINITE_MOST:
@@ -152,7 +180,10 @@ class Trainer:
     # -- updates ---------------------------------------------------------------------------------------------
 
     def make_update(self, ask: MakeUpdate) -> UpdateMade | NothingDone:
-        """Compress all that was learnt and not sent. Asked again for the same parent, it gives the same update."""
+        """Compress all that was learnt and not sent. Asked again for the same parent, it gives the same update.
+
+        It may run beside `step` (a step that is not taken yet is left to the next update), and beside nothing else.
+        """
         if self.outer.base is None or ask.parent != self.record:
             held = self.record.short if self.record else "nothing"
             raise TrainingError(f"an update after record {ask.parent.short} was asked for; what is held is {held}")
@@ -163,13 +194,14 @@ class Trainer:
         elif before is not None:
             give(self.folder.update_file(before.blob), ask.out)
             return _made(before, ask.out)
-        claim = self.claims.claim(self.spec.max_update_windows)
-        if claim is None:
-            return NothingDone(ask.parent)
-        blob = self.outer.announce()
+        with self.stepping:
+            claim, loss = self.claims.claim(self.spec.max_update_windows), self.pace.span_loss
+            if claim is None:
+                return NothingDone(ask.parent)
+            blob = self.outer.announce()
+            self.pace.new_span()
         self.restored = {b: f * self.spec.codec.beta for b, f in self.restored.items() if f > 1e-3}
-        name, (first, end, steps), loss = blob_digest(blob), claim, self.pace.span_loss
-        self.pace.new_span()
+        name, (first, end, steps) = blob_digest(blob), claim
         try:
             give(self.folder.keep_update(name, blob), ask.out)
         except OSError:
@@ -180,18 +212,36 @@ class Trainer:
 
     # -- states ----------------------------------------------------------------------------------------------
 
-    def apply(self, ask: Apply) -> Applied:
-        """The one record after the state that is held."""
-        began = time.monotonic()
+    def advance(self, ask: Apply) -> Move:
+        """The base goes on to the state after the one record that follows. `settle` is then due.
+
+        Touches nothing that `step` looks at: it may run beside it, and beside nothing else. Raises CodecError; when it
+        did so half way no base is held.
+        """
         if self.outer.base is None:
             raise TrainingError("a record was to be applied, and no state is held: load one first")
         if ask.update.round != self.round:
             raise TrainingError(f"a record of round {ask.update.round} was to be applied to the state of {self.round}")
         contributions = self._contributions(ask.update)
+        # Read now: once the node knows that the round is applied, it may drop the files.
+        back = tuple(map(self._missed, ask.missed))
         mine = self._own(contributions)
-        self.outer.apply(contributions)
-        self._settle(ask.update.record, self.round + 1, ask.missed, mine, ask.next_window, ask.accepted_windows)
-        return self._applied(began, ask.write_checkpoint)
+        self.outer.advance(contributions)
+        return Move(ask.update.record, self.round + 1, back, mine, ask.next_window, ask.accepted_windows)
+
+    def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
+        """The answer: the base, which is the state after `record`, has this digest. Writes its checkpoint, if asked."""
+        if self.outer.base is None:
+            raise TrainingError("no state is held")
+        digest = state_digest(self.state_layout, self.outer.base, self.threads)
+        if checkpoint is not None:
+            write_durably(checkpoint, checkpoint_chunks(self.state_layout, self.outer.base))
+        return Applied(record, digest, time.monotonic() - began, checkpoint)
+
+    def settle(self, move: Move) -> None:
+        """Training goes on from the base that `advance` moved."""
+        self.outer.rebase()
+        self._settle(move)
 
     def load(self, ask: Load) -> Applied:
         """The state in a checkpoint, and the records after it, instead of what is held."""
@@ -210,49 +260,57 @@ class Trainer:
             record, number = update.record, number + 1
         self._take_up_saved(ask.next_window)
         self.outer.load(state)
-        self._settle(record, number, ask.restore, mine, ask.next_window, ask.accepted_windows)
-        return self._applied(began, ask.write_checkpoint)
+        back = tuple(map(self._missed, ask.restore))
+        self._settle(Move(record, number, back, mine, ask.next_window, ask.accepted_windows))
+        return self.applied(began, record, ask.write_checkpoint)
 
-    def _settle(
-        self,
-        record: Digest,
-        number: int,
-        back: Sequence[Path],
-        accepted: dict[Digest, bytes],
-        next_window: int,
-        accepted_windows: int,
-    ) -> None:
-        """What a new state means for own updates, windows and the learning rate. The state is in `outer` already."""
-        for name, blob in accepted.items():
+    def _settle(self, move: Move) -> None:
+        """What a new state means for own updates, windows and the learning rate. The model is on it already."""
+        for name, blob in move.accepted.items():
             if (factor := self.restored.pop(name, None)) is not None:
                 self.outer.withdraw(blob, factor)
-        put_back = [self._put_back(path) for path in back]
+        put_back = [self._put_back(blob) for blob in move.back]
         mine = self.claims.announced
         open_still = False
-        if mine is not None and mine.end > next_window and mine.blob not in self.restored:
-            open_still = mine.parent == record
+        if mine is not None and mine.end > move.next_window and mine.blob not in self.restored:
+            open_still = mine.parent == move.record
             if not open_still:
-                put_back.append(self._put_back(self.folder.update_file(mine.blob)))
-        self.claims.decided(next_window, kept=bool(put_back) and all(put_back), undecided=open_still)
-        self.record, self.round = record, number
-        tokens = accepted_windows * self.spec.data.window
+                put_back.append(self._put_back(self._missed(self.folder.update_file(mine.blob))))
+        self.claims.decided(move.next_window, kept=bool(put_back) and all(put_back), undecided=open_still)
+        self.record, self.round = move.record, move.round
+        tokens = move.accepted_windows * self.spec.data.window
         self.inner.set_rate(round_factor(self.spec.inner.schedule, tokens, self.spec.round.target_tokens))
-        self.folder.drop_updates(mine.blob if mine is not None and open_still else None)
-
-    def _put_back(self, path: Path) -> bool:
-        """An own update that does not count goes back into the feedback, once. False when its blob is gone."""
         try:
-            blob = self._blob(path)
-            name = blob_digest(blob)
-            if name not in self.restored:
-                self.outer.restore(blob)
-                self.restored[name] = 1.0
+            self.folder.drop_updates(mine.blob if mine is not None and open_still else None)
+        except OSError as e:
+            self.report("warning", "saved-state", f"{self.folder.folder} cannot be tidied: {e}")
+
+    def _missed(self, path: Path) -> bytes | None:
+        """The blob of an own update that does not count. None when it is gone, which is reported."""
+        try:
+            return self._blob(path)
         except (OSError, CodecError) as e:
-            self.report("warning", "lost-update", f"an own update that missed its round cannot be put back: {e}")
+            self._cannot_put_back(e)
+            return None
+
+    def _put_back(self, blob: bytes | None) -> bool:
+        """An own update that does not count goes back into the feedback, once. False when that cannot be."""
+        if blob is None:
             return False
+        name = blob_digest(blob)
+        if name not in self.restored:
+            try:
+                self.outer.restore(blob)
+            except CodecError as e:
+                self._cannot_put_back(e)
+                return False
+            self.restored[name] = 1.0
         while len(self.restored) > RESTORED_MOST:
             self.restored.pop(next(iter(self.restored)))
         return True
+
+    def _cannot_put_back(self, why: Exception) -> None:
+        self.report("warning", "lost-update", f"an own update that missed its round cannot be put back: {why}")
 
     def _own(self, contributions: Sequence[Contribution]) -> dict[Digest, bytes]:
         """Own updates among those accepted, by digest."""
@@ -281,15 +339,6 @@ class Trainer:
                     )
                 state = tensors_from_checkpoint(self.state_layout, data)
         return {name: tensor.to(self.device) for name, tensor in state.items()}
-
-    def _applied(self, began: float, checkpoint: Path | None) -> Applied:
-        base, record = self.outer.base, self.record
-        if base is None or record is None:
-            raise TrainingError("no state is held")
-        digest = state_digest(self.state_layout, base, self.threads)
-        if checkpoint is not None:
-            write_durably(checkpoint, checkpoint_chunks(self.state_layout, base))
-        return Applied(record, digest, time.monotonic() - began, checkpoint)
 
     # -- what survives a restart -----------------------------------------------------------------------------
 
@@ -334,11 +383,3 @@ class Trainer:
 
 def _made(a: Announced, out: Path) -> UpdateMade:
     return UpdateMade(a.parent, out, a.size, a.blob, a.first, a.end, a.steps, a.loss)
-
-
-def out_of_memory(device: torch.device, doing: str) -> TrainingError:
-    """What to say when memory ran out outside of a step."""
-    return TrainingError(
-        f"the memory of {device_name(device)} does not suffice to {doing}: a peer of this run needs about 28 bytes a "
-        "parameter and room for one window; stop other programs on it, choose another device, or a GPU with more memory"
-    )

@@ -1,0 +1,115 @@
+"""The trainer's front: the thread that hears the node, and does what others wait for while the other is in a step.
+
+A round waits for each peer's update, and for nobody's step. So `MakeUpdate` and `Apply` are done and answered here, at
+once; what they leave to do with the model, and every other message, goes to the thread that trains, in order.
+
+Who owns what: while the training thread has nothing of the node's to do, the front may take an update or advance the
+base, and the other thread may step, which is all that it does then. What both need (parameters, count of windows, pace)
+is guarded by `Trainer.stepping`. From the moment that anything is handed to the training thread until it says `done`,
+all of the `Trainer` is its own.
+
+On CUDA both threads issue to one stream: an apply's kernels come after those that the step has issued already. On a CPU
+the training thread stands aside meanwhile (see `gate`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import torch
+
+from peer.channel import Apply, Failed, FromTrainer, MakeUpdate, ToTrainer, TrainerEnd, UpdateMade
+from peer.errors import TrainingError
+from peer.training.device import out_of_memory
+from peer.training.trainer import Move, Trainer
+from protocol.errors import CairnError, CodecError
+
+WAITING_MOST = 16
+"""What waits for the training thread; beyond that the channel is not read."""
+
+Item = ToTrainer | UpdateMade | Move
+"""A message to answer; an update that was made; a state to go on from."""
+
+
+class Front:
+    """`start` it before the training thread yields to others: a thread has its own niceness (on Linux)."""
+
+    trainer: Trainer
+    """To be set when the first message is answered."""
+
+    def __init__(self, end: TrainerEnd):
+        self._end = end
+        self._work: queue.Queue[Item | BaseException] = queue.Queue(WAITING_MOST)
+        self._thread = threading.Thread(target=self._run, name="front", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def next(self, seconds: float | None) -> Item | None:
+        """What the training thread is to do next; None when there is nothing within this time (None: wait for it).
+
+        Each must be followed by `done`. Raises ChannelError when the node is gone, and whatever else ended the front.
+        """
+        try:
+            item = self._work.get(block=seconds != 0, timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def done(self) -> None:
+        """What `next` gave is answered, or settled."""
+        self._work.task_done()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message = self._end.receive(None)
+                if isinstance(message, Apply | MakeUpdate):
+                    # Answers keep their order, and a round is settled before anything is done with the next.
+                    self._work.join()
+                    for left in self._do(self.trainer, message):
+                        self._work.put(left)
+                elif message is not None:
+                    self._work.put(message)
+        except BaseException as e:  # noqa: BLE001 - raised again in `next`, in the thread that ends the process
+            self._work.put(e)
+
+    def _do(self, trainer: Trainer, ask: Apply | MakeUpdate) -> list[Item]:
+        """Do and answer it; what is left for the training thread."""
+        on_cpu = trainer.device.type == "cpu"
+        with trainer.gate.closed() if on_cpu else torch.cuda.device(trainer.device):
+            if isinstance(ask, Apply):
+                return self._apply(trainer, ask)
+            return self._make_update(trainer, ask)
+
+    def _make_update(self, trainer: Trainer, ask: MakeUpdate) -> list[Item]:
+        try:
+            answer = trainer.make_update(ask)
+        except torch.OutOfMemoryError:
+            raise out_of_memory(trainer.device, "make an update") from None
+        except (CairnError, OSError) as e:
+            self._end.send(Failed("update", str(e), fatal=False))
+            if isinstance(e, CodecError):
+                # What was learnt is not a number any more, or cannot be compressed: no next try can succeed.
+                raise TrainingError(f"what was learnt cannot be sent: {e}") from None
+            return []
+        self._end.send(answer)
+        return [answer] if isinstance(answer, UpdateMade) else []
+
+    def _apply(self, trainer: Trainer, ask: Apply) -> list[Item]:
+        began = time.monotonic()
+        answer: FromTrainer
+        move = None
+        try:
+            move = trainer.advance(ask)
+            answer = trainer.applied(began, move.record, ask.write_checkpoint)
+        except torch.OutOfMemoryError:
+            raise out_of_memory(trainer.device, "apply a round") from None
+        except (CairnError, OSError) as e:
+            answer = Failed("apply", str(e), fatal=False)
+        self._end.send(answer)
+        return [move] if move is not None else []
