@@ -152,7 +152,7 @@ def lines(p: Plan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
     for caution in p.cautions:
         yield f"note: {caution}"
     if not q.relays:
-        yield "note: assumes that every peer sends its update to each other itself: members that pass updates on spare it"
+        yield "note: every peer is assumed to send its update to all others itself; members that pass it on spare that"
 
 
 def _conditions(p: Plan, model: str, assumed: bool) -> Iterator[tuple[str, ...]]:
@@ -253,8 +253,12 @@ def _costs(p: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _changes(p: Plan) -> Iterator[tuple[str, ...]]:
+    from coordinator.authoring import findings
+
     q, c = p.question, p.cost
-    if p.better:
+    if p.setting.loss == min(m.loss for m in findings.MEASURED):
+        yield "better", "nothing that was measured has less loss"
+    elif p.better:
         b = p.better.setting
         yield (
             "better",
@@ -264,7 +268,7 @@ def _changes(p: Plan) -> Iterator[tuple[str, ...]]:
     else:
         yield "better", "no measured setting has less loss and would fit over a faster uplink"
     if p.double_k_uplink < math.inf:
-        yield "", f"from {_mbit(p.double_k_uplink)} up: k {2 * p.setting.k} at the same H"
+        yield "twice the k", f"from {_mbit(p.double_k_uplink)} up, at the same H"
     if p.fits:
         yield "worse", f"below {_mbit(c.uplink_needed)} up this does not fit into {q.share:.1%}"
         if p.most_peers:

@@ -84,12 +84,6 @@ class Question:
             _within("batch", self.batch, 1, 65_536, " windows")
         _within("total_tokens", self.total, 1, MAX_TOKENS)
         _within("share", self.share, 0.0001, 1)
-        if self.step_tokens > self.total:
-            raise PlanError(
-                "total_tokens" if self.total_tokens is not None else "batch",
-                f"one inner step of all peers has {self.step_tokens:,} tokens, more than the run's {self.total:,}: "
-                "take smaller batches or windows, or more tokens",
-            )
 
     @property
     def parameters(self) -> int:
@@ -257,16 +251,23 @@ def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -
     """The best measured setting that fits, or the cheapest where none does, with its costs. Raises PlanError."""
     costs = [_cost(question, m.k, m.inner_steps, m) for m in measured]
     fitting = [c for c in costs if c.share <= question.share]
+    q = question
     # Ties go to the fewer bytes a token, which no link changes.
     best = min(fitting or costs, key=lambda c: (c.setting.loss, _bytes_a_step(c)) if fitting else (c.share, 0.0))
+    target = best.setting.inner_steps * q.step_tokens
+    if target > q.total:
+        raise PlanError(
+            "total_tokens" if q.total_tokens is not None or q.batch is None else "batch",
+            f"one round of {best.setting.inner_steps} inner steps has {target:,} tokens, more than the run's "
+            f"{q.total:,}: take smaller batches or windows, or more tokens",
+        )
     if best.training_seconds * 3 > WEEK:
         raise PlanError(
             "tokens_per_second",
             f"a round of {best.setting.inner_steps} inner steps would take {best.training_seconds / 86_400:.1f} days, "
             "and its timers end at 7: take a smaller --batch or faster peers",
         )
-    q, setting = question, best.setting
-    target = setting.inner_steps * q.step_tokens
+    setting = best.setting
     better = [c for c in costs if c.setting.loss < setting.loss and c not in fitting and c.uplink_needed < math.inf]
     doubled = 2 * setting.k
     rounds = -(-q.total // target)
@@ -329,10 +330,12 @@ def _most_peers(q: Question, cost: Cost) -> int | None:
     left = q.share * cost.training_seconds - 2 * q.rtt / 1000
     if left <= 0:
         return None
-    most = 1 + math.floor(left * (q.downlink or q.uplink) / (8e-6 * cost.update_bytes))
-    if not q.relays:
-        most = min(most, 1 + math.floor(left * q.uplink / (8e-6 * cost.update_bytes)))
-    return min(most, MAX_CONTRIBUTORS) if most >= 2 else None
+    allowed = left / (8e-6 * cost.update_bytes)  # updates, over a link of 1 Mbit/s
+    if q.relays and allowed * q.uplink < 1:
+        return None
+    link = q.downlink or q.uplink if q.relays else min(q.uplink, q.downlink or q.uplink)
+    most = min(1 + math.floor(allowed * link), MAX_CONTRIBUTORS)
+    return most if most >= 2 else None
 
 
 def _timers(q: Question, cost: Cost) -> Timers:

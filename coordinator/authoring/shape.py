@@ -50,8 +50,12 @@ def read_model(path: Path) -> Model:
     try:
         whole = plain_config(asked)
         layout = model_layout(build_model(whole, device="meta"))
-        # TOML has no null. What a config.json leaves null is its type's default; where it is not, say so.
-        table = {k: v for k, v in given.items() if k in whole and v is not None and k not in FROM_TOKENIZER}
+        table = {
+            k: _without_nulls(v)
+            for k, v in given.items()
+            # A field that the whole config does not have is about storage, or another name for one that it has.
+            if v is not None and k not in FROM_TOKENIZER and (k in whole or _matters(k, asked, whole))
+        }
         again = plain_config({"vocab_size": whole["vocab_size"]} | table)
     except KeyError:
         raise ModelFileError(f"{path}: its model_type has no vocab_size: take a language model over text") from None
@@ -60,7 +64,7 @@ def read_model(path: Path) -> Model:
     lost = sorted(k for k in whole if whole[k] != again.get(k) and k not in FROM_TOKENIZER)
     if lost:
         raise ModelFileError(
-            f"{path}: {', '.join(lost)}: cannot be written down in TOML: give values that are not null"
+            f"{path}: {', '.join(lost)}: null here is not the type's default, and TOML has no null: give a value"
         )
     if not LEAST_VOCABULARY <= whole["vocab_size"] <= MOST_VOCABULARY:
         raise ModelFileError(
@@ -69,6 +73,20 @@ def read_model(path: Path) -> Model:
         )
     positions = [whole[f] for f in ("max_position_embeddings", "n_positions") if type(whole.get(f)) is int]
     return Model(table, whole["vocab_size"], min(positions, default=None), layout)
+
+
+def _matters(field: str, asked: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
+    """Whether a config would be another without this field. Raises SpecError when it would be none."""
+    from protocol.model import plain_config
+
+    return plain_config({k: v for k, v in asked.items() if k != field}) != whole
+
+
+def _without_nulls(value: Any) -> Any:
+    """The same value, as far as TOML has it: `read_model` compares what comes of it."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value if v is not None] if isinstance(value, list) else value
 
 
 def _given(path: Path) -> tuple[dict[str, Any], int | None]:

@@ -34,7 +34,7 @@ total_tokens = $total_tokens
 
 [model]
 # Any causal language model of transformers, by its config: model_type and that type's own fields. What is not
-# written has the type's default; vocab_size (when absent), bos_token_id and eos_token_id are filled in from the tokenizer.
+# written has the type's default; vocab_size (when absent), bos_token_id and eos_token_id come from the tokenizer.
 # $model_note
 $model
 
@@ -212,7 +212,7 @@ def _key(name: str) -> str:
 def _value(value: Any) -> str:
     """A value of a checked model config (no null, no NaN) in TOML."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     # JSON's strings, numbers and booleans are TOML's, but for DEL, which TOML wants escaped.
