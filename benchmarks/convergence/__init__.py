@@ -1,4 +1,4 @@
-"""Does it learn as well? Every method on the same model, data, tokens and global batch."""
+"""Does it learn as well, and for how many bytes? Cairn beside the ways in which others train apart.
 
 Here live the comparison's setting, the methods as simulations of all peers in one process, and the studies from which
 the run spec's defaults come; `over_wan` and `rival_hivemind` run the real thing. Cairn's row is Cairn's own code: the

@@ -1,0 +1,132 @@
+"""Does it learn as well, for how many bytes: the same model, data, tokens and global batch for every method.
+
+All peers are simulated in one process a training; learning rates are found by the same search for every method (factors
+of two, one seed), then every method is run on several seeds. Trainings are kept in build/convergence/results and not
+repeated. `--study` names what to compare: main (the methods), or a study of Cairn's own choices; `--study all` is
+everything, hours on 2 cores. Loss is nats a token on held-out addresses. `bytes/token` is what one peer says (its
+gradient or update, once) for each token that it trains on, `MB up` what leaves it in all: an all-reduce by ring, or an
+update sent to each other peer. Seconds are arithmetic: measured compute, then bytes over the uplink and two round trips
+of 0.1 s for each exchange, none of it overlapped.
+
+JSON keys:
+  machine: processor, cores, python, torch, threads, load
+  setting: the profile: name, model, parameters, vocabulary, window, peers, batch, steps, tokens, lr, device
+  main, and one for each study: a list of rows, each with
+    label; method; options; lr; tried (loss by learning rate); loss (mean over seeds); losses (by seed)
+    payload_bytes; up_bytes; exchanges (of one peer, over the training); seconds (of this machine, by seed)
+    curve: [tokens, validation loss, payload bytes, bytes up, exchanges] of the first seed
+  goals: for each: what, wanted, found, met
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.convergence import goals, measure, pool, tables
+from benchmarks.convergence.corpus import FOLDER, ROOT, corpus
+from benchmarks.convergence.measure import Measured
+from benchmarks.convergence.setting import PROFILES, Profile, Setting
+from benchmarks.convergence.studies import MAIN, PEOPLE_ROWS, QUICK, STUDIES
+from protocol.errors import CairnError
+
+NAMES = ("main", *STUDIES, "people")
+QUICK_STEPS = 60
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = report.command_line(__doc__ or "", "convergence")
+    parser.add_argument("--profile", choices=tuple(PROFILES), default="tiny", help="the model's size")
+    parser.add_argument("--study", action="append", choices=("all", *NAMES), help="what to compare (default: main)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the main comparison (default 3)")
+    parser.add_argument("--study-seeds", type=int, default=2, help="seeds of each study (default 2)")
+    parser.add_argument("--processes", type=int, default=2, help="trainings at a time, one thread each (default 2)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the models: faster, needs a C++ compiler")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the main comparison's curves there (PNG)")
+    chosen = parser.parse_args(arguments)
+    names = [n for n in NAMES if n in (chosen.study or ["main"]) or "all" in (chosen.study or [])]
+    profile, steps = PROFILES[chosen.profile], None
+    seeds, study_seeds = range(chosen.seeds), range(chosen.study_seeds)
+    if chosen.quick:
+        names, steps, seeds = ["main"], QUICK_STEPS, range(1)
+    try:
+        corpus(profile.vocabulary, profile.window)  # once, before several processes want it
+    except CairnError as e:
+        print(f"benchmarks.convergence: {e}", file=sys.stderr)
+        return 1
+    run = partial(pool.results, folder=FOLDER / "results", processes=chosen.processes, compiled=chosen.compile)
+    parameters = Setting.of(profile, 0).layout.numel
+    print(f"{parameters:,} parameters, {profile.peers} peers of {profile.batch} windows of {profile.window} tokens, "
+          f"{steps or profile.steps} inner steps each\n")  # fmt: skip
+    if chosen.quick:
+        profile = replace(profile, steps=QUICK_STEPS)
+        sections = {"main": measure.at_rate(QUICK, profile.lr, chosen.profile, seeds, steps, run)}
+    else:
+        sections = _compared(names, chosen.profile, seeds, study_seeds, run)
+    judged = _shown(sections, profile, parameters) if "main" in sections else []
+    for name, found in sections.items():
+        if name not in ("main", "base"):
+            print(f"\n{name}\n")
+            print(
+                report.table(tables.STUDY_COLUMNS, tables.study_rows(found, _base(name, sections), profile, parameters))
+            )
+    if chosen.plot and "main" in sections:
+        title = f"{parameters:,} parameters, {profile.peers} peers, equal data, tokens and global batch"
+        tables.figure(sections["main"], chosen.plot, title)
+    if chosen.json:
+        kept = {name: [tables.as_json(m) for m in found] for name, found in sections.items()}
+        kept["goals"] = [asdict(g) for g in judged]
+        tables.save(chosen.json, report.machine(), profile, parameters, kept)
+    return 0
+
+
+def _compared(names: Sequence[str], profile: str, seeds: Sequence[int], study_seeds: Sequence[int], run: measure.Run):
+    """The main comparison and studies, by name. Studies use the learning rate that is best for their base."""
+    sections: dict[str, list[Measured]] = {}
+    if "main" in names:
+        sections["main"] = measure.tuned(MAIN, profile, seeds, None, run)
+    if studies := [n for n in names if n != "main"]:
+        sections["base"] = measure.tuned(STUDIES["base"], profile, study_seeds, None, run)
+        lr = sections["base"][0].lr
+        for name in studies:
+            if name == "inner":
+                sections[name] = measure.tuned(STUDIES[name], profile, study_seeds, None, run)
+            elif name == "people":
+                sections[name] = measure.at_rate(PEOPLE_ROWS, lr, profile, study_seeds, None, run)
+            elif name != "base":
+                sections[name] = measure.at_rate(STUDIES[name], lr, profile, study_seeds, None, run)
+    return sections
+
+
+def _base(name: str, sections: Mapping[str, list[Measured]]) -> Measured:
+    """What a study's rows are set beside: the sparse method's base, or for people the clean run."""
+    return sections["people"][0] if name == "people" else sections["base"][0]
+
+
+def _shown(sections: Mapping[str, list[Measured]], profile: Profile, parameters: int) -> list[goals.Goal]:
+    found, waiting = sections["main"], _waiting()
+    print(report.table(tables.COLUMNS, tables.main_rows(found, profile, parameters)))
+    ours = [m for m in found if m.row.method == "cairn"]
+    target = goals.target_loss(min(ours, key=lambda m: m.loss), found[0])
+    print(f"\nto a validation loss of {target:.3f}, at {goals.MBIT:g} Mbit/s\n")
+    print(report.table(tables.TIME_COLUMNS, tables.time_rows(found, target, profile, goals.MBIT, waiting)))
+    judged = goals.judged(found, profile, parameters, waiting)
+    print("\ngoals\n")
+    told = {True: "yes", False: "NO", None: "not measured"}
+    print(report.table(("goal", "wanted", "found", "met"), [[g.what, g.wanted, g.found, told[g.met]] for g in judged]))
+    return judged
+
+
+def _waiting() -> dict[str, float]:
+    """Seconds beyond its bytes that an exchange waits, by row label: what `rival_hivemind` measured."""
+    path = ROOT / "docs" / "results" / "wan_convergence.json"
+    return json.loads(path.read_text()).get("waiting_seconds", {}) if path.is_file() else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""All peers' replicas as one batch: one forward and backward pass for everyone, for small models that are all overhead.
+
+A step does what `Replica.step` does on each peer, up to rounding; a test holds that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+
+from benchmarks.convergence.replica import split
+from benchmarks.convergence.setting import Setting
+
+
+class Fleet:
+    """`flat`: fp32 [peers, parameters], every row in layout order. All peers step together."""
+
+    def __init__(self, setting: Setting, lr: float, peers: int, optimiser: str = "adamw"):
+        self.setting, self.lr = setting, lr
+        model = setting.model(compiled=False)
+        model.set_attn_implementation("eager")  # type: ignore[operator]  # what vmap has rules for
+        named = dict(model.named_parameters())
+        start = torch.cat([named[t.name].detach().reshape(-1) for t in setting.layout.tensors])
+        self.flat = start.repeat(peers, 1)
+        self.spec = setting.inner(lr)
+        self.optimiser = torch.optim.AdamW(
+            [self.flat], lr=lr, betas=self.spec.betas, eps=self.spec.eps, weight_decay=0.0, fused=True
+        )
+        self.muon = Muon(setting, self.flat, lr, self.spec.weight_decay) if optimiser == "muon" else None
+        if optimiser not in ("adamw", "muon"):
+            raise ValueError(f"inner optimiser {optimiser!r}: want adamw or muon")
+        decayed = [torch.full((t.numel,), float(len(t.shape) >= 2)) for t in setting.layout.tensors]
+        self.decayed = torch.cat(decayed).to(setting.device)
+
+        def loss(parameters: dict[str, Tensor], windows: Tensor) -> Tensor:
+            logits: Any = functional_call(
+                model, parameters, (), {"input_ids": windows[:, :-1], "use_cache": False}
+            ).logits
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+        each = vmap(grad_and_value(loss))
+        self._each = torch.compile(each) if setting.compiled else each
+
+    def row(self, peer: int) -> Tensor:
+        """One peer's parameters: fp32 [parameters], the memory itself."""
+        return self.flat[peer]
+
+    def tensors(self, peer: int) -> dict[str, Tensor]:
+        """The same by the layout's names."""
+        return split(self.setting.layout, self.flat[peer])
+
+    def step(self, windows: Tensor, factor: float) -> None:
+        """One inner step of every peer on int64 [peers, batch, window + 1]. Raises FloatingPointError."""
+        peers, layout = len(self.flat), self.setting.layout
+        parts = self.flat.split([t.numel for t in layout.tensors], dim=1)
+        stacked = {t.name: p.view(peers, *t.shape) for t, p in zip(layout.tensors, parts, strict=True)}
+        with torch.no_grad():
+            gradients, losses = self._each(stacked, windows.to(self.flat.device))
+            gradient = torch.cat([gradients[t.name].reshape(peers, -1) for t in layout.tensors], dim=1)
+            norms = gradient.norm(dim=1, keepdim=True)
+            if not bool(torch.isfinite(losses).all() and torch.isfinite(norms).all()):
+                raise FloatingPointError("the loss or the gradient is not finite")
+            gradient.mul_((self.spec.clip_norm / (norms + 1e-6)).clamp(max=1.0))
+            rate = self.lr * factor
+            self.flat.mul_(1 - rate * self.spec.weight_decay * self.decayed)
+            self.optimiser.param_groups[0]["lr"] = rate
+            if self.muon is not None:
+                self.muon.step(gradient, factor)  # takes its part of the gradient away
+            self.flat.grad = gradient
+            self.optimiser.step()
+
+    def second_moments(self) -> Tensor:
+        """AdamW's second moments, fp32 [peers, parameters]; after the first step."""
+        return self.optimiser.state[self.flat]["exp_avg_sq"]
+
+    def forget_moments(self) -> None:
+        """As if every peer's inner optimiser had just begun."""
+        self.optimiser.state.clear()
+
+
+class Muon:
+    """Muon (Jordan et al. 2024; MuLoCo, arXiv 2505.23725) on hidden matrices; all else is left to AdamW.
+
+    `torch.optim.Muon` with "match_rms_adamw" (Moonlight, arXiv 2502.16982): its step is scaled to AdamW's, so one rate
+    serves both. Weight decay of the matrices is the fleet's own.
+    """
+
+    def __init__(self, setting: Setting, flat: Tensor, lr: float, weight_decay: float):
+        self.lr = lr
+        self.hidden: list[tuple[slice, Tensor]] = []
+        at = 0
+        for t in setting.layout.tensors:
+            if len(t.shape) == 2 and "embed" not in t.name and "lm_head" not in t.name:
+                here = slice(at, at + t.numel)
+                self.hidden += [(here, row[here].view(t.shape)) for row in flat]
+            at += t.numel
+        matrices = [m for _, m in self.hidden]
+        self.peers = len(flat)
+        self.optimiser = torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+
+    def step(self, gradient: Tensor, factor: float) -> None:
+        """One step of the hidden matrices by fp32 [peers, parameters], whose part for them becomes 0."""
+        for i, (here, matrix) in enumerate(self.hidden):
+            matrix.grad = gradient[i % self.peers, here].view(matrix.shape).clone()
+        self.optimiser.param_groups[0]["lr"] = self.lr * factor
+        self.optimiser.step()
+        for here, _ in self.hidden:
+            gradient[:, here] = 0.0

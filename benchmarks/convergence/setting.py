@@ -1,0 +1,172 @@
+"""What every method is given alike: model, data, tokens, global batch, schedule, evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.convergence.corpus import Corpus, corpus
+from peer.training.schedule import factor
+from protocol.assignment import windows_of
+from protocol.ids import PeerKey
+from protocol.layout import Layout
+from protocol.model import build_model, model_layout, plain_config
+from protocol.spec import InnerSpec, Schedule
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A size of the comparison. `batch`: windows in one inner step of one peer; `steps`: inner steps of each peer."""
+
+    name: str
+    model: Mapping[str, Any]
+    vocabulary: int
+    window: int
+    peers: int
+    batch: int
+    steps: int
+    lr: float
+    """Where the search for each method's learning rate begins."""
+    device: str = "cpu"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on in all, by all peers."""
+        return self.steps * self.step_tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """The global batch, in tokens."""
+        return self.peers * self.batch * self.window
+
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int, window: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": window,
+        "tie_word_embeddings": True,
+    }
+
+
+PROFILES = {
+    p.name: p
+    for p in (
+        Profile("tiny", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=4, steps=1500, lr=4e-3),
+        Profile("small", _llama(192, 512, 2, 6, 128), 1024, 128, peers=4, batch=4, steps=900, lr=2e-3),
+        Profile("medium", _llama(320, 864, 4, 5, 128), 2048, 128, peers=4, batch=4, steps=1500, lr=1e-3),
+        Profile("gpu20m", _llama(384, 1024, 8, 6, 512), 8192, 512, 8, 16, 3000, 1e-3, device="cuda"),
+        Profile("gpu150m", _llama(768, 2048, 16, 12, 1024), 32768, 1024, 8, 16, 5000, 6e-4, device="cuda"),
+    )
+}
+"""0.13, 1.1, 5.4, 20 and 150 million parameters."""
+
+WARMUP = 0.04
+"""Share of the training over which the learning rate rises; then a cosine to MIN_RATIO."""
+MIN_RATIO = 0.1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One profile and one seed, with the data: what a method trains on."""
+
+    profile: Profile
+    seed: int
+    corpus: Corpus = field(repr=False)
+    compiled: bool = False
+
+    @classmethod
+    def of(cls, profile: Profile, seed: int, *, compiled: bool = False) -> Setting:
+        return cls(profile, seed, corpus(profile.vocabulary, profile.window), compiled)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.profile.device)
+
+    def model(self, *, compiled: bool | None = None) -> torch.nn.Module:
+        """A fresh model with the seed's initial weights: the same for every peer and method."""
+        model = build_model(_config(self.profile), device=self.device, seed=self.seed)
+        if self.compiled if compiled is None else compiled:
+            model.compile()
+        return model
+
+    @property
+    def layout(self) -> Layout:
+        return _layout(self.profile)
+
+    def key(self, peer: int) -> PeerKey:
+        """The key that decides what a peer is assigned."""
+        return PeerKey(hashlib.sha256(b"convergence/%d" % peer).digest())
+
+    def windows(self, peer: int, first: int, count: int, *, own_data: bool = False) -> Tensor:
+        """The windows of a peer's counters `first` and on: int64 [count, window + 1], by the runs' own assignment.
+
+        With `own_data` the peer draws from its own part of the corpus only (one president's addresses).
+        """
+        tokens = self.corpus.presidents[peer % len(self.corpus.presidents)] if own_data else self.corpus.train
+        window = self.profile.window
+        total = (len(tokens) - 1) // window
+        starts = windows_of(self.seed, self.key(peer), first, count, total) * window
+        at = starts[:, None] + np.arange(window + 1)[None, :]
+        return torch.from_numpy(tokens[at].astype(np.int64))
+
+    def global_batch(self, number: int) -> Tensor:
+        """Every peer's windows of inner step `number`: int64 [peers, batch, window + 1]."""
+        batch = self.profile.batch
+        return torch.stack([self.windows(p, number * batch, batch) for p in range(self.profile.peers)])
+
+    def factor(self, done: float) -> float:
+        """What the learning rate is multiplied with when this share of the training is done."""
+        total = self.profile.tokens
+        schedule = Schedule(kind="cosine", warmup_tokens=int(WARMUP * total), total_tokens=total, min_ratio=MIN_RATIO)
+        return factor(schedule, done * total)
+
+    def inner(self, lr: float, batch: int | None = None) -> InnerSpec:
+        """The inner optimiser of the runs' own trainer."""
+        return InnerSpec(lr=lr, batch=batch or self.profile.batch, schedule=Schedule(kind="constant"))
+
+    @torch.inference_mode()
+    def loss(self, model: torch.nn.Module, most: int) -> float:
+        """Validation loss in nats a token, over at most `most` evenly spaced held-out windows."""
+        held, window = self.corpus.validation, self.profile.window
+        total = (len(held) - 1) // window
+        n = min(most, total)
+        starts = (np.arange(n) * total // n) * window
+        blocks = torch.from_numpy(held[starts[:, None] + np.arange(window + 1)[None, :]].astype(np.int64))
+        summed = 0.0
+        for block in blocks.split(64):
+            block = block.to(self.device)
+            logits = model(input_ids=block[:, :-1], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), block[:, 1:].flatten())
+            summed += float(loss) * len(block)
+        return summed / n
+
+
+@lru_cache
+def _config_of(name: str) -> dict[str, Any]:
+    profile = PROFILES[name]
+    return plain_config({**profile.model, "vocab_size": profile.vocabulary})
+
+
+def _config(profile: Profile) -> dict[str, Any]:
+    return _config_of(profile.name)
+
+
+@lru_cache
+def _layout_of(name: str) -> Layout:
+    return model_layout(build_model(_config_of(name), device="meta"))
+
+
+def _layout(profile: Profile) -> Layout:
+    return _layout_of(profile.name)

@@ -1,0 +1,160 @@
+"""Results as tables, a figure and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.convergence import links
+from benchmarks.convergence.measure import Measured
+from benchmarks.convergence.setting import Profile
+
+BF16 = 2.0
+FP32 = 4.0
+
+COLUMNS = (
+    "method", "loss", "sd", "to reference", "lr", "bytes/token", "fewer than bf16", "MB up",
+    *(f"s at {m}" for m in links.LINKS),
+)  # fmt: skip
+
+
+def per_token(m: Measured, profile: Profile) -> float:
+    """Bytes that one peer says for each token that it trains on."""
+    return m.payload / (profile.tokens / profile.peers)
+
+
+def fewer(m: Measured, profile: Profile, parameters: int) -> float | None:
+    """How many times fewer bytes than data-parallel training with bf16 gradients sends; None when nothing is sent."""
+    return BF16 * parameters * profile.steps / m.payload if m.payload else None
+
+
+def compute_seconds(reference: Measured, profile: Profile) -> float:
+    """Seconds of one inner step of one peer, measured: the reference's, whose step is all peers' work."""
+    took = [r.seconds for r in reference.results.values()]
+    return min(took) / (profile.steps * profile.peers)
+
+
+def main_rows(found: Sequence[Measured], profile: Profile, parameters: int) -> list[list[object]]:
+    """The comparison's table."""
+    reference = found[0]
+    step = compute_seconds(reference, profile)
+    rows = []
+    for m in found:
+        ratio, _ = m.paired(reference)
+        times = [links.seconds(profile.steps, step, m.up, m.exchanges, mbit) for mbit in links.LINKS]
+        rows.append(
+            [m.row.label, f"{m.loss:.4f}", m.spread and f"{m.spread:.4f}", f"{ratio:+.2%}", f"{m.lr:g}",
+             _short(per_token(m, profile)), _times(fewer(m, profile, parameters)), _short(m.up / 1e6),
+             *(f"{t:.0f}" for t in times)]
+        )  # fmt: skip
+    return rows
+
+
+STUDY_COLUMNS = ("choice", "loss", "to base", "error", "lr", "fewer than bf16")
+
+
+def study_rows(found: Sequence[Measured], base: Measured, profile: Profile, parameters: int) -> list[list[object]]:
+    """A study's table: each choice beside the base, seed by seed."""
+    rows = []
+    for m in found:
+        ratio, error = m.paired(base)
+        told = error and f"{error:.2%}"
+        times = _times(fewer(m, profile, parameters))
+        rows.append([m.row.label, f"{m.loss:.4f}", f"{ratio:+.2%}", told, f"{m.lr:g}", times])
+    return rows
+
+
+def time_rows(
+    found: Sequence[Measured], target: float, profile: Profile, mbit: float, waiting: Mapping[str, float]
+) -> list[list[object]]:
+    """Seconds to a validation loss. `waiting`: measured seconds beyond the bytes of an exchange, by row label."""
+    step = compute_seconds(found[0], profile)
+    rows = []
+    for m in found:
+        first = next(iter(m.results.values()))
+        at = links.crossing(first.curve, target)
+        if at is None:
+            rows.append([m.row.label, None, None, None])
+            continue
+        tokens, _, up, exchanges = at
+        steps = tokens / profile.step_tokens
+        bare = links.seconds(steps, step, up * m.row.scale, exchanges, mbit)
+        more = waiting.get(m.row.label)
+        measured = links.seconds(steps, step, up * m.row.scale, exchanges, mbit, more) if more is not None else None
+        rows.append([m.row.label, f"{steps:.0f}", f"{bare:.0f}", measured and f"{measured:.0f}"])
+    return rows
+
+
+TIME_COLUMNS = ("method", "steps", "seconds", "with its software's measured waiting")
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _times(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}x" if value >= 10 else f"{value:.2g}x"
+
+
+def as_json(m: Measured) -> dict[str, Any]:
+    """A row with all that was measured of it."""
+    return {
+        "label": m.row.label,
+        "method": m.row.method,
+        "options": dict(m.row.options),
+        "lr": m.lr,
+        "tried": {f"{lr:g}": loss for lr, loss in m.tried.items()},
+        "loss": m.loss,
+        "losses": {str(s): r.loss for s, r in m.results.items()},
+        "payload_bytes": m.payload,
+        "up_bytes": m.up,
+        "exchanges": m.exchanges,
+        "seconds": [r.seconds for r in m.results.values()],
+        "curve": next(iter(m.results.values())).curve,
+    }
+
+
+def figure(found: Sequence[Measured], path: Path, title: str) -> None:
+    """Validation loss by tokens, and by bytes that a peer says (logarithmic)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    fig, (by_tokens, by_bytes) = pyplot.subplots(1, 2, figsize=(13, 5.2), sharey=True)
+    colours = pyplot.get_cmap("tab20")
+    lows, highs = [], []
+    for i, m in enumerate(found):
+        curve = next(iter(m.results.values())).curve
+        if len(curve) < 3:
+            continue
+        style = {"color": colours(i % 20), "label": m.row.label, "linewidth": 2.2 if m.row.method == "cairn" else 1.3}
+        losses = [p[1] for p in curve]
+        by_tokens.plot([p[0] / 1e6 for p in curve], losses, **style)
+        if curve[-1][2]:
+            by_bytes.plot([p[2] * m.row.scale / 1e6 for p in curve[1:]], losses[1:], **style)
+        lows.append(losses[-1])
+        highs.append(losses[len(losses) // 6])
+    by_tokens.set_ylim(min(lows) - 0.05, max(highs))
+    by_tokens.set_xlabel("million tokens, all peers")
+    by_tokens.set_ylabel("validation loss, nats a token")
+    by_bytes.set_xscale("log")
+    by_bytes.set_xlabel("megabytes that a peer says")
+    for axes in (by_tokens, by_bytes):
+        axes.grid(alpha=0.25)
+    by_tokens.legend(fontsize=7.5, frameon=False)
+    fig.suptitle(title)
+    fig.tight_layout()
+    fig.savefig(path, dpi=110)
+    pyplot.close(fig)
+
+
+def save(
+    path: Path, machine: Mapping[str, Any], profile: Profile, parameters: int, sections: Mapping[str, Any]
+) -> None:
+    """The JSON file; its keys are in the package's command."""
+    setting = {**asdict(profile), "model": dict(profile.model), "parameters": parameters, "tokens": profile.tokens}
+    report.save(path, {"machine": machine, "setting": setting, **sections})

@@ -1,0 +1,195 @@
+"""Sparse averaging with every detail a choice: what the defaults were found with.
+
+With its own defaults this is what `swarm` does with the run's codec; it is written on flat vectors and promises neither
+bits nor bytes, so that a choice can be tried before it is built. A test holds that the two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.convergence import chunks
+from benchmarks.convergence.fleet import Fleet
+from benchmarks.convergence.method import Method
+from benchmarks.convergence.setting import Setting
+from protocol.layout import CODEC_CHUNK
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`power`: the mean of a coordinate is sum(w v) / (sum of the senders' w) ** power: 0 over all, 1 over senders.
+
+    `density`: (share of the training done, k) from which on k holds instead. `score`: coordinates are chosen by
+    magnitude, or by magnitude over the root of AdamW's second moment. `forget`: the inner optimiser starts anew each
+    round. `fragments`: each h / fragments steps another part of the tensors is sent (streaming, arXiv 2501.18512).
+    `keep`: the share of what was learnt during the overlap that stays after a rebase. `h_late`: (share, h) as density.
+    `carry`: the share of its error feedback that a peer's own model keeps after a round: it trains on from what it
+    has learnt, sent or not, and not from the state that all hold. `absorb`: what becomes of the feedback of a peer
+    that did not send a coordinate which others moved: it stays ("none"), goes ("drop"), or loses what others did in its
+    own direction ("same").
+    """
+
+    h: int = 10
+    k: int = 64
+    beta: float = 0.95
+    power: float = 1.0
+    outer_lr: float = 1.0
+    momentum: float = 0.0
+    clip: bool = True
+    quantiser: str = "2 levels"
+    transform: str = "none"
+    score: str = "magnitude"
+    density: tuple[tuple[float, int], ...] = ()
+    h_late: tuple[tuple[float, int], ...] = ()
+    forget: bool = False
+    fragments: int = 1
+    overlap: int = 0
+    keep: float = 1.0
+    carry: float = 0.0
+    absorb: str = "none"
+    inner: str = "adamw"
+
+
+class Variant(Method):
+    """See Choice. All peers are alike and stay."""
+
+    def __init__(self, setting: Setting, lr: float, **choice):
+        super().__init__(setting)
+        self.c = Choice(**choice)
+        peers = setting.profile.peers
+        self.fleet = Fleet(setting, lr, peers, self.c.inner)
+        self.base = self.fleet.row(0).clone()
+        self.velocity = torch.zeros_like(self.base)
+        self.anchor = self.base.repeat(peers, 1)
+        self.e = torch.zeros_like(self.anchor)
+        self.groups = _fragments(chunks.groups(setting.layout, setting.device), self.c.fragments)
+        self.turn = 0
+        self.since = 0
+        self.pending: tuple[int, list[tuple[chunks.Group, Tensor, Tensor]]] | None = None
+        self.generator = torch.Generator().manual_seed(setting.seed)
+
+    def step(self, number: int) -> None:
+        profile = self.setting.profile
+        if self.pending and number >= self.pending[0]:
+            self._apply()
+        h = _at(self.c.h_late, number / profile.steps, self.c.h) / self.c.fragments
+        factor = self.setting.factor(min(1.0, (number - self.since + h / 2) / profile.steps))
+        self.fleet.step(self.setting.global_batch(number), factor)
+        self.since += 1
+        if self.since >= h and self.pending is None:
+            self._announce(number + 1)
+            if not self.c.overlap:
+                self._apply()
+
+    def _announce(self, now: int) -> None:
+        self.since = 0
+        k = _at(self.c.density, now / self.setting.profile.steps, self.c.k)
+        fragment = self.groups[self.turn % len(self.groups)]
+        self.turn += 1
+        sent, size = [], 0
+        for group in fragment:
+            here, local = group.at, self.fleet.flat
+            self.e[:, here] = self.c.beta * self.e[:, here] + self.anchor[:, here] - local[:, here]
+            self.anchor[:, here] = local[:, here]
+            rows = chunks.transformed(self.e[:, group.at], self.c.transform)
+            decoded, mask = self._compressed(rows, group, k)
+            left = chunks.transformed(rows - decoded, self.c.transform, back=True)
+            self.e[:, group.at] = left
+            sent.append((group, decoded, mask))
+            size += len(group.at) * chunks.record_bytes(group.width, k, self.c.quantiser)
+        self.pending = (now + self.c.overlap, sent)
+        self.gathered(size, waits=not self.c.overlap)
+
+    def _compressed(self, rows: Tensor, group: chunks.Group, k: int) -> tuple[Tensor, Tensor]:
+        """fp32 [peers, chunks, width] as a decoder sees it, and what was sent of it (bool)."""
+        peers, count, width = rows.shape
+        kept = -(-width * k // CODEC_CHUNK)
+        flat = rows.reshape(-1, width)
+        score = flat.abs()
+        if self.c.score == "moment":
+            moments = self.fleet.second_moments()[:, group.at]
+            score = score / (moments.reshape(-1, width).sqrt() + 1e-12)
+        at = score.topk(kept, dim=1).indices
+        values = chunks.quantised(flat.gather(1, at), self.c.quantiser, self.generator)
+        decoded = torch.zeros_like(flat).scatter_(1, at, values)
+        mask = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, at, True)
+        return decoded.view(rows.shape), mask.view(rows.shape)
+
+    def _apply(self) -> None:
+        if self.pending is None:
+            return
+        _, sent = self.pending
+        self.pending = None
+        weight = 1 / len(self.fleet.flat)
+        factors = self._clip(sent)
+        for group, decoded, mask in sent:
+            values = decoded * factors[:, group.tensor, None] if self.c.clip else decoded
+            senders = (mask & (decoded != 0)).sum(0) * weight
+            mean = (values * weight).sum(0) / senders.clamp(min=weight) ** self.c.power
+            mean = chunks.transformed(mean, self.c.transform, back=True)
+            here = group.at
+            if self.c.momentum:
+                self.velocity[here] = self.c.momentum * self.velocity[here] + mean
+                mean = mean + self.c.momentum * self.velocity[here]
+            mean = self.c.outer_lr * mean
+            self.base[here] -= mean
+            if self.c.absorb != "none":
+                left = self.e[:, here]
+                self.e[:, here] = torch.where(mask | (mean == 0), left, _absorbed(left, mean, self.c.absorb))
+            progress = self.fleet.flat[:, here] - self.anchor[:, here]
+            start = self.base[here] - self.c.carry * self.e[:, here]
+            self.fleet.flat[:, here] = start + self.c.keep * progress
+            self.anchor[:, here] = start
+        if self.c.forget:
+            self.fleet.forget_moments()
+
+    def _clip(self, sent: Sequence[tuple[chunks.Group, Tensor, Tensor]]) -> Tensor:
+        """What brings each peer's update of a tensor to the median norm: fp32 [peers, tensors]."""
+        energies = torch.zeros(len(self.fleet.flat), len(self.setting.layout.tensors), device=self.base.device)
+        for group, decoded, _ in sent:
+            energies.index_add_(1, group.tensor, decoded.square().sum(2))
+        norms = energies.sqrt()
+        ordered = norms.sort(0).values
+        n = len(ordered)
+        median = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+        return (median / norms.clamp(min=1e-30)).clamp(max=1.0)
+
+    def finish(self) -> None:
+        self._apply()
+        for _ in self.groups:
+            if self.since or len(self.groups) > 1:
+                self._announce(self.setting.profile.steps)
+                self._apply()
+
+    def state(self) -> Tensor:
+        return self.base
+
+
+def _absorbed(left: Tensor, moved: Tensor, how: str) -> Tensor:
+    """The feedback of those who did not send, after others moved its coordinates by `moved`."""
+    if how == "drop":
+        return torch.zeros_like(left)
+    if how != "same":
+        raise ValueError(f"absorb {how!r}: want none, drop or same")
+    sign = left.sign()
+    return left - sign * torch.minimum(left.abs(), (moved * sign).clamp(min=0))
+
+
+def _fragments(found: Sequence[chunks.Group], parts: int) -> list[list[chunks.Group]]:
+    """The groups, cut into so many parts with an equal share of every width's chunks."""
+    if parts == 1:
+        return [list(found)]
+    return [[chunks.Group(g.width, g.at[i::parts], g.tensor[i::parts]) for g in found if len(g.at) > i]
+            for i in range(parts)]  # fmt: skip
+
+
+def _at(steps: Sequence[tuple[float, int]], done: float, before: int) -> int:
+    """The value that holds when this share is done."""
+    for share, value in steps:
+        if done >= share:
+            before = value
+    return before

@@ -1,0 +1,241 @@
+"""The comparison of methods: its simulations agree with what they stand for, and its arithmetic is right."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.convergence import chunks, job, links, measure, tables, tuning
+from benchmarks.convergence.corpus import Corpus
+from benchmarks.convergence.fleet import Fleet
+from benchmarks.convergence.goals import judged
+from benchmarks.convergence.job import Job, Result
+from benchmarks.convergence.local_steps import Alone, DeMo, DiLoCo, dct_matrix
+from benchmarks.convergence.method import Method
+from benchmarks.convergence.replica import Replica
+from benchmarks.convergence.setting import PROFILES, Setting
+from benchmarks.convergence.studies import MAIN, PEOPLE_ROWS, STUDIES, Row
+from benchmarks.convergence.swarm import Cairn
+from benchmarks.convergence.synchronous import PowerSGD, Synchronous
+from benchmarks.convergence.variants import Choice, Variant
+from protocol.codec import make_codec
+from protocol.spec import CodecSpec
+
+LR = 4e-3
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    """Four peers on random tokens of which every second one repeats the one before: something to learn."""
+    draw = np.random.default_rng(0).integers(0, 512, 40_000).astype(np.uint16)
+    tokens = np.repeat(draw, 2)
+    corpus = Corpus(tokens, tokens[:2_000], tuple(tokens[i * 9_000 : (i + 1) * 9_000] for i in range(4)), None)  # type: ignore[arg-type]
+    return Setting(replace(PROFILES["tiny"], steps=12, batch=2), 0, corpus)
+
+
+def trained(method: Method, steps: int = 12) -> Method:
+    for number in range(steps):
+        method.step(number)
+    method.finish()
+    return method
+
+
+def apart(setting: Setting, one: Method, other: Method) -> float:
+    """The distance of two trained states, as a share of the way that the first has come."""
+    start = Replica(setting, LR).flat
+    return float((one.state() - other.state()).norm() / (one.state() - start).norm())
+
+
+def test_the_sparse_variant_is_what_the_codec_and_the_outer_step_do(setting: Setting):
+    ours = trained(Cairn(setting, LR, h=4, k=64))
+    variant = trained(Variant(setting, LR, h=4, k=64))
+    # Rounding decides which of two nearly equal coordinates is sent, so a few are sent by one of them only.
+    assert apart(setting, ours, variant) < 0.05
+    assert ours.exchanges == variant.exchanges == 3
+    headers = 3 * 40
+    assert ours.payload == variant.payload + headers
+
+
+def test_an_update_is_counted_as_many_bytes_as_it_has(setting: Setting):
+    codec = make_codec(CodecSpec(k=256), setting.layout)
+    ours = trained(Cairn(setting, LR, h=6, k=256))
+    assert ours.payload == 2 * codec.size
+    assert ours.up == 3 * 2 * codec.size
+
+
+@pytest.mark.parametrize("width", [1, 64, 2816, 4096])
+@pytest.mark.parametrize("k", [64, 256, 4096])
+def test_records_are_as_large_as_the_codecs(setting: Setting, width: int, k: int):
+    codec = make_codec(CodecSpec(k=k), setting.layout)
+    assert chunks.record_bytes(width, k, "2 levels") == codec.record_size(width)
+
+
+def test_diloco_of_one_peer_with_a_plain_outer_step_is_that_peer_alone(setting: Setting):
+    single = replace(setting, profile=replace(setting.profile, peers=1))
+    diloco = trained(DiLoCo(single, LR, h=4, outer_lr=1.0, momentum=0.0))
+    assert apart(single, diloco, trained(Alone(single, LR))) < 0.01
+
+
+def test_powersgd_of_full_rank_is_the_mean(setting: Setting):
+    full = PowerSGD(setting, rank=172, least_saved=-math.inf)
+    gradients = torch.randn(4, setting.layout.numel)
+    assert torch.allclose(full.mean(gradients), gradients.mean(0), atol=1e-3)
+
+
+def test_what_powersgd_leaves_out_comes_later(setting: Setting):
+    low = PowerSGD(setting, rank=2)
+    pull = torch.randn(1, setting.layout.numel).repeat(4, 1)
+    summed = sum(low.mean(pull) for _ in range(60)) / 60
+    once = PowerSGD(setting, rank=2).mean(pull)
+    assert (summed - pull[0]).norm() < 0.5 * (once - pull[0]).norm()
+
+
+def test_demo_that_keeps_every_coefficient_steps_by_the_sign_of_all_momentum(setting: Setting):
+    demo = DeMo(setting, 1e-3, k=4096, weight_decay=0.0)
+    before = demo.state().clone()
+    demo.step(0)
+    rate = 1e-3 * setting.factor(0.5 / setting.profile.steps)
+    moved = (before - demo.state()).abs()
+    assert torch.allclose(moved[moved > rate / 2], torch.tensor(rate), rtol=1e-2)
+    assert float(demo.momentum.abs().max()) < 1e-5
+
+
+def test_fp16_gradients_train_as_exact_ones_do(setting: Setting):
+    exact, half = trained(Synchronous(setting, LR)), trained(Synchronous(setting, LR, wire="fp16"))
+    assert apart(setting, exact, half) < 0.05
+    assert exact.payload == half.payload == 2 * 12 * setting.layout.numel
+
+
+@pytest.mark.parametrize("kind", ["dct", "hadamard"])
+def test_a_transform_keeps_norms_and_comes_back(kind: str):
+    rows = torch.randn(3, 4096)
+    there = chunks.transformed(rows, kind)
+    assert torch.allclose(there.norm(dim=1), rows.norm(dim=1), rtol=1e-4)
+    assert torch.allclose(chunks.transformed(there, kind, back=True), rows, atol=1e-4)
+    assert torch.allclose(dct_matrix(64) @ dct_matrix(64).T, torch.eye(64), atol=1e-5)
+
+
+def test_more_bits_leave_less_error():
+    values, generator = torch.randn(8, 64), torch.Generator().manual_seed(0)
+    error = {kind: float((chunks.quantised(values, kind, generator) - values).norm()) for kind in chunks.QUANTISERS}
+    assert error["1 mean"] > error["2 levels"] > error["3 levels"] > error["4 levels"] > error["fp32"] == 0
+    assert error["2 dithered"] > error["2 levels"] < error["2 max"]
+
+
+def test_a_swarm_of_volunteers_trains_as_many_tokens_as_a_clean_one(setting: Setting):
+    people = {"speeds": (1.0, 0.5, 0.25, 0.125), "own_data": True, "churn": 0.3, "late": 1}
+    swarm = Cairn(setting, LR, h=2, conditions=people)
+    trained(swarm)
+    assert swarm.accepted >= 12 * 2 * 4
+    assert len(swarm.peers) == 4
+    assert torch.isfinite(swarm.state()).all()
+
+
+def test_overlap_applies_later_and_loses_nothing(setting: Setting):
+    plain = Cairn(setting, LR, h=4, kind="none", beta=1.0)
+    late = Cairn(setting, LR, h=4, kind="none", beta=1.0, overlap=2)
+    trained(plain), trained(late)
+    assert late.accepted == plain.accepted
+    assert late.exchanges < plain.exchanges
+
+
+def test_every_row_of_every_study_is_of_a_method_and_its_options(setting: Setting):
+    rows = [*MAIN, *PEOPLE_ROWS, *(r for study in STUDIES.values() for r in study)]
+    for row in rows:
+        if row.method == "variant":
+            Choice(**row.options)
+        else:
+            assert isinstance(job.METHODS[row.method](setting, LR, **row.options), Method)
+    labels = [r.label for r in MAIN]
+    assert len(set(labels)) == len(labels)
+
+
+def test_a_fleet_steps_as_its_peers_would_alone(setting: Setting):
+    fleet = Fleet(setting, LR, 4)
+    alone = [Replica(setting, LR) for _ in range(4)]
+    for number in range(5):
+        windows = setting.global_batch(number)
+        fleet.step(windows, 0.5)
+        for replica, own in zip(alone, windows, strict=True):
+            replica.step(own, 0.5)
+    for peer, replica in enumerate(alone):
+        assert torch.allclose(fleet.row(peer), replica.flat, atol=2e-5)
+
+
+def test_muon_moves_hidden_matrices_its_own_way_and_all_else_as_adamw(setting: Setting):
+    fleets = [Fleet(setting, LR, 2, kind) for kind in ("adamw", "muon")]
+    for fleet in fleets:
+        fleet.step(setting.global_batch(0)[:2], 1.0)
+    for name, adamw in fleets[0].tensors(1).items():
+        same = torch.allclose(adamw, fleets[1].tensors(1)[name], atol=1e-6)
+        assert same == (adamw.ndim < 2 or "embed" in name)
+
+
+# -- the search ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [-3, -1, 0, 2, 3])
+def test_the_search_finds_a_rate_with_worse_neighbours(at: int):
+    found: dict[int, float] = {}
+    while wanted := tuning.missing(found):
+        found |= {e: abs(e - at) + 1.0 for e in wanted}
+    assert tuning.best(found) == at
+
+
+def test_a_search_in_which_all_diverge_says_so():
+    with pytest.raises(ValueError, match="diverged"):
+        tuning.best({-1: math.inf, 0: math.inf})
+
+
+# -- bytes into seconds, results into tables -------------------------------------------------------------------
+
+
+def test_seconds_are_compute_bytes_and_round_trips():
+    assert links.seconds(10, 0.5, 12_500_000, 3, 100) == pytest.approx(5 + 1 + 0.6)
+    assert links.seconds(10, 0.5, 0, 3, 100, waiting=2) == pytest.approx(5 + 0.6 + 6)
+
+
+def test_a_crossing_lies_between_two_points():
+    curve = [[0, 6.0, 0, 0, 0], [100, 4.0, 10, 20, 2], [200, 3.0, 20, 40, 4]]
+    assert links.crossing(curve, 5.0) == [50, 5, 10, 1]
+    assert links.crossing(curve, 7.0) == [0, 0, 0, 0]
+    assert links.crossing(curve, 2.0) is None
+
+
+def _measured(label: str, method: str, loss: float, payload: float, scale: float = 1.0) -> measure.Measured:
+    curve = [[0, 6.0, 0, 0, 0], [1000, loss, payload, payload, 100]]
+    row = Row(label, method, scale=scale)
+    result = Result(Job("tiny", method), loss, 1000, payload, payload, 100, 10.0, curve)
+    return measure.Measured(row, 1e-3, {}, {0: result})
+
+
+def test_the_goals_are_judged_by_the_rows():
+    profile, parameters = PROFILES["tiny"], 131_904
+    full = 2.0 * parameters * profile.steps
+    found = [
+        _measured("data-parallel AdamW, bf16", "synchronous", 3.0, full),
+        _measured("hivemind Optimizer, fp16", "synchronous", 3.0, full),
+        _measured("DiLoCo, H 30, fp32", "diloco", 3.2, full / 15),
+        _measured("cheap", "cairn", 3.02, full / 1000),
+        _measured("dear", "cairn", 3.0, full / 100),
+    ]
+    goals = judged(found, profile, parameters, {"hivemind Optimizer, fp16": 100.0})
+    assert [g.met for g in goals] == [True, True, True]
+    assert "cheap" in goals[0].found and "cheap" in goals[1].found
+    worse = [*found[:3], _measured("cheap", "cairn", 3.04, full / 1000)]
+    assert judged(worse, profile, parameters, {})[0].met is False
+    assert judged(worse, profile, parameters, {})[2].met is None
+    assert [row[0] for row in tables.main_rows(found, profile, parameters)] == [m.row.label for m in found]
+
+
+def test_a_result_is_kept_and_found_by_an_equal_job(tmp_path: Path):
+    one = Job("tiny", "cairn", {"k": 64, "h": 10}, 1e-3, 2)
+    result = Result(one, 3.0, 10, 1.0, 2.0, 3, 4.0, [[0, 1.0, 0, 0, 0]])
+    job.keep(tmp_path, result)
+    assert job.kept(tmp_path, Job("tiny", "cairn", {"h": 10, "k": 64}, 1e-3, 2)) == result
+    assert job.kept(tmp_path, Job("tiny", "cairn", {"h": 11, "k": 64}, 1e-3, 2)) is None
