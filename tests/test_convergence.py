@@ -139,7 +139,8 @@ def test_a_swarm_of_volunteers_trains_as_many_tokens_as_a_clean_one(setting: Set
 def test_overlap_applies_later_and_loses_nothing(setting: Setting):
     plain = Cairn(setting, LR, h=4, kind="none", beta=1.0)
     late = Cairn(setting, LR, h=4, kind="none", beta=1.0, overlap=2)
-    trained(plain), trained(late)
+    trained(plain)
+    trained(late)
     assert late.accepted == plain.accepted
     assert late.exchanges < plain.exchanges
 
