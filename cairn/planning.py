@@ -90,14 +90,14 @@ def run_plan(options: PlanOptions) -> None:
         )
     except PlanError as e:
         raise click.BadParameter(e.reason, param_hint=f"--{e.field.replace('_', '-')}") from None
+    if options.out:  # first: whoever reads our output may leave early
+        _write(options.out, _template(made, options, model))
     assumed = options.model is None and options.parameters is None
     for line in lines(made, str(options.model or ""), assumed=assumed):
         click.echo(line)
     if options.out:
-        _write(options.out, _template(made, options, model))
-        click.echo(
-            f"\n{options.out} is written: name your documents in its [data], then: cairn run validate {options.out}"
-        )
+        click.echo(f"\n{options.out} is written: name your documents in its [data], then:")
+        click.echo(f"    cairn run validate {options.out}")
 
 
 def _model(options: PlanOptions) -> Model | None:
