@@ -154,6 +154,7 @@ class _Run:
         self.late = self.world.wan.counters().late_ms
         self.world.until("the peers leave", self._left, END_SECONDS)
         self.world.until("the last state is archived", self._archived, END_SECONDS)
+        self.world.stop()
         snapshots = {n: s for n in self.names if (s := self._snapshot(n)) is not None}
         return self._judge(snapshots, at_start, at_end, cpu, ready - began, over - ready)
 

@@ -34,7 +34,7 @@ def tables_of(
     codec: Mapping[str, Any] | None = None,
     outer: Mapping[str, Any] | None = None,
     round_: Mapping[str, Any] | None = None,
-    points: int = 12,
+    points: int = 6,
 ) -> Tables:
     """The tables of a run.toml.
 
