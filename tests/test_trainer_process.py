@@ -126,14 +126,15 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert again.first_window == made.end_window and again.end_window >= made.end_window + 8 * BATCH
 
 
-async def test_a_killed_trainer_is_seen_and_the_next_one_takes_up_what_was_announced(world):
+@pytest.mark.parametrize("saved", [False, True])
+async def test_a_killed_trainer_is_seen_and_the_next_one_takes_up_what_was_announced(world, saved):
     async with node(world.start(1)) as n:
         await n.ask(world.load(), Applied)
         await n.trained(3 * BATCH)
         made = await n.update(0, GENESIS, world.folder / "u")
         sheet = world.start(1).state_folder / SHEET
         # Saved by itself soon after it was announced, though nothing is applied.
-        while not (sheet.exists() and str(made.digest) in sheet.read_text()):
+        while saved and not (sheet.exists() and str(made.digest) in sheet.read_text()):
             await n.until(Progress)
         n.link.kill()
         gone = await asyncio.wait_for(n.link.wait(), 10)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from peer.channel import Apply, MakeUpdate, NothingDone, UpdateMade
 from peer.errors import SavedStateError, TrainingError
-from peer.training.saved import SHEET
+from peer.training.saved import SHEET, UPDATE_SHEET
 from peer.training.trainer import NON_FINITE_MOST, Trainer
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
@@ -387,6 +387,78 @@ def test_a_restart_between_announcement_and_decision_neither_loses_nor_doubles(r
     assert not any(bool(t.any()) for t in accepted.outer.feedback.values())
 
 
+@pytest.mark.parametrize("saved", ["never", "before"])
+def test_one_killed_right_after_announcing_gives_the_same_update_and_counts_it_once(raw, saved):
+    """Nothing was saved since: what is on disk of before is in the update already."""
+    before = loaded(raw)
+    train(before, 2)
+    if saved == "before":
+        before.save()
+    train(before, 1)
+    made = update(before, raw.folder / "u")
+    train(before, 2)  # lost
+
+    still_open, heard = born(raw)
+    still_open.load(raw.load())
+    assert not any(bool(t.any()) for t in (*still_open.outer.feedback.values(), *still_open.outer.progress().values()))
+    assert still_open.claims.counter == 3 * BATCH  # what was trained since is trained again
+    train(still_open, 1)
+    again = update(still_open, raw.folder / "again")
+    assert replace(again, blob_path=made.blob_path) == made
+    assert again.blob_path.read_bytes() == made.blob_path.read_bytes()
+    apply(still_open, Apply(accepted_round(0, (1, again)), (), True, made.end_window, made.end_window))
+    assert not any(bool(t.any()) for t in still_open.outer.feedback.values())
+    after = update(still_open, raw.folder / "after")
+    assert (after.first_window, after.end_window, after.inner_steps) == (3 * BATCH, 4 * BATCH, 1)
+    assert not heard
+    if saved == "before":
+        assert still_open.inner.moments()[0] == 3  # two of the saved, one since
+
+
+@pytest.mark.parametrize("saved", ["never", "before"])
+@pytest.mark.parametrize("told", [False, True])
+def test_one_killed_right_after_announcing_whose_update_was_missed_puts_it_back_once(raw, saved, told):
+    before = loaded(raw)
+    train(before, 2)
+    if saved == "before":
+        before.save()
+    made = update(before, raw.folder / "u")
+    missed, _ = born(raw)
+    missed.load(raw.load(accepted_round(0), restore=(made.blob_path,) if told else ()))
+    decoded = {n: torch.zeros_like(t) for n, t in missed.outer.feedback.items()}
+    missed.codec.add_to(made.blob_path.read_bytes(), decoded)
+    same(missed.outer.feedback, decoded, atol=0)
+    train(missed, 1)
+    again = update(missed, raw.folder / "v")
+    assert (again.first_window, again.end_window, again.inner_steps) == (0, 3 * BATCH, 3)
+
+
+def test_one_killed_right_after_announcing_whose_update_was_accepted_does_not_send_it_again(raw):
+    before = loaded(raw)
+    train(before, 2)
+    before.save()
+    made = update(before, raw.folder / "u")
+    accepted, heard = born(raw)
+    accepted.load(raw.load(accepted_round(0, (1, made)), next_window=made.end_window))
+    assert not any(bool(t.any()) for t in (*accepted.outer.feedback.values(), *accepted.outer.progress().values()))
+    assert accepted.claims.claim(99) is None and not heard
+    # Decided: nothing of it is left to be taken for undecided after the next restart.
+    assert not list(accepted.folder.folder.glob("update*"))
+
+
+def test_a_state_saved_after_the_announcement_is_taken_up_whole(world):
+    before = loaded(world)
+    train(before, 2)
+    update(before, world.folder / "u")
+    train(before, 1)
+    before.save()
+    after, _ = born(world)
+    after.load(world.load())
+    same(after.outer.feedback, before.outer.feedback, atol=0)
+    same(after.outer.progress(), before.outer.progress())
+    assert after.claims == before.claims and any(bool(t.any()) for t in after.outer.feedback.values())
+
+
 def test_a_restart_after_an_update_was_missed_puts_it_back(raw):
     before = loaded(raw)
     train(before, 2)
@@ -421,6 +493,7 @@ def test_a_saved_state_older_than_what_was_accepted_since_is_not_sent_again(worl
     before.save()
     train(before, 2)
     made = update(before, world.folder / "u")
+    apply(before, Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window))
     after, heard = born(world)
     after.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
     assert heard.kinds() == ["saved-state"]
@@ -457,6 +530,7 @@ def _flip(path: Path) -> None:
         lambda folder: (folder / SHEET).write_bytes(b"\xff" * 100),
         lambda folder: (folder / SHEET).write_bytes(b" " * (2 << 20)),
         lambda folder: (folder / SHEET).write_text((folder / SHEET).read_text().replace("trainer-1", "../../x")),
+        lambda folder: (folder / UPDATE_SHEET).write_text("{"),
     ],
 )
 def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(world, damage):

@@ -2,17 +2,19 @@
 
 Two files in the trainer's folder. `trainer-N.safetensors` holds the tensors; `trainer.json` names it with its digest,
 and is replaced, durably, only when the tensors are on disk: so there is always one whole state, the old or the new.
-What is read back is checked (digest, run, peer, layout, shapes, finiteness); nothing is ever unpickled. Beside them
-lies the blob of the update that is not decided yet: `update-DIGEST.blob`.
+What is read back is checked (digest, run, peer, layout, shapes, finiteness); nothing is ever unpickled.
+
+Beside them lie, on disk before its header can be signed, the update that is not decided yet (`update-DIGEST.blob`) and
+what was known when it was made (`update.json`): a peer that signed two updates for one parent would be reported.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,6 +32,7 @@ from protocol.layout import Layout
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
 
 SHEET = "trainer.json"
+UPDATE_SHEET = "update.json"
 MAX_SHEET = 1024 * 1024
 SNAPSHOT_NUMEL = 2**24
 """Parameters up to which a state may be copied to be saved a little later: 256 MiB. A larger model's exchange takes
@@ -58,7 +61,7 @@ class _Restored(_Strict):
     factor: Annotated[float, Field(ge=0, le=1)]
 
 
-class _Sheet(_Strict):
+class _Known(_Strict):
     version: Literal[1] = 1
     run: DigestField
     peer: PeerKeyField
@@ -70,19 +73,28 @@ class _Sheet(_Strict):
     steps: Count
     announced: _Update | None
     restored: list[_Restored]
+
+
+class _Sheet(_Known):
     optimiser_steps: Count
     file: Annotated[str, Field(pattern=r"^trainer-\d+\.safetensors$")]
     digest: DigestField
 
 
 @dataclass(frozen=True)
-class Saved:
-    """`record` is what was held when it was saved. `restored`: own updates put back, with the decay since."""
+class Known:
+    """What was held and counted at a time. `restored`: own updates put back, with the decay since."""
 
     record: Digest
     round: int
     claims: Claims
     restored: Mapping[Digest, float]
+
+
+@dataclass(frozen=True)
+class Saved(Known):
+    """All of a trainer's own state. No feedback and no progress: all that was learnt is in the announced update."""
+
     optimiser_steps: int
     feedback: Mapping[str, Tensor]
     progress: Mapping[str, Tensor]
@@ -94,6 +106,9 @@ class Saved:
             {n: t.clone() for n, t in part.items()} for part in (self.feedback, self.progress, self.moments)
         )
         return replace(self, feedback=feedback, progress=progress, moments=moments)
+
+
+S = TypeVar("S", bound=_Known)
 
 
 class SavedFolder:
@@ -131,11 +146,24 @@ class SavedFolder:
 
     def read(self) -> Saved | None:
         """What is saved; None when nothing is. Raises SavedStateError when it cannot be used."""
-        path = self.folder / SHEET
+        sheet = self._read(SHEET, _Sheet)
+        saved = sheet and self._state(sheet, self._tensors(sheet))
+        update = self._read(UPDATE_SHEET, _Known)
+        if update is None or update.announced is None:
+            return saved
+        if saved and saved.claims.announced == _announced(update.announced):
+            return saved
+        # The update was made after the state was saved: what that holds was in the update already.
+        steps, moments = (saved.optimiser_steps, saved.moments) if saved else (0, {})
+        return Saved(**vars(_known(update)), optimiser_steps=steps, feedback={}, progress={}, moments=moments)
+
+    def _read(self, name: str, kind: type[S]) -> S | None:
+        """One of the sheets; None when it is not there. Raises SavedStateError."""
+        path = self.folder / name
         try:
             if path.stat().st_size > MAX_SHEET:
                 raise SavedStateError(f"{path} is too large to be a trainer's state")
-            sheet = _Sheet.model_validate_json(path.read_bytes())
+            sheet = kind.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except ValidationError as e:
@@ -144,19 +172,22 @@ class SavedFolder:
             raise SavedStateError(f"{path} cannot be read: {e.strerror}") from None
         if (sheet.run, sheet.peer, sheet.layout) != (self.run, self.peer, self.layout.digest):
             raise SavedStateError(f"the trainer's state in {self.folder} is of another run, peer or model")
-        return self._state(sheet, self._tensors(sheet))
+        return sheet
 
     def set_aside(self) -> None:
         """Move a state that cannot be used out of the way (one such is kept, for a look at it)."""
-        for path in (self.folder / SHEET, *self._files()):
+        for path in (self.folder / SHEET, self.folder / UPDATE_SHEET, *self._files()):
             if path.exists():
                 path.replace(path.with_name(f"unusable-{path.name}"))
 
-    def keep_update(self, name: Digest, blob: bytes) -> Path:
-        """Keep an own update's blob until it is decided. Raises OSError."""
+    def keep_update(self, blob: bytes, known: Known) -> Path:
+        """Keep the own update that `known` has as announced, until it is decided. Raises OSError."""
+        if known.claims.announced is None:
+            raise ValueError("no update is announced")
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.update_file(name)
+        path = self.update_file(known.claims.announced.blob)
         write_durably(path, [blob])
+        write_durably(self.folder / UPDATE_SHEET, [_Known(**self._fields(known)).model_dump_json(indent=1).encode()])
         return path
 
     def update_file(self, name: Digest) -> Path:
@@ -164,7 +195,9 @@ class SavedFolder:
 
     def drop_updates(self, keep: Digest | None) -> None:
         """Forget the updates that are decided, and unfinished ones. Raises OSError."""
-        for path in (*self.folder.glob("update-*"), *self.folder.glob(".update-*.part")):
+        if keep is None:
+            (self.folder / UPDATE_SHEET).unlink(missing_ok=True)
+        for path in (*self.folder.glob("update-*"), *self.folder.glob(".update*.part")):
             if keep is None or path != self.update_file(keep):
                 path.unlink(missing_ok=True)
 
@@ -178,25 +211,22 @@ class SavedFolder:
                 path.unlink()
 
     def _sheet(self, state: Saved, file: str, digest: Digest) -> _Sheet:
-        a = state.claims.announced
-        return _Sheet(
-            run=self.run,
-            peer=self.peer,
-            layout=self.layout.digest,
-            record=state.record,
-            round=state.round,
-            counter=state.claims.counter,
-            claimed_from=state.claims.claimed_from,
-            steps=state.claims.steps,
-            announced=a
-            and _Update(
-                parent=a.parent, blob=a.blob, size=a.size, first=a.first, end=a.end, steps=a.steps, loss=a.loss
-            ),
-            restored=[_Restored(blob=b, factor=f) for b, f in state.restored.items()],
-            optimiser_steps=state.optimiser_steps,
-            file=file,
-            digest=digest,
-        )  # fmt: skip
+        return _Sheet(**self._fields(state), optimiser_steps=state.optimiser_steps, file=file, digest=digest)
+
+    def _fields(self, known: Known) -> dict[str, Any]:
+        claims, a = known.claims, known.claims.announced
+        return {
+            "run": self.run,
+            "peer": self.peer,
+            "layout": self.layout.digest,
+            "record": known.record,
+            "round": known.round,
+            "counter": claims.counter,
+            "claimed_from": claims.claimed_from,
+            "steps": claims.steps,
+            "announced": a and _Update(**asdict(a)),
+            "restored": [_Restored(blob=b, factor=f) for b, f in known.restored.items()],
+        }
 
     def _tensors(self, sheet: _Sheet) -> dict[str, Tensor]:
         path = self.folder / sheet.file
@@ -220,18 +250,22 @@ class SavedFolder:
             groups[group][name] = tensor
         if any(groups[g].keys() != shapes.keys() for g in (FEEDBACK, PROGRESS)):
             raise SavedStateError(f"{self.folder / sheet.file} does not hold the whole model")
-        a = sheet.announced
-        announced = a and Announced(a.parent, a.blob, a.size, a.first, a.end, a.steps, a.loss)
         return Saved(
-            sheet.record,
-            sheet.round,
-            Claims(sheet.counter, sheet.claimed_from, sheet.steps, announced),
-            {r.blob: r.factor for r in sheet.restored},
-            sheet.optimiser_steps,
-            groups[FEEDBACK],
-            groups[PROGRESS],
-            {f"{m}/{n}": t for m in MOMENTS for n, t in groups[m].items()},
+            **vars(_known(sheet)),
+            optimiser_steps=sheet.optimiser_steps,
+            feedback=groups[FEEDBACK],
+            progress=groups[PROGRESS],
+            moments={f"{m}/{n}": t for m in MOMENTS for n, t in groups[m].items()},
         )
+
+
+def _announced(u: _Update | None) -> Announced | None:
+    return u and Announced(u.parent, u.blob, u.size, u.first, u.end, u.steps, u.loss)
+
+
+def _known(sheet: _Known) -> Known:
+    claims = Claims(sheet.counter, sheet.claimed_from, sheet.steps, _announced(sheet.announced))
+    return Known(sheet.record, sheet.round, claims, {r.blob: r.factor for r in sheet.restored})
 
 
 def _file_digest(path: Path) -> Digest:

@@ -6,6 +6,7 @@ or torch.OutOfMemoryError; after a failed `load` or `apply` nothing is trained u
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
@@ -27,7 +28,7 @@ from peer.training.gate import Gate
 from peer.training.inner import Inner, Step
 from peer.training.outer import OuterSide
 from peer.training.pace import Pace
-from peer.training.saved import SNAPSHOT_NUMEL, Saved, SavedFolder
+from peer.training.saved import SNAPSHOT_NUMEL, Known, Saved, SavedFolder
 from peer.training.schedule import round_factor
 from protocol.assignment import windows_of
 from protocol.codec import make_codec
@@ -200,15 +201,20 @@ class Trainer:
                 return NothingDone(ask.parent)
             blob = self.outer.announce()
             self.pace.new_span()
+            claims = replace(self.claims)
         self.restored = {b: f * self.spec.codec.beta for b, f in self.restored.items() if f > 1e-3}
-        name, (first, end, steps) = blob_digest(blob), claim
+        first, end, steps = claim
+        made = Announced(ask.parent, blob_digest(blob), len(blob), first, end, steps, loss)
+        known = Known(ask.parent, self.round, replace(claims, announced=made), dict(self.restored))
         try:
-            give(self.folder.keep_update(name, blob), ask.out)
+            give(self.folder.keep_update(blob, known), ask.out)
         except OSError:
             self.outer.restore(blob)
+            with contextlib.suppress(OSError):
+                self.folder.drop_updates(None)
             raise
-        self.claims.announced = Announced(ask.parent, name, len(blob), first, end, steps, loss)
-        return _made(self.claims.announced, ask.out)
+        self.claims.announced = made
+        return _made(made, ask.out)
 
     # -- states ----------------------------------------------------------------------------------------------
 
@@ -378,7 +384,8 @@ class Trainer:
             return
         self.claims = claims
         self.restored = dict(saved.restored)
-        self.outer.resume(saved.feedback, saved.progress)
+        if saved.feedback:
+            self.outer.resume(saved.feedback, saved.progress)
 
 
 def _made(a: Announced, out: Path) -> UpdateMade:
