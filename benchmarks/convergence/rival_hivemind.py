@@ -91,11 +91,13 @@ class Point:
 
 @dataclass(frozen=True)
 class RivalResult:
-    """One run. Steps are global; seconds and bytes are of the steps after the first two. `averaged`: the share of
-    (step, peer) in which the gradient used was the mean of what all gave; `agreed`: of steps, in which all peers used
-    the same; `missed`: of (step, peer), in which a peer had no part. `model_difference`: the largest difference
-    of two peers' last parameters, relative to the mean's norm. `transport_floor`: 2 (n - 1) / n times the gradient,
-    up the line, and two round trips."""
+    """One run. Steps are global; seconds and bytes are of the steps after the first two.
+
+    `averaged`: the share of (step, peer) in which the gradient used was the mean of what all gave; None where it is not
+    meant to be (PowerSGD, delayed). `agreed`: of steps, in which all peers used the same. `missed`: of (step, peer), in
+    which a peer had no part. `model_difference`: the largest difference of two peers' last parameters, relative to the
+    mean's norm. `transport_floor`: 2 (n - 1) / n times the gradient's bytes up the line, and two round trips.
+    """
 
     variant: str
     profile: str
@@ -118,7 +120,7 @@ class RivalResult:
     wire_up_per_step: float
     wire_down_per_step: float
     wire_joining: float
-    averaged: float
+    averaged: float | None
     agreed: float
     missed: float
     worst_distance: float
@@ -223,14 +225,13 @@ class _Run:
         (first, at_first), (last, at_last) = settled[0], settled[-1]
         wire = [at_last[n] - at_first[n] for n in self.names]
         gaps = [b["at"] - a["at"] for peer in lines for a, b in zip(peer[1:], peer[2:], strict=False)]
-        averaged, agreed, missed, worst = judge_sketches(
-            lines, self.steps, alike=not v.options.get("delay_grad_averaging")
-        )
+        exact = not (v.power_rank or v.options.get("delay_grad_averaging"))
+        averaged, agreed, missed, worst = judge_sketches(lines, self.steps, exact=exact)
         windows = [
             sum(line["windows"] for peer in lines for line in peer if line["step"] == s) for s in range(self.steps)
         ]
         curve = self._curve(simulated)
-        size = {"none": 4.0, "fp16": 2.0}.get(v.compression, 1.0) * numel
+        size = _gradient_bytes(v, self.setting)
         return RivalResult(
             variant=self.variant, profile=profile.name, parameters=numel, peers=profile.peers, mbit=self.mbit,
             rtt_ms=self.rtt_ms, options=dict(v.options), compression=v.compression, power_rank=v.power_rank,
@@ -244,7 +245,7 @@ class _Run:
             wire_up_per_step=median(w.up for w in wire) / (last - first),
             wire_down_per_step=median(w.down for w in wire) / (last - first),
             wire_joining=median(joining[n].down for n in self.names),
-            averaged=averaged, agreed=agreed, missed=missed, worst_distance=worst,
+            averaged=averaged if exact else None, agreed=agreed, missed=missed, worst_distance=worst,
             model_difference=self._model_difference(), loss=curve[-1].loss, curve=curve, total_seconds=total,
             router_late_ms=late, load=[round(x, 2) for x in os.getloadavg()],
             steps_seconds=[round(g, 3) for g in gaps],
@@ -270,6 +271,16 @@ class _Run:
         return max(float((a - b).norm() / middle.norm()) for a in flat for b in flat)
 
 
+def _gradient_bytes(variant: Variant, setting: Setting) -> float:
+    """What is to be reduced in a step: all values, or by PowerSGD's rule (half saved, or none) the low-rank parts."""
+    width, rank = {"none": 4.0, "fp16": 2.0}.get(variant.compression, 1.0), variant.power_rank
+    values = 0
+    for tensor in setting.layout.tensors:
+        low = rank * sum(tensor.shape)
+        values += low if rank and len(tensor.shape) == 2 and low < tensor.numel / 2 else tensor.numel
+    return width * values
+
+
 def _every(steps: int) -> int:
     """How many steps apart the curve's points are."""
     return max(1, steps // 6)
@@ -291,11 +302,11 @@ def _simulated(variant: Variant, setting: Setting, lr: float, steps: int) -> dic
 
 
 def judge_sketches(
-    lines: list[list[dict[str, Any]]], steps: int, *, alike: bool = True
+    lines: list[list[dict[str, Any]]], steps: int, *, exact: bool = True
 ) -> tuple[float, float, float, float]:
     """(averaged, agreed, missed, worst): see `RivalResult`. `lines`: of each peer, as `hivemind_peer` writes them.
 
-    With `alike` False a step uses an earlier step's gradients, and only agreement is judged.
+    With `exact` False the gradient used is not meant to be the mean of this step's, and only agreement is judged.
     """
     averaged = agreed = missed = 0
     worst = 0.0
@@ -309,7 +320,7 @@ def judge_sketches(
         mean_given = np.array([line["windows"] * np.array(line["own"]) for line in found]).sum(axis=0) / given
         used = [np.array(line["used"]) for line in found]
         agreed += len(found) == len(here) and all(_distance(a, b) <= CLOSE for a in used for b in used)
-        if alike:
+        if exact:
             distances = [_distance(u, mean_given) for u in used]
             averaged += sum(d <= CLOSE for d in distances)
             worst = max(worst, *distances)
@@ -344,8 +355,8 @@ seconds     {r.seconds_per_step:.2f} a global step, p90 {r.seconds_per_step_p90:
 averaging {r.averaging_seconds:.2f}, floor {r.transport_floor:.2f})
 batch       {r.windows_per_step:.0f} windows a step of {r.target_windows} asked
 wire        {r.wire_up_per_step:,.0f} bytes up and {r.wire_down_per_step:,.0f} down a step and peer
-averaged    {r.averaged:.1%} right, {r.agreed:.1%} of steps alike, {r.missed:.1%} missed; \
-worst distance {r.worst_distance:.3f}
+averaged    {"-" if r.averaged is None else f"{r.averaged:.1%}"} right, {r.agreed:.1%} of steps alike, \
+{r.missed:.1%} missed; worst distance {r.worst_distance:.3f}
 models      differ by {r.model_difference:.2e}
 loss        {r.curve[0].loss:.4f} -> {r.loss:.4f} after {r.steps} steps{simulated}
 load        {r.load}, router late by {r.router_late_ms:.1f} ms"""

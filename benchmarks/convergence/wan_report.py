@@ -34,6 +34,7 @@ def cairn_table(results: Sequence[Result]) -> str:
             f"{r['run'].removeprefix('wan ')} H {round(r['target_tokens'] / _step_tokens(r))}",
             _codec(r), r["rounds"], f"{r['tokens_per_round'] / r['target_tokens']:.2f}", f"{r['loss']:.4f}",
             f"{r['updates_per_token']:.4f}", f"{r['between_peers_per_token']:.4f}",
+            f"{r['control_bytes_per_second'] / 1e3:.1f}",
             f"{r['exchange_seconds']['certified']:.2f}", f"{r['exchange_floor']:.2f}",
             f"{1e3 * r['trainer_cpu_seconds_per_step']:.1f}", f"{r['train_seconds']:.0f}",
             "yes" if r["digests_equal"] else "NO", _load(r),
@@ -41,8 +42,8 @@ def cairn_table(results: Sequence[Result]) -> str:
         for r in results
     ]  # fmt: skip
     columns = (
-        "run", "codec", "rounds", "tokens/asked", "loss", "update B/token", "wire B/token", "exchange s", "floor s",
-        "CPU ms/step", "wall s", "digests equal", "load",
+        "run", "codec", "rounds", "tokens/asked", "loss", "update B/token", "wire B/token", "control kB/s",
+        "exchange s", "floor s", "CPU ms/step", "wall s", "digests equal", "load",
     )  # fmt: skip
     return table(columns, rows)
 
@@ -53,13 +54,14 @@ def hivemind_table(results: Sequence[Result]) -> str:
             f"{r['profile']} {r['variant']}{' free' if r['free'] else ''}",
             r["steps"], f"{r['windows_per_step']:.0f} of {r['target_windows']}",
             f"{r['seconds_per_step']:.2f}", f"{r['seconds_per_step_p90']:.2f}", f"{r['transport_floor']:.2f}",
-            f"{r['wire_up_per_step']:,.0f}", f"{r['averaged']:.1%}", f"{r['missed']:.1%}", f"{r['loss']:.4f}",
+            f"{r['wire_up_per_step']:,.0f}", _share(r["averaged"]), _share(r["agreed"]), _share(r["missed"]),
+            f"{r['loss']:.4f}",
             "-" if r["curve"][-1]["simulated"] is None else f"{r['curve'][-1]['simulated']:.4f}", _load(r),
         )
         for r in results
     ]  # fmt: skip
     columns = (
-        "variant", "steps", "windows", "s/step", "p90", "floor s", "up B/step", "averaged", "missed", "loss",
+        "variant", "steps", "windows", "s/step", "p90", "floor s", "up B/step", "averaged", "agreed", "missed", "loss",
         "simulator", "load",
     )  # fmt: skip
     return table(columns, rows)
@@ -72,6 +74,10 @@ def _step_tokens(r: Result) -> int:
 def _codec(r: Result) -> str:
     codec = r["tables"]["codec"]
     return f"{codec['kind']} k {codec['k']}" if "k" in codec else codec["kind"]
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _load(r: Result) -> str:
