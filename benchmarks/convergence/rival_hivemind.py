@@ -94,7 +94,7 @@ class RivalResult:
     """One run. Steps are global; seconds and bytes are of the steps after the first two.
 
     `averaged`: the share of (step, peer) in which the gradient used was the mean of what all gave; None where it is not
-    meant to be (PowerSGD, delayed). `agreed`: of steps, in which all peers used the same. `missed`: of (step, peer), in
+    meant to be (PowerSGD, delayed, 8 bits). `agreed`: of steps, in which all peers used the same. `missed`: of (step, peer), in
     which a peer had no part. `model_difference`: the largest difference of two peers' last parameters, relative to the
     mean's norm. `transport_floor`: 2 (n - 1) / n times the gradient's bytes up the line, and two round trips.
     """
@@ -225,7 +225,7 @@ class _Run:
         (first, at_first), (last, at_last) = settled[0], settled[-1]
         wire = [at_last[n] - at_first[n] for n in self.names]
         gaps = [b["at"] - a["at"] for peer in lines for a, b in zip(peer[1:], peer[2:], strict=False)]
-        exact = not (v.power_rank or v.options.get("delay_grad_averaging"))
+        exact = not (v.power_rank or v.options.get("delay_grad_averaging") or v.compression not in ("none", "fp16"))
         averaged, agreed, missed, worst = judge_sketches(lines, self.steps, exact=exact)
         windows = [
             sum(line["windows"] for peer in lines for line in peer if line["step"] == s) for s in range(self.steps)
