@@ -94,9 +94,10 @@ class RivalResult:
     """One run. Steps are global; seconds and bytes are of the steps after the first two.
 
     `averaged`: the share of (step, peer) in which the gradient used was the mean of what all gave; None where it is not
-    meant to be (PowerSGD, delayed, 8 bits). `agreed`: of steps, in which all peers used the same. `missed`: of (step, peer), in
-    which a peer had no part. `model_difference`: the largest difference of two peers' last parameters, relative to the
-    mean's norm. `transport_floor`: 2 (n - 1) / n times the gradient's bytes up the line, and two round trips.
+    meant to be, or only roughly (PowerSGD, delayed, 8 bits). `agreed`: of steps, in which all peers used the same.
+    `missed`: of (step, peer), in which a peer had no part. `model_difference`: the largest difference of two peers'
+    last parameters, relative to the mean's norm. `transport_floor`: 2 (n - 1) / n times the gradient's bytes up the
+    line, and two round trips.
     """
 
     variant: str
