@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from peer.node import outbox as outbox_module
-from peer.node.exchange import Exchange, ExchangeTimes
+from peer.node.exchange import Exchange, ExchangeTimes, RoundTimes
 from peer.node.inbox import MAX_KINDS_OF_REFUSAL, Inbox
 from peer.node.network import Network
 from peer.node.outbox import MAX_WAITING, Outbox
@@ -294,8 +294,8 @@ def test_times_are_medians_since_our_own_announcement():
     assert e.times == ExchangeTimes()
     for n, (blobs, certified, applied) in enumerate([(1, 2, 3), (2, 4, 6), (3, 6, 9), (9, 9, 9)]):
         parent, start = Digest(bytes([n]) * 32), 100.0 * n
-        e.announced(parent, start)
-        e.announced(parent, start + 50)  # a repeat
+        e.announced(parent, n, start)
+        e.announced(parent, n, start + 50)  # a repeat
         e.held(start + blobs)
         e.certified(Digest(b"x" * 32), start + 1)  # of a round that we were not in
         e.certified(parent, start + certified)
@@ -303,3 +303,4 @@ def test_times_are_medians_since_our_own_announcement():
         e.applied(Digest(b"x" * 32), start + 1)
         e.applied(parent, start + applied)
     assert e.times == ExchangeTimes(3.0, 6.0, 9.0)
+    assert e.rounds == [RoundTimes(1, 2, 4, 6), RoundTimes(2, 3, 6, 9), RoundTimes(3, 9, 9, 9)]

@@ -215,7 +215,7 @@ def test_the_chain_after_a_record_comes_in_pages_and_is_none_for_a_branch_that_l
 # -- small files ----------------------------------------------------------------------------------------------
 
 SNAPSHOT = Snapshot(
-    "tiny", "ada", "ab", "training", 3, "", "", 3, 1, 2, 3, 4, 5.0, 6.0, 1, 2, 3, "cpu", 1, 0, {}, 0, ""
+    "tiny", "ada", "ab", "training", 3, "", "", 3, 1, 2, 3, 4, 5.0, 6.0, 1, 2, 3, "cpu", 1, 0, {}, [], 0, ""
 )
 
 

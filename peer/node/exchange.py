@@ -21,18 +21,29 @@ class ExchangeTimes:
     """Until the new state was held."""
 
 
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """One round, by its number, as in ExchangeTimes."""
+
+    round: int
+    blobs: float
+    certified: float
+    applied: float
+
+
 class Exchange:
     """The last `remembered` rounds in which we announced; each is known by its parent."""
 
     def __init__(self, remembered: int = 32):
         self._parent: Digest | None = None
+        self._number = 0
         self._began = self._blobs = self._certified = 0.0
-        self._rounds: deque[tuple[float, float, float]] = deque(maxlen=remembered)
+        self._rounds: deque[RoundTimes] = deque(maxlen=remembered)
 
-    def announced(self, parent: Digest, now: float) -> None:
-        """Our header for the round after `parent` went out (repeats do not count)."""
+    def announced(self, parent: Digest, number: int, now: float) -> None:
+        """Our header for round `number`, which is after `parent`, went out (repeats do not count)."""
         if parent != self._parent:
-            self._parent = parent
+            self._parent, self._number = parent, number
             self._began = self._blobs = self._certified = now
 
     def held(self, now: float) -> None:
@@ -48,12 +59,18 @@ class Exchange:
     def applied(self, parent: Digest, now: float) -> None:
         """The record after `parent` is applied."""
         if parent == self._parent:
-            times = (self._blobs, self._certified, now)
-            self._rounds.append((times[0] - self._began, times[1] - self._began, times[2] - self._began))
+            times = (round(t - self._began, 4) for t in (self._blobs, self._certified, now))
+            self._rounds.append(RoundTimes(self._number, *times))
+
+    @property
+    def rounds(self) -> list[RoundTimes]:
+        """One by one, the oldest first."""
+        return list(self._rounds)
 
     @property
     def times(self) -> ExchangeTimes:
         """Medians."""
         if not self._rounds:
             return ExchangeTimes()
-        return ExchangeTimes(*(round(median(column), 4) for column in zip(*self._rounds, strict=True)))
+        columns = zip(*((r.blobs, r.certified, r.applied) for r in self._rounds), strict=True)
+        return ExchangeTimes(*(round(median(column), 4) for column in columns))

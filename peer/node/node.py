@@ -303,7 +303,7 @@ class Node:
             match action:
                 case actions.Broadcast(message):
                     if isinstance(message.body, Header):
-                        self._exchange.announced(message.body.parent, time.monotonic())
+                        self._exchange.announced(message.body.parent, message.body.round, time.monotonic())
                     self.network.broadcast(message)
                 case actions.Send(to, messages, certificates):
                     self.network.outbox.send(to, messages, certificates)
@@ -395,6 +395,7 @@ class Node:
             own_updates=t.made if t is not None else 0,
             missed_updates=t.missed if t is not None else 0,
             exchange_seconds=asdict(self._exchange.times),
+            exchange_rounds=[asdict(r) for r in self._exchange.rounds],
             trainer_restarts=t.restarts if t is not None else 0,
             finished=self.finish_reason,
         )

@@ -14,7 +14,8 @@ FILE = "status.json"
 class Snapshot:
     """One moment of a node. Tokens are of the run; `state` is the digest of the state that is held ("" for none).
 
-    `exchange_seconds`: medians of the last rounds since our announcement (see `exchange.ExchangeTimes`).
+    `exchange_seconds`: medians of the last rounds since our announcement (see `exchange.ExchangeTimes`);
+    `exchange_rounds`: those rounds one by one, the oldest first.
     """
 
     run: str
@@ -38,6 +39,7 @@ class Snapshot:
     own_updates: int
     missed_updates: int
     exchange_seconds: dict[str, float]
+    exchange_rounds: list[dict[str, float]]
     trainer_restarts: int
     finished: str
 

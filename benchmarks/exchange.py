@@ -1,0 +1,317 @@
+"""A round's exchange on loopback: a coordinator and 4 peers with the demo's model, beside what its bytes and sums cost.
+
+Each of the 4 is a whole peer (node, libp2p daemon, trainer) and goes on training while the round is exchanged; they
+share the cores. Times are seconds since a peer's own announcement, over all rounds and peers, once all take part.
+The floor is measured before, on the idle machine: 4 plain asyncio TCP processes send each other the same bytes, and 3
+times 1 KiB for proposal, vote and certificate; then the CPU time of the sums alone, on one core.
+
+JSON keys:
+  machine: processor, cores, python, torch, threads, load (before anything was started)
+  peers, parameters, blob_bytes: the sizes
+  rounds: how many were measured
+  missing: times that a peer had no part in one of them
+  steps: a list, each with
+    name: "blobs held" (the others' updates held and checked), "certificate" (the record is certified), "applied" (the
+      new state is held, its digest known)
+    median, p90, samples: measured
+    floor: bytes, messages and sums that this step cannot do without, and of those before it
+  parts: of the floor, seconds: tcp_blobs, tcp_messages (medians of plain TCP); check, apply, digest (CPU time, one
+    core); make_update (likewise; it comes before announcing, so it is in no step)
+  goals: beyond_bytes (the median until applied, less tcp_blobs), limit, met
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+from benchmarks import report
+from cairn.demo.processes import Process, free_ports, stop_all, wait_for_file
+from peer.node.membership import run_folder
+from peer.node.snapshot import read_snapshot
+from protocol.errors import CairnError
+from protocol.invite import Invite
+
+PEERS = ("ada", "alan", "edsger", "grace")
+RUN_FILE = Path(__file__).resolve().parents[1] / "examples" / "sotu.toml"
+STEPS = {"blobs": "blobs held", "certified": "certificate", "applied": "applied"}
+LIMIT = 0.3
+"""What a round may cost beyond its bytes, in seconds."""
+
+MESSAGE = 1024
+HOPS = 3
+START_SECONDS, ROUND_SECONDS = 240.0, 30.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, save. Returns 0 when the goal is met."""
+    options = report.command_line(__doc__ or "", "exchange").parse_args(argv)
+    rounds, turns = (8, 50) if options.quick else (30, 200)
+    from benchmarks.codec import small_llama, small_model
+    from protocol.codec import make_codec
+    from protocol.spec import CodecSpec
+
+    machine = report.machine()
+    layout = small_llama()
+    size = make_codec(CodecSpec(k=256), layout).size
+    sums = small_model(turns=8 if options.quick else 30)
+    parts = {
+        "tcp_blobs": all_to_all(len(PEERS), size, turns),
+        "tcp_messages": HOPS * all_to_all(len(PEERS), MESSAGE, turns),
+        "check": sums["check_ms"] / 1e3,
+        "apply": sums["apply_ms"] / 1e3,
+        "digest": sums["digest_ms"] / 1e3,
+        "make_update": sums["announce_ms"] / 1e3,
+    }
+    with Swarm() as swarm:
+        found = swarm.measure(rounds)
+    results = {"machine": machine, "peers": len(PEERS), "parameters": layout.numel, "blob_bytes": size}
+    results |= judged(found, rounds, parts)
+    show(results)
+    if options.json:
+        report.save(options.json, results)
+    return 0 if results["goals"]["met"] else 1
+
+
+# -- what is made of the numbers: pure -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One round of one peer: seconds since its announcement."""
+
+    peer: str
+    round: int
+    blobs: float
+    certified: float
+    applied: float
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The least value that at least this share of them does not exceed (nearest rank)."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("no values")
+    return ordered[max(1, math.ceil(share * len(ordered))) - 1]
+
+
+def floors(parts: Mapping[str, float]) -> dict[str, float]:
+    """What each step cannot do without, with those before it."""
+    blobs = parts["tcp_blobs"] + parts["check"]
+    certified = blobs + parts["tcp_messages"]
+    return {"blobs": blobs, "certified": certified, "applied": certified + parts["apply"] + parts["digest"]}
+
+
+def judged(samples: Sequence[Sample], rounds: int, parts: Mapping[str, float]) -> dict[str, Any]:
+    """The results' keys that come of the samples."""
+    floor = floors(parts)
+    steps = []
+    for key, name in STEPS.items():
+        values = [getattr(s, key) for s in samples]
+        steps.append(
+            {"name": name, "median": median(values), "p90": percentile(values, 0.9), "samples": len(values)}
+            | {"floor": floor[key]}
+        )
+    beyond = steps[-1]["median"] - parts["tcp_blobs"]
+    return {
+        "rounds": rounds,
+        "missing": rounds * len(PEERS) - len(samples),
+        "steps": steps,
+        "parts": dict(parts),
+        "goals": {"beyond_bytes": beyond, "limit": LIMIT, "met": beyond < LIMIT},
+    }
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The steps, in milliseconds."""
+    rows = [[s["name"], *(round(1e3 * s[key], 1) for key in ("median", "p90", "floor"))] for s in results["steps"]]
+    return report.table(["ms since the own announcement", "median", "90%", "floor"], rows)
+
+
+def show(results: Mapping[str, Any]) -> None:
+    """The results as tables."""
+    m, goals = results["machine"], results["goals"]
+    print(
+        f"{results['peers']} peers of {results['parameters']:,} parameters, {results['blob_bytes']:,} bytes an update, "
+        f"{results['rounds']} rounds ({results['missing']} times a peer had no part), {m['cores']} cores, "
+        f"load {m['load']} before\n\n{table(results)}\n"
+    )
+    names = {
+        "tcp_blobs": f"updates, {results['peers']} plain TCP processes, all to all",
+        "tcp_messages": f"{HOPS} x {MESSAGE} bytes, likewise",
+        "check": f"check {results['peers'] - 1} updates, alone",
+        "apply": f"apply {results['peers']} updates, alone",
+        "digest": "digest of the state, alone",
+        "make_update": "make an update, alone (before announcing)",
+    }
+    print(report.table(["floor", "ms"], [[names[k], round(1e3 * v, 2)] for k, v in results["parts"].items()]))
+    print(
+        f"\na round's own cost, beyond its bytes: {1e3 * goals['beyond_bytes']:.0f} ms, goal < {1e3 * LIMIT:.0f}: "
+        f"{'met' if goals['met'] else 'MISSED'}"
+    )
+
+
+# -- the floor: plain TCP ------------------------------------------------------------------------------------
+
+
+def all_to_all(peers: int, size: int, turns: int) -> float:
+    """Median seconds in which each of so many processes sends `size` bytes to all others, and has theirs."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(peers)
+    ports = free_ports(peers)
+    pipes = [context.Pipe(duplex=False) for _ in range(peers)]
+    processes = [
+        context.Process(target=_plain_peer, args=(i, ports, size, turns, barrier, pipes[i][1]), daemon=True)
+        for i in range(peers)
+    ]
+    try:
+        for p in processes:
+            p.start()
+        found: list[float] = []
+        for (mine, _), p in zip(pipes, processes, strict=True):
+            while not mine.poll(0.2):
+                if not p.is_alive():
+                    raise CairnError(f"a process of the floor's ended with code {p.exitcode}")
+            found += mine.recv()
+        return median(found)
+    finally:
+        for p in processes:
+            p.terminate()
+            p.join()
+
+
+def _plain_peer(me: int, ports: Sequence[int], size: int, turns: int, barrier: Any, out: Connection) -> None:
+    out.send(asyncio.run(_plain_turns(me, ports, size, turns, barrier)))
+
+
+async def _plain_turns(me: int, ports: Sequence[int], size: int, turns: int, barrier: Any) -> list[float]:
+    """Seconds of each turn. Connections are made once."""
+    came: dict[int, asyncio.StreamReader] = {}
+    all_here = asyncio.Event()
+
+    async def take(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        came[(await reader.readexactly(1))[0]] = reader
+        if len(came) == len(ports) - 1:
+            all_here.set()
+
+    server = await asyncio.start_server(take, "127.0.0.1", ports[me], limit=max(1 << 16, size))
+    barrier.wait(60)
+    writers = []
+    for other, port in enumerate(ports):
+        if other != me:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(bytes([me]))
+            writers.append(writer)
+    await asyncio.wait_for(all_here.wait(), 60)
+    blob, times = bytes(size), []
+    for _ in range(turns):
+        barrier.wait(60)
+        began = time.perf_counter()
+        for writer in writers:
+            writer.write(blob)
+        await asyncio.gather(*(reader.readexactly(size) for reader in came.values()), *(w.drain() for w in writers))
+        times.append(time.perf_counter() - began)
+    barrier.wait(60)
+    server.close()
+    return times[len(times) // 10 :]
+
+
+# -- the swarm -----------------------------------------------------------------------------------------------
+
+
+class Swarm:
+    """A coordinator and the peers, in a folder that is gone at the end."""
+
+    def __enter__(self) -> Swarm:
+        self._folder = tempfile.TemporaryDirectory(prefix="cairn-exchange-", ignore_cleanup_errors=True)
+        self._processes: list[Process] = []
+        try:
+            self._start(Path(self._folder.name))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stop_all(self._processes)
+        self._folder.cleanup()
+
+    def _start(self, folder: Path) -> None:
+        from cairn.serving import coordinator_folder
+
+        run_file = folder / "run.toml"
+        run_file.write_text(endless(RUN_FILE.read_text(), RUN_FILE.parent))
+        grpc, page, swarm = free_ports(3)
+        coordinator = Process(
+            "coordinator",
+            ["coordinator", "serve", str(run_file), "--home", str(folder / "coordinator"),
+             "--grpc", f"127.0.0.1:{grpc}", "--page", f"127.0.0.1:{page}", "--swarm", f"/ip4/127.0.0.1/tcp/{swarm}"],
+            folder,
+        )  # fmt: skip
+        self._processes.append(coordinator)
+        home = coordinator_folder(folder / "coordinator", "sotu")
+        invite = Invite.parse(wait_for_file(home / "invite", coordinator, START_SECONDS))
+        for name in PEERS:
+            self._processes.append(
+                Process(
+                    name,
+                    ["peer", "join", str(invite), "--home", str(folder / name), "--name", name, "--threads", "1",
+                     "--device", "cpu", "--listen", "/ip4/127.0.0.1/tcp/0", "--plain"],
+                    folder,
+                )
+            )  # fmt: skip
+        self._homes = {name: run_folder(folder / name, invite.run) for name in PEERS}
+
+    def measure(self, rounds: int) -> list[Sample]:
+        """So many rounds, from the first one after all peers had a part in one. Raises CairnError."""
+        seen: dict[tuple[str, int], Sample] = {}
+        first = None
+        end = time.monotonic() + START_SECONDS
+        while True:
+            self._look(seen)
+            last = {name: max((r for n, r in seen if n == name), default=-1) for name in PEERS}
+            if first is None and min(last.values()) >= 0:
+                first = max(last.values()) + 1
+                end = time.monotonic() + ROUND_SECONDS * rounds
+            if first is not None and min(last.values()) >= first + rounds - 1:
+                return [s for s in seen.values() if first <= s.round < first + rounds]
+            if time.monotonic() > end:
+                raise CairnError(f"not in time: the peers' last rounds are {last}, the first to measure is {first}")
+            time.sleep(0.25)
+
+    def _look(self, seen: dict[tuple[str, int], Sample]) -> None:
+        for p in self._processes:
+            if not p.running:
+                raise CairnError(f"{p.name} ended (code {p.code}):\n{p.last_words()}")
+        for name, home in self._homes.items():
+            snapshot = read_snapshot(home)
+            for r in snapshot.exchange_rounds if snapshot is not None else ():
+                number = int(r["round"])
+                seen[name, number] = Sample(name, number, r["blobs"], r["certified"], r["applied"])
+
+
+def endless(run_file: str, folder: Path) -> str:
+    """The run file of a run that does not end, for any folder: its source is in `folder`."""
+    text = re.sub(r"^total_tokens\s*=.*$", "total_tokens = 1_000_000_000", run_file, flags=re.MULTILINE)
+    return re.sub(r'^source\s*=\s*"([^"]+)"', lambda m: f'source = "{folder / m[1]}"', text, flags=re.MULTILINE)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except CairnError as e:
+        sys.exit(f"benchmarks.exchange: {e}")
