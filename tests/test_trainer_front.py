@@ -117,10 +117,10 @@ def test_a_round_is_applied_and_an_update_made_while_the_other_thread_is_in_a_st
     # This thread trains: it does not look at what waits for it.
     world.node.ask(MAKE)
     assert world.node.hear() == MADE
-    assert world.front.next(1) == MADE
-    world.front.done()
     world.node.ask(apply_of(0))
     assert world.node.hear() == applied_of(0)
+    assert world.front.next(1) == MADE  # what is saved of the update is as it was before the round
+    world.front.done()
     move = world.front.next(1)
     assert isinstance(move, Move) and move.round == 0
 
@@ -146,6 +146,14 @@ def test_a_round_is_settled_before_the_next_thing_is_done(world):
     world.front.done()
     assert world.node.hear() == MADE
     assert [world.front.next(1), world.front.next(1), world.front.next(1)] == [MADE, Save(), Stop()]
+
+
+def test_an_update_waits_for_what_is_to_be_saved_of_the_last_one(world):
+    world.node.ask(MAKE, MAKE)
+    assert world.node.hear() == MADE
+    assert world.front.next(1) == MADE and world.node.silent()
+    world.front.done()
+    assert world.node.hear() == MADE
 
 
 def test_a_settled_round_wakes_a_thread_that_waits_at_once(world):

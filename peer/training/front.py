@@ -6,7 +6,8 @@ once; what they leave to do with the model, and every other message, goes to the
 Who owns what: while the training thread has nothing of the node's to do, the front may take an update or advance the
 base, and the other thread may step, which is all that it does then. What both need (parameters, count of windows, pace)
 is guarded by `Trainer.stepping`. From the moment that anything is handed to the training thread until it says `done`,
-all of the `Trainer` is its own.
+all of the `Trainer` is its own; but when that is only to keep what is to be saved of an update, which does not look at
+the base, the front may advance it.
 
 On CUDA both threads issue to one stream: an apply's kernels come after those that the step has issued already. On a CPU
 the training thread stands aside meanwhile (see `gate`).
@@ -17,6 +18,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 
 import torch
 
@@ -42,6 +44,9 @@ class Front:
     def __init__(self, end: TrainerEnd):
         self._end = end
         self._work: queue.Queue[Item | BaseException] = queue.Queue(WAITING_MOST)
+        self._left: deque[Item] = deque()
+        """Handed to the training thread and not done, in order."""
+        self._change = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="front", daemon=True)
 
     def start(self) -> None:
@@ -62,7 +67,14 @@ class Front:
 
     def done(self) -> None:
         """What `next` gave is answered, or settled."""
-        self._work.task_done()
+        with self._change:
+            self._left.popleft()
+            self._change.notify()
+
+    def _hand(self, item: Item) -> None:
+        with self._change:
+            self._left.append(item)
+        self._work.put(item)
 
     def _run(self) -> None:
         try:
@@ -70,11 +82,13 @@ class Front:
                 message = self._end.receive(None)
                 if isinstance(message, Apply | MakeUpdate):
                     # Answers keep their order, and a round is settled before anything is done with the next.
-                    self._work.join()
+                    beside = UpdateMade if isinstance(message, Apply) else ()
+                    with self._change:
+                        self._change.wait_for(lambda b=beside: all(isinstance(item, b) for item in self._left))
                     for left in self._do(self.trainer, message):
-                        self._work.put(left)
+                        self._hand(left)
                 elif message is not None:
-                    self._work.put(message)
+                    self._hand(message)
         except BaseException as e:  # noqa: BLE001 - raised again in `next`, in the thread that ends the process
             self._work.put(e)
 
