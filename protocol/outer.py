@@ -173,6 +173,8 @@ def _add(total: Tensor, positions: Tensor | None, values: Tensor) -> None:
     """total[positions] += values. Positions are distinct, so reading, adding and writing back is well defined."""
     if positions is None:
         total.add_(values)
+    elif total.device.type == "cpu":
+        total.index_add_(0, positions, values)  # the same addition in half the time; on CUDA it would be an atomic one
     else:
         total[positions] = total.take(positions).add_(values)
 
