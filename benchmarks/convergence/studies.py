@@ -22,6 +22,7 @@ class Row:
 
 REFERENCE = Row("data-parallel AdamW, bf16", "synchronous")
 
+PLAIN = {"clip": "none"}
 NESTEROV = {"optimiser": "nesterov", "lr": 0.7, "momentum": 0.9, "clip": "none"}
 
 MAIN = (
@@ -38,62 +39,90 @@ MAIN = (
     Row("Cairn int8, H 30, Nesterov", "cairn", {"h": 30, "kind": "int8", "outer": NESTEROV}),
     Row("Cairn sparse k 64, H 10", "cairn", {"h": 10, "k": 64}),
     Row("Cairn sparse k 256, H 10", "cairn", {"h": 10, "k": 256}),
-    Row("Cairn sparse k 256, H 30", "cairn", {"h": 30, "k": 256}),
+    Row("Cairn sparse k 256, H 10, beta 0.5, no clip", "cairn", {"h": 10, "k": 256, "beta": 0.5, "outer": PLAIN}),
+    Row("Cairn sparse k 256, H 16, beta 0.5, no clip", "cairn", {"h": 16, "k": 256, "beta": 0.5, "outer": PLAIN}),
 )
 
 
-def _vary(name: str, values, **also) -> tuple[Row, ...]:
-    return tuple(Row(f"{name} {v}", "variant", {**BASE, **also, name: v}) for v in values)
+def _from(base: Mapping[str, Any], label: str, **changes: Any) -> Row:
+    return Row(label, "variant", {**base, **changes})
 
+
+DENSER: dict[str, Any] = {"h": 10, "k": 256}
+CALM: dict[str, Any] = {**DENSER, "beta": 0.5, "clip": False}
+"""What the studies below led to: little feedback is kept, and no norm is clipped."""
 
 STUDIES: dict[str, tuple[Row, ...]] = {
-    "base": (Row("base: k 64, H 10", "variant", BASE),),
-    # How a coordinate is averaged, and what is done with the mean.
-    "power": _vary("power", (0.0, 0.25, 0.5, 0.75)),
-    "outer": (
-        *_vary("outer_lr", (0.5, 0.7, 1.4)),
-        Row("Nesterov 0.7, 0.9", "variant", {**BASE, "outer_lr": 0.7, "momentum": 0.9}),
-        Row("Nesterov 0.5, 0.5", "variant", {**BASE, "outer_lr": 0.5, "momentum": 0.5}),
-        Row("Nesterov 0.2, 0.9, over all", "variant", {**BASE, "outer_lr": 0.2, "momentum": 0.9, "power": 0.0}),
-        Row("no norm clip", "variant", {**BASE, "clip": False}),
+    "base": (Row("k 64, H 10", "variant", BASE),),
+    # How a coordinate is averaged.
+    "mean": (
+        _from(BASE, "k 64, over all", power=0.0),
+        _from(BASE, "k 64, between", power=0.5),
+        _from(DENSER, "k 256, over senders"),
+        _from(DENSER, "k 256, over all", power=0.0),
+        _from(DENSER, "k 256, between", power=0.5),
+        _from(BASE, "k 64, over all, all feedback kept", power=0.0, beta=1.0),
     ),
-    "feedback": _vary("beta", (0.0, 0.8, 0.9, 0.98, 1.0)),
+    # What becomes of what was not sent.
+    "feedback": (
+        _from(BASE, "k 64, beta 0.7", beta=0.7),
+        _from(BASE, "k 64, beta 0.5", beta=0.5),
+        _from(BASE, "k 64, absorbs what others did", absorb="same"),
+        _from(BASE, "k 64, drops what others moved", absorb="drop"),
+        _from(BASE, "k 64, absorbs, beta 0.8", absorb="same", beta=0.8),
+        _from(BASE, "k 64, absorbs, beta 1", absorb="same", beta=1.0),
+        _from(BASE, "k 64, absorbs, between", absorb="same", power=0.5),
+        _from(BASE, "k 64, absorbs, no clip", absorb="same", clip=False),
+        _from(DENSER, "k 256, beta 0.5", beta=0.5),
+        _from(DENSER, "k 256, absorbs", absorb="same"),
+        _from(DENSER, "k 256, drops", absorb="drop"),
+        _from(DENSER, "k 256, absorbs, beta 0.5", absorb="same", beta=0.5),
+        _from(DENSER, "k 256, no clip", clip=False),
+        _from(DENSER, "k 256, beta 0.5, no clip", beta=0.5, clip=False),
+        _from(BASE, "k 64, the own model keeps what was not sent", carry=1.0),
+        _from(BASE, "the same, over all", carry=1.0, power=0.0),
+        _from(BASE, "the same, over senders, absorbs", carry=1.0, absorb="same"),
+    ),
     # Where the bytes go: how many, how often, when.
     "rounds": (
-        Row("k 64, H 5", "variant", {"k": 64, "h": 5}),
-        Row("k 64, H 30", "variant", {"k": 64, "h": 30}),
-        Row("k 128, H 10", "variant", {"k": 128, "h": 10}),
-        Row("k 128, H 20", "variant", {"k": 128, "h": 20}),
-        Row("k 256, H 10", "variant", {"k": 256, "h": 10}),
-        Row("k 256, H 20", "variant", {"k": 256, "h": 20}),
-        Row("k 256, H 30", "variant", {"k": 256, "h": 30}),
-        Row("k 512, H 30", "variant", {"k": 512, "h": 30}),
-        Row("k 4096, H 30", "variant", {"k": 4096, "h": 30}),
-        Row("k 4096, H 10", "variant", {"k": 4096, "h": 10}),
+        _from(BASE, "k 64, H 6, absorbs", h=6, absorb="same"),
+        _from(CALM, "k 256, H 16, beta 0.5, no clip", h=16),
+        _from(BASE, "k 4096, H 10", k=4096),
+        _from(CALM, "k 512, H 30, beta 0.5, no clip", k=512, h=30),
+        _from(CALM, "k 128, H 10, beta 0.5, no clip", k=128),
     ),
     "density": (
-        Row("k 256, then 32 after 20%", "variant", {"h": 10, "k": 256, "density": ((0.2, 32),)}),
-        Row("k 32, then 256 after 80%", "variant", {"h": 10, "k": 32, "density": ((0.8, 256),)}),
-        Row("k 64, dense for the last 3%", "variant", {**BASE, "density": ((0.97, 4096),)}),
-        Row("H 20, then 5 after 75%", "variant", {"h": 20, "k": 64, "h_late": ((0.75, 5),)}),
-        Row("H 5, then 20 after 25%", "variant", {"h": 5, "k": 64, "h_late": ((0.25, 20),)}),
+        _from(CALM, "k 256, then 64 after 20%", density=((0.2, 64),)),
+        _from(CALM, "k 64, then 256 after 80%", k=64, density=((0.8, 256),)),
+        _from(CALM, "k 256, dense for the last 3%", density=((0.97, 4096),)),
+        _from(CALM, "H 20, then 5 after 75%", h=20, h_late=((0.75, 5),)),
+        _from(CALM, "H 5, then 20 after 25%", h=5, h_late=((0.25, 20),)),
+    ),
+    "outer": (
+        _from(CALM, "H 16, Nesterov 0.7, 0.5", h=16, outer_lr=0.7, momentum=0.5),
+        _from(CALM, "H 16, Nesterov 0.4, 0.8", h=16, outer_lr=0.4, momentum=0.8),
+        _from(CALM, "H 16, rate 1.4", h=16, outer_lr=1.4),
+        _from(CALM, "H 16, rate 0.7", h=16, outer_lr=0.7),
     ),
     # What is sent of a chunk.
-    "bits": _vary("quantiser", ("1 mean", "2 max", "2 dithered", "3 levels", "4 levels", "fp32")),
-    "transform": _vary("transform", ("dct", "hadamard")),
-    "score": _vary("score", ("moment",)),
+    "bits": (
+        _from(DENSER, "k 256, values in fp32", quantiser="fp32"),
+        *(_from(CALM, f"{kind}", quantiser=kind) for kind in ("1 mean", "2 max", "2 dithered", "3 levels", "4 levels")),
+    ),
+    "transform": (_from(CALM, "DCT", transform="dct"), _from(CALM, "Hadamard", transform="hadamard")),
+    "score": (_from(CALM, "magnitude over the root of the second moment", score="moment"),),
     # The inner side.
     "inner": (
-        Row("inner moments start anew each round", "variant", {**BASE, "forget": True}),
-        Row("Muon", "variant", {**BASE, "inner": "muon"}),
+        _from(CALM, "inner moments start anew each round", forget=True),
+        _from(CALM, "Muon", inner="muon"),
     ),
     "overlap": (
-        Row("overlap of 2 steps", "variant", {**BASE, "overlap": 2}),
-        Row("overlap of 5 steps", "variant", {**BASE, "overlap": 5}),
-        Row("overlap of 5 steps, progress halved", "variant", {**BASE, "overlap": 5, "keep": 0.5}),
-        Row("overlap of 5 steps, progress dropped", "variant", {**BASE, "overlap": 5, "keep": 0.0}),
-        Row("streaming, 2 fragments", "variant", {**BASE, "fragments": 2}),
-        Row("streaming, 5 fragments", "variant", {**BASE, "fragments": 5}),
+        _from(CALM, "overlap of 2 steps", overlap=2),
+        _from(CALM, "overlap of 5 steps", overlap=5),
+        _from(CALM, "overlap of 5 steps, progress halved", overlap=5, keep=0.5),
+        _from(CALM, "overlap of 5 steps, progress dropped", overlap=5, keep=0.0),
+        _from(CALM, "streaming, 2 fragments", fragments=2),
+        _from(CALM, "streaming, 5 fragments", fragments=5),
     ),
 }
 

@@ -139,7 +139,8 @@ class Variant(Method):
             self.base[here] -= mean
             if self.c.absorb != "none":
                 left = self.e[:, here]
-                self.e[:, here] = torch.where(mask | (mean == 0), left, _absorbed(left, mean, self.c.absorb))
+                stays = (mean == 0) | (mask if self.c.absorb != "same, own too" else False)
+                self.e[:, here] = torch.where(stays, left, _absorbed(left, mean, self.c.absorb))
             progress = self.fleet.flat[:, here] - self.anchor[:, here]
             start = self.base[here] - self.c.carry * self.e[:, here]
             self.fleet.flat[:, here] = start + self.c.keep * progress
@@ -173,8 +174,8 @@ def _absorbed(left: Tensor, moved: Tensor, how: str) -> Tensor:
     """The feedback of those who did not send, after others moved its coordinates by `moved`."""
     if how == "drop":
         return torch.zeros_like(left)
-    if how != "same":
-        raise ValueError(f"absorb {how!r}: want none, drop or same")
+    if not how.startswith("same"):
+        raise ValueError(f"absorb {how!r}: want none, drop, same, or same, own too")
     sign = left.sign()
     return left - sign * torch.minimum(left.abs(), (moved * sign).clamp(min=0))
 
