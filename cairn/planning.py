@@ -212,7 +212,7 @@ def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
         f"{p.target_tokens:_}",
         f"H {m.inner_steps} x {q.peers} peers x {q.windows} windows x {q.window} tokens",
     )
-    yield "codec.beta", f"{findings.BETA.value}", f"{findings.BETA.why} ({measured})"
+    yield "codec.beta", f"{m.beta:g}", f"{findings.BETA_WHY} ({measured})"
     yield "outer.mean", f"{findings.MEAN.value}", f"{findings.MEAN.why} ({measured})"
     yield "outer.optimiser", f"{findings.OUTER.value}", f"{findings.OUTER.why} ({measured})"
     yield "outer.lr", f"{findings.OUTER_LR.value}", findings.OUTER_LR.why

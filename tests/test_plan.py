@@ -302,7 +302,7 @@ def test_every_plan_fills_a_valid_run_file(tmp_path_factory: pytest.TempPathFact
     table = llama_of(question.parameters, question.window)
     path.write_text(fill(p, table, table["vocab_size"], "A note."))
     run_file = load_run(path)
-    assert run_file.codec.k == p.setting.k and run_file.codec.beta == findings.BETA.value
+    assert run_file.codec.k == p.setting.k and run_file.codec.beta == p.setting.beta
     assert run_file.round.target_tokens == p.target_tokens and run_file.run.total_tokens == question.total
     assert run_file.round.exchange_seconds >= min(p.cost.exchange_seconds, 7 * 86_400)
     assert run_file.round.max_seconds >= p.cost.training_seconds

@@ -374,8 +374,8 @@ def _cautions(q: Question, cost: Cost, rounds: int) -> Iterator[str]:
         yield "relays spare the uplink only: the downlink, taken to be no faster, still sets the time"
     if q.parameters > 10 * findings.LARGEST_MEASURED:
         yield (
-            f"losses were measured on models of up to {findings.LARGEST_MEASURED / 1e6:g} million parameters: on yours "
-            "expect their order rather than their size"
+            f"losses were measured on models of up to {findings.LARGEST_MEASURED / 1e6:.2g} million parameters: "
+            "on yours expect their order rather than their size"
         )
     if findings.PROVISIONAL:
         yield "the losses are first measurements and will change"

@@ -184,7 +184,7 @@ def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str)
         loss=f"{plan.setting.loss:g}",
         source=findings.SOURCE,
         k=plan.setting.k,
-        beta=findings.BETA.value,
+        beta=plan.setting.beta,
         mean=findings.MEAN.value,
         outer=findings.OUTER.value,
         outer_lr=findings.OUTER_LR.value,
