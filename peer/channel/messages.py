@@ -122,7 +122,8 @@ class Load(_Message):
 
 @dataclass(frozen=True, slots=True)
 class MakeUpdate(_Message):
-    """End the inner step, compress what was learnt into `out`. Answered by UpdateMade, NothingDone or Failed."""
+    """Compress what was learnt into `out`; a step under way is left to the next. Answered by UpdateMade, NothingDone or
+    Failed."""
 
     round: Count
     parent: DigestField

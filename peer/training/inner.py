@@ -3,7 +3,7 @@
 AdamW with decoupled weight decay (Loshchilov and Hutter 2019) on matrices and embeddings, none on norms and biases
 (parameters of fewer than two dimensions); the gradient's norm is clipped. On CUDA the forward pass runs in bf16 by
 autocast over fp32 weights. A step is `inner.batch` windows, in pieces: on CUDA as few as fit into memory, on a CPU of
-PIECE_TOKENS, which costs nothing there (caches) and lets the node be answered within a step.
+PIECE_TOKENS, which costs nothing there (caches) and lets a round be settled within a step.
 """
 
 from __future__ import annotations
