@@ -58,7 +58,7 @@ START_SECONDS, ROUND_SECONDS = 240.0, 30.0
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, save. Returns 0 when the goal is met."""
     options = report.command_line(__doc__ or "", "exchange").parse_args(argv)
-    rounds, turns = (8, 50) if options.quick else (30, 200)
+    rounds, turns = (5, 50) if options.quick else (30, 200)
     from benchmarks.codec import small_llama, small_model
     from protocol.codec import make_codec
     from protocol.spec import CodecSpec
