@@ -81,6 +81,13 @@ def test_diloco_of_one_peer_with_a_plain_outer_step_is_that_peer_alone(setting: 
     assert apart(single, diloco, trained(Alone(single, LR))) < 0.01
 
 
+def test_diloco_with_a_plain_outer_step_is_cairn_without_compression(setting: Setting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Setting, "factor", lambda self, done: 0.5)  # else one warms up by step, the other by round
+    diloco = trained(DiLoCo(setting, LR, h=4, outer_lr=1.0, momentum=0.0))
+    ours = trained(Cairn(setting, LR, h=4, kind="none", beta=0.0, outer={"clip": "none"}))
+    assert apart(setting, diloco, ours) < 1e-4
+
+
 def test_powersgd_of_full_rank_is_the_mean(setting: Setting):
     full = PowerSGD(setting, rank=172, least_saved=-math.inf)
     gradients = torch.randn(4, setting.layout.numel)
