@@ -38,7 +38,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks import report
-from cairn.demo.processes import Process, free_ports, stop_all, wait_for_file
+from cairn.demo.processes import Process, free_ports, serve, stop_all, wait_for_file
 from peer.node.membership import run_folder
 from peer.node.snapshot import read_snapshot
 from protocol.errors import CairnError
@@ -255,13 +255,7 @@ class Swarm:
 
         run_file = folder / "run.toml"
         run_file.write_text(endless(RUN_FILE.read_text(), RUN_FILE.parent))
-        grpc, page, swarm = free_ports(3)
-        coordinator = Process(
-            "coordinator",
-            ["coordinator", "serve", str(run_file), "--home", str(folder / "coordinator"),
-             "--grpc", f"127.0.0.1:{grpc}", "--page", f"127.0.0.1:{page}", "--swarm", f"/ip4/127.0.0.1/tcp/{swarm}"],
-            folder,
-        )  # fmt: skip
+        coordinator, _ = serve(run_file, folder)
         self._processes.append(coordinator)
         home = coordinator_folder(folder / "coordinator", "sotu")
         invite = Invite.parse(wait_for_file(home / "invite", coordinator, START_SECONDS))

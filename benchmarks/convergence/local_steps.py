@@ -35,16 +35,13 @@ class Alone(Method):
 class DiLoCo(Method):
     """H steps of AdamW on each peer, then one outer step on the mean pseudo-gradient (arXiv 2311.08105, 2407.07852).
 
-    The outer step is SGD with Nesterov momentum (PyTorch's form), lr 0.7, momentum 0.9. `bits` of the pseudo-gradient
-    on the wire: 32, or 16 (OpenDiLoCo's fp16). Nothing overlaps.
+    The outer step is SGD with Nesterov momentum (PyTorch's form), lr 0.7, momentum 0.9. Pseudo-gradients
+    travel in fp32. Nothing overlaps.
     """
 
-    def __init__(self, setting: Setting, lr: float, *, h: int = 30, outer_lr: float = 0.7, momentum: float = 0.9,
-                 bits: int = 32):  # fmt: skip
+    def __init__(self, setting: Setting, lr: float, *, h: int = 30, outer_lr: float = 0.7, momentum: float = 0.9):
         super().__init__(setting)
-        if bits not in (16, 32):
-            raise ValueError(f"bits {bits}: want 16 or 32")
-        self.h, self.bits = h, bits
+        self.h = h
         self.fleet = Fleet(setting, lr, setting.profile.peers)
         self.base = self.fleet.row(0).clone()
         self.outer = torch.optim.SGD([self.base], lr=outer_lr, momentum=momentum, nesterov=momentum > 0)
@@ -58,12 +55,10 @@ class DiLoCo(Method):
 
     def _average(self) -> None:
         gradients = self.base - self.fleet.flat
-        if self.bits == 16:
-            gradients = gradients.half().float()
         self.base.grad = gradients.mean(0)
         self.outer.step()
         self.fleet.flat.copy_(self.base)
-        self.all_reduced(self.bits / 8 * self.base.numel())
+        self.all_reduced(4 * self.base.numel())
 
     def state(self) -> Tensor:
         return self.base

@@ -103,5 +103,17 @@ def wait_for_file(path: Path, process: Process, seconds: float) -> str:
     raise CairnError(f"the {process.name} was not ready within {seconds:.0f} s:\n{process.last_words()}")
 
 
+def serve(run_file: Path, folder: Path) -> tuple[Process, str]:
+    """A coordinator of this run on free ports of loopback, with its home in folder/coordinator; its page's address."""
+    grpc, page, swarm = free_ports(3)
+    process = Process(
+        "coordinator",
+        ["coordinator", "serve", str(run_file), "--home", str(folder / "coordinator"),
+         "--grpc", f"127.0.0.1:{grpc}", "--page", f"127.0.0.1:{page}", "--swarm", f"/ip4/127.0.0.1/tcp/{swarm}"],
+        folder,
+    )  # fmt: skip
+    return process, f"http://127.0.0.1:{page}/"
+
+
 def _die_with_parent() -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cairn.demo.processes import Process, free_ports, stop_all, wait_for_file
+from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, Point, judge, loss_curve, plot
 from cairn.demo.screen import Screen
 from cairn.figures import count
@@ -103,19 +103,12 @@ def _clear(folder: Path) -> int:
 
 def _start(folder: Path, run_file: Path, screen: Screen, processes: list[Process]) -> Demo:
     """The coordinator and the first four peers."""
-    grpc, page, swarm = free_ports(3)
     screen.say(f"coordinator: cairn coordinator serve {run_file.name} (prepares data and draws the first weights)")
-    coordinator = Process(
-        "coordinator",
-        ["coordinator", "serve", str(run_file), "--home", str(folder / "coordinator"),
-         "--grpc", f"127.0.0.1:{grpc}", "--page", f"127.0.0.1:{page}", "--swarm", f"/ip4/127.0.0.1/tcp/{swarm}"],
-        folder,
-    )  # fmt: skip
+    coordinator, url = serve(run_file, folder)
     processes.append(coordinator)
     home = coordinator_home(folder, load_run(run_file).run.name)
     invite = Invite.parse(wait_for_file(home / "invite", coordinator, READY_SECONDS))
     spec = asyncio.run(_spec(invite))
-    url = f"http://127.0.0.1:{page}/"
     screen.say(f"invite: {str(invite)[:48]}...   page: {url}")
     screen.say(f"model: {spec.model.layout.numel:,} parameters; run: {count(spec.total_tokens)} tokens", "dim")
     demo = Demo(folder, screen, invite, spec, coordinator, url)

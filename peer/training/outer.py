@@ -102,10 +102,3 @@ class OuterSide:
         for name, local in self.local.items():
             self.feedback[name].copy_(feedback[name])
             local.copy_(self.anchor[name]).add_(progress[name].to(local.device))
-
-    @torch.no_grad()
-    def forget_progress(self) -> None:
-        """Drop what was learnt since the anchor and the feedback: nothing of it will be announced."""
-        for name, local in self.local.items():
-            local.copy_(self.anchor[name])
-            self.feedback[name].zero_()

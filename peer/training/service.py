@@ -72,7 +72,6 @@ class Service:
         self._save_due = 0.0
         self._unwritten: tuple[float, State] | None = None
         """(when it is to be written at the latest, the state after an announcement)."""
-        self._stepping = False
 
     def run(self) -> int:
         """Serve until Stop. Raises ChannelError when the node is gone."""
