@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from peer.training.claims import Announced, Claims
 from peer.training.pace import SPAN, Pace
-from peer.training.schedule import factor, round_factor
+from peer.training.schedule import factor, step_factor
 from protocol.ids import Digest, sha256
 from protocol.spec import Schedule
 
@@ -141,8 +141,17 @@ def test_the_factor_is_always_between_0_and_1(schedule, tokens):
     assert 0.0 <= factor(schedule, tokens) <= 1.0
 
 
+WARMING = Schedule(kind="constant", warmup_tokens=1000)
+
+
 def test_the_first_round_of_a_warmup_learns():
-    assert round_factor(Schedule(kind="constant", warmup_tokens=1000), 0, 100) == pytest.approx(0.05)
+    assert step_factor(WARMING, 0, 100, windows=0.5, usual_windows=0) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(("windows", "tokens"), [(0.0, 300.0), (5.0, 350.0), (10.0, 400.0), (17.0, 470.0), (99.0, 500.0)])
+def test_within_a_round_the_rate_goes_on_with_the_peers_own_windows(windows, tokens):
+    found = step_factor(WARMING, 300, 100, windows, usual_windows=10)
+    assert found == pytest.approx(factor(WARMING, tokens))
 
 
 # -- pace ------------------------------------------------------------------------------------------------------

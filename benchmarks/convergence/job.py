@@ -31,7 +31,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "variant": Variant,
 }
 
-VERSION = 1
+VERSION = 2
 """Of what a result means: older files are not used."""
 
 EVALUATIONS = 20

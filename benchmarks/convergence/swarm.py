@@ -120,9 +120,8 @@ class Cairn(Method):
         if self.announced and self.tick > self.announced[0]:
             self._apply()
         profile = self.setting.profile
-        done = self.accepted / (profile.steps * profile.batch * profile.peers)
-        # As the trainer does: one rate for a round, by the tokens accepted, at the round's middle.
-        factor = self.setting.factor(min(1.0, done + self.h / profile.steps / 2))
+        trained = self.accepted + self._under_way() + sum(p.waiting for p in self.peers)
+        factor = self.setting.factor(min(1.0, (trained / (profile.batch * profile.peers) + 0.5) / profile.steps))
         for peer in self.peers:
             peer.due += 0.0 if peer.back_in else self._speed(peer)
         ready = [peer for peer in self.peers if peer.due >= 1.0]

@@ -77,7 +77,7 @@ class Variant(Method):
         if self.pending and number >= self.pending[0]:
             self._apply()
         h = _at(self.c.h_late, number / profile.steps, self.c.h) / self.c.fragments
-        factor = self.setting.factor(min(1.0, (number - self.since + h / 2) / profile.steps))
+        factor = self.setting.factor((number + 0.5) / profile.steps)
         self.fleet.step(self.setting.global_batch(number), factor)
         self.since += 1
         if self.since >= h and self.pending is None:

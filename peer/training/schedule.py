@@ -28,6 +28,14 @@ def factor(schedule: Schedule, tokens: float) -> float:
     return schedule.min_ratio + (1 - schedule.min_ratio) * shape
 
 
-def round_factor(schedule: Schedule, accepted_tokens: int, target_tokens: int) -> float:
-    """The factor of a whole round that starts at `accepted_tokens`: that of its middle, so the first is not 0."""
-    return factor(schedule, accepted_tokens + target_tokens / 2)
+def step_factor(
+    schedule: Schedule, accepted_tokens: int, target_tokens: int, windows: float, usual_windows: int
+) -> float:
+    """The factor of a step within a round that began at `accepted_tokens` and ends `target_tokens` later.
+
+    How far the swarm has come since is told by the peer's own windows: `windows` since the state that it trains from,
+    `usual_windows` in the last round that had an update of its own. 0: none had; then the round's middle, so that
+    the first is not trained at a rate of 0. Windows beyond the round are the next one's (overlap): at most that one.
+    """
+    share = min(2.0, windows / usual_windows) if usual_windows else 0.5
+    return factor(schedule, accepted_tokens + share * target_tokens)

@@ -29,7 +29,7 @@ from peer.training.inner import Inner, Step
 from peer.training.outer import OuterSide
 from peer.training.pace import Pace
 from peer.training.saved import SNAPSHOT_NUMEL, Known, Saved, SavedFolder
-from peer.training.schedule import round_factor
+from peer.training.schedule import step_factor
 from protocol.assignment import windows_of
 from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
@@ -97,6 +97,10 @@ class Trainer:
         self.record: Digest | None = None
         """The record whose state is held: None before the first load."""
         self.round = 0
+        self.accepted_windows = 0
+        """The swarm's, in the state that is held."""
+        self.usual_windows = 0
+        """Own windows in the last applied record with an update of one's own: how long a round is for this peer."""
         self.non_finite = 0
         self.pace = Pace(time.monotonic())
         self.batches = self._batches(start)
@@ -155,6 +159,7 @@ class Trainer:
         step = self.inner.look(windows, go_on)
         if step is None:
             return None
+        self._set_rate()
         self.gate.wait()
         with self.stepping:
             try:
@@ -232,6 +237,7 @@ class Trainer:
         # Read now: once the node knows that the round is applied, it may drop the files.
         back = tuple(map(self._missed, ask.missed))
         mine = self._own(contributions)
+        self.usual_windows = sum(c.windows for c in contributions if c.author == self.me) or self.usual_windows
         self.outer.advance(contributions)
         return Move(ask.update.record, self.round + 1, back, mine, ask.next_window, ask.accepted_windows)
 
@@ -284,12 +290,19 @@ class Trainer:
                 put_back.append(self._put_back(self._missed(self.folder.update_file(mine.blob))))
         self.claims.decided(move.next_window, kept=bool(put_back) and all(put_back), undecided=open_still)
         self.record, self.round = move.record, move.round
-        tokens = move.accepted_windows * self.spec.data.window
-        self.inner.set_rate(round_factor(self.spec.inner.schedule, tokens, self.spec.round.target_tokens))
+        self.accepted_windows = move.accepted_windows
+        self._set_rate()
         try:
             self.folder.drop_updates(mine.blob if mine is not None and open_still else None)
         except OSError as e:
             self.report("warning", "saved-state", f"{self.folder.folder} cannot be tidied: {e}")
+
+    def _set_rate(self) -> None:
+        """The learning rate of a step taken now: by what the swarm has trained, as far as this peer can tell."""
+        since = self.claims.counter - self.claims.claimed_from + self.spec.inner.batch / 2
+        accepted = self.accepted_windows * self.spec.data.window
+        target = self.spec.round.target_tokens
+        self.inner.set_rate(step_factor(self.spec.inner.schedule, accepted, target, since, self.usual_windows))
 
     def _missed(self, path: Path) -> bytes | None:
         """The blob of an own update that does not count. None when it is gone, which is reported."""
