@@ -148,7 +148,7 @@ def test_the_first_round_of_a_warmup_learns():
     assert step_factor(WARMING, 0, 100, windows=0.5, usual_windows=0) == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize(("windows", "tokens"), [(0.0, 300.0), (5.0, 350.0), (10.0, 400.0), (17.0, 470.0), (99.0, 500.0)])
+@pytest.mark.parametrize(("windows", "tokens"), [(0, 300), (5, 350), (10, 400), (17, 470), (99, 500)])
 def test_within_a_round_the_rate_goes_on_with_the_peers_own_windows(windows, tokens):
     found = step_factor(WARMING, 300, 100, windows, usual_windows=10)
     assert found == pytest.approx(factor(WARMING, tokens))
