@@ -174,7 +174,9 @@ class Schedule(Section):
 class InnerSpec(Section):
     """The inner optimiser: what a peer does between rounds."""
 
-    optimiser: Literal["adamw"] = "adamw"
+    optimiser: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: on hidden matrices; AdamW on the rest"
+    )
     lr: Annotated[float, Field(gt=0, le=10)] = 1e-3
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8

@@ -5,6 +5,7 @@ A step does what `Replica.step` does on each peer, up to rounding; a test holds 
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from benchmarks.convergence.replica import split
 from benchmarks.convergence.setting import Setting
+from peer.training.inner import hidden_matrices, muon
+from protocol.spec import InnerSpec
 
 
 class Fleet:
@@ -25,13 +28,11 @@ class Fleet:
         named = dict(model.named_parameters())
         start = torch.cat([named[t.name].detach().reshape(-1) for t in setting.layout.tensors])
         self.flat = start.repeat(peers, 1)
-        self.spec = setting.inner(lr)
+        self.spec = setting.inner(lr, optimiser=optimiser)
         self.optimiser = torch.optim.AdamW(
             [self.flat], lr=lr, betas=self.spec.betas, eps=self.spec.eps, weight_decay=0.0, fused=True
         )
-        self.muon = Muon(setting, self.flat, lr, self.spec.weight_decay) if optimiser == "muon" else None
-        if optimiser not in ("adamw", "muon"):
-            raise ValueError(f"inner optimiser {optimiser!r}: want adamw or muon")
+        self.muon = Muon(setting, self.flat, self.spec, hidden_matrices(model)) if optimiser == "muon" else None
         decayed = [torch.full((t.numel,), float(len(t.shape) >= 2)) for t in setting.layout.tensors]
         self.decayed = torch.cat(decayed).to(setting.device)
 
@@ -82,24 +83,19 @@ class Fleet:
 
 
 class Muon:
-    """Muon (Jordan et al. 2024; MuLoCo, arXiv 2505.23725) on hidden matrices; all else is left to AdamW.
+    """The trainer's Muon on every peer's hidden matrices; all else is left to AdamW, weight decay to the fleet."""
 
-    `torch.optim.Muon` with "match_rms_adamw" (Moonlight, arXiv 2502.16982): its step is scaled to AdamW's, so one rate
-    serves both. Weight decay of the matrices is the fleet's own.
-    """
-
-    def __init__(self, setting: Setting, flat: Tensor, lr: float, weight_decay: float):
-        self.lr = lr
+    def __init__(self, setting: Setting, flat: Tensor, spec: InnerSpec, hidden: Set[str]):
+        self.lr = spec.lr
         self.hidden: list[tuple[slice, Tensor]] = []
         at = 0
         for t in setting.layout.tensors:
-            if len(t.shape) == 2 and "embed" not in t.name and "lm_head" not in t.name:
+            if t.name in hidden:
                 here = slice(at, at + t.numel)
                 self.hidden += [(here, row[here].view(t.shape)) for row in flat]
             at += t.numel
-        matrices = [m for _, m in self.hidden]
         self.peers = len(flat)
-        self.optimiser = torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        self.optimiser = muon([m for _, m in self.hidden], spec.model_copy(update={"weight_decay": 0.0}))
 
     def step(self, gradient: Tensor, factor: float) -> None:
         """One step of the hidden matrices by fp32 [peers, parameters], whose part for them becomes 0."""

@@ -36,13 +36,14 @@ class DiLoCo(Method):
     """H steps of AdamW on each peer, then one outer step on the mean pseudo-gradient (arXiv 2311.08105, 2407.07852).
 
     The outer step is SGD with Nesterov momentum (PyTorch's form), lr 0.7, momentum 0.9. Pseudo-gradients
-    travel in fp32. Nothing overlaps.
+    travel in fp32. Nothing overlaps. With Muon as `inner`: MuLoCo (arXiv 2505.23725).
     """
 
-    def __init__(self, setting: Setting, lr: float, *, h: int = 30, outer_lr: float = 0.7, momentum: float = 0.9):
+    def __init__(self, setting: Setting, lr: float, *, h: int = 30, outer_lr: float = 0.7, momentum: float = 0.9,
+                 inner: str = "adamw"):  # fmt: skip
         super().__init__(setting)
         self.h = h
-        self.fleet = Fleet(setting, lr, setting.profile.peers)
+        self.fleet = Fleet(setting, lr, setting.profile.peers, inner)
         self.base = self.fleet.row(0).clone()
         self.outer = torch.optim.SGD([self.base], lr=outer_lr, momentum=momentum, nesterov=momentum > 0)
 

@@ -14,7 +14,7 @@ from protocol.model import parameters_of
 class Replica:
     """`flat` (fp32 [parameters]) is the memory of the model's parameters: to change one is to change the other."""
 
-    def __init__(self, setting: Setting, lr: float, batch: int | None = None):
+    def __init__(self, setting: Setting, lr: float, batch: int | None = None, optimiser: str = "adamw"):
         model = setting.model()
         named = dict(model.named_parameters())
         self.flat = torch.cat([named[t.name].detach().reshape(-1) for t in setting.layout.tensors])
@@ -24,7 +24,7 @@ class Replica:
             at += t.numel
         self.model = model
         self.layout = setting.layout
-        self.inner = Inner(setting.inner(lr, batch), model, setting.device)
+        self.inner = Inner(setting.inner(lr, batch, optimiser), model, setting.device)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -57,8 +57,7 @@ class Replica:
             named[name].grad = part.clone()
         torch.nn.utils.clip_grad_norm_(named.values(), clip)
         self.inner.set_rate(factor)
-        self.inner.optimiser.step()
-        self.inner.optimiser.zero_grad(set_to_none=True)
+        self.inner.take(Step(0.0, 0.0, taken=True))
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:

@@ -289,10 +289,10 @@ def _every(steps: int) -> int:
 
 def _simulated(variant: Variant, setting: Setting, lr: float, steps: int) -> dict[int, float]:
     """The simulator's losses after these steps: synchronous training with the same wire, batch and schedule."""
-    from benchmarks.convergence.synchronous import Synchronous
+    from benchmarks.convergence.synchronous import DEFAULT_RANK, Synchronous
 
-    options = {"rank": variant.power_rank} if variant.power_rank else {}
-    method = Synchronous(setting, lr, wire=variant.simulated, **options)
+    rank = variant.power_rank or DEFAULT_RANK
+    method = Synchronous(setting, lr, wire=variant.simulated, rank=rank)
     found = {}
     for step in range(steps + 1):
         if step % _every(steps) == 0 or step == steps:

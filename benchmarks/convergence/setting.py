@@ -133,9 +133,10 @@ class Setting:
         schedule = Schedule(kind="cosine", warmup_tokens=int(WARMUP * total), total_tokens=total, min_ratio=MIN_RATIO)
         return factor(schedule, done * total)
 
-    def inner(self, lr: float, batch: int | None = None) -> InnerSpec:
-        """The inner optimiser of the runs' own trainer."""
-        return InnerSpec(lr=lr, batch=batch or self.profile.batch, schedule=Schedule(kind="constant"))
+    def inner(self, lr: float, batch: int | None = None, optimiser: str = "adamw") -> InnerSpec:
+        """The inner optimiser of the runs' own trainer. Raises pydantic's ValidationError for one that it has not."""
+        fields = {"optimiser": optimiser, "lr": lr, "batch": batch or self.profile.batch}
+        return InnerSpec.model_validate({**fields, "schedule": Schedule(kind="constant")})
 
     @torch.inference_mode()
     def loss(self, model: torch.nn.Module, most: int) -> float:

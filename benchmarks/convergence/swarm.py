@@ -53,7 +53,7 @@ class Peer:
 
     def __init__(self, swarm: Cairn, number: int):
         self.number = number
-        self.replica = None if swarm.fleet else Replica(swarm.setting, swarm.lr)
+        self.replica = None if swarm.fleet else Replica(swarm.setting, swarm.lr, optimiser=swarm.inner)
         local = self.replica.tensors if self.replica else swarm.fleet.tensors(number) if swarm.fleet else {}
         self.side = OuterSide(local, swarm.codec, swarm.codec_spec.beta, swarm.outer)
         self.side.load(swarm.base)
@@ -77,16 +77,17 @@ class Cairn(Method):
         beta: float = 0.95,
         outer: Mapping[str, Any] | None = None,
         overlap: int = 0,
+        inner: str = "adamw",
         conditions: Mapping[str, Any] | None = None,
     ):
         super().__init__(setting)
-        self.lr, self.h, self.overlap = lr, h, overlap
+        self.lr, self.h, self.overlap, self.inner = lr, h, overlap, inner
         self.codec_spec = CodecSpec.model_validate({"kind": kind, "k": k, "beta": beta})
         self.outer = OuterSpec.model_validate(outer or {})
         self.codec = make_codec(self.codec_spec, setting.layout)
         self.conditions = Conditions(**(conditions or {}))
         self.chance = np.random.default_rng(setting.seed)
-        self.fleet = Fleet(setting, lr, setting.profile.peers) if self.conditions.alike else None
+        self.fleet = Fleet(setting, lr, setting.profile.peers, inner) if self.conditions.alike else None
         """All replicas at once, when all peers step at once."""
         first = self.fleet.row(0) if self.fleet else Replica(setting, lr).flat
         self.base: dict[str, Tensor] = {n: t.clone() for n, t in split(setting.layout, first).items()}

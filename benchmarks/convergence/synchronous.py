@@ -15,17 +15,20 @@ from benchmarks.convergence.replica import Replica, split
 from benchmarks.convergence.setting import Setting
 
 WIRE = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "powersgd": 0.0}
+DEFAULT_RANK = 4
+"""Of PowerSGD."""
 
 
 class Synchronous(Method):
-    """One model; the global batch is all peers' windows. `wire`: how a gradient travels."""
+    """One model; the global batch is all peers' windows. `wire`: how a gradient travels; `optimiser`: adamw or muon."""
 
-    def __init__(self, setting: Setting, lr: float, *, wire: str = "bf16", rank: int = 4):
+    def __init__(self, setting: Setting, lr: float, *, wire: str = "bf16", rank: int = DEFAULT_RANK,
+                 optimiser: str = "adamw"):  # fmt: skip
         super().__init__(setting)
         if wire not in WIRE:
             raise ValueError(f"wire {wire!r}: want one of {', '.join(WIRE)}")
         self.wire = wire
-        self.replica = Replica(setting, lr, setting.profile.batch * setting.profile.peers)
+        self.replica = Replica(setting, lr, setting.profile.batch * setting.profile.peers, optimiser)
         self.numel = setting.layout.numel
         self.power = PowerSGD(setting, rank) if wire == "powersgd" else None
 

@@ -1,25 +1,29 @@
 """The inner loop: one optimiser step at a time on this process's model.
 
 AdamW with decoupled weight decay (Loshchilov and Hutter 2019) on matrices and embeddings, none on norms and biases
-(parameters of fewer than two dimensions); the gradient's norm is clipped. On CUDA the forward pass runs in bf16 by
-autocast over fp32 weights. A step is `inner.batch` windows, in pieces: on CUDA as few as fit into memory, on a CPU of
-PIECE_TOKENS, which costs nothing there (caches) and lets a round be settled within a step.
+(parameters of fewer than two dimensions); the gradient's norm is clipped. With `muon`, hidden matrices are stepped by
+Muon (see `hidden_matrices`), all else by AdamW. On CUDA the forward pass runs in bf16 by autocast over fp32 weights. A
+step is `inner.batch` windows, in pieces: on CUDA as few as fit into memory, on a CPU of PIECE_TOKENS, which costs
+nothing there (caches) and lets a round be settled within a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 from peer.errors import TrainingError
 from protocol.spec import InnerSpec
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+MUON_MOMENTS = ("momentum_buffer",)
+MOMENTS = (*ADAMW_MOMENTS, *MUON_MOMENTS)
 
 PIECE_TOKENS = 512
 """On a CPU. Of a step of 16 windows of 128 tokens (0.9M parameters, one core): 243 ms in one piece, 230 in pieces of
@@ -46,15 +50,19 @@ class Inner:
         self.model = model
         self.device = device
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        decayed = [p for p in self._named.values() if p.ndim >= 2]
-        plain = [p for p in self._named.values() if p.ndim < 2]
-        self.optimiser = torch.optim.AdamW(
+        by_muon = hidden_matrices(model) if spec.optimiser == "muon" else frozenset()
+        self._by_muon = {n: p for n, p in self._named.items() if n in by_muon}
+        self._by_adamw = {n: p for n, p in self._named.items() if n not in by_muon}
+        decayed = [p for p in self._by_adamw.values() if p.ndim >= 2]
+        plain = [p for p in self._by_adamw.values() if p.ndim < 2]
+        self.adamw = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}],
             lr=spec.lr,
             betas=spec.betas,
             eps=spec.eps,
             fused=True,
         )
+        self.muon = muon(self._by_muon.values(), spec) if self._by_muon else None
         self._piece = spec.batch
         """Windows in one forward pass; halved when memory runs out."""
         self._on_cpu = device.type == "cpu"
@@ -65,12 +73,21 @@ class Inner:
 
     @property
     def learning_rate(self) -> float:
-        return self.optimiser.param_groups[0]["lr"]
+        return self.adamw.param_groups[0]["lr"]
 
     def set_rate(self, factor: float) -> None:
         """The learning rate from now on, as a factor of the spec's."""
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.spec.lr * factor
+        for optimiser in self._optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = self.spec.lr * factor
+
+    @property
+    def _optimisers(self) -> list[torch.optim.Optimizer]:
+        return [self.adamw, self.muon] if self.muon else [self.adamw]
+
+    def _forget_gradients(self) -> None:
+        for optimiser in self._optimisers:
+            optimiser.zero_grad(set_to_none=True)
 
     def step(self, windows: Tensor) -> Step | None:
         """A whole step: `look`, and `take`."""
@@ -93,7 +110,7 @@ class Inner:
             try:
                 return self._look(windows, go_on)
             except torch.OutOfMemoryError:
-                self.optimiser.zero_grad(set_to_none=True)
+                self._forget_gradients()
                 if self._piece == 1:
                     raise TrainingError(
                         "the GPU's memory does not suffice for one window: stop other programs on it (nvidia-smi lists "
@@ -106,10 +123,10 @@ class Inner:
     def _look(self, windows: Tensor, go_on: Callable[[], bool]) -> Step | None:
         windows = windows.to(self.device, non_blocking=True)
         total = torch.zeros((), device=self.device)
-        self.optimiser.zero_grad(set_to_none=True)
+        self._forget_gradients()
         for i, piece in enumerate(windows.split(self._piece)):
             if i and not go_on():
-                self.optimiser.zero_grad(set_to_none=True)
+                self._forget_gradients()
                 return None
             tokens = piece.long()
             with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -126,27 +143,63 @@ class Inner:
     def take(self, step: Step) -> None:
         """The optimiser's step by the gradient that `look` left, if it is one to be taken."""
         if step.taken:
-            self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+            for optimiser in self._optimisers:
+                optimiser.step()
+        self._forget_gradients()
 
     # -- what survives a restart -----------------------------------------------------------------------------
 
     def moments(self) -> tuple[int, dict[str, Tensor]]:
-        """(steps taken, the optimiser's moments as MOMENT/parameter). No copies."""
+        """(steps taken, the optimisers' moments as MOMENT/parameter). No copies."""
         taken, out = 0, {}
-        for name, parameter in self._named.items():
-            state = self.optimiser.state.get(parameter)
+        for name, parameter in self._by_adamw.items():
+            state = self.adamw.state.get(parameter)
             if state:
                 taken = max(taken, int(state["step"].item()))
-                out |= {f"{moment}/{name}": state[moment] for moment in MOMENTS}
+                out |= {f"{moment}/{name}": state[moment] for moment in ADAMW_MOMENTS}
+        for name, parameter in self._by_muon.items():
+            if self.muon is not None and (state := self.muon.state.get(parameter)):
+                out |= {f"{moment}/{name}": state[moment] for moment in MUON_MOMENTS}
         return taken, out
 
     def set_moments(self, taken: int, moments: Mapping[str, Tensor]) -> None:
         """Take up saved moments. A parameter without any starts anew."""
-        for name, parameter in self._named.items():
-            if all(f"{moment}/{name}" in moments for moment in MOMENTS):
-                state = self.optimiser.state[parameter]
-                state["step"] = torch.tensor(float(taken), device=self.device)
-                for moment in MOMENTS:
-                    # Not as_tensor: the optimiser changes them in place, and the saved ones are the caller's.
-                    state[moment] = moments[f"{moment}/{name}"].to(self.device, torch.float32, copy=True)
+        for name, parameter in self._by_adamw.items():
+            if self._take_up(self.adamw.state[parameter], name, ADAMW_MOMENTS, moments):
+                self.adamw.state[parameter]["step"] = torch.tensor(float(taken), device=self.device)
+        for name, parameter in self._by_muon.items():
+            if self.muon is not None:
+                self._take_up(self.muon.state[parameter], name, MUON_MOMENTS, moments)
+
+    def _take_up(
+        self, state: dict[str, Tensor], name: str, wanted: Sequence[str], moments: Mapping[str, Tensor]
+    ) -> bool:
+        if not all(f"{moment}/{name}" in moments for moment in wanted):
+            return False
+        for moment in wanted:
+            # Not as_tensor: the optimiser changes them in place, and the saved ones are the caller's.
+            state[moment] = moments[f"{moment}/{name}"].to(self.device, torch.float32, copy=True)
+        return True
+
+
+def hidden_matrices(model: nn.Module) -> frozenset[str]:
+    """The parameters that Muon steps: matrices that take one hidden activation to another.
+
+    Not embeddings nor the output head, whose rows are looked up or scored one by one (Jordan et al. 2024).
+    """
+    outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if isinstance(head, nn.Linear):
+        outside.add(id(head.weight))
+    return frozenset(n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in outside)
+
+
+def muon(matrices: Iterable[Tensor], spec: InnerSpec) -> torch.optim.Muon:
+    """Muon (Jordan et al. 2024; within DiLoCo: MuLoCo, arXiv 2505.23725), its steps scaled to AdamW's.
+
+    Momentum 0.95 (Nesterov), five Newton-Schulz iterations; "match_rms_adamw" (Moonlight, arXiv 2502.16982) brings the
+    root mean square of a step to that of AdamW's, so that one learning rate and weight decay serve both.
+    """
+    return torch.optim.Muon(
+        matrices, lr=spec.lr, weight_decay=spec.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
