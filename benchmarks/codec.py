@@ -181,7 +181,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def subjects_for(n: int, device: str) -> list[Subject]:
     """Everything that is compared; the codec with a goal comes first."""
-    specs = [CodecSpec(k=64), CodecSpec(k=256), CodecSpec(k=4096), CodecSpec(kind="int8"), CodecSpec(kind="none")]
+    specs = [
+        CodecSpec(k=64),
+        CodecSpec(k=256),
+        CodecSpec(k=4096),
+        CodecSpec(kind="sign"),
+        CodecSpec(kind="int8"),
+        CodecSpec(kind="none"),
+    ]
     subjects: list[Subject] = [Cairn(spec, n, device) for spec in specs]
     try:
         from hivemind.proto.runtime_pb2 import CompressionType  # pyright: ignore[reportAttributeAccessIssue]

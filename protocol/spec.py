@@ -189,7 +189,7 @@ class InnerSpec(Section):
 class CodecSpec(Section):
     """How pseudo-gradients are compressed."""
 
-    kind: Literal["sparse", "int8", "none"] = "sparse"
+    kind: Literal["sparse", "sign", "int8", "none"] = "sparse"
     k: Annotated[int, Field(ge=64, le=4096)] = Field(
         default=64, description="coordinates kept of each chunk of 4096 (sparse)"
     )

@@ -21,6 +21,7 @@ SPECS = [
     CodecSpec(k=256),
     CodecSpec(k=1500),
     CodecSpec(k=4096),
+    CodecSpec(kind="sign"),
     CodecSpec(kind="int8"),
     CodecSpec(kind="none"),
 ]

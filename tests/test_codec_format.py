@@ -53,7 +53,7 @@ def read_sparse(record: bytes, m: int, k: int) -> dict[int, float]:
 
 def read_blob(blob: bytes, kind: str, k: int, layout: Layout) -> dict[str, dict[int, float]]:
     assert blob[:4] == b"CRN1"
-    assert blob[4:8] == bytes([{"sparse": 1, "int8": 2, "none": 3}[kind], 1]) + struct.pack(
+    assert blob[4:8] == bytes([{"sparse": 1, "int8": 2, "none": 3, "sign": 4}[kind], 1]) + struct.pack(
         "<H", k if kind == "sparse" else 0
     )
     assert blob[8:40] == layout.digest
@@ -69,6 +69,11 @@ def read_blob(blob: bytes, kind: str, k: int, layout: Layout) -> dict[str, dict[
                 scale = read_bf16(blob[at : at + 2])
                 values = {i: q * scale for i, q in enumerate(struct.unpack(f"{m}b", blob[at + 2 : at + 2 + m]))}
                 at += 2 + m
+            elif kind == "sign":
+                scale, bits = read_bf16(blob[at : at + 2]), -(-m // 8)
+                minus = read_bits(blob[at + 2 : at + 2 + bits], 1, m)
+                values = {i: -scale if bit else scale for i, bit in enumerate(minus)}
+                at += 2 + bits
             else:
                 kept = max(1, math.ceil(m * k / 4096))
                 size = record_size(m, kept)
@@ -98,7 +103,7 @@ layouts = st.dictionaries(
 ).map(Layout.of)
 specs = st.one_of(
     st.builds(CodecSpec, kind=st.just("sparse"), k=st.one_of(st.integers(64, 4096), st.sampled_from([64, 256, 4096]))),
-    st.sampled_from([CodecSpec(kind="int8"), CodecSpec(kind="none")]),
+    st.sampled_from([CodecSpec(kind="sign"), CodecSpec(kind="int8"), CodecSpec(kind="none")]),
 )
 
 
@@ -165,8 +170,9 @@ def test_the_bytes_of_a_known_record_stay_as_they_are():
     assert not e.any()
 
 
-@pytest.mark.parametrize("kind", ["int8", "none"])
+@pytest.mark.parametrize("kind", ["sign", "int8", "none"])
 def test_the_bytes_of_known_dense_records_stay_as_they_are(kind):
     codec = make_codec(CodecSpec(kind=kind), Layout.of({"w": (3,)}))
     record = codec.encode({"w": torch.tensor([127.0, -1.5, 0.0])})[40:]
-    assert record.hex() == {"int8": "803f" + "7ffe00", "none": "0000fe42" + "0000c0bf" + "00000000"}[kind]
+    known = {"sign": "2b42" + "02", "int8": "803f" + "7ffe00", "none": "0000fe42" + "0000c0bf" + "00000000"}
+    assert record.hex() == known[kind]

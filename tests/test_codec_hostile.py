@@ -18,10 +18,11 @@ from protocol.spec import CodecSpec
 from tests.test_codec_feedback import LAYOUT, SPECS, every_codec, noise
 
 CHUNKS = Layout.of({"first": (4096,), "second": (2, 4096)})
-K64, BITMAP, DENSE, INT8, NONE = (
+K64, BITMAP, DENSE, SIGN, INT8, NONE = (
     CodecSpec(k=64),
     CodecSpec(k=1500),
     CodecSpec(k=4096),
+    CodecSpec(kind="sign"),
     CodecSpec(kind="int8"),
     CodecSpec(kind="none"),
 )
@@ -184,10 +185,20 @@ def test_a_bitmap_with_another_count_is_refused():
         codec.check(blob)
 
 
+def test_filling_bits_of_signs_are_refused():
+    codec, blob = blob_of(SIGN, Layout.of({"w": (9,)}))
+    codec.check(blob)
+    blob[43] |= 2
+    with pytest.raises(CodecError, match="filling bits of the signs"):
+        codec.check(blob)
+
+
 @pytest.mark.parametrize(
     ("spec", "at", "put", "why"),
     [
         (DENSE, 0, bf16(2.0) + bf16(1.0), "above the high"),
+        (SIGN, 0, bf16(-1.0), "a scale"),
+        (SIGN, 0, bf16(2.0**31), "a scale"),
         (INT8, 0, bf16(-1.0), "a scale"),
         (INT8, 0, bf16(2.0**24), "a scale"),
         (INT8, 2, b"\x80", "-128"),

@@ -122,7 +122,7 @@ def test_the_bits_stay_what_they_were_released_as():
     layout = Layout.of({"w": (128,)})
     ramp = torch.arange(128, dtype=torch.float32)
     got = {}
-    for spec in (CodecSpec(k=1024), CodecSpec(kind="int8"), CodecSpec(kind="none")):
+    for spec in (CodecSpec(k=1024), CodecSpec(kind="sign"), CodecSpec(kind="int8"), CodecSpec(kind="none")):
         codec = make_codec(spec, layout)
         updates = []
         for i in range(3):
@@ -135,7 +135,7 @@ def test_the_bits_stay_what_they_were_released_as():
         state = {"w": ramp * 0.3, MOMENTUM + "w": ramp * 0.7}
         apply(state, updates, codec, outer)
         got[spec.kind] = state_digest(state_layout(layout, outer), state).short
-    assert got == {"sparse": "1507b908", "int8": "07b7b33c", "none": "64678da6"}
+    assert got == {"sparse": "1507b908", "sign": "b10456a0", "int8": "07b7b33c", "none": "64678da6"}
 
 
 def test_a_coordinate_is_the_mean_of_those_who_sent_it():

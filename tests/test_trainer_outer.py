@@ -20,6 +20,7 @@ KEYS = [PeerKey(sha256(bytes([n]))) for n in range(4)]
 CODECS = [
     CodecSpec(kind="sparse", k=64),
     CodecSpec(kind="sparse", k=4096),
+    CodecSpec(kind="sign"),
     CodecSpec(kind="int8"),
     CodecSpec(kind="none"),
 ]

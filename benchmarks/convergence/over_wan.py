@@ -333,7 +333,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="inner steps of each peer (default: the profile's)")
     parser.add_argument("--lr", type=float)
     parser.add_argument("--h", type=int, default=30, help="inner steps of each peer in a round")
-    parser.add_argument("--codec", choices=("sparse", "int8", "none"), default="sparse")
+    parser.add_argument("--codec", choices=("sparse", "sign", "int8", "none"), default="sparse")
     parser.add_argument("--k", type=int, default=64)
     parser.add_argument("--mbit", type=float, default=100.0)
     parser.add_argument("--rtt-ms", type=float, default=100.0)

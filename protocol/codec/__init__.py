@@ -10,6 +10,7 @@ from protocol.codec.int8 import Int8Codec
 from protocol.codec.interface import Codec, Decoded
 from protocol.codec.none import RawCodec
 from protocol.codec.runs import Run
+from protocol.codec.sign import SignCodec
 from protocol.codec.sparse import SparseCodec
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
@@ -21,6 +22,8 @@ def make_codec(spec: CodecSpec, layout: Layout) -> Codec:
     """The run's codec for its model. `layout` is the model's, without the outer optimiser's momentum."""
     if spec.kind == "sparse":
         return SparseCodec(layout, spec.k)
+    if spec.kind == "sign":
+        return SignCodec(layout)
     if spec.kind == "int8":
         return Int8Codec(layout)
     return RawCodec(layout)

@@ -1,0 +1,53 @@
+"""The `sign` codec: a bfloat16 scale a chunk and a bit a coordinate. 1.004 bits a parameter.
+
+Signs with error feedback are 1-bit SGD (Seide et al., Interspeech 2014; Karimireddy et al. 2019, arXiv 1901.09847).
+The scale is the mean magnitude, which leaves the least squared error. Everything is sent each round, roughly, where
+`sparse` sends the largest well: it suits dense pseudo-gradients, such as Muon's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from protocol.codec.bits import pack, packed_size, unpack
+from protocol.codec.interface import Codec, Decoded, refuse
+from protocol.codec.scales import MAX_INPUT, from_wire, nearest, to_wire
+
+SCALE = 2
+
+
+class SignCodec(Codec):
+    """Value = scale, or -scale where the coordinate's bit is set."""
+
+    identifier = 4
+    kept = 0
+    everyone_sends = True
+
+    def record_size(self, width: int) -> int:
+        return SCALE + packed_size(width, 1)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        magnitudes = x.abs()
+        refuse(~(magnitudes.amax(1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
+        scale = nearest(magnitudes.mean(1, keepdim=True))
+        minus = torch.signbit(x).to(torch.uint8)
+        x.sub_(_values(scale, minus))
+        return torch.cat([to_wire(scale), pack(minus, 1)], 1)
+
+    def _decode(self, records: Tensor, width: int) -> Decoded:
+        scale = from_wire(records[:, :SCALE])
+        minus = unpack(records[:, SCALE:], width, 1)
+        if minus.shape[1] > width:
+            refuse(minus[:, width:] != 0, "filling bits of the signs are set")
+            minus = minus[:, :width]
+        return Decoded(_values(scale, minus).view(-1), None)
+
+    def _energies(self, records: Tensor, width: int) -> Tensor:
+        scale = from_wire(records[:, :SCALE]).view(-1).to(torch.float64)
+        return torch.mul(scale * scale, torch.full_like(scale, width))  # 16 bits times 13: exact
+
+
+def _values(scale: Tensor, minus: Tensor) -> Tensor:
+    """fp32 [n, width] of fp32 [n, 1] and uint8 [n, width] of zeros and ones. Exact: a product with 1 or -1."""
+    return minus.to(torch.float32).mul_(-2).add_(1).mul_(scale)
