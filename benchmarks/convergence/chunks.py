@@ -23,6 +23,10 @@ class Group:
     tensor: Tensor
     """The index of each chunk's tensor, int64 [chunks]."""
 
+    def only(self, there: Tensor) -> Group:
+        """Those chunks of it, by bool [chunks]."""
+        return Group(self.width, self.at[there], self.tensor[there])
+
 
 def groups(layout: Layout, device: torch.device) -> list[Group]:
     """Every coordinate of the layout once, cut as the codecs cut."""

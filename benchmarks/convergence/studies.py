@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-BASE: dict[str, Any] = {"h": 10, "k": 64}
-"""The sparse method's point from which the studies depart: the cheapest of its family."""
+NESTEROV: dict[str, Any] = {"optimiser": "nesterov", "lr": 1.0, "momentum": 0.5}
+SIGNS: dict[str, Any] = {"h": 36, "kind": "sign", "beta": 0.5, "inner": "muon", "outer": NESTEROV}
+"""What the studies led to: Muon within, signs between, and half of the outer momentum that DiLoCo has."""
+
+BASE: dict[str, Any] = {
+    "h": 36, "k": 4096, "quantiser": "1 mean", "beta": 0.5, "inner": "muon", "outer_lr": 1.0, "momentum": 0.5,
+}  # fmt: skip
+"""The same, in the words of `variants`: the point from which the studies depart."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +29,11 @@ class Row:
 REFERENCE = Row("data-parallel AdamW, bf16", "synchronous")
 
 PLAIN = {"clip": "none"}
-NESTEROV = {"optimiser": "nesterov", "lr": 0.7, "momentum": 0.9, "clip": "none"}
 
 # Rounding to fp16 does not show in the loss (a test holds it): those rows are the wider training, at half the bytes.
 MAIN = (
     REFERENCE,
+    Row("data-parallel Muon, bf16", "synchronous", {"optimiser": "muon"}),
     Row("one peer alone", "alone"),
     Row("hivemind Optimizer, fp32", "synchronous", scale=2.0),
     Row("hivemind Optimizer, fp16", "synchronous"),
@@ -35,13 +41,17 @@ MAIN = (
     Row("DiLoCo, H 30, fp32", "diloco", {"h": 30}),
     Row("DiLoCo, H 100, fp32", "diloco", {"h": 100}),
     Row("DiLoCo, H 30, fp16 (OpenDiLoCo)", "diloco", {"h": 30}, scale=0.5),
+    Row(
+        "DiLoCo with Muon, H 30, outer 1.0, 0.5", "diloco", {"h": 30, "inner": "muon", "outer_lr": 1.0, "momentum": 0.5}
+    ),
     Row("DeMo, top 8 of 64 x 64", "demo"),
-    Row("Cairn none (fp32), H 10", "cairn", {"h": 10, "kind": "none", "beta": 0.0}),
-    Row("Cairn int8, H 30, Nesterov", "cairn", {"h": 30, "kind": "int8", "outer": NESTEROV}),
-    Row("Cairn sparse k 64, H 10", "cairn", {"h": 10, "k": 64}),
-    Row("Cairn sparse k 256, H 10", "cairn", {"h": 10, "k": 256}),
-    Row("Cairn sparse k 256, H 10, beta 0.5, no clip", "cairn", {"h": 10, "k": 256, "beta": 0.5, "outer": PLAIN}),
-    Row("Cairn sparse k 256, H 16, beta 0.5, no clip", "cairn", {"h": 16, "k": 256, "beta": 0.5, "outer": PLAIN}),
+    Row("Cairn none, AdamW, H 10", "cairn", {"h": 10, "kind": "none", "beta": 0.0}),
+    Row("Cairn sparse k 64, AdamW, H 10", "cairn", {"h": 10, "k": 64}),
+    Row("Cairn sparse k 256, AdamW, H 17", "cairn", {"h": 17, "k": 256, "beta": 0.5, "outer": PLAIN}),
+    Row("Cairn sparse k 256, Muon, H 17", "cairn", {"h": 17, "k": 256, "beta": 0.5, "inner": "muon"}),
+    Row("Cairn int8, Muon, H 36", "cairn", {**SIGNS, "kind": "int8"}),
+    Row("Cairn sign, Muon, H 36", "cairn", SIGNS),
+    Row("Cairn sign, Muon, H 54", "cairn", {**SIGNS, "h": 54}),
 )
 
 
@@ -49,86 +59,74 @@ def _from(base: Mapping[str, Any], label: str, **changes: Any) -> Row:
     return Row(label, "variant", {**base, **changes})
 
 
-DENSER: dict[str, Any] = {"h": 10, "k": 256}
-CALM: dict[str, Any] = {**DENSER, "beta": 0.5, "clip": False}
-"""What the studies below led to: little feedback is kept, and no norm is clipped."""
+SPARSE: dict[str, Any] = {"h": 17, "k": 256, "beta": 0.5, "inner": "muon"}
+"""About the bytes of BASE, by the largest coordinates."""
 
 STUDIES: dict[str, tuple[Row, ...]] = {
-    "base": (Row("k 64, H 10", "variant", BASE),),
-    # How a coordinate is averaged.
-    "mean": (
-        _from(BASE, "k 64, over all", power=0.0),
-        _from(BASE, "k 64, between", power=0.5),
-        _from(DENSER, "k 256, over senders"),
-        _from(DENSER, "k 256, over all", power=0.0),
-        _from(DENSER, "k 256, between", power=0.5),
-        _from(BASE, "k 64, over all, all feedback kept", power=0.0, beta=1.0),
+    "base": (Row("signs, H 36, beta 0.5, Nesterov (1.0, 0.5), Muon", "variant", BASE),),
+    # What is sent of a chunk, for about the same bytes in all.
+    "bits": (
+        _from(BASE, "2 bits, H 72", quantiser="2 levels", h=72),
+        _from(BASE, "2 bits by the largest, H 72", quantiser="2 max", h=72),
+        _from(BASE, "2 bits dithered, H 72", quantiser="2 dithered", h=72),
+        _from(BASE, "3 bits, H 108", quantiser="3 levels", h=108),
+        _from(BASE, "4 bits, H 144", quantiser="4 levels", h=144),
+        _from(BASE, "4 bits, H 36 (4 times the bytes)", quantiser="4 levels"),
+        _from(BASE, "fp32, H 36 (32 times the bytes)", quantiser="fp32", beta=0.0),
+        _from(BASE, "the 512 largest, 2 bits, H 32", quantiser="2 levels", k=512, h=32),
+        _from(BASE, "the embedding's 256 largest, 2 bits", embedding_k=256),
     ),
-    # What becomes of what was not sent.
+    # How a coordinate is averaged, and what becomes of what was not sent: of the largest 256.
+    "sparse": (
+        _from(SPARSE, "the 256 largest, H 17, mean over senders"),
+        _from(SPARSE, "mean over all", power=0.0),
+        _from(SPARSE, "between", power=0.5),
+        _from(SPARSE, "mean over all, beta 0.95", power=0.0, beta=0.95),
+        _from(SPARSE, "beta 0.95", beta=0.95),
+        _from(SPARSE, "absorbs what others did, beta 0.95", beta=0.95, absorb="same"),
+        _from(SPARSE, "Nesterov (1.0, 0.5)", outer_lr=1.0, momentum=0.5),
+        _from(SPARSE, "DCT", transform="dct"),
+        _from(SPARSE, "Hadamard", transform="hadamard"),
+        _from(SPARSE, "no clip", clip=False),
+    ),
     "feedback": (
-        _from(BASE, "k 64, beta 0.7", beta=0.7),
-        _from(BASE, "k 64, beta 0.5", beta=0.5),
-        _from(BASE, "k 64, absorbs what others did", absorb="same"),
-        _from(BASE, "k 64, drops what others moved", absorb="drop"),
-        _from(BASE, "k 64, absorbs, beta 0.8", absorb="same", beta=0.8),
-        _from(BASE, "k 64, absorbs, beta 1", absorb="same", beta=1.0),
-        _from(BASE, "k 64, absorbs, between", absorb="same", power=0.5),
-        _from(BASE, "k 64, absorbs, no clip", absorb="same", clip=False),
-        _from(DENSER, "k 256, beta 0.5", beta=0.5),
-        _from(DENSER, "k 256, absorbs", absorb="same"),
-        _from(DENSER, "k 256, drops", absorb="drop"),
-        _from(DENSER, "k 256, absorbs, beta 0.5", absorb="same", beta=0.5),
-        _from(DENSER, "k 256, no clip", clip=False),
-        _from(DENSER, "k 256, beta 0.5, no clip", beta=0.5, clip=False),
-        _from(BASE, "k 64, the own model keeps what was not sent", carry=1.0),
-        _from(BASE, "the same, over all", carry=1.0, power=0.0),
-        _from(BASE, "the same, over senders, absorbs", carry=1.0, absorb="same"),
-    ),
-    # Where the bytes go: how many, how often, when.
-    "rounds": (
-        _from(DENSER, "k 256, H 5, beta 0.5", beta=0.5, h=5),
-        _from(DENSER, "k 256, H 16, beta 0.5", beta=0.5, h=16),
-        _from(DENSER, "k 256, H 30, beta 0.5", beta=0.5, h=30),
-        _from(BASE, "k 64, H 5, beta 0.7", beta=0.7, h=5),
-        _from(BASE, "k 64, H 30, beta 0.7", beta=0.7, h=30),
-        _from(BASE, "k 64, H 6, absorbs", h=6, absorb="same"),
-        _from(CALM, "k 256, H 16, beta 0.5, no clip", h=16),
-        _from(BASE, "k 4096, H 10", k=4096),
-        _from(CALM, "k 512, H 30, beta 0.5, no clip", k=512, h=30),
-        _from(CALM, "k 128, H 10, beta 0.5, no clip", k=128),
-    ),
-    "density": (
-        _from(CALM, "k 256, then 64 after 20%", density=((0.2, 64),)),
-        _from(CALM, "k 64, then 256 after 80%", k=64, density=((0.8, 256),)),
-        _from(CALM, "k 256, dense for the last 3%", density=((0.97, 4096),)),
-        _from(CALM, "H 20, then 5 after 75%", h=20, h_late=((0.75, 5),)),
-        _from(CALM, "H 5, then 20 after 25%", h=5, h_late=((0.25, 20),)),
+        _from(BASE, "beta 0 (nothing is kept)", beta=0.0),
+        _from(BASE, "beta 0.25", beta=0.25),
+        _from(BASE, "beta 0.8", beta=0.8),
+        _from(BASE, "beta 1", beta=1.0),
+        _from(BASE, "the own model keeps what was not sent", carry=1.0),
+        _from(BASE, "no clip", clip=False),
     ),
     "outer": (
-        _from(CALM, "H 16, Nesterov 0.7, 0.5", h=16, outer_lr=0.7, momentum=0.5),
-        _from(CALM, "H 16, Nesterov 0.4, 0.8", h=16, outer_lr=0.4, momentum=0.8),
-        _from(CALM, "H 16, rate 1.4", h=16, outer_lr=1.4),
-        _from(CALM, "H 16, rate 0.7", h=16, outer_lr=0.7),
+        _from(BASE, "plain", momentum=0.0),
+        _from(BASE, "rate 1.4, plain", outer_lr=1.4, momentum=0.0),
+        _from(BASE, "Nesterov (1.0, 0.3)", momentum=0.3),
+        _from(BASE, "Nesterov (1.0, 0.7)", momentum=0.7),
+        _from(BASE, "Nesterov (0.7, 0.7)", outer_lr=0.7, momentum=0.7),
+        _from(BASE, "Nesterov (0.7, 0.9)", outer_lr=0.7, momentum=0.9),
     ),
-    # What is sent of a chunk.
-    "bits": (
-        _from(DENSER, "k 256, values in fp32", quantiser="fp32"),
-        *(_from(CALM, f"{kind}", quantiser=kind) for kind in ("1 mean", "2 max", "2 dithered", "3 levels", "4 levels")),
+    # Where the bytes go: how often, and when.
+    "rounds": (
+        _from(BASE, "H 9", h=9),
+        _from(BASE, "H 18", h=18),
+        _from(BASE, "H 72", h=72),
+        _from(BASE, "H 18, then 54 after 25%", h=18, h_late=((0.25, 54),)),
+        _from(BASE, "H 54, then 18 after 75%", h=54, h_late=((0.75, 18),)),
     ),
-    "transform": (_from(CALM, "DCT", transform="dct"), _from(CALM, "Hadamard", transform="hadamard")),
-    "score": (_from(CALM, "magnitude over the root of the second moment", score="moment"),),
     # The inner side.
     "inner": (
-        _from(CALM, "inner moments start anew each round", forget=True),
-        _from(CALM, "Muon", inner="muon"),
+        _from(BASE, "AdamW", inner="adamw"),
+        _from(SPARSE, "AdamW, the 256 largest, H 17", inner="adamw"),
+        _from(SPARSE, "AdamW, by magnitude over the root of the second moment", inner="adamw", score="moment"),
+        _from(BASE, "AdamW's moments start anew each round", forget=True),
     ),
     "overlap": (
-        _from(CALM, "overlap of 2 steps", overlap=2),
-        _from(CALM, "overlap of 5 steps", overlap=5),
-        _from(CALM, "overlap of 5 steps, progress halved", overlap=5, keep=0.5),
-        _from(CALM, "overlap of 5 steps, progress dropped", overlap=5, keep=0.0),
-        _from(CALM, "streaming, 2 fragments", fragments=2),
-        _from(CALM, "streaming, 5 fragments", fragments=5),
+        _from(BASE, "overlap of 4 steps", overlap=4),
+        _from(BASE, "overlap of 12 steps", overlap=12),
+        _from(BASE, "overlap of 12 steps, progress halved", overlap=12, keep=0.5),
+        _from(BASE, "overlap of 12 steps, progress dropped", overlap=12, keep=0.0),
+        _from(BASE, "streaming, 2 fragments", fragments=2),
+        _from(BASE, "streaming, 4 fragments", fragments=4),
     ),
 }
 
@@ -144,11 +142,12 @@ PEOPLE = (
 )
 """Conditions of the `people` study. A round is taken as a minute."""
 
-PEOPLE_ROWS = tuple(Row(label, "cairn", {**BASE, "conditions": there}) for label, there in PEOPLE)
+PEOPLE_ROWS = tuple(Row(label, "cairn", {**SIGNS, "conditions": there}) for label, there in PEOPLE)
 
 QUICK = (
     REFERENCE,
     Row("one peer alone", "alone"),
     Row("DiLoCo, H 30, fp32", "diloco", {"h": 30}),
     Row("Cairn sparse k 64, H 10", "cairn", {"h": 10, "k": 64}),
+    Row("Cairn sign, Muon, H 30", "cairn", {**SIGNS, "h": 30}),
 )

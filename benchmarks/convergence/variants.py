@@ -30,7 +30,7 @@ class Choice:
     `carry`: the share of its error feedback that a peer's own model keeps after a round: it trains on from what it
     has learnt, sent or not, and not from the state that all hold. `absorb`: what becomes of the feedback of a peer
     that did not send a coordinate which others moved: it stays ("none"), goes ("drop"), or loses what others did in its
-    own direction ("same").
+    own direction ("same"). `embedding_k`: of the embedding so many coordinates of a chunk go, in 2 bits; 0: as of all.
     """
 
     h: int = 10
@@ -52,6 +52,7 @@ class Choice:
     carry: float = 0.0
     absorb: str = "none"
     inner: str = "adamw"
+    embedding_k: int = 0
 
 
 class Variant(Method):
@@ -67,6 +68,7 @@ class Variant(Method):
         self.anchor = self.base.repeat(peers, 1)
         self.e = torch.zeros_like(self.anchor)
         self.groups = _fragments(chunks.groups(setting.layout, setting.device), self.c.fragments)
+        self.embedding = torch.tensor(["embed" in t.name for t in setting.layout.tensors]).to(setting.device)
         self.turn = 0
         self.since = 0
         self.pending: tuple[int, list[tuple[chunks.Group, Tensor, Tensor]]] | None = None
@@ -96,7 +98,13 @@ class Variant(Method):
             self.e[:, here] = self.c.beta * self.e[:, here] + self.anchor[:, here] - local[:, here]
             self.anchor[:, here] = local[:, here]
             rows = chunks.transformed(self.e[:, group.at], self.c.transform)
-            decoded, mask = self._compressed(rows, group, k)
+            decoded, mask = self._compressed(rows, group, k, self.c.quantiser)
+            if self.c.embedding_k:
+                there = self.embedding[group.tensor]
+                its = self._compressed(rows[:, there], group.only(there), self.c.embedding_k, "2 levels")
+                decoded[:, there], mask[:, there] = its
+                size += int(there.sum()) * (chunks.record_bytes(group.width, self.c.embedding_k, "2 levels")
+                                            - chunks.record_bytes(group.width, k, self.c.quantiser))  # fmt: skip
             left = chunks.transformed(rows - decoded, self.c.transform, back=True)
             self.e[:, group.at] = left
             sent.append((group, decoded, mask))
@@ -104,7 +112,7 @@ class Variant(Method):
         self.pending = (now + self.c.overlap, sent)
         self.gathered(size, waits=not self.c.overlap)
 
-    def _compressed(self, rows: Tensor, group: chunks.Group, k: int) -> tuple[Tensor, Tensor]:
+    def _compressed(self, rows: Tensor, group: chunks.Group, k: int, quantiser: str) -> tuple[Tensor, Tensor]:
         """fp32 [peers, chunks, width] as a decoder sees it, and what was sent of it (bool)."""
         peers, count, width = rows.shape
         kept = -(-width * k // CODEC_CHUNK)
@@ -114,7 +122,7 @@ class Variant(Method):
             moments = self.fleet.second_moments()[:, group.at]
             score = score / (moments.reshape(-1, width).sqrt() + 1e-12)
         at = score.topk(kept, dim=1).indices
-        values = chunks.quantised(flat.gather(1, at), self.c.quantiser, self.generator)
+        values = chunks.quantised(flat.gather(1, at), quantiser, self.generator)
         decoded = torch.zeros_like(flat).scatter_(1, at, values)
         mask = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, at, True)
         return decoded.view(rows.shape), mask.view(rows.shape)
