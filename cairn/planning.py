@@ -200,8 +200,10 @@ def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
     q, m, c = p.question, p.setting, p.cost
     measured = f"measured: {findings.SOURCE}"
     rule = f"the least that fits into {q.share:.1%} of a round" if p.fits else "the nearest to fitting"
-    yield "codec.kind", f"{findings.KIND.value}", f"{findings.KIND.why} ({measured})"
-    yield "codec.k", f"{m.k}", f"with H final loss {m.loss:g} x data-parallel's, {rule} ({measured})"
+    yield "inner.optimiser", f"{findings.INNER.value}", f"{findings.INNER.why} ({measured})"
+    yield "codec.kind", m.codec.kind, f"with H a final loss {m.loss:g} x data-parallel's, {rule} ({measured})"
+    if m.codec.kind == "sparse":
+        yield "codec.k", f"{m.codec.k}", "coordinates of each 4096"
     yield (
         "inner steps (H)",
         f"{m.inner_steps}",
@@ -212,9 +214,12 @@ def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
         f"{p.target_tokens:_}",
         f"H {m.inner_steps} x {q.peers} peers x {q.windows} windows x {q.window} tokens",
     )
-    yield "codec.beta", f"{m.beta:g}", f"{findings.BETA_WHY} ({measured})"
-    yield "outer.mean", f"{findings.MEAN.value}", f"{findings.MEAN.why} ({measured})"
-    yield "outer.optimiser", f"{findings.OUTER.value}", f"{findings.OUTER.why} ({measured})"
+    yield "codec.beta", f"{m.codec.beta:g}", f"{findings.BETA_WHY} ({measured})"
+    if m.momentum:
+        yield "outer.optimiser", "nesterov", f"{findings.OUTER_WHY} ({measured})"
+        yield "outer.momentum", f"{m.momentum:g}", "the same"
+    else:
+        yield "outer.optimiser", "plain", "as it was measured"
     yield "outer.lr", f"{findings.OUTER_LR.value}", findings.OUTER_LR.why
     yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"
     yield "inner.batch", f"{q.windows}", _why_batch(p)
@@ -262,13 +267,10 @@ def _changes(p: Plan) -> Iterator[tuple[str, ...]]:
         b = p.better.setting
         yield (
             "better",
-            f"from {_mbit(p.better.uplink_needed)} up: k {b.k}, H {b.inner_steps} (loss {b.loss:g} x, for "
-            f"{p.setting.loss:g} x)",
+            f"from {_mbit(p.better.uplink_needed)} up: {b} (loss {b.loss:g} x, for {p.setting.loss:g} x)",
         )
     else:
         yield "better", "no measured setting has less loss and would fit over a faster uplink"
-    if p.double_k_uplink < math.inf:
-        yield "twice the k", f"from {_mbit(p.double_k_uplink)} up, at the same H"
     if p.fits:
         yield "worse", f"below {_mbit(c.uplink_needed)} up this does not fit into {q.share:.1%}"
         if p.most_peers:

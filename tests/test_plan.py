@@ -23,12 +23,12 @@ from coordinator.authoring.findings import MEASURED, Measured
 from coordinator.authoring.plan import Plan, PlanError, Question, plan
 from coordinator.authoring.runfile import RunFile, tomllib
 from coordinator.authoring.shape import LEAST_PARAMETERS, llama_of, parameters_of_table, read_model
-from coordinator.authoring.template import TEMPLATE, fill
+from coordinator.authoring.template import fill
 from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.layout import CODEC_CHUNK, Layout
 from protocol.model import build_model, model_layout, plain_config
-from protocol.spec import CodecSpec
+from protocol.spec import CodecSpec, OuterSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "sotu.toml"
@@ -47,6 +47,10 @@ questions = st.builds(
     share=st.floats(0.001, 1),
     relays=st.booleans(),
 )
+
+
+def sparse(k: int, inner_steps: int, loss: float) -> Measured:
+    return Measured(CodecSpec(k=k), inner_steps, loss)
 
 
 def made(question: Question) -> Plan:
@@ -73,19 +77,17 @@ def test_the_exchange_keeps_its_share_or_the_plan_says_that_it_does_not(question
 def test_no_measured_setting_with_less_loss_fits(question: Question):
     p = made(question)
     for m in MEASURED:
-        seconds = question.exchange_seconds(question.update_bytes(m.k))
+        seconds = question.exchange_seconds(question.update_bytes(m.codec))
         if seconds <= question.share * question.training_seconds(m.inner_steps):
             assert p.fits and p.setting.loss <= m.loss
 
 
 @given(questions, st.floats(1, 50))
-def test_a_faster_uplink_never_means_more_loss_or_a_smaller_k_at_equal_rounds(question: Question, faster: float):
+def test_a_faster_uplink_never_means_more_loss(question: Question, faster: float):
     slow, fast = made(question), made(dataclasses.replace(question, uplink=question.uplink * faster))
     assert fast.fits or not slow.fits
     if slow.fits:
         assert fast.setting.loss <= slow.setting.loss
-        if fast.setting.inner_steps == slow.setting.inner_steps:
-            assert fast.setting.k >= slow.setting.k
 
 
 @given(questions)
@@ -110,10 +112,9 @@ def test_each_remedy_alone_makes_the_plan_fit(question: Question):
     assert p.too_slow is not None
     question = dataclasses.replace(question, batch=question.windows)
     if p.too_slow.inner_steps:
-        longer = Measured(p.setting.k, p.too_slow.inner_steps, 1.0)
         seconds = question.exchange_seconds(p.cost.update_bytes)
-        assert seconds <= question.share * question.training_seconds(longer.inner_steps) * (1 + 1e-9)
-        shorter = question.training_seconds(longer.inner_steps - 1)
+        assert seconds <= question.share * question.training_seconds(p.too_slow.inner_steps) * (1 + 1e-9)
+        shorter = question.training_seconds(p.too_slow.inner_steps - 1)
         assert seconds > question.share * shorter * (1 - 1e-9)
     if p.too_slow.share:
         assert plan(dataclasses.replace(question, share=min(1, p.too_slow.share))).fits
@@ -136,8 +137,8 @@ def test_one_peer_more_than_the_most_does_not_fit(question: Question):
 
 
 def test_ties_go_to_the_fewer_bytes():
-    tied = [Measured(256, 20, 1.05), Measured(64, 20, 1.05), Measured(64, 30, 1.05), Measured(512, 30, 1.06)]
-    assert plan(Question(10**9, uplink=10_000), tied).setting == Measured(64, 30, 1.05)
+    tied = [sparse(256, 20, 1.05), sparse(64, 20, 1.05), sparse(64, 30, 1.05), sparse(512, 30, 1.06)]
+    assert plan(Question(10**9, uplink=10_000), tied).setting == sparse(64, 30, 1.05)
 
 
 def test_a_round_is_the_planned_inner_steps_of_all_peers():
@@ -162,7 +163,7 @@ def test_a_batch_that_is_not_given_leaves_the_run_enough_steps():
 def test_updates_are_sent_to_all_others_unless_members_relay():
     q = Question(10**9, peers=9, downlink=10_000)
     relayed = dataclasses.replace(q, relays=True)
-    p, r = plan(q, [MEASURED[2]]), plan(relayed, [MEASURED[2]])
+    p, r = plan(q, [sparse(256, 17, 1.1)]), plan(relayed, [sparse(256, 17, 1.1)])
     assert p.up_bytes == 8 * p.cost.update_bytes and r.up_bytes == r.cost.update_bytes
     assert p.down_bytes == r.down_bytes == 8 * p.cost.update_bytes
     assert p.cost.exchange_seconds == pytest.approx(8 * p.cost.update_bytes * 8 / 100e6 + 0.2)
@@ -177,19 +178,19 @@ def test_a_relay_does_not_widen_a_downlink():
 # -- sizes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", sorted({m.k for m in MEASURED}))
-def test_planned_bytes_are_the_bytes_of_a_real_update(k: int):
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_planned_bytes_are_the_bytes_of_a_real_update(measured: Measured):
     config = plain_config({"model_type": "llama", **_small(), "vocab_size": 300})
     layout = model_layout(build_model(config, device="meta"))
-    codec = make_codec(CodecSpec(k=k), layout)
+    codec = make_codec(measured.codec, layout)
     blob = codec.encode({t.name: torch.randn(t.shape) for t in layout.tensors})
-    assert Question(layout, tokens_per_second=1000).update_bytes(k) == codec.size == len(blob)
+    assert Question(layout, tokens_per_second=1000).update_bytes(measured.codec) == codec.size == len(blob)
 
 
 def test_bytes_of_a_number_of_parameters_are_those_of_full_chunks():
     layout = Layout.of({"a": (CODEC_CHUNK, 10), "b": (3, CODEC_CHUNK)})
-    assert Question(layout.numel).update_bytes(64) == make_codec(CodecSpec(k=64), layout).size
-    assert Question(layout.numel - 1).update_bytes(64) == Question(layout.numel).update_bytes(64)
+    assert Question(layout.numel).update_bytes(CodecSpec()) == make_codec(CodecSpec(), layout).size
+    assert Question(layout.numel - 1).update_bytes(CodecSpec()) == Question(layout.numel).update_bytes(CodecSpec())
 
 
 def test_data_parallel_bytes_are_two_bf16_gradients_a_step_less_the_ring_s_share():
@@ -201,9 +202,9 @@ def test_data_parallel_bytes_are_two_bf16_gradients_a_step_less_the_ring_s_share
 
 
 def test_each_finding_is_one_that_a_run_can_have():
-    assert len({(m.k, m.inner_steps) for m in MEASURED}) == len(MEASURED)
+    assert len({str(m) for m in MEASURED}) == len(MEASURED)
     for m in MEASURED:
-        CodecSpec(k=m.k)
+        OuterSpec(momentum=m.momentum)
         assert m.inner_steps >= 1 and 0.9 < m.loss < 2
 
 
@@ -240,13 +241,14 @@ def _fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> set[tuple[s
 
 
 def _written(text: str) -> dict[tuple[str, ...], list[str]]:
-    """The fields that stand in a template, written or behind a #, each with the lines of prose right above it."""
+    """The fields in a run file, written or behind a #, [model] aside, each with the lines of prose right above it."""
     table, prose, found = (), [], {}
     for line in text.splitlines():
         if heading := re.fullmatch(r"\[([a-z.]+)\]", line):
             table, prose = tuple(heading[1].split(".")), []
         elif field := re.match(r"#?([a-z_]+) = ", line):
-            found[(*table, field[1])] = prose
+            if table != ("model",):
+                found[(*table, field[1])] = prose
             prose = []
         elif line.startswith("# "):
             prose = [*prose, line]
@@ -256,7 +258,7 @@ def _written(text: str) -> dict[tuple[str, ...], list[str]]:
 
 
 def test_the_template_has_every_field_that_an_owner_can_write_with_its_meaning():
-    written = _written(TEMPLATE.template)
+    written = _written(_filled(Question(10**9)))
     wanted = _fields(RunFile)
     assert ("inner", "schedule", "kind") in wanted and ("data", "source") in wanted and len(wanted) > 45
     assert not wanted - written.keys()
@@ -265,7 +267,7 @@ def test_the_template_has_every_field_that_an_owner_can_write_with_its_meaning()
 
 
 def test_the_template_s_comments_name_the_defaults_of_the_spec():
-    for field, prose in _written(TEMPLATE.template).items():
+    for field, prose in _written(_filled(Question(10**9))).items():
         model: type[BaseModel] = RunFile
         for part in field[:-1]:
             annotation = model.model_fields[part].annotation
@@ -302,7 +304,9 @@ def test_every_plan_fills_a_valid_run_file(tmp_path_factory: pytest.TempPathFact
     table = llama_of(question.parameters, question.window)
     path.write_text(fill(p, table, table["vocab_size"], "A note."))
     run_file = load_run(path)
-    assert run_file.codec.k == p.setting.k and run_file.codec.beta == p.setting.beta
+    assert run_file.codec == p.setting.codec and run_file.inner.optimiser == findings.INNER.value
+    assert (run_file.outer.optimiser == "nesterov") == (p.setting.momentum > 0)
+    assert run_file.outer.momentum == p.setting.momentum or not p.setting.momentum
     assert run_file.round.target_tokens == p.target_tokens and run_file.run.total_tokens == question.total
     assert run_file.round.exchange_seconds >= min(p.cost.exchange_seconds, 7 * 86_400)
     assert run_file.round.max_seconds >= p.cost.training_seconds
@@ -386,7 +390,8 @@ def refused(*arguments: str) -> str:
 def test_a_plan_says_what_to_write_why_and_what_it_costs():
     said = cairn("plan", "--peers", "4", "--uplink", "400").stdout
     for word in (
-        "codec.k",
+        "codec.kind",
+        "inner.optimiser",
         "round.target_tokens",
         findings.SOURCE,
         "assumed: 40%",

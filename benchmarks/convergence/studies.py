@@ -41,6 +41,7 @@ MAIN = (
     Row("DiLoCo, H 30, fp32", "diloco", {"h": 30}),
     Row("DiLoCo, H 100, fp32", "diloco", {"h": 100}),
     Row("DiLoCo, H 30, fp16 (OpenDiLoCo)", "diloco", {"h": 30}, scale=0.5),
+    Row("DiLoCo, H 30, outer 1.0, 0.5, fp32", "diloco", {"h": 30, "outer_lr": 1.0, "momentum": 0.5}),
     Row(
         "DiLoCo with Muon, H 30, outer 1.0, 0.5", "diloco", {"h": 30, "inner": "muon", "outer_lr": 1.0, "momentum": 0.5}
     ),
@@ -88,6 +89,8 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(SPARSE, "DCT", transform="dct"),
         _from(SPARSE, "Hadamard", transform="hadamard"),
         _from(SPARSE, "no clip", clip=False),
+        _from(SPARSE, "the 64 largest, H 10, beta 0.7", k=64, h=10, beta=0.7),
+        _from(SPARSE, "the 64 largest, H 36, beta 0.7", k=64, h=36, beta=0.7),
     ),
     "feedback": (
         _from(BASE, "beta 0 (nothing is kept)", beta=0.0),

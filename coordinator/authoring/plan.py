@@ -1,6 +1,6 @@
 """From what a run owner knows (model, peers, links) to what run.toml should say, and what that costs: a pure function.
 
-The rule: of the settings (k, H) that were measured, the one with the least loss whose exchange takes no more than a
+The rule: of the settings (codec, H) that were measured, the one with the least loss whose exchange takes no more than a
 given share of a round's training. Sizes are the codec's own arithmetic.
 """
 
@@ -131,9 +131,9 @@ class Question:
     def training_seconds(self, inner_steps: int) -> float:
         return inner_steps * self.windows * self.window / self.speed
 
-    def update_bytes(self, k: int) -> int:
+    def update_bytes(self, codec: CodecSpec) -> int:
         """Exactly what an update has on the wire."""
-        return make_codec(CodecSpec(kind="sparse", k=k), self.layout).size
+        return make_codec(codec, self.layout).size
 
     def exchange_seconds(self, update_bytes: int) -> float:
         """Until everybody has everybody's update: the slower of sending and receiving, and two round trips."""
@@ -174,7 +174,7 @@ class TooSlow:
     """What would make the cheapest measured setting fit when none does. Each alone is enough."""
 
     inner_steps: int | None
-    """H at the plan's k, beyond what was measured; None when no H does it within a run of FEW_ROUNDS rounds."""
+    """H with the plan's codec, beyond what was measured; None when no H does it within a run of FEW_ROUNDS rounds."""
     share: float | None
     """None when the exchange takes longer than the training."""
     uplink: float
@@ -201,8 +201,6 @@ class Plan:
     warmup_tokens: int
     better: Cost | None
     """The setting with less loss that needs the least uplink."""
-    double_k_uplink: float
-    """Mbit/s from which twice the k fits at the same H, measured or not; infinite: none, or k is all."""
     most_peers: int | None
     """With more peers this setting does not fit into the share; None when it does not fit now."""
     cautions: tuple[str, ...]
@@ -249,7 +247,7 @@ class Plan:
 
 def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -> Plan:
     """The best measured setting that fits, or the cheapest where none does, with its costs. Raises PlanError."""
-    costs = [_cost(question, m.k, m.inner_steps, m) for m in measured]
+    costs = [_cost(question, m) for m in measured]
     fitting = [c for c in costs if c.share <= question.share]
     q = question
     # Ties go to the fewer bytes a token, which no link changes.
@@ -269,7 +267,6 @@ def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -
         )
     setting = best.setting
     better = [c for c in costs if c.setting.loss < setting.loss and c not in fitting and c.uplink_needed < math.inf]
-    doubled = 2 * setting.k
     rounds = -(-q.total // target)
     return Plan(
         question=q,
@@ -283,16 +280,15 @@ def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -
         lr=_lr(q.parameters),
         warmup_tokens=round(findings.WARMUP * q.total),
         better=min(better, key=lambda c: (c.uplink_needed, c.setting.loss), default=None),
-        double_k_uplink=_cost(q, doubled, setting.inner_steps).uplink_needed if doubled <= CODEC_CHUNK else math.inf,
         most_peers=_most_peers(q, best) if fitting else None,
         cautions=tuple(_cautions(q, best, rounds)),
     )
 
 
-def _cost(q: Question, k: int, inner_steps: int, setting: Measured | None = None) -> Cost:
-    size, training = q.update_bytes(k), q.training_seconds(inner_steps)
+def _cost(q: Question, setting: Measured) -> Cost:
+    size, training = q.update_bytes(setting.codec), q.training_seconds(setting.inner_steps)
     return Cost(
-        setting=setting or Measured(k, inner_steps, math.nan),
+        setting=setting,
         update_bytes=size,
         training_seconds=training,
         exchange_seconds=q.exchange_seconds(size),

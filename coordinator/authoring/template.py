@@ -64,8 +64,8 @@ validation_every = 100
 #addresses = []
 
 [inner]
-# What a peer does between rounds. The optimiser; "adamw" is the only one so far. Default "adamw".
-#optimiser = "adamw"
+# What a peer does between rounds. "muon": hidden matrices by Muon, all else by AdamW; or "adamw". Default "adamw".
+optimiser = "$inner"
 # Peak learning rate. Default 0.001. Planned from the model's size, a start only: try half and double on a small scale.
 lr = $lr
 # Decay of AdamW's two averages. Default [0.9, 0.95].
@@ -93,17 +93,18 @@ warmup_tokens = $warmup_tokens
 min_ratio = $min_ratio
 
 [codec]
-# How updates are compressed: "sparse", "int8" (a byte a parameter) or "none" (fp32). Default "sparse".
+# How updates are compressed: "sparse" (the largest of each 4096 coordinates), "sign" (a bit a parameter), "int8" (a
+# byte) or "none" (fp32). Default "sparse". Planned: $update a peer and round; with $inner_steps inner steps a round, a
+# final loss $loss times that of data-parallel training ($source).
 kind = "$kind"
-# Coordinates kept of each 4096, 64 to 4096. Default 64. Planned: $update a peer and round; with $inner_steps inner
-# steps a round, a final loss $loss times that of data-parallel training ($source).
-k = $k
+# For "sparse": coordinates kept of each 4096, 64 to 4096. Default 64.
+$k_line
 # What is kept each round of that which was learnt and not sent. Default 0.95.
 beta = $beta
 
 [outer]
 # How updates change the state. A coordinate's mean is over those who sent it ("senders") or "all". Default "senders".
-mean = "$mean"
+#mean = "senders"
 # Each tensor's update is clipped to the median norm ("median"), or not ("none"). Default "median".
 #clip = "median"
 # The largest share of a round's weight that one update can have. Default 1.0.
@@ -113,7 +114,7 @@ optimiser = "$outer"
 # Default 1.0.
 lr = $outer_lr
 # For "nesterov". Default 0.9.
-#momentum = 0.9
+$momentum_line
 
 [round]
 # The tokens of all peers together that end a round's training; required.
@@ -162,7 +163,7 @@ max_members = $max_members
 
 def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str) -> str:
     """The text of a run.toml. `model` is its [model] table, `model_note` a line on where that comes from."""
-    q, cost, timers = plan.question, plan.cost, plan.timers
+    q, cost, timers, codec = plan.question, plan.cost, plan.timers, plan.setting.codec
     return TEMPLATE.substitute(
         peers=q.peers,
         uplink=f"{q.uplink:g}",
@@ -178,15 +179,16 @@ def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str)
         warmup=f"{findings.WARMUP:.0%}",
         warmup_tokens=_integer(plan.warmup_tokens),
         min_ratio=findings.MIN_RATIO,
-        kind=findings.KIND.value,
+        inner=findings.INNER.value,
+        kind=codec.kind,
         update=f"{cost.update_bytes:,} bytes",
         inner_steps=plan.setting.inner_steps,
         loss=f"{plan.setting.loss:g}",
         source=findings.SOURCE,
-        k=plan.setting.k,
-        beta=plan.setting.beta,
-        mean=findings.MEAN.value,
-        outer=findings.OUTER.value,
+        k_line=f"k = {codec.k}" if codec.kind == "sparse" else "#k = 64",
+        beta=codec.beta,
+        outer="nesterov" if plan.setting.momentum else "plain",
+        momentum_line=f"momentum = {plan.setting.momentum:g}" if plan.setting.momentum else "#momentum = 0.9",
         outer_lr=findings.OUTER_LR.value,
         training=f"{cost.training_seconds:.3g}",
         exchange=f"{cost.exchange_seconds:.3g}",
