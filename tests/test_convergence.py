@@ -226,9 +226,9 @@ def test_a_crossing_lies_between_two_points():
     assert links.crossing(curve, 2.0) is None
 
 
-def _measured(label: str, method: str, loss: float, payload: float, scale: float = 1.0) -> measure.Measured:
+def _measured(label: str, method: str, loss: float, payload: float, **options) -> measure.Measured:
     curve = [[0, 6.0, 0, 0, 0], [1000, loss, payload, payload, 100]]
-    row = Row(label, method, scale=scale)
+    row = Row(label, method, options)
     result = Result(Job("tiny", method), loss, 1000, payload, payload, 100, 10.0, curve)
     return measure.Measured(row, 1e-3, {}, {0: result})
 
@@ -239,16 +239,18 @@ def test_the_goals_are_judged_by_the_rows():
     found = [
         _measured("data-parallel AdamW, bf16", "synchronous", 3.0, full),
         _measured("hivemind Optimizer, fp16", "synchronous", 3.0, full),
-        _measured("DiLoCo, H 30, fp32", "diloco", 3.2, full / 15),
+        _measured("DiLoCo, H 30, fp32", "diloco", 3.2, full / 15, h=30),
+        _measured("DiLoCo, H 30, better", "diloco", 3.1, full / 15, h=30, momentum=0.5),
         _measured("cheap", "cairn", 3.02, full / 1000),
         _measured("dear", "cairn", 3.0, full / 100),
+        _measured("data-parallel Muon", "synchronous", 2.8, full, optimiser="muon"),
+        _measured("cheap Muon", "cairn", 2.95, full / 1000, inner="muon"),
     ]
     goals = judged(found, profile, parameters, {"hivemind Optimizer, fp16": 100.0})
-    assert [g.met for g in goals] == [True, True, True]
-    assert "cheap" in goals[0].found and "cheap" in goals[1].found
-    worse = [*found[:3], _measured("cheap", "cairn", 3.04, full / 1000)]
-    assert judged(worse, profile, parameters, {})[0].met is False
-    assert judged(worse, profile, parameters, {})[2].met is None
+    assert [g.met for g in goals] == [True, False, True, True]
+    assert "cheap Muon" in goals[0].found and "+5.36%" in goals[1].found and "-4.84%" in goals[2].found
+    worse = [*found[:4], _measured("cheap", "cairn", 3.04, full / 1000)]
+    assert [g.met for g in judged(worse, profile, parameters, {})] == [False, None, True, None]
     assert [row[0] for row in tables.main_rows(found, profile, parameters)] == [m.row.label for m in found]
 
 

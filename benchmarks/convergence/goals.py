@@ -30,9 +30,11 @@ def judged(found: Sequence[Measured], profile: Profile, parameters: int, waiting
     """The goals, from the main comparison (the reference first)."""
     reference = found[0]
     ours = [m for m in found if m.row.method == "cairn"]
+    diloco = [m for m in found if m.row.method == "diloco" and m.row.options.get("h") == 30 and not _muon(m)]
     return [
         _as_good(ours, reference, profile, parameters),
-        _ahead_of_diloco(ours, _row(found, "DiLoCo, H 30, fp32")),
+        _as_good([m for m in ours if _muon(m)], next(filter(_muon, found), None), profile, parameters),
+        _ahead_of_diloco(ours, min(diloco, key=lambda m: m.loss, default=None)),
         _sooner(ours, reference, _row(found, "hivemind Optimizer, fp16"), profile, waiting),
     ]
 
@@ -47,9 +49,17 @@ def _row(found: Sequence[Measured], label: str) -> Measured | None:
     return next((m for m in found if m.row.label == label), None)
 
 
-def _as_good(ours: Sequence[Measured], reference: Measured, profile: Profile, parameters: int) -> Goal:
-    what = "validation loss against data-parallel AdamW, at 500 times fewer bytes than its bf16 gradients"
+def _muon(m: Measured) -> bool:
+    """Hidden matrices are stepped by Muon, on the peers or in data-parallel training."""
+    return "muon" in (m.row.options.get("inner"), m.row.options.get("optimiser"))
+
+
+def _as_good(ours: Sequence[Measured], reference: Measured | None, profile: Profile, parameters: int) -> Goal:
+    what = "validation loss against {}, at 500 times fewer bytes than its gradients"
     wanted = f"at most {WITHIN:+.0%}"
+    if reference is None:
+        return Goal(what.format("data-parallel Muon"), wanted, "data-parallel Muon was not run", None)
+    what = what.format(reference.row.label)
     cheap = [m for m in ours if (tables.fewer(m, profile, parameters) or 0) >= FEWER_THAN_BF16]
     if not cheap:
         return Goal(what, wanted, "no row of so few bytes", None)
@@ -61,7 +71,7 @@ def _as_good(ours: Sequence[Measured], reference: Measured, profile: Profile, pa
 
 
 def _ahead_of_diloco(ours: Sequence[Measured], diloco: Measured | None) -> Goal:
-    what = "validation loss against DiLoCo in fp32 (H 30), at 50 times fewer bytes than it sends"
+    what = "validation loss against DiLoCo in fp32 (H 30, its better outer step), at 50 times fewer bytes than it sends"
     if diloco is None:
         return Goal(what, "less", "DiLoCo was not run", None)
     cheap = [m for m in ours if diloco.payload / m.payload >= FEWER_THAN_DILOCO]
