@@ -1,0 +1,54 @@
+"""How a family of models is taken apart: which matrices tensor parallelism splits, and which layers make a stage.
+
+A plan is for models of `transformers` that are built as Llama is (Touvron et al. 2023): attention with q, k, v and o,
+a gated MLP, nothing else that has weights but embeddings, norms and the head. Those stay whole: each rank of a tp group
+computes them alike, which also serves tied embeddings. Models without a plan have dp and fsdp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+from peer.training.parallel.degrees import Limits
+from protocol.layout import Layout
+
+LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2"})
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Linear layers whose outputs are split (Shoeybi et al. 2019): heads, or hidden units, are whole on one rank."""
+ROWS = ("o_proj", "down_proj")
+"""Those that take split inputs, and whose outputs are summed over the tp ranks."""
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+def limits(config: Mapping[str, Any], layout: Layout, *, batch: int, muon: bool) -> Limits:
+    """What this model allows. `config` is the spec's, with all defaults written out."""
+    kind = str(config.get("model_type"))
+    if kind not in LLAMA_LIKE:
+        none = f"has no plan for model_type {kind} (there is one for {', '.join(sorted(LLAMA_LIKE))})"
+        return Limits(kind, layout.numel, batch, whole=muon, no_tp=none, no_pp=none)
+    heads = int(config["num_attention_heads"])
+    split = gcd(heads, int(config.get("num_key_value_heads") or heads), int(config["intermediate_size"]))
+    tied = "would put tied embeddings on its first and on its last stage" if config.get("tie_word_embeddings") else ""
+    layers = 1 if tied else int(config["num_hidden_layers"])
+    return Limits(kind, layout.numel, batch, tp=split, pp=layers, whole=muon, no_pp=tied)
+
+
+def first_layers(layers: int, stages: int) -> list[int]:
+    """The first layer of each stage, and the number of layers: as even as can be, the last stages having fewer.
+
+    The last one has the head too, which costs as much as some layers do.
+    """
+    return [-(-layers * s // stages) for s in range(stages + 1)]
+
+
+def stage_of(name: str, layers: int, stages: int) -> int:
+    """The stage that holds a parameter: embeddings are the first one's, the last norm and the head the last one's."""
+    if found := _LAYER.match(name):
+        starts = first_layers(layers, stages)
+        return next(s for s in range(stages) if int(found[1]) < starts[s + 1])
+    return 0 if "embed" in name else stages - 1
