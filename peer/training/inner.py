@@ -43,14 +43,26 @@ class Inner:
     """Model, optimiser, and the step. The only place that runs the model; with many ranks it becomes theirs."""
 
     def __init__(
-        self, spec: InnerSpec, model: nn.Module, device: torch.device, aside: Callable[[], None] = lambda: None
+        self,
+        spec: InnerSpec,
+        model: nn.Module,
+        device: torch.device,
+        aside: Callable[[], None] = lambda: None,
+        *,
+        named: Mapping[str, Tensor] | None = None,
+        hidden: frozenset[str] | None = None,
     ):
-        """`aside` is called often within a step on a CPU: other threads have a turn."""
+        """`aside` is called often within a step on a CPU: other threads have a turn.
+
+        `named`: what the optimiser steps, by parameter, where that is not the model's parameters themselves (a rank's
+        parts of them). `hidden`: the names of `hidden_matrices`, where the model does not tell.
+        """
         self.spec = spec
         self.model = model
         self.device = device
-        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        by_muon = hidden_matrices(model) if spec.optimiser == "muon" else frozenset()
+        self._named = named or {n: p for n, p in model.named_parameters() if p.requires_grad}
+        hidden = hidden_matrices(model) if hidden is None else hidden
+        by_muon = hidden if spec.optimiser == "muon" else frozenset()
         self._by_muon = {n: p for n, p in self._named.items() if n in by_muon}
         self._by_adamw = {n: p for n, p in self._named.items() if n not in by_muon}
         decayed = [p for p in self._by_adamw.values() if p.ndim >= 2]

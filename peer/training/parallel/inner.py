@@ -1,0 +1,129 @@
+"""The inner step of one rank: its share of the windows forth and back, the gradient made the whole step's, the step.
+
+All ranks call the same methods in the same order. The loss is weighed so that the sum over all ranks is what one
+process would compute: the mean over all tokens of the step. The optimiser works on each rank's own plain part of the
+parameters (AdamW looks at one coordinate at a time), so what it does is the same for every layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from peer.training.inner import PIECE_TOKENS, Inner, Step
+from peer.training.parallel.model import RankModel, shard
+from protocol.spec import InnerSpec
+
+BUCKET = 2**24
+"""Numbers of gradients that are summed over dp at a time, where neither DDP nor FSDP does it."""
+
+
+class RankInner(Inner):
+    """One rank's `Inner`: `begin`, `piece` for each of `pieces`, then `end`, and `take` or `drop`."""
+
+    def __init__(self, spec: InnerSpec, built: RankModel, piece: int | None = None):
+        """`piece`: windows in one pass, at most; by default all on CUDA, PIECE_TOKENS on a CPU."""
+        self.built = built
+        self._shards = {n: nn.Parameter(built.local(n)) for n in built.parameters}
+        super().__init__(spec, built.body, built.device, named=self._shards, hidden=built.hidden)
+        self._most = piece
+        self._windows = torch.empty(0)
+        self._tokens: list[Tensor] = []
+        self._loss = torch.zeros((), device=self.device)
+
+    def begin(self, windows: Tensor) -> int:
+        """A step on tokens [batch, window + 1], the same on all ranks. Returns how many pieces it has."""
+        degrees = self.built.degrees
+        self._windows = windows.to(self.device, non_blocking=True)
+        mine = self._windows.tensor_split(degrees.shares)[degrees.share(dist.get_rank())]
+        largest = -(-len(windows) // degrees.shares)
+        most = self._most or (largest if self.device.type != "cpu" else PIECE_TOKENS // (windows.shape[1] - 1))
+        self._tokens = list(mine.tensor_split(-(-largest // max(1, most))))
+        self._loss = torch.zeros((), device=self.device)
+        self.drop()
+        return len(self._tokens)
+
+    def piece(self, number: int) -> None:
+        """Forth and back on one piece of this rank's share."""
+        tokens = self._tokens[number]
+        weight = len(tokens) / len(self._windows)
+        if not len(tokens):
+            tokens = self._windows[:1]  # others wait for this rank in every layer: it computes what counts nothing
+        tokens = tokens.long()
+        outside = self.built.outside
+        last = number == len(self._tokens) - 1
+        # FSDP shards what each piece adds: kept until the last, every rank would hold a whole gradient.
+        apart = outside.no_sync() if isinstance(outside, DistributedDataParallel) and not last else None
+        with apart or contextlib.nullcontext():
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+                logits = outside(input_ids=tokens[:, :-1], use_cache=False).logits
+            loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) * weight
+            # DDP and FSDP take the mean over the shares; what is wanted is the sum.
+            (loss * self.built.degrees.shares).backward()
+        self._loss += loss.detach()
+
+    def end(self) -> Step:
+        """The whole model's gradient, clipped: each rank has its part of it. The same Step on every rank."""
+        self._hand_over()
+        if self._sums_by_itself:
+            self._sum_over_dp()
+        degrees = self.built.degrees
+        stage = degrees.world // degrees.pp
+        # Each part counts once, however many ranks hold it.
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, part in self._shards.items():
+            if part.grad is not None and part.numel():
+                squares += part.grad.norm().double().square() * (self.built.parts(name) / stage)
+        sums = torch.stack([self._loss.double() / degrees.tp, squares])
+        dist.all_reduce(sums)
+        loss, norm = float(sums[0].item()), math.sqrt(sums[1].item()) if sums[1] >= 0 else math.nan
+        factor = self.spec.clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
+        if factor < 1:
+            for part in self._shards.values():
+                if part.grad is not None:
+                    part.grad.mul_(factor)
+        return Step(loss, norm, math.isfinite(loss) and math.isfinite(norm))
+
+    def drop(self) -> None:
+        """Give the step up."""
+        self._forget_gradients()
+        for parameter in self.built.parameters.values():
+            parameter.grad = None
+
+    def take(self, step: Step) -> None:
+        super().take(step)
+        self.drop()
+
+    @property
+    def _sums_by_itself(self) -> bool:
+        d = self.built.degrees
+        return d.dp > 1 and d.fsdp == 1 and not isinstance(self.built.outside, DistributedDataParallel)
+
+    def _hand_over(self) -> None:
+        """Each part's own gradient, and its memory, which FSDP may have moved in its first pass."""
+        for name, part in self._shards.items():
+            now = self.built.local(name)
+            if now.data_ptr() != part.data_ptr():
+                part.data = now
+            gradient = self.built.parameters[name].grad
+            part.grad = None if gradient is None else shard(gradient)
+
+    def _sum_over_dp(self) -> None:
+        """The mean over dp, as DDP takes it, of gradients that other axes have dealt with."""
+        group, n = self.built.mesh["dp"].get_group(), self.built.degrees.dp
+        left = [p.grad for p in self._shards.values() if p.grad is not None]
+        while left:
+            some, size = [], 0
+            while left and (not some or size + left[-1].numel() <= BUCKET):
+                some.append(left.pop())
+                size += some[-1].numel()
+            together = torch.cat([g.reshape(-1) for g in some]).div_(n)
+            dist.all_reduce(together, group=group)
+            for gradient, summed in zip(some, together.split([g.numel() for g in some]), strict=True):
+                gradient.copy_(summed.view_as(gradient))

@@ -1,0 +1,180 @@
+"""One rank's part of the model: built without memory, split over tp, sharded over fsdp, and only then given memory.
+
+The order is torchtitan's (`parallelize_llama`): tensor parallelism, then FSDP2 (`fully_shard`: Zhao et al. 2023,
+arXiv 2304.11277), each decoder layer by itself; dp is a second axis of FSDP's mesh, or DDP where it is the only one.
+No rank ever holds more than its own part and one layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+from peer.training.inner import hidden_matrices
+from peer.training.parallel.degrees import AXES, Degrees
+from peer.training.parallel.plans import COLUMNS, ROWS
+from protocol.model import build_model
+
+_DECODER_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
+"""Where the models of `transformers` keep their layers; each is sharded, and gathered, by itself."""
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """The module that this rank runs, and its own part of each parameter that is on this rank.
+
+    `body` is the `transformers` model; `outside` is what is called (DDP around it, or itself). `hidden`: the names of
+    the matrices that Muon would step. `degrees`, `mesh`: the layout, with the axes `AXES`.
+    """
+
+    body: nn.Module
+    outside: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    hidden: frozenset[str]
+    degrees: Degrees
+    mesh: DeviceMesh
+    device: torch.device
+
+    def local(self, name: str) -> Tensor:
+        """This rank's part of a parameter: a plain tensor in the parameter's own memory. FSDP may move that in the
+        first pass: ask again."""
+        return shard(self.parameters[name].detach())
+
+    def whole(self, name: str, part: Tensor | None = None) -> Tensor:
+        """A parameter, or another tensor that is split as it is (of which this rank has `part`), whole and fresh.
+
+        Collective over the ranks of the stage.
+        """
+        like = self.parameters[name].detach()
+        part = shard(like) if part is None else part
+        if not isinstance(like, DTensor):
+            return part.clone()
+        made = DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        return made.full_tensor()
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor that is split as the parameter is. May share its memory. No collective."""
+        like = self.parameters[name]
+        if not isinstance(like, DTensor):
+            return whole
+        split = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return shard(split)
+
+    def parts(self, name: str) -> int:
+        """Into how many distinct parts a parameter is split over the ranks of its stage."""
+        like = self.parameters[name]
+        if not isinstance(like, DTensor):
+            return 1
+        sizes = zip(like.device_mesh.shape, like.placements, strict=True)
+        return prod(n for n, placed in sizes if isinstance(placed, (Shard, _StridedShard)))
+
+
+def shard(tensor: Tensor) -> Tensor:
+    """The plain tensor that a rank holds of what may be a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def make_mesh(degrees: Degrees, device: torch.device) -> DeviceMesh:
+    """The mesh of all ranks, with every axis, also those of one rank."""
+    return init_device_mesh(device.type, tuple(getattr(degrees, a) for a in AXES), mesh_dim_names=AXES)
+
+
+def build_rank_model(config: Mapping[str, Any], degrees: Degrees, mesh: DeviceMesh, device: torch.device) -> RankModel:
+    """This rank's part of the model, all zeros: `Share.load` brings the values. Raises SpecError."""
+    with _parameters_without_memory():
+        body = build_model(config)
+    hidden = hidden_matrices(body)
+    if degrees.tp > 1:
+        parallelize_module(body, mesh["tp"], _tp_plan(body))
+    outside = body
+    if degrees.fsdp > 1:
+        _shard(body, degrees, mesh, device)
+    else:
+        _materialise(body, device)
+        if degrees.dp == degrees.world and degrees.dp > 1:
+            outside = DistributedDataParallel(
+                body, process_group=mesh["dp"].get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+    body.to(device)  # buffers
+    parameters = {n: p for n, p in body.named_parameters() if p.requires_grad}
+    return RankModel(body, outside, parameters, hidden, degrees, mesh, device)
+
+
+def _tp_plan(body: nn.Module) -> dict[str, Any]:
+    """Each linear layer's part: split by outputs where a split input follows, by inputs where one comes."""
+    plan: dict[str, Any] = {}
+    for name, module in body.named_modules():
+        if isinstance(module, nn.Linear):
+            kind = name.rpartition(".")[2]
+            if kind in COLUMNS:
+                plan[name] = ColwiseParallel()
+            elif kind in ROWS:
+                plan[name] = RowwiseParallel()
+    return plan
+
+
+def _shard(body: nn.Module, degrees: Degrees, mesh: DeviceMesh, device: torch.device) -> None:
+    over = mesh["dp", "fsdp"] if degrees.dp > 1 else mesh["fsdp"]
+    options: dict[str, Any] = {"mesh": over, "reshard_after_forward": degrees.zero == 3}
+    if device.type == "cuda":
+        # What autocast would compute in, gathered in half the bytes; sums of gradients stay fp32.
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name, module in body.named_modules():
+        if _DECODER_LAYER.search(name):
+            _materialise(module, device)
+            fully_shard(module, **options)
+    _materialise(body, device)
+    fully_shard(body, **options)
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Within it parameters are made on the meta device, while buffers (of rotary embeddings) get their values."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(module, name, parameter)
+        if parameter is not None and parameter.device.type != "meta":  # one that is tied to another is on it already
+            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _materialise(root: nn.Module, device: torch.device) -> None:
+    """Give the parameters that have no memory some, of zeros; what is tied stays tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(_zeros(parameter.detach(), device), parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+
+
+def _zeros(like: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(like, DTensor):
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+    part = torch.zeros(like.to_local().shape, dtype=like.dtype, device=device)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -1,0 +1,108 @@
+"""An inner step is the same step on one process and over any layout of ranks: gradients, norm, loss, parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from peer.training.inner import Inner
+from peer.training.parallel.degrees import Degrees
+from peer.training.parallel.inner import RankInner
+from peer.training.parallel.model import build_rank_model, make_mesh
+from protocol.model import build_model, parameters_of, plain_config
+from protocol.spec import InnerSpec, Schedule
+from tests.parallel_world import join, run_ranks, write_json
+from tests.specs import TINY_LLAMA
+
+LAYOUTS = {
+    2: ["dp=2", "fsdp=2", "fsdp=2,zero=2", "tp=2"],
+    4: ["fsdp=2,tp=2", "dp=2,fsdp=2", "dp=2,tp=2", "fsdp=4"],
+}
+TIED = {"dp=2", "tp=2", "fsdp=4"}
+"""Layouts that are tried with tied embeddings; the others have a head of their own."""
+
+MOST = 5e-7
+"""How far relative to a tensor's norm (measured for DDP and FSDP2: 0 to 5e-7)."""
+
+BATCH, STEPS = 5, 3
+
+
+def config(layout: str) -> dict:
+    return plain_config(TINY_LLAMA | {"tie_word_embeddings": layout in TIED, "intermediate_size": 66})
+
+
+def spec(optimiser="adamw") -> InnerSpec:
+    return InnerSpec(lr=1e-2, batch=BATCH, clip_norm=0.5, optimiser=optimiser, schedule=Schedule(kind="constant"))
+
+
+def windows(step: int) -> Tensor:
+    made = torch.Generator().manual_seed(step)
+    return torch.randint(0, TINY_LLAMA["vocab_size"], (BATCH, 17), generator=made, dtype=torch.int32)
+
+
+def one_process(layout: str) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
+    """Gradients of each step and parameters after it, and each step's loss and norm."""
+    model = build_model(config(layout), seed=3)
+    inner = Inner(spec(), model, torch.device("cpu"))
+    tensors, steps = {}, []
+    for n in range(STEPS):
+        step = inner.look(windows(n))
+        assert step is not None
+        tensors |= {
+            f"{n}/gradient/{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
+        inner.take(step)
+        tensors |= {f"{n}/value/{name}": p.clone() for name, p in parameters_of(model).items()}
+        steps.append((step.loss, step.gradient_norm))
+    return tensors, steps
+
+
+def rank(me: int, world: int, folder: Path) -> None:
+    """The same, on each layout."""
+    for layout in LAYOUTS[world]:
+        join(me, world, folder / f"meet-{layout}")
+        degrees = Degrees.parse(layout)
+        mesh = make_mesh(degrees, torch.device("cpu"))
+        built = build_rank_model(config(layout), degrees, mesh, torch.device("cpu"))
+        start = parameters_of(build_model(config(layout), seed=3))
+        for name in built.parameters:
+            built.local(name).copy_(built.part_of(name, start[name]))
+        inner = RankInner(spec(), built, piece=1)
+        tensors, steps = {}, []
+        for n in range(STEPS):
+            for piece in range(inner.begin(windows(n))):
+                inner.piece(piece)
+            step = inner.end()
+            tensors |= {f"{n}/gradient/{name}": built.whole(name, p.grad) for name, p in inner._shards.items()}
+            inner.take(step)
+            tensors |= {f"{n}/value/{name}": built.whole(name) for name in built.parameters}
+            steps.append((step.loss, step.gradient_norm))
+        save_file(tensors, folder / f"{layout}.{me}.safetensors")
+        write_json(folder / f"{layout}.{me}.json", steps)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_a_step_is_the_same_on_one_process_and_on_many(world, tmp_path):
+    run_ranks(world, f"{__name__}:rank", tmp_path)
+    for layout in LAYOUTS[world]:
+        expected, steps = one_process(layout)
+        for me in range(world):
+            found = load_file(tmp_path / f"{layout}.{me}.safetensors")
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                step = int(name.split("/")[0])
+                far = float((found[name] - tensor).norm() / tensor.norm())
+                # Later steps start from parameters that differ already, and AdamW divides by small numbers.
+                assert far <= MOST if step == 0 and "gradient" in name else 1e-4, f"{layout} {name}: {far}"
+            for (loss, norm), (want_loss, want_norm) in zip(
+                json.loads((tmp_path / f"{layout}.{me}.json").read_text()), steps, strict=True
+            ):
+                assert loss == pytest.approx(want_loss, rel=1e-5) and norm == pytest.approx(want_norm, rel=1e-5)
