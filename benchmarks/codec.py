@@ -182,9 +182,9 @@ def main(argv: list[str] | None = None) -> int:
 def subjects_for(n: int, device: str) -> list[Subject]:
     """Everything that is compared; the codec with a goal comes first."""
     specs = [
-        CodecSpec(k=64),
-        CodecSpec(k=256),
-        CodecSpec(k=4096),
+        CodecSpec(kind="sparse", k=64),
+        CodecSpec(kind="sparse", k=256),
+        CodecSpec(kind="sparse", k=4096),
         CodecSpec(kind="sign"),
         CodecSpec(kind="int8"),
         CodecSpec(kind="none"),
@@ -255,7 +255,7 @@ def small_llama() -> Layout:
 def small_model(turns: int) -> dict:
     """Milliseconds of CPU time, the least of several turns, for each thing that a peer does in a round; one thread."""
     layout, peers = small_llama(), 4
-    codec, outer = make_codec(CodecSpec(k=256), layout), OuterSpec()
+    codec, outer = make_codec(CodecSpec(kind="sparse", k=256), layout), OuterSpec()
     generator = torch.Generator().manual_seed(0)
 
     def noise() -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
     machine = report.machine()
     layout = small_llama()
-    size = make_codec(CodecSpec(k=256), layout).size
+    size = make_codec(CodecSpec(kind="sparse", k=256), layout).size
     sums = small_model(turns=8 if options.quick else 30)
     parts = {
         "tcp_blobs": all_to_all(len(PEERS), size, turns),

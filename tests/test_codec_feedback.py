@@ -17,10 +17,10 @@ from protocol.spec import CodecSpec
 from tests.test_codec_format import layouts, specs
 
 SPECS = [
-    CodecSpec(k=64),
-    CodecSpec(k=256),
-    CodecSpec(k=1500),
-    CodecSpec(k=4096),
+    CodecSpec(kind="sparse", k=64),
+    CodecSpec(kind="sparse", k=256),
+    CodecSpec(kind="sparse", k=1500),
+    CodecSpec(kind="sparse", k=4096),
     CodecSpec(kind="sign"),
     CodecSpec(kind="int8"),
     CodecSpec(kind="none"),
@@ -107,7 +107,7 @@ def test_a_range_that_cuts_a_chunk_is_refused():
 
 
 def test_sparse_sends_the_largest_of_each_chunk():
-    codec, before = make_codec(CodecSpec(k=64), LAYOUT), noise(LAYOUT)
+    codec, before = make_codec(CodecSpec(kind="sparse", k=64), LAYOUT), noise(LAYOUT)
     blob = codec.encode({n: t.clone() for n, t in before.items()})
     sent = codec.decode_tensor(blob, 0).positions
     flat = before["a"].abs().view(-1)
@@ -120,7 +120,7 @@ def test_sparse_sends_the_largest_of_each_chunk():
 
 
 def test_of_equal_coordinates_some_k_are_sent():
-    codec = make_codec(CodecSpec(k=64), Layout.of({"w": (8192,)}))
+    codec = make_codec(CodecSpec(kind="sparse", k=64), Layout.of({"w": (8192,)}))
     e = {"w": torch.full((8192,), -3.0)}
     blob = codec.encode(e)
     codec.check(blob)
@@ -184,7 +184,7 @@ def test_two_levels_are_near_the_best_two(k, power):
 def test_error_feedback_delivers_what_a_round_leaves_out():
     """A steady pull reaches the other side at its full size, though each round sends 1 in 64."""
     layout = Layout.of({"w": (4 * 4096,)})
-    codec, pull = make_codec(CodecSpec(k=64), layout), noise(layout)["w"]
+    codec, pull = make_codec(CodecSpec(kind="sparse", k=64), layout), noise(layout)["w"]
     e, got, rounds = {"w": torch.zeros(layout.numel)}, torch.zeros(layout.numel), 300
     for _ in range(rounds):
         e["w"] += pull

@@ -125,13 +125,13 @@ def test_a_blob_says_to_a_plain_reader_what_it_says_to_the_decoder(layout, spec,
 
 def test_k_64_costs_at_most_0_165_bits_a_parameter():
     layout = Layout.of({"w": (1024, 1024)})
-    codec = make_codec(CodecSpec(k=64), layout)
+    codec = make_codec(CodecSpec(kind="sparse", k=64), layout)
     assert 8 * codec.size / layout.numel <= 0.165
     assert codec.record_size(4096) == 84
 
 
 def test_a_dense_chunk_spends_no_bits_on_positions():
-    codec = make_codec(CodecSpec(k=4096), Layout.of({"w": (4096,)}))
+    codec = make_codec(CodecSpec(kind="sparse", k=4096), Layout.of({"w": (4096,)}))
     assert codec.record_size(4096) == 4 + 4096 * 2 // 8
 
 
@@ -157,7 +157,7 @@ def test_packing_fields_is_little_endian_bit_order_and_inverts(width, count, row
 
 
 def test_the_bytes_of_a_known_record_stay_as_they_are():
-    codec = make_codec(CodecSpec(k=64), Layout.of({"w": (4096,)}))
+    codec = make_codec(CodecSpec(kind="sparse", k=64), Layout.of({"w": (4096,)}))
     e = torch.zeros(4096)
     e[torch.arange(0, 4096, 64)] = torch.tensor([1.0, -1.0, 2.0, -2.0]).repeat(16)
     record = codec.encode({"w": e})[40:]

@@ -19,9 +19,9 @@ from tests.test_codec_feedback import LAYOUT, SPECS, every_codec, noise
 
 CHUNKS = Layout.of({"first": (4096,), "second": (2, 4096)})
 K64, BITMAP, DENSE, SIGN, INT8, NONE = (
-    CodecSpec(k=64),
-    CodecSpec(k=1500),
-    CodecSpec(k=4096),
+    CodecSpec(kind="sparse", k=64),
+    CodecSpec(kind="sparse", k=1500),
+    CodecSpec(kind="sparse", k=4096),
     CodecSpec(kind="sign"),
     CodecSpec(kind="int8"),
     CodecSpec(kind="none"),
@@ -172,7 +172,7 @@ def test_filling_bits_are_refused_wherever_they_are():
         blob[section] |= 0x80 if bit else 0
         with pytest.raises(CodecError, match=why or "positions"):
             codec.check(blob)
-    codec, blob = blob_of(CodecSpec(k=2048), Layout.of({"w": (9,)}))  # a bitmap of 9 bits
+    codec, blob = blob_of(CodecSpec(kind="sparse", k=2048), Layout.of({"w": (9,)}))  # a bitmap of 9 bits
     blob[45] |= 0x80
     with pytest.raises(CodecError, match="filling bits of the positions"):
         codec.check(blob)

@@ -70,7 +70,7 @@ def test_the_studies_base_is_what_the_trainer_does(setting: Setting):
 
 
 def test_an_update_is_counted_as_many_bytes_as_it_has(setting: Setting):
-    codec = make_codec(CodecSpec(k=256), setting.layout)
+    codec = make_codec(CodecSpec(kind="sparse", k=256), setting.layout)
     ours = trained(Cairn(setting, LR, h=6, k=256))
     assert ours.payload == 2 * codec.size
     assert ours.up == 3 * 2 * codec.size
@@ -79,7 +79,7 @@ def test_an_update_is_counted_as_many_bytes_as_it_has(setting: Setting):
 @pytest.mark.parametrize("width", [1, 64, 2816, 4096])
 @pytest.mark.parametrize("k", [64, 256, 4096])
 def test_records_are_as_large_as_the_codecs(setting: Setting, width: int, k: int):
-    codec = make_codec(CodecSpec(k=k), setting.layout)
+    codec = make_codec(CodecSpec(kind="sparse", k=k), setting.layout)
     assert chunks.record_bytes(width, k, "2 levels") == codec.record_size(width)
 
 

@@ -122,7 +122,12 @@ def test_the_bits_stay_what_they_were_released_as():
     layout = Layout.of({"w": (128,)})
     ramp = torch.arange(128, dtype=torch.float32)
     got = {}
-    for spec in (CodecSpec(k=1024), CodecSpec(kind="sign"), CodecSpec(kind="int8"), CodecSpec(kind="none")):
+    for spec in (
+        CodecSpec(kind="sparse", k=1024),
+        CodecSpec(kind="sign"),
+        CodecSpec(kind="int8"),
+        CodecSpec(kind="none"),
+    ):
         codec = make_codec(spec, layout)
         updates = []
         for i in range(3):
@@ -140,7 +145,7 @@ def test_the_bits_stay_what_they_were_released_as():
 
 def test_a_coordinate_is_the_mean_of_those_who_sent_it():
     layout = Layout.of({"w": (4096,)})
-    codec = make_codec(CodecSpec(k=64), layout)
+    codec = make_codec(CodecSpec(kind="sparse", k=64), layout)
 
     def sends(first: int, value: float, windows: int, author: int) -> Contribution:
         e = torch.zeros(4096)
@@ -161,7 +166,7 @@ def test_a_coordinate_is_the_mean_of_those_who_sent_it():
 
 def test_a_zero_that_fills_up_a_chunk_is_not_sent():
     layout = Layout.of({"w": (4096,)})
-    codec = make_codec(CodecSpec(k=64), layout)
+    codec = make_codec(CodecSpec(kind="sparse", k=64), layout)
     quiet, loud = torch.zeros(4096), torch.zeros(4096)
     loud[:64] = 8.0
     updates = [Contribution(key(i), 1, codec.encode({"w": e})) for i, e in enumerate((quiet, loud))]
@@ -196,7 +201,7 @@ def test_a_round_without_updates_changes_nothing():
 
 
 def test_a_huge_update_moves_the_state_no_further_than_the_median_one():
-    codec = make_codec(CodecSpec(k=256), LAYOUT)
+    codec = make_codec(CodecSpec(kind="sparse", k=256), LAYOUT)
     outer = OuterSpec(weight_cap=0.25)
     honest = [1.0, 1.1, 0.9, 1.05]
     clean = after(codec, outer, contributions(codec, 5, [*honest, 1.0]))
@@ -215,7 +220,7 @@ def test_clipping_brings_norms_down_to_the_median():
 
 
 def test_a_tensor_that_most_updates_leave_alone_stays():
-    codec = make_codec(CodecSpec(k=256), LAYOUT)
+    codec = make_codec(CodecSpec(kind="sparse", k=256), LAYOUT)
     outer = OuterSpec()
     quiet = {t.name: torch.zeros(t.shape) for t in LAYOUT.tensors}
     updates = contributions(codec, 3)
@@ -267,7 +272,7 @@ def test_two_updates_by_one_author_are_refused():
 def test_what_does_not_belong_to_the_run_is_refused_before_the_state_changes():
     codec, outer = make_codec(CodecSpec(), LAYOUT), OuterSpec(optimiser="nesterov")
     updates = contributions(codec, 3)
-    other = make_codec(CodecSpec(k=128), LAYOUT)
+    other = make_codec(CodecSpec(kind="sparse", k=128), LAYOUT)
     for bad in (updates[2].blob[:-1], bytes(other.encode(noise(LAYOUT)))):
         state = state_of(codec, outer)
         with pytest.raises(CodecError):

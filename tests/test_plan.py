@@ -50,7 +50,7 @@ questions = st.builds(
 
 
 def sparse(k: int, inner_steps: int, loss: float) -> Measured:
-    return Measured(CodecSpec(k=k), inner_steps, loss)
+    return Measured(CodecSpec(kind="sparse", k=k), inner_steps, loss)
 
 
 def made(question: Question) -> Plan:

@@ -83,7 +83,7 @@ class Cairn(Method):
         super().__init__(setting)
         self.lr, self.h, self.overlap, self.inner = lr, h, overlap, inner
         self.codec_spec = CodecSpec.model_validate({"kind": kind, "k": k, "beta": beta})
-        self.outer = OuterSpec.model_validate(outer or {})
+        self.outer = OuterSpec.model_validate({"optimiser": "plain", **(outer or {})})
         self.codec = make_codec(self.codec_spec, setting.layout)
         self.conditions = Conditions(**(conditions or {}))
         self.chance = np.random.default_rng(setting.seed)
