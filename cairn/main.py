@@ -191,6 +191,27 @@ def plan(**options) -> None:
     run_plan(PlanOptions(**options))
 
 
+@run.command("init")
+@click.option(
+    "--from", "folder", required=True, type=click.Path(path_type=Path), help="A model's folder, with safetensors."
+)
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The run.toml to write.")
+@click.option("--peers", type=int, default=16, show_default=True, help="Volunteers at a time.")
+@click.option("--uplink", type=float, default=100, show_default=True, help="Mbit/s that a typical one sends.")
+@click.option(
+    "--total-tokens",
+    metavar="N",
+    callback=lambda _c, p, value: _count(value, p.opts[0]),
+    help="Of the run.  [default: 100M]",
+)
+@click.option("--force", is_flag=True, help="Write over what is there.")
+def init(folder, out, peers, uplink, total_tokens, force) -> None:
+    """Write a commented run.toml for a run that goes on from a trained model (fine-tuning)."""
+    from cairn.starting import init_run
+
+    init_run(folder, out, peers=peers, uplink=uplink, total_tokens=total_tokens, force=force)
+
+
 @main.group(cls=_Commands)
 def data() -> None:
     """Prepare data for a run."""
@@ -243,6 +264,27 @@ def generate(checkpoint, prompt, tokens, temperature, seed, device) -> None:
     from cairn.generating import generate_text
 
     click.echo(generate_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace the model that is in OUT.")
+@click.option(
+    "--spec",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="The run's spec.json or spec.signed, for a checkpoint file that lies elsewhere.",
+)
+@click.option("--invite", default=None, help="The checkpoint must be of the run that this invite names.")
+def export(checkpoint, out, force, spec, invite) -> None:
+    """Write the model in CHECKPOINT as a folder OUT that transformers loads.
+
+    CHECKPOINT is a run's folder (its newest checkpoint), a state that a coordinator archived, or a checkpoint file.
+    """
+    from cairn.exporting import export_checkpoint
+
+    export_checkpoint(checkpoint, out, spec=spec, invite=invite, force=force)
 
 
 @main.command()

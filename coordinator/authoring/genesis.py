@@ -1,4 +1,4 @@
-"""The genesis checkpoint: state[0] of a run, initial weights drawn from the run's seed."""
+"""The genesis checkpoint: state[0] of a run, initial weights drawn from the run's seed, or those of a trained model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ import torch
 
 from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.shards import PARTIAL, sync_folder
-from protocol.layout import MOMENTUM
+from coordinator.authoring.weights import read
+from protocol.layout import MOMENTUM, Layout
 from protocol.merkle import leaf_hash, tree_hash
-from protocol.model import build_model, model_layout, parameters_of
+from protocol.model import build_model, parameters_of
 from protocol.spec import BlobRef, OuterSpec
 from protocol.state import checkpoint_chunks, state_layout
 
 
-def write_genesis(config: Mapping[str, Any], seed: int, outer: OuterSpec, path: Path) -> BlobRef:
+def write_genesis(
+    config: Mapping[str, Any], seed: int, outer: OuterSpec, path: Path, weights: Path | None = None
+) -> BlobRef:
     """Build the model on the CPU, write its checkpoint (with zero momentum where the outer optimiser has some).
 
-    The same config and seed give the same bytes on the same version of torch; nobody needs to make them twice, for the
-    checkpoint travels as a blob. Raises SpecError for the config, AuthoringError when the file cannot be written.
+    With `weights`, a model's folder, its weights are taken (`weights.read`); else they are drawn: the same config and
+    seed give the same bytes on the same version of torch. Nobody needs to make them twice, for the checkpoint travels
+    as a blob. Raises SpecError for the config, AuthoringError for the weights, and when the file cannot be written.
     """
-    model = build_model(config, seed=seed)
-    tensors = {name: p.contiguous() for name, p in parameters_of(model).items()}
-    layout = state_layout(model_layout(model), outer)
+    if weights is not None:
+        tensors = read(weights, config)
+    else:
+        tensors = {name: p.contiguous() for name, p in parameters_of(build_model(config, seed=seed)).items()}
+    layout = state_layout(Layout.of({name: tuple(t.shape) for name, t in tensors.items()}), outer)
     for t in layout.tensors:
         if t.name.startswith(MOMENTUM):
             tensors[t.name] = torch.zeros(t.shape)

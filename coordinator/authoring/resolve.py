@@ -63,13 +63,11 @@ def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = 
         raise AuthoringError(f"{workdir}: cannot be made: {e.strerror or e}") from None
     if (workdir / SPEC).exists():
         return _continued(run_file, workdir, owner, report)
+    check_weights(run_file)  # before documents are prepared, which may take hours
     prepared = _data(run_file, workdir, report, replace=True)
     config = _config(run_file, prepared)
     layout = _layout(run_file, config)
-    report(f"drawing initial weights: {layout.numel:,} parameters")
-    from coordinator.authoring.genesis import write_genesis
-
-    genesis = write_genesis(config, run_file.run.seed, run_file.outer, workdir / GENESIS)
+    genesis = _genesis(run_file, config, layout, workdir, report)
     spec = _spec(run_file, owner, config, layout, prepared, genesis)
     envelope = sign_spec(owner, spec).sent
     try:
@@ -79,6 +77,39 @@ def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = 
         raise AuthoringError(f"{workdir}: cannot be written to: {e.strerror or e}") from None
     report(f"run {spec.run_id.short} ({spec.name}) begins")
     return ResolvedRun(spec, envelope, _blobs(spec, prepared, workdir))
+
+
+def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layout: Layout | None = None) -> list[str]:
+    """What is known of the initial weights without reading them, a line each; none when they are drawn.
+
+    With a layout, they are compared with it. Raises AuthoringError.
+    """
+    if run_file.weights is None:
+        return []
+    from coordinator.authoring.weights import WeightsError, check, look_at, other_settings
+
+    try:
+        found = look_at(run_file.weights)
+        if layout is not None:
+            check(found, layout)
+    except WeightsError as e:
+        raise WeightsError(f"{run_file.path}: run.weights: {e}") from None
+    lines = [f"initial weights: {run_file.run.weights}, {len(found.tensors)} tensors in {len(found.files)} files"]
+    if config is not None and (others := other_settings(found.folder, config)):
+        lines.append(f"note: [model] differs from the config of these weights in {', '.join(others)}")
+    return lines
+
+
+def _genesis(run_file: RunFile, config: dict[str, Any], layout: Layout, workdir: Path, report: Report) -> BlobRef:
+    from coordinator.authoring.genesis import write_genesis
+    from coordinator.authoring.weights import WeightsError
+
+    for line in check_weights(run_file, config, layout) or [f"drawing initial weights: {layout.numel:,} parameters"]:
+        report(line)
+    try:
+        return write_genesis(config, run_file.run.seed, run_file.outer, workdir / GENESIS, run_file.weights)
+    except WeightsError as e:
+        raise WeightsError(f"{run_file.path}: run.weights: {e}") from None
 
 
 def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report) -> ResolvedRun:
@@ -111,12 +142,10 @@ def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report
     blobs = _blobs(spec, prepared, workdir)
     if not _is_blob(workdir / GENESIS, spec.genesis):
         report("writing the genesis checkpoint again: the file is missing or damaged")
-        from coordinator.authoring.genesis import write_genesis
-
-        if write_genesis(spec.model.config, spec.seed, spec.outer, workdir / GENESIS) != spec.genesis:
+        if _genesis(run_file, spec.model.config, spec.model.layout, workdir, report) != spec.genesis:
+            why = "this version of torch draws" if run_file.weights is None else f"{run_file.weights} now holds"
             raise AuthoringError(
-                f"{workdir / GENESIS}: missing or damaged, and this version of torch draws other weights: restore the "
-                "file from a copy"
+                f"{workdir / GENESIS}: missing or damaged, and {why} other weights: restore the file from a copy"
             )
     return ResolvedRun(spec, sent, blobs)
 

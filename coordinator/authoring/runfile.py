@@ -39,10 +39,11 @@ MAX_FILE = 1024 * 1024
 
 
 class RunTable(Section):
-    """[run]: what the run is called, and how long it is."""
+    """[run]: what the run is called, what it begins with, and how long it is."""
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
     seed: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
+    weights: Annotated[str, Field(max_length=4096)] = ""
     total_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
 
 
@@ -121,6 +122,11 @@ class RunFile(Section):
     def folder(self) -> Path:
         """What its relative paths are relative to."""
         return self._path.parent
+
+    @property
+    def weights(self) -> Path | None:
+        """The folder of the initial weights; None: they are drawn."""
+        return self.folder / Path(self.run.weights).expanduser() if self.run.weights else None
 
     @model_validator(mode="after")
     def _consistent(self):

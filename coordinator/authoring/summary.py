@@ -10,7 +10,7 @@ from coordinator.authoring import tokens
 from coordinator.authoring.documents import Source, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.prepare import load_prepared
-from coordinator.authoring.resolve import check_length
+from coordinator.authoring.resolve import check_length, check_weights
 from coordinator.authoring.runfile import RunFile, load_run
 from protocol.errors import SpecError
 from protocol.layout import Layout
@@ -23,8 +23,8 @@ LOOKED_AT = 64
 def validate(path: Path) -> list[str]:
     """Check a run.toml, its model and that its data can be read; a summary for people, a line each.
 
-    Raises what `load_run` and `resolve` raise. Data are not prepared: what follows from tokens is an estimate where
-    there is no prepared folder, and says so.
+    Raises what `load_run` and `resolve` raise. Of initial weights, the headers are read. Data are not prepared:
+    what follows from tokens is an estimate where there is no prepared folder, and says so.
     """
     from protocol.codec import make_codec
     from protocol.model import build_model, model_layout, plain_config
@@ -37,6 +37,7 @@ def validate(path: Path) -> list[str]:
     except SpecError as e:
         raise SpecError(f"{path}: {e}") from None
     check_length(run_file, config)
+    weights = check_weights(run_file, config, layout)
     update = make_codec(run_file.codec, layout).size
     round_, inner = run_file.round, run_file.inner
     step = inner.batch * run_file.data.window
@@ -44,6 +45,7 @@ def validate(path: Path) -> list[str]:
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
         f"a checkpoint is {_bytes(layout.checkpoint_size)}",
+        *weights,
         *data_lines,
         f"inner step: {inner.batch} windows of {run_file.data.window} = {step:,} tokens",
         f"round: ends at {round_.target_tokens:,} tokens of all peers together "

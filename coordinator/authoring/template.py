@@ -29,6 +29,9 @@ TEMPLATE = Template("""\
 name = "my-run"
 # Initial weights and the assignment of data follow from it. Default 0.
 #seed = 0
+# Instead of weights that are drawn: the folder of a trained model (safetensors) to go on from; [model] is its config,
+# and data.tokenizer its tokenizer. Default "".
+#weights = ""
 # Training ends when so many tokens have been accepted; 0: never. Default 0. Planned: $tokens_a_parameter a parameter.
 total_tokens = $total_tokens
 

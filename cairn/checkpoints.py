@@ -1,0 +1,289 @@
+"""Finds the checkpoint that a person means: an owner's folder, a volunteer's, an archived state, or a file.
+
+    ~/.cairn/coordinated/NAME        an owner's run: the newest state in its checkpoints/
+    .../checkpoints/round-000030     one of those
+    ~/.cairn/runs/RUN                a volunteer's run: the newest checkpoint in its store/
+    FILE                             a checkpoint; its run's spec lies above it, or is named
+
+Nothing is locked and nothing is written: a peer or coordinator may be at work in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.archive import SHEET, Archived, read_sheet
+from coordinator.export import ExportError, checkpoint_digest, read_layout
+from coordinator.model_card import Origin
+from peer.node.snapshot import Snapshot, read_snapshot
+from protocol.envelope import open_envelope
+from protocol.errors import CairnError, MalformedError
+from protocol.ids import Digest, RunId, sha256
+from protocol.merkle import blob_digest
+from protocol.messages import Opener, Record
+from protocol.spec import KIND, MAX_SPEC, BlobRef, RunSpec, open_spec, parse_spec
+
+SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
+"""Where the spec of a run lies, from a folder that belongs to it."""
+
+ABOVE = 8
+"""Folders above a file in which its run is looked for."""
+
+WANTED = (
+    "name a run's folder (~/.cairn/coordinated/NAME or ~/.cairn/runs/RUN), an archived state in a coordinator's "
+    "checkpoints/, or a checkpoint file"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint file, its model's config, the tokenizer.json of its run, and what is known of it."""
+
+    checkpoint: Path
+    config: dict[str, Any]
+    tokenizer: Path
+    origin: Origin
+
+
+def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None = None) -> Found:
+    """What `path` means. `spec_file`: the run's spec, where it is not beside the checkpoint; `run`: it must be this.
+
+    Raises ExportError, in one line with the remedy; CairnError for a spec.
+    """
+    if not path.exists():
+        raise ExportError(f"{path}: no such file or folder: {WANTED}")
+    path = path.resolve()
+    given = None if spec_file is None else _Run(spec_file.resolve().parent, read_spec(spec_file))
+    if path.is_file():
+        sheet = read_sheet(path.parent) if path.name == "model.safetensors" else None
+        found = _of_archived(sheet, given) if sheet is not None else _of_file(path, given or _run_above(path))
+    elif (path / SHEET).is_file():
+        found = _of_archived(_sheet(path), given)
+    elif (archived := _archived_in(path)) is not None:
+        found = _of_archived(archived, given)
+    elif (path / "store" / "blobs").is_dir():
+        found = _newest_held(_Run(path, given.spec) if given else _run_above(path / "store"), path)
+    elif (path / "config.json").is_file():
+        raise ExportError(
+            f"{path}: a model that Hugging Face's libraries load already, no checkpoint of a run: {WANTED}"
+        )
+    else:
+        raise ExportError(f"{path}: not a checkpoint: {WANTED}")
+    wrong = next((r for r in (run, given.spec.run_id if given else None) if r not in (None, found.origin.run)), None)
+    if wrong is not None:
+        raise ExportError(
+            f"{path}: of run {found.origin.name!r} ({found.origin.run.short}), not of run {wrong.short}: name that "
+            "run's folder, or leave --invite and --spec away"
+        )
+    return found
+
+
+def read_spec(path: Path) -> RunSpec:
+    """The spec in a file: canonical JSON, or signed. Raises ExportError."""
+    try:
+        if path.stat().st_size > MAX_SPEC + 1024:
+            raise ExportError(f"{path}: larger than a run spec: name a spec.json or spec.signed")
+        data = path.read_bytes()
+        if data.startswith(b"{"):
+            return parse_spec(data)
+        return open_spec(data, RunId(blob_digest(open_envelope(data, KIND, limit=MAX_SPEC + 1024).payload)))
+    except OSError as e:
+        raise ExportError(f"{path}: cannot be read: {e.strerror or e}: name a run's spec.json or spec.signed") from None
+    except ExportError:
+        raise
+    except CairnError as e:
+        why = " ".join(str(e).split())[:200]
+        raise ExportError(f"{path}: not a run's spec: {why}: name its spec.json or spec.signed") from None
+
+
+# -- archived by a coordinator -------------------------------------------------------------------------------
+
+
+def _archived_in(folder: Path) -> Archived | None:
+    """The newest archived state of an owner's folder."""
+    for place in (folder / "checkpoints", folder):
+        found = [a for p in place.glob("round-*") if (a := read_sheet(p)) is not None]
+        if found:
+            return max(found, key=lambda a: a.round)
+    return None
+
+
+def _sheet(folder: Path) -> Archived:
+    sheet = read_sheet(folder)
+    if sheet is None:
+        raise ExportError(f"{folder / SHEET}: cannot be read: {WANTED}")
+    return sheet
+
+
+def _of_archived(archived: Archived, given: _Run | None) -> Found:
+    folder = archived.folder
+    checkpoint, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
+    for file in (checkpoint, tokenizer, folder / "config.json"):
+        if not file.is_file():
+            raise ExportError(f"{file}: is missing: take another archived state, or a whole copy of this one")
+    run = given or _run_of_owner(folder, archived.run)
+    origin = Origin("unknown", archived.run, archived.state, archived.round, archived.tokens)
+    if run is not None and run.spec.run_id == archived.run:
+        loss = run.loss(archived.round - 1, archived.record)
+        return Found(checkpoint, run.spec.model.config, tokenizer, replace(origin, name=run.spec.name, loss=loss))
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        name = json.loads((folder / SHEET).read_bytes()).get("name")
+    except (OSError, ValueError, AttributeError):
+        raise ExportError(f"{folder}: cannot be read: take another archived state, or a copy of this one") from None
+    if not isinstance(config, dict):
+        raise ExportError(f"{folder / 'config.json'}: not a model's config: take another archived state")
+    named = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}", name)
+    return Found(checkpoint, config, tokenizer, replace(origin, name=name) if named else origin)
+
+
+def _run_of_owner(archived: Path, run: RunId) -> _Run | None:
+    """The run in whose folder a state was archived; None for a copy that lies elsewhere."""
+    folder = archived.parent.parent
+    try:
+        found = _Run(folder, read_spec(folder / "run" / "spec.signed"))
+    except ExportError:
+        return None
+    return found if found.spec.run_id == run else None
+
+
+# -- held by a node ------------------------------------------------------------------------------------------
+
+
+def _run_above(path: Path) -> _Run:
+    for folder in list(path.parents)[:ABOVE]:
+        for name in SPECS:
+            if (folder / name).is_file():
+                return _Run(folder, read_spec(folder / name))
+    raise ExportError(
+        f"{path}: no run's spec lies above it: name the spec.json of the volunteer's folder, or the owner's "
+        "run/spec.signed, with --spec"
+    )
+
+
+def _newest_held(run: _Run, folder: Path) -> Found:
+    """The newest checkpoint that a node's store holds."""
+    status = read_snapshot(run.store.parent)
+    last = run.last(status)
+    for origin in [
+        *([last] if last else []),
+        *run.states(status),
+        Origin(run.spec.name, run.spec.run_id, run.genesis, 0, 0),
+    ]:
+        if origin.state is not None and (file := run.blob(origin.state)) is not None:
+            return Found(file, run.spec.model.config, run.tokenizer(file), origin)
+    every = run.spec.checkpoint.every
+    raise ExportError(f"{folder}: holds no checkpoint yet: one is kept every {every} rounds: try again after the next")
+
+
+def _of_file(path: Path, run: _Run) -> Found:
+    """A checkpoint file of a known run; its round, if the run's chain lies there and names it."""
+    read_layout(path)  # before it is hashed: whatever else it is, it is no checkpoint
+    try:
+        state = Digest.parse(path.name)
+    except MalformedError:
+        state = checkpoint_digest(path)
+    status = read_snapshot(run.store.parent)
+    known = [o for o in (run.last(status), *run.states(status)) if o is not None and o.state == state]
+    origin = Origin(run.spec.name, run.spec.run_id, state)
+    if state == run.genesis:
+        origin = replace(origin, round=0, tokens=0)
+    return Found(path, run.spec.model.config, run.tokenizer(path), known[0] if known else origin)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run's spec, and what lies around it in `folder`: the store of a node."""
+
+    folder: Path
+    spec: RunSpec
+
+    @property
+    def genesis(self) -> Digest:
+        return self.spec.genesis.name
+
+    @property
+    def store(self) -> Path:
+        return self.folder if (self.folder / "blobs").is_dir() else self.folder / "store"
+
+    def blob(self, digest: Digest) -> Path | None:
+        path = self.store / "blobs" / digest.hex()[:2] / digest.hex()
+        return path if path.is_file() else None
+
+    def tokenizer(self, checkpoint: Path) -> Path:
+        """The run's tokenizer.json: in the store, beside the spec or the checkpoint. Raises ExportError."""
+        wanted = self.spec.tokenizer
+        held = self.blob(wanted.name)
+        places = [self.folder, self.folder / "data", self.folder / "run" / "data", checkpoint.parent]
+        for path in [*([held] if held else []), *(p / "tokenizer.json" for p in places)]:
+            if _is_blob(path, wanted):
+                return path
+        raise ExportError(
+            f"{checkpoint}: the run's tokenizer ({wanted.name.short}) is not there: put its tokenizer.json beside the "
+            "checkpoint"
+        )
+
+    def record(self, round_: int, digest: Digest) -> Record | None:
+        """A record of the chain on disk; None when it is not there, or damaged."""
+        try:
+            data = (self.store / "chain" / f"{round_:013d}-{digest.hex()}").read_bytes()
+            if sha256(data[32:]) != data[:32]:
+                return None
+            return Opener(self.spec.run_id, self.spec.owner_key).certificate(data[32:]).record.body
+        except (OSError, CairnError):
+            return None
+
+    def loss(self, round_: int, digest: Digest) -> float | None:
+        """The mean training loss in a record, by windows."""
+        record = self.record(round_, digest) if round_ >= 0 else None
+        if record is None or not record.windows:
+            return None
+        return sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
+
+    def last(self, status: Snapshot | None) -> Origin | None:
+        """The state that a node held last, as it says. It is the only one to know a finished run's last state."""
+        head = _head(status)
+        if status is None or head is None or not status.state:
+            return None
+        try:
+            state = Digest.parse(status.state)
+        except MalformedError:
+            return None
+        loss = self.loss(status.state_round - 1, head)
+        return Origin(self.spec.name, self.spec.run_id, state, status.state_round, status.accepted_tokens, loss)
+
+    def states(self, status: Snapshot | None) -> Iterator[Origin]:
+        """The states that the chain on disk names, newest first, back from the node's head (or the last record)."""
+        names = sorted((p.name for p in (self.store / "chain").glob("*-*")), reverse=True)
+        found = re.fullmatch(r"(\d{13})-([0-9a-f]{64})", names[0]) if names else None
+        if found is None:
+            return
+        round_, digest = int(found[1]), Digest.parse(found[2])
+        head, tokens = _head(status), None
+        if status is not None and head is not None and self.record(status.round - 1, head) is not None:
+            round_, digest, tokens = status.round - 1, head, status.accepted_tokens
+        while (record := self.record(round_, digest)) is not None:
+            if tokens is not None:
+                tokens -= record.windows * self.spec.data.window
+            loss = self.loss(round_ - 1, record.parent)
+            yield Origin(self.spec.name, self.spec.run_id, record.base_state, record.round, tokens, loss)
+            round_, digest = round_ - 1, record.parent
+
+
+def _head(status: Snapshot | None) -> Digest | None:
+    try:
+        return Digest.parse(status.head) if status is not None else None
+    except MalformedError:
+        return None
+
+
+def _is_blob(path: Path, ref: BlobRef) -> bool:
+    try:
+        return path.stat().st_size == ref.size and blob_digest(path.read_bytes()) == ref.name
+    except OSError:
+        return False

@@ -1,0 +1,40 @@
+"""`cairn run init`: a commented run.toml for a run that goes on from a trained model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from protocol.errors import CairnError
+
+
+def init_run(folder: Path, out: Path, *, peers: int, uplink: float, total_tokens: int | None, force: bool) -> None:
+    """Write it, and say what to do next. Raises CairnError, and click.BadParameter for an option."""
+    from coordinator.authoring.plan import PlanError, Question
+    from coordinator.authoring.starting import TOTAL_TOKENS, run_file_from
+
+    if out.exists() and not force:
+        raise CairnError(f"{out}: is there already: take another name, or --force to write over it")
+    try:
+        # The model is the folder's: any number stands for it until it is read.
+        question = Question(model=1, peers=peers, uplink=uplink, total_tokens=total_tokens or TOTAL_TOKENS)
+        started = run_file_from(folder, out, question)
+    except PlanError as e:
+        raise click.BadParameter(e.reason, param_hint=f"--{e.field.replace('_', '-')}") from None
+    _write(out, started.text)
+    click.echo(f"model   {started.parameters:,} parameters, from {folder}; tokenizer of {started.vocabulary:,} tokens")
+    click.echo(f"{out} is written ({started.name}): name your documents in its [data], then:")
+    click.echo(f"    cairn run validate {out}")
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or nothing. Raises CairnError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        raise CairnError(f"{path}: cannot be written: {(e.strerror or str(e)).lower()}: name another place") from None

@@ -1,0 +1,125 @@
+"""A run.toml for a run that goes on from a trained model: behind `cairn run init --from FOLDER`.
+
+It is the template that `cairn run plan` writes, with the folder's config, weights and tokenizer filled in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.authoring import tokens
+from coordinator.authoring.errors import DataInputError
+from coordinator.authoring.plan import Question, plan
+from coordinator.authoring.shape import FROM_TOKENIZER, ModelFileError, read_model
+from coordinator.authoring.template import fill
+from coordinator.authoring.weights import CONFIG, WeightsError, check, look_at
+
+TOKENIZER = "tokenizer.json"
+TOTAL_TOKENS = 100_000_000
+"""Of a run that goes on from trained weights, where nothing is said."""
+
+LR_FACTOR = 0.1
+"""Of the rate that is planned for new weights. Not measured: large steps undo what the weights have learnt."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run.toml's text, and what is in it: the run's name, the model's parameters, the tokenizer's size."""
+
+    text: str
+    name: str
+    parameters: int
+    vocabulary: int
+
+
+def run_file_from(folder: Path, out: Path, question: Question) -> Started:
+    """The text of a run.toml at `out` for a run that begins with the model in `folder`.
+
+    Of `question`, the model and the longest window are the folder's. Raises AuthoringError (a folder that lacks
+    something), SpecError (a config that is none of a causal language model), PlanError.
+    """
+    found = look_at(folder)
+    given = _config(folder)
+    model = read_model(folder / CONFIG)
+    check(found, model.layout)
+    tokenizer = _tokenizer(folder)
+    if tokenizer.size > model.vocabulary:
+        raise DataInputError(
+            f"{folder / TOKENIZER}: {tokenizer.size} tokens, but the model has {model.vocabulary}: take the model's "
+            "own tokenizer"
+        )
+    window = question.window if model.positions is None else min(question.window, model.positions)
+    made = plan(replace(question, model=model.layout, window=window))
+    table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
+    text = fill(made, table, tokenizer.size, f"From {ascii(folder.name)}: it must stay the config of run.weights.")
+    text = text.replace("planned by `cairn run plan`", f"going on from {ascii(folder.name)}, by `cairn run init`", 1)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{folder.name}-more").lstrip("._-")[:64] or "my-run"
+    place = _place(folder, out)
+    for table_name, field, value, why in (
+        ("run", "name", name, ""),
+        ("run", "weights", place, ""),
+        ("data", "vocabulary", None, ""),
+        ("data", "tokenizer", f"{place}/{TOKENIZER}", ""),
+        ("data", "end_of_text", tokenizer.end, ""),
+        ("inner", "lr", float(f"{made.lr * LR_FACTOR:.2g}"), "Here a tenth of that, for the weights are trained."),
+    ):
+        text = write_field(text, table_name, field, value, why)
+    return Started(text, name, model.layout.numel, tokenizer.size)
+
+
+def write_field(text: str, table: str, field: str, value: str | float | None, why: str = "") -> str:
+    """A template's text with a field written, or put behind a `#` (None); `why` is a comment right above it.
+
+    Raises LookupError when the template has no such field.
+    """
+    lines, at = text.split("\n"), ""
+    for i, line in enumerate(lines):
+        if heading := re.fullmatch(r"\[([a-z.]+)\]", line):
+            at = heading[1]
+        elif at == table and re.match(rf"#?{field} = ", line):
+            written = f"#{line.lstrip('#')}" if value is None else f"{field} = {json.dumps(value, ensure_ascii=False)}"
+            return "\n".join([*lines[:i], *([f"# {why}"] if why else []), written, *lines[i + 1 :]])
+    raise LookupError(f"the template has no field {table}.{field}")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json as it is. Raises ModelFileError."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ModelFileError(f"{path}: no such file: name a model's folder, with its {CONFIG}")
+    try:
+        given = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise ModelFileError(f"{path}: not a config that can be read: {e}: take another copy of the model") from None
+    if not isinstance(given, dict):
+        raise ModelFileError(f"{path}: not a model's config: take another copy of the model")
+    if "quantization_config" in given:
+        raise WeightsError(f"{path}: quantised weights cannot be trained: take the model that they were made from")
+    return given
+
+
+def _tokenizer(folder: Path) -> tokens.RunTokenizer:
+    """The folder's tokenizer, documents ended by its own end-of-text token. Raises DataInputError."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise DataInputError(
+            f"{path}: no such file: make it with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        end = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        end = None
+    if isinstance(end, dict):
+        end = end.get("content")
+    return tokens.load(path, end if isinstance(end, str) else None)
+
+
+def _place(folder: Path, out: Path) -> str:
+    """How a run.toml at `out` names a folder: from beside it where it can, else from the root."""
+    folder, beside = folder.resolve(), out.resolve().parent
+    return os.path.relpath(folder, beside) if beside in folder.parents else str(folder)

@@ -1,0 +1,213 @@
+"""Initial weights that were trained before: a Hugging Face folder of safetensors, for a run that goes on from it.
+
+`look_at` and `check` read headers only, so that a mistake shows before hours of work; `read` is strict about
+everything. Pickles (`pytorch_model.bin`) are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coordinator.authoring.errors import AuthoringError
+from protocol.errors import SpecError
+from protocol.layout import Layout
+
+MODEL, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+MAX_INDEX = 64 * 1024 * 1024
+MAX_FILES = 10_000
+FLOATS = ("F32", "F16", "BF16")
+MAX_VALUE = 1e6
+"""No weight of a sound model is near it."""
+
+PIECE = 2**24
+"""Values that are looked at at a time."""
+
+
+class WeightsError(AuthoringError):
+    """A folder that holds no weights to begin with, or those of another model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """The safetensors of a folder as their headers say: type and shape of each tensor."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+
+    @property
+    def numel(self) -> int:
+        """All values in the files."""
+        return sum(math.prod(shape) for _, shape in self.tensors.values())
+
+
+def look_at(folder: Path) -> Pretrained:
+    """What is in a folder, from the headers of its files. Raises WeightsError, in one line with the remedy."""
+    if not folder.is_dir():
+        raise WeightsError(f"{folder}: no such folder: name a model's folder, with {CONFIG} and {MODEL}")
+    if (folder / "adapter_config.json").exists():
+        raise WeightsError(f"{folder}: an adapter, not a whole model: merge it into its model first, and save that")
+    if (folder / INDEX).is_file():
+        files = _indexed(folder)
+    elif (folder / MODEL).is_file():
+        files = (folder / MODEL,)
+    else:
+        pickled = next((p for pattern in PICKLES for p in sorted(folder.glob(pattern))), None)
+        if pickled is not None:
+            raise WeightsError(
+                f"{folder}: {pickled.name} is a pickle, which can run code when it is read, and there is no {MODEL}: "
+                "convert it where you trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
+        raise WeightsError(f"{folder}: no {MODEL} in it: name a model's folder (`cairn export` makes one)")
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in files:
+        for name, kind in _header(file).items():
+            if name in tensors:
+                raise WeightsError(f"{file}: {name[:120]} is in another file too: take another copy of the model")
+            tensors[name] = kind
+    return Pretrained(folder, files, tensors)
+
+
+def check(found: Pretrained, layout: Layout) -> None:
+    """Whether these can be weights of a model with this layout, as far as headers say. Raises WeightsError.
+
+    Many models' files have other names and shapes than the model itself (experts one by one, no prefix): those are
+    compared by `read`. What has less values than the model has can be none of it.
+    """
+    wanted = {t.name: t.shape for t in layout.tensors}
+    strange = sorted(found.tensors.keys() - wanted.keys())
+    missing = sorted(wanted.keys() - found.tensors.keys())
+    momentum = [n for n in strange if n.startswith("outer_momentum/")]
+    if momentum:
+        raise WeightsError(f"{found.folder}: a run's state with momentum: make a model of it with `cairn export` first")
+    for name, shape in wanted.items():
+        kind, has = found.tensors.get(name, ("F32", shape))
+        if kind not in FLOATS:
+            raise WeightsError(
+                f"{found.folder}: {name} is {kind}: want {', '.join(FLOATS)}: take the model unquantised"
+            )
+        if has != shape:
+            raise WeightsError(
+                f"{found.folder}: {name} is {list(has)}, and {list(shape)} in [model]: write their own config"
+            )
+    if found.numel < layout.numel:
+        raise WeightsError(
+            f"{found.folder}: {found.numel:,} values, but the model has {layout.numel:,} parameters"
+            + (f" ({len(missing)} tensors are missing, the first is {missing[0]})" if missing else "")
+            + ": write the config of these weights in [model], or take a whole copy of them"
+        )
+
+
+def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights as the parameters of the model with this config: fp32, contiguous, by their layout names.
+
+    Nothing may be missing or left over, and every value must be finite and below MAX_VALUE. Raises WeightsError;
+    SpecError for the config.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from protocol.model import build_model, model_layout, parameters_of
+
+    empty = build_model(config, device="meta")
+    layout = model_layout(empty)
+    check(look_at(folder), layout)
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        # Its own reader knows the names that each model's files have had over time. What it made up is in `said`.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=empty.config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        why = " ".join(str(e).split())[:300]
+        raise WeightsError(f"{folder}: not weights of the model in [model]: {why}: write their config there") from None
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+    model, said = loaded
+    for key, what, remedy in (
+        (
+            "missing_keys",
+            "missing from the files",
+            "take a whole copy, or write the config of these weights in [model]",
+        ),
+        ("unexpected_keys", "no tensors of this model", "write the config of these weights in [model]"),
+        ("mismatched_keys", "of another shape in this model", "write the config of these weights in [model]"),
+    ):
+        names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in said[key])
+        if names:
+            raise WeightsError(f"{folder}: {len(names)} tensors are {what}, the first is {names[0][:120]}: {remedy}")
+    if model_layout(model) != layout:
+        raise WeightsError(
+            f"{folder}: the files hold separately what the config ties together: write tie_word_embeddings = false"
+        )
+    tensors = {name: p.contiguous() for name, p in parameters_of(model).items()}
+    for name, tensor in tensors.items():
+        _check_values(folder, name, tensor)
+    return tensors
+
+
+def other_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Fields in which the folder's own config differs from `config`: often meant, now and then a mistake."""
+    from protocol.model import plain_config
+
+    try:
+        own = plain_config(json.loads((folder / CONFIG).read_bytes()))
+    except (OSError, ValueError, SpecError, AttributeError):
+        return []
+    passed_over = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return sorted(k for k in own.keys() | config.keys() if own.get(k) != config.get(k) and k not in passed_over)
+
+
+def _check_values(folder: Path, name: str, tensor: Tensor) -> None:
+    for piece in tensor.view(-1).split(PIECE):
+        largest = float(piece.abs().max())  # NaN if one is
+        if not largest <= MAX_VALUE:
+            what = "is not finite" if not math.isfinite(largest) else f"holds {largest:.3g}, beyond {MAX_VALUE:g}"
+            raise WeightsError(f"{folder}: {name} {what}: these weights are damaged; take another copy of them")
+
+
+def _indexed(folder: Path) -> tuple[Path, ...]:
+    """The files that an index names, all in the folder itself."""
+    index = folder / INDEX
+    try:
+        if index.stat().st_size > MAX_INDEX:
+            raise WeightsError(f"{index}: larger than {MAX_INDEX >> 20} MiB: take another copy of the model")
+        named = json.loads(index.read_bytes())["weight_map"].values()
+        names = sorted({str(n) for n in named})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise WeightsError(f"{index}: cannot be read as an index: take another copy of the model") from None
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise WeightsError(f"{index}: names {name[:80]!r}: want .safetensors files in the folder itself")
+        if not (folder / name).is_file():
+            raise WeightsError(f"{folder / name}: is missing, and {INDEX} names it: take a whole copy of the model")
+    if not 1 <= len(names) <= MAX_FILES:
+        raise WeightsError(f"{index}: names {len(names)} files: take another copy of the model")
+    return tuple(folder / n for n in names)
+
+
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            return {name: (str(s.get_dtype()), tuple(s.get_shape())) for name, s in slices.items()}
+    except (OSError, SafetensorError) as e:
+        why = " ".join(str(e).split())[:200]
+        raise WeightsError(f"{file}: not a safetensors file that can be read: {why}: take another copy of it") from None

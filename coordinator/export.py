@@ -1,0 +1,260 @@
+"""`export`: a checkpoint as a folder that Hugging Face's libraries load, written whole or not at all.
+
+OUT/model.safetensors        the model's tensors, fp32; a tied one once; no momentum of the outer optimiser
+    config.json              with architectures and dtype
+    generation_config.json
+    tokenizer.json           the run's, byte for byte
+    tokenizer_config.json
+    README.md                the model card: which run, which round, how much was learnt
+
+The checkpoint is read once, a chunk at a time: it may be larger than memory. What was read is checked by its digest.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.errors import CoordinatorError
+from coordinator.model_card import Origin, model_card, tokenizer_settings
+from protocol.errors import MalformedError
+from protocol.ids import Digest
+from protocol.layout import Layout, checkpoint_header_size
+from protocol.merkle import CHUNK, leaf_hash, tree_hash
+
+MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+SPARE = 64 * 1024 * 1024
+"""Bytes of free space that are asked for beside the weights."""
+
+
+class ExportError(CoordinatorError):
+    """A checkpoint that cannot be exported, or a folder that cannot be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: the folder, the model's parameters, and the bytes of its weights."""
+
+    folder: Path
+    parameters: int
+    size: int
+
+
+def export(
+    checkpoint: Path, config: Mapping[str, Any], tokenizer: Path, origin: Origin, out: Path, *, force: bool = False
+) -> Exported:
+    """Write the model of a checkpoint file to the folder `out`.
+
+    Args:
+        checkpoint: a state's canonical file (`protocol.state`).
+        config: the model's config as the run spec has it.
+        tokenizer: the run's tokenizer.json.
+        origin: what is known of the checkpoint. With a `state`, the file must be the blob of that digest.
+        force: replace a model that is in `out` already.
+
+    Raises ExportError, in one line with the remedy; SpecError for the config.
+    """
+    _check_out(out, force)
+    layout, made, dtype_config = _model(config)
+    held = read_layout(checkpoint)
+    if held.model_part() != layout:
+        raise ExportError(
+            f"{checkpoint}: a checkpoint of another model than that of run {origin.name!r}: name the run that it is "
+            "of, by its folder or with --spec"
+        )
+    size = 4 * layout.numel
+    draft = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out.parent).free
+        if free < size + SPARE:
+            raise ExportError(
+                f"{out.parent}: {(size + SPARE) / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free: make room, or "
+                "name a folder on another disk"
+            )
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        digest = _write_weights(checkpoint, held, draft / MODEL, {"format": "pt"} | origin.metadata())
+        if origin.state is not None and digest != origin.state:
+            raise ExportError(
+                f"{checkpoint}: damaged: its digest is {digest.short}, and should be {origin.state.short}: take "
+                "another copy of it"
+            )
+        _write(draft / CONFIG, json.dumps(dtype_config, indent=2, sort_keys=True) + "\n")
+        _write_generation(draft, dtype_config)
+        text = _read_tokenizer(tokenizer)
+        _write(draft / TOKENIZER, text)
+        _write(
+            draft / "tokenizer_config.json", json.dumps(tokenizer_settings(text, tokenizer, config), indent=2) + "\n"
+        )
+        _write(draft / "README.md", model_card(origin, digest, layout.numel, made, config))
+        _flush_folder(draft)
+        _put_in_place(draft, out)
+    except OSError as e:
+        raise ExportError(_disk_error(e, out)) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return Exported(out, layout.numel, size)
+
+
+def read_layout(checkpoint: Path) -> Layout:
+    """The layout of the state in a checkpoint file, from its header and size alone. Raises ExportError."""
+    try:
+        with checkpoint.open("rb") as file:
+            start = file.read(8)
+            start += file.read(checkpoint_header_size(start) - 8)
+            size = os.fstat(file.fileno()).st_size
+        layout = Layout.from_checkpoint(start)
+    except OSError as e:
+        raise ExportError(f"{checkpoint}: cannot be read: {e.strerror or e}") from None
+    except MalformedError as e:
+        raise ExportError(f"{checkpoint}: {e}; name a checkpoint, or the folder of a run") from None
+    if size != layout.checkpoint_size:
+        raise ExportError(
+            f"{checkpoint}: cut off: it has {size:,} bytes of {layout.checkpoint_size:,}: take another copy of it"
+        )
+    return layout
+
+
+def _model(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]:
+    """The model's layout, its class, and the config.json that it loads by."""
+    from protocol.model import build_model, model_layout
+
+    model = build_model(config, device="meta")
+    architecture = type(model).__name__
+    whole: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr]
+    whole = {k: v for k, v in whole.items() if not k.startswith("_")}
+    # `dtype` was `torch_dtype` before transformers 4.56.
+    return (
+        model_layout(model),
+        architecture,
+        whole | {"architectures": [architecture], "dtype": "float32", "torch_dtype": "float32", "use_cache": True},
+    )
+
+
+def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
+    fields = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
+    fields["transformers_version"] = config["transformers_version"]
+    _write(folder / "generation_config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+# -- the weights ---------------------------------------------------------------------------------------------
+
+
+def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mapping[str, str]) -> Digest:
+    """Copy the model's tensors into a safetensors file of their own; the digest of the checkpoint that was read."""
+    wanted = {t.name for t in held.model_part().tensors}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    ranges: list[tuple[int, int]] = []  # of the checkpoint's file, ascending
+    at, to = len(held.checkpoint_header()), 0
+    for t in held.tensors:
+        if t.name in wanted:
+            entries[t.name] = {"dtype": "F32", "shape": list(t.shape), "data_offsets": [to, to + 4 * t.numel]}
+            ranges.append((at, at + 4 * t.numel))
+            to += 4 * t.numel
+        at += 4 * t.numel
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    leaves: list[bytes] = []
+    place, turn = 0, 0
+    with target.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for chunk in _chunks(checkpoint):
+            leaves.append(leaf_hash(chunk))
+            end = place + len(chunk)
+            while turn < len(ranges) and ranges[turn][0] < end:
+                first, last = ranges[turn]
+                file.write(memoryview(chunk)[max(first - place, 0) : min(last, end) - place])
+                if last > end:
+                    break
+                turn += 1
+            place = end
+        file.flush()
+        os.fsync(file.fileno())
+    return tree_hash(leaves)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+    except OSError as e:
+        raise ExportError(f"{path}: cannot be read: {e.strerror or e}") from None
+
+
+def checkpoint_digest(path: Path) -> Digest:
+    """The blob digest of a file. Raises ExportError."""
+    return tree_hash([leaf_hash(chunk) for chunk in _chunks(path)])
+
+
+# -- the folder ----------------------------------------------------------------------------------------------
+
+
+def _check_out(out: Path, force: bool) -> None:
+    """Raises ExportError where nothing may be written. Only what is a model is ever replaced."""
+    if not out.name or out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ExportError(f"{out}: not a folder that can be made: name a new one")
+    try:
+        there = {p.name for p in out.iterdir()} if out.exists() else set()
+    except OSError as e:
+        raise ExportError(f"{out}: cannot be read: {e.strerror or e}") from None
+    if not there:
+        return
+    if not {CONFIG, MODEL} <= there or "cairn.json" in there:
+        raise ExportError(f"{out}: is there already, and is no exported model: name another folder")
+    if not force:
+        raise ExportError(f"{out}: is there already: name another folder, or --force to replace the model in it")
+
+
+def _put_in_place(draft: Path, out: Path) -> None:
+    """The whole folder under its name; what was there goes when the new one is there."""
+    old = out.with_name(f".{out.name}.old-{os.getpid()}")
+    replaced = out.exists() and any(out.iterdir())
+    if replaced:
+        os.rename(out, old)
+    try:
+        os.rename(draft, out)
+    except OSError:
+        if replaced:
+            os.rename(old, out)
+        raise
+    _flush_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _read_tokenizer(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as e:
+        why = (e.strerror or str(e)) if isinstance(e, OSError) else "not UTF-8 text"
+        raise ExportError(
+            f"{path}: the run's tokenizer cannot be read: {why}: put the run's tokenizer.json there"
+        ) from None
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _disk_error(e: OSError, out: Path) -> str:
+    remedy = "make room, or name a folder on another disk" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    why = (e.strerror or str(e)).lower()
+    return f"{out}: cannot be written: {why}: {remedy or 'make its folder writable, or name another'}"

@@ -1,0 +1,103 @@
+"""What an exported model says of itself: its model card, and how its tokenizer is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from coordinator.errors import CoordinatorError
+from protocol.ids import Digest, RunId
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a checkpoint is from, as far as it is known; None: it is not.
+
+    `round`: the round that begins with this state; `tokens`: accepted up to it; `loss`: the mean training loss that the
+    contributors of the round before reported (nats a token, weighted by windows); `state`: the state's digest.
+    """
+
+    name: str
+    run: RunId
+    state: Digest | None = None
+    round: int | None = None
+    tokens: int | None = None
+    loss: float | None = None
+
+    def metadata(self) -> dict[str, str]:
+        """For the header of a safetensors file."""
+        known = {"run": str(self.run), "state": self.state, "round": self.round}
+        return {f"cairn_{k}": str(v) for k, v in known.items() if v is not None}
+
+
+CARD = Template("""\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- cairn
+---
+
+# $name
+
+A causal language model of $parameters parameters ($model_type), trained by volunteers over the internet with Cairn.
+
+| | |
+| --- | --- |
+| run | $name |
+| run id | `$run` |
+| round | $round |
+| tokens trained on | $tokens |
+| training loss | $loss |
+| state digest | `$state` |
+| weights | fp32, `$architecture` |
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+
+The state digest names the checkpoint that this was made from: the certificates of the run vouch for it.
+""")
+
+
+def model_card(origin: Origin, state: Digest, parameters: int, architecture: str, config: Mapping[str, Any]) -> str:
+    """The text of README.md. `state`: the digest of the checkpoint that was read."""
+    return CARD.substitute(
+        name=origin.name,
+        run=origin.run,
+        parameters=f"{parameters:,}",
+        model_type=config["model_type"],
+        round="not known" if origin.round is None else f"{origin.round:,}",
+        tokens="not known" if origin.tokens is None else f"{origin.tokens:,}",
+        loss="not known" if origin.loss is None else f"{origin.loss:.4f} nats a token, in the round before",
+        state=state,
+        architecture=architecture,
+    )
+
+
+def tokenizer_settings(text: str, path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer_config.json for a tokenizer.json's text: special tokens by the model's config.
+
+    Raises CoordinatorError when `text` (the file at `path`) is no tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as e:  # noqa: BLE001 - tokenizers raises plain Exception; the cause is passed on
+        why = " ".join(str(e).split())[:200]
+        raise CoordinatorError(f"{path}: not a tokenizer.json: {why}: put the run's tokenizer.json there") from None
+    # The class that takes the file as it is. A model's own class may rebuild it from the vocabulary.
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for kind in ("bos", "eos", "pad"):
+        number = config.get(f"{kind}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        token = tokenizer.id_to_token(number) if isinstance(number, int) and number >= 0 else None
+        if token is not None:
+            settings[f"{kind}_token"] = token
+    lengths = [config[f] for f in ("max_position_embeddings", "n_positions") if isinstance(config.get(f), int)]
+    return settings | ({"model_max_length": min(lengths)} if lengths else {})
