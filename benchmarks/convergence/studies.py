@@ -70,9 +70,7 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(BASE, "2 bits, H 72", quantiser="2 levels", h=72),
         _from(BASE, "2 bits by the largest, H 72", quantiser="2 max", h=72),
         _from(BASE, "2 bits dithered, H 72", quantiser="2 dithered", h=72),
-        _from(BASE, "3 bits, H 108", quantiser="3 levels", h=108),
         _from(BASE, "4 bits, H 144", quantiser="4 levels", h=144),
-        _from(BASE, "4 bits, H 36 (4 times the bytes)", quantiser="4 levels"),
         _from(BASE, "fp32, H 36 (32 times the bytes)", quantiser="fp32", beta=0.0),
         _from(BASE, "the 512 largest, 2 bits, H 32", quantiser="2 levels", k=512, h=32),
         _from(BASE, "the embedding's 256 largest, 2 bits", embedding_k=256),
@@ -80,7 +78,6 @@ STUDIES: dict[str, tuple[Row, ...]] = {
     # How a coordinate is averaged, and what becomes of what was not sent: of the largest 256.
     "sparse": (
         _from(SPARSE, "the 256 largest, H 17, mean over senders"),
-        _from(SPARSE, "mean over all", power=0.0),
         _from(SPARSE, "between", power=0.5),
         _from(SPARSE, "mean over all, beta 0.95", power=0.0, beta=0.95),
         _from(SPARSE, "beta 0.95", beta=0.95),
@@ -88,13 +85,11 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(SPARSE, "Nesterov (1.0, 0.5)", outer_lr=1.0, momentum=0.5),
         _from(SPARSE, "DCT", transform="dct"),
         _from(SPARSE, "Hadamard", transform="hadamard"),
-        _from(SPARSE, "no clip", clip=False),
         _from(SPARSE, "the 64 largest, H 10, beta 0.7", k=64, h=10, beta=0.7),
         _from(SPARSE, "the 64 largest, H 36, beta 0.7", k=64, h=36, beta=0.7),
     ),
     "feedback": (
         _from(BASE, "beta 0 (nothing is kept)", beta=0.0),
-        _from(BASE, "beta 0.25", beta=0.25),
         _from(BASE, "beta 0.8", beta=0.8),
         _from(BASE, "beta 1", beta=1.0),
         _from(BASE, "the own model keeps what was not sent", carry=1.0),
@@ -105,7 +100,6 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(BASE, "rate 1.4, plain", outer_lr=1.4, momentum=0.0),
         _from(BASE, "Nesterov (1.0, 0.3)", momentum=0.3),
         _from(BASE, "Nesterov (1.0, 0.7)", momentum=0.7),
-        _from(BASE, "Nesterov (0.7, 0.7)", outer_lr=0.7, momentum=0.7),
         _from(BASE, "Nesterov (0.7, 0.9)", outer_lr=0.7, momentum=0.9),
     ),
     # Where the bytes go: how often, and when.
@@ -119,7 +113,6 @@ STUDIES: dict[str, tuple[Row, ...]] = {
     # The inner side.
     "inner": (
         _from(BASE, "AdamW", inner="adamw"),
-        _from(SPARSE, "AdamW, the 256 largest, H 17", inner="adamw"),
         _from(SPARSE, "AdamW, by magnitude over the root of the second moment", inner="adamw", score="moment"),
         _from(BASE, "AdamW's moments start anew each round", forget=True),
     ),
