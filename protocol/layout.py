@@ -44,6 +44,22 @@ class TensorShape:
         return -(-self.numel // CODEC_CHUNK)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Coordinates `start` to `stop` of a layout's tensor `index`: whole codec chunks, or up to the tensor's end.
+
+    What one of several processes that hold a state together has of a tensor.
+    """
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
 @dataclass(frozen=True)
 class Layout:
     """All tensors, in ascending order of their names' UTF-8 bytes."""
@@ -73,6 +89,11 @@ class Layout:
     @cached_property
     def chunks(self) -> int:
         return sum(t.chunks for t in self.tensors)
+
+    @cached_property
+    def whole(self) -> tuple[Part, ...]:
+        """Every tensor, as parts."""
+        return tuple(Part(i, 0, t.numel) for i, t in enumerate(self.tensors))
 
     @cached_property
     def digest(self) -> Digest:

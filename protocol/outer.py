@@ -22,9 +22,9 @@ from protocol.codec.interface import Blob, Codec
 from protocol.codec.runs import Run
 from protocol.errors import CodecError
 from protocol.ids import PeerKey
-from protocol.layout import MOMENTUM
+from protocol.layout import MOMENTUM, Part
 from protocol.spec import OuterSpec
-from protocol.state import flat, state_layout
+from protocol.state import held
 
 TINY_WEIGHT = 2.0**-100
 """Below every weight that a round can give (a window in 2**53, among 10,000 updates), above nothing."""
@@ -45,6 +45,7 @@ def apply(
     codec: Codec,
     outer: OuterSpec,
     run_chunks: int | None = None,
+    parts: Sequence[Part] | None = None,
 ) -> None:
     """state[r] to state[r+1] in place, from the accepted updates in any order.
 
@@ -54,30 +55,35 @@ def apply(
     With mean = "all", and for codecs in which everyone sends everything, the weights' sum is 1 and nothing is divided.
     Nothing accepted: nothing changes, momentum neither.
 
-    `state` holds fp32 tensors, all on one device; `run_chunks` bounds the scratch memory and changes no bit. Raises
-    CodecError for blobs of another run before anything is changed; a blob that never passed `check` can raise it half
-    way: the state is then lost.
+    `state` holds fp32 tensors, all on one device; `run_chunks` bounds the scratch memory and changes no bit. With
+    `parts` (of the codec's layout) the state's tensors, momentum too, are these parts only, and get the bits that they
+    have in the whole: several processes can hold a state together (see `held`). Raises CodecError for blobs of another
+    run before anything is changed; a blob that never passed `check` can raise it half way: the state is then lost.
     """
     ordered = sorted(contributions, key=lambda c: c.author)
     if any(a.author == b.author for a, b in zip(ordered, ordered[1:], strict=False)):
         raise CodecError("two updates by one author in a round: a record lists each author once")
     for c in ordered:
         codec.check_header(c.blob)
-    layout = state_layout(codec.layout, outer)
-    parts = {t.name: flat(state, t) for t in layout.tensors}
-    if not ordered:
+    values = held(state, codec.layout, parts)
+    momenta: dict[int, tuple[int, Tensor]] = {}
+    if outer.optimiser == "nesterov":
+        momenta = held(state, codec.layout, parts, MOMENTUM)
+    if not ordered or not values:
         return
     weights = shares([c.windows for c in ordered], outer.weight_cap)
     by_senders = outer.mean == "senders" and not codec.everyone_sends
-    device = parts[layout.tensors[0].name].device
+    device = next(iter(values.values()))[1].device
     factors = _factors(ordered, weights, codec, outer, device)
-    scratch = _Scratch(codec, run_chunks, device, by_senders)
-    for run in codec.runs(run_chunks, device=device):
+    runs = list(codec.runs(run_chunks, parts=parts, device=device))
+    scratch = _Scratch(max(run.numel for run in runs), device, by_senders)
+    for run in runs:
         mean = _mean(ordered, weights, factors, codec, run, scratch)
         for piece in run.pieces:
-            name, here = codec.layout.tensors[piece.index].name, run.source(piece)
-            momentum = parts.get(MOMENTUM + name)
-            _step(parts[name][here], None if momentum is None else momentum[here], mean[run.within(piece)], outer)
+            start, value = values[piece.index]
+            here = run.source(piece, start)
+            momentum = momenta[piece.index][1][here] if momenta else None
+            _step(value[here], momentum, mean[run.within(piece)], outer)
 
 
 def shares(windows: Sequence[int], cap: float) -> list[float]:
@@ -137,8 +143,7 @@ def _factors(
 class _Scratch:
     """Sums over one run, allocated once for the largest run: fresh memory would cost more than the arithmetic."""
 
-    def __init__(self, codec: Codec, run_chunks: int | None, device: torch.device, by_senders: bool):
-        largest = max(run.numel for run in codec.runs(run_chunks, device=device))
+    def __init__(self, largest: int, device: torch.device, by_senders: bool):
         self.total = torch.empty(largest, dtype=torch.float32, device=device)
         self.weight = torch.empty_like(self.total) if by_senders else None
 

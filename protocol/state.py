@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest
-from protocol.layout import Layout, TensorShape
+from protocol.layout import Layout, Part, TensorShape
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
 from protocol.spec import OuterSpec
 
@@ -46,6 +46,22 @@ def flat(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:
     if tuple(tensor.shape) not in (shape.shape, (shape.numel,)):
         raise MalformedError(f"tensor {shape.name[:120]!r} has shape {tuple(tensor.shape)}, not {shape.shape}")
     return tensor.view(-1)
+
+
+def held(
+    tensors: Mapping[str, Tensor], layout: Layout, parts: Sequence[Part] | None, prefix: str = ""
+) -> dict[int, tuple[int, Tensor]]:
+    """What is held of each of the layout's tensors, by its index: from which coordinate on, and a 1-d view of it.
+
+    `parts` None: all of everything. Otherwise `tensors` has, by name, these parts, at most one of a tensor: 1-d, fp32.
+    `prefix` goes before the layout's names. Raises MalformedError when they do not fit.
+    """
+    found: dict[int, tuple[int, Tensor]] = {}
+    for part in layout.whole if parts is None else parts:
+        whole = layout.tensors[part.index]
+        shape = whole.shape if part.numel == whole.numel else (part.numel,)
+        found[part.index] = (part.start, flat(tensors, TensorShape(prefix + whole.name, shape)))
+    return found
 
 
 def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from protocol.codec.runs import RUN_CHUNKS, RUN_CHUNKS_DEVICE, Run, Span, cut
 from protocol.errors import CodecError
-from protocol.layout import CODEC_CHUNK, Layout
-from protocol.state import flat
+from protocol.layout import CODEC_CHUNK, Layout, Part
+from protocol.state import flat, held
 
 MAGIC = b"CRN1"
 FORMAT = 1
@@ -130,7 +130,7 @@ class Codec(ABC):
         numel, start = self.layout.tensors[index].numel, first * CODEC_CHUNK
         stop = start + values.numel()
         if values.dim() != 1 or first < 0 or stop > numel or (stop != numel and stop % CODEC_CHUNK):
-            raise CodecError(f"{self._place(index)}: coordinates {start} to {stop} of {numel} are not whole chunks")
+            raise CodecError(f"{self._where(index)}: coordinates {start} to {stop} of {numel} are not whole chunks")
         records = bytearray(self._records_size(values.numel()))
         span = Span(index, start, stop, 0)
         for run in cut([span], _most(values.device), self.record_size(CODEC_CHUNK)):
@@ -168,18 +168,21 @@ class Codec(ABC):
         if bytes(blob[:HEADER]) != self.header:
             raise CodecError("an update for another codec, format or model: its header is not the run's")
 
-    def add_to(self, blob: Blob, into: Mapping[str, Tensor]) -> None:
+    def add_to(self, blob: Blob, into: Mapping[str, Tensor], parts: Sequence[Part] | None = None) -> None:
         """into <- into + decode(blob): puts an update that missed its round back into the error feedback.
 
-        The tensors of `into` are all on one device. Raises CodecError before anything is changed.
+        The tensors of `into` are all on one device; with `parts`, they are these parts (see `held`). Raises CodecError
+        before anything is changed.
         """
-        parts = [flat(into, t) for t in self.layout.tensors]
+        mine = held(into, self.layout, parts)
         self.check(blob)
-        for run in self.runs(device=parts[0].device):
-            decoded = self.decode_run(blob, run, parts[0].device)
+        device = next((t.device for _, t in mine.values()), torch.device("cpu"))
+        for run in self.runs(parts=parts, device=device):
+            decoded = self.decode_run(blob, run, device)
             values = decoded.values.view(run.count, -1)
             for p in run.pieces:
-                part, rows = parts[p.index][run.source(p)], slice(p.row, p.row + p.count)
+                start, tensor = mine[p.index]
+                part, rows = tensor[run.source(p, start)], slice(p.row, p.row + p.count)
                 if decoded.positions is None:
                     part.add_(values[rows].view(-1))
                 else:
@@ -224,12 +227,24 @@ class Codec(ABC):
     # -- where things are -----------------------------------------------------------------------------------
 
     def runs(
-        self, limit: int | None = None, *, tensor: int | None = None, device: torch.device | str = "cpu"
+        self,
+        limit: int | None = None,
+        *,
+        tensor: int | None = None,
+        parts: Sequence[Part] | None = None,
+        device: torch.device | str = "cpu",
     ) -> Iterator[Run]:
-        """The runs, of at most `limit` chunks (without: what suits the device), that cover the model or one tensor."""
-        tensors = enumerate(self.layout.tensors) if tensor is None else [(tensor, self.layout.tensors[tensor])]
-        spans = [Span(i, 0, t.numel, self._offsets[i]) for i, t in tensors]
+        """The runs, of at most `limit` chunks (without: what suits the device), that cover the model, one tensor, or
+        some parts."""
+        if parts is None:
+            parts = self.layout.whole if tensor is None else self.layout.whole[tensor : tensor + 1]
+        spans = [Span(p.index, p.start, p.stop, self.place(p)[0]) for p in parts]
         return cut(spans, limit or _most(device), self.record_size(CODEC_CHUNK))
+
+    def place(self, part: Part) -> tuple[int, int]:
+        """Where the records of a part begin in every blob, and how many bytes they have."""
+        before = part.start // CODEC_CHUNK * self.record_size(CODEC_CHUNK)
+        return self._offsets[part.index] + before, self._records_size(part.numel)
 
     def _records_size(self, numel: int) -> int:
         whole, rest = divmod(numel, CODEC_CHUNK)
@@ -247,9 +262,9 @@ class Codec(ABC):
 
     def _row(self, run: Run, row: int) -> str:
         piece = run.piece_of(row)
-        return f"{self._place(piece.index)}, chunk {piece.start // CODEC_CHUNK + row - piece.row}"
+        return f"{self._where(piece.index)}, chunk {piece.start // CODEC_CHUNK + row - piece.row}"
 
-    def _place(self, index: int) -> str:
+    def _where(self, index: int) -> str:
         return f"tensor {self.layout.tensors[index].name[:120]!r}"
 
 

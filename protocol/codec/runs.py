@@ -62,9 +62,10 @@ class Run:
     def numel(self) -> int:
         return self.count * self.width
 
-    def source(self, piece: Piece) -> slice:
-        """Where a piece's coordinates are in its flattened tensor."""
-        return slice(piece.start, piece.start + piece.count * self.width)
+    def source(self, piece: Piece, origin: int = 0) -> slice:
+        """Where a piece's coordinates are in its flattened tensor, or in what is held of it, from `origin` on."""
+        start = piece.start - origin
+        return slice(start, start + piece.count * self.width)
 
     def within(self, piece: Piece) -> slice:
         """Where they are among the run's."""

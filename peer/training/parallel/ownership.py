@@ -1,0 +1,62 @@
+"""Who holds what of the state between peers: every rank a like share of the chunks of its stage's tensors.
+
+Chunks lie over whole flattened tensors, whatever the layout of the model: so a peer's updates and states do not tell
+how many GPUs it has. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from protocol.layout import CODEC_CHUNK, Layout, Part
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Of a layout's tensors: `stages` has each one's stage, `ranks` each stage's ranks.
+
+    The chunks of a stage, in layout order, are dealt out in `len(ranks)` consecutive pieces that differ by one chunk at
+    most: a rank's parts are next to each other in updates and in checkpoints, and most tensors are one rank's.
+    """
+
+    layout: Layout
+    parts: Mapping[int, tuple[Part, ...]]
+    """Each rank's, in layout order; at most one of a tensor."""
+    owners: Sequence[tuple[tuple[int, Part], ...]]
+    """Each tensor's: (rank, part), which cover it in order."""
+
+    @classmethod
+    def of(cls, layout: Layout, stages: Sequence[int], ranks: Sequence[Sequence[int]]) -> Ownership:
+        parts: dict[int, list[Part]] = {r: [] for of_stage in ranks for r in of_stage}
+        owners: list[list[tuple[int, Part]]] = [[] for _ in layout.tensors]
+        for stage, of_stage in enumerate(ranks):
+            mine = [i for i, s in enumerate(stages) if s == stage]
+            total = sum(layout.tensors[i].chunks for i in mine)
+            ends = [total * (n + 1) // len(of_stage) for n in range(len(of_stage))]
+            at, n = 0, 0
+            for i in mine:
+                tensor = layout.tensors[i]
+                first = 0
+                while first < tensor.chunks:
+                    while at >= ends[n]:
+                        n += 1
+                    count = min(tensor.chunks - first, ends[n] - at)
+                    stop = min(tensor.numel, (first + count) * CODEC_CHUNK)
+                    part = Part(i, first * CODEC_CHUNK, stop)
+                    parts[of_stage[n]].append(part)
+                    owners[i].append((of_stage[n], part))
+                    first, at = first + count, at + count
+        return cls(layout, {r: tuple(p) for r, p in parts.items()}, [tuple(o) for o in owners])
+
+    def within(self, other: Layout, names: Mapping[str, str]) -> Mapping[int, tuple[Part, ...]]:
+        """The same shares of a layout whose tensors go with this one's: `names` from its names to this one's.
+
+        That is how momentum, feedback and the like are held: where their parameter is.
+        """
+        index = {t.name: i for i, t in enumerate(self.layout.tensors)}
+        found: dict[int, list[Part]] = {r: [] for r in self.parts}
+        for i, tensor in enumerate(other.tensors):
+            for rank, part in self.owners[index[names[tensor.name]]]:
+                found[rank].append(Part(i, part.start, part.stop))
+        return {r: tuple(p) for r, p in found.items()}
