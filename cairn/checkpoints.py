@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "va
 
 ABOVE = 8
 """Folders above a file in which its run is looked for."""
+
+MOST_RECORDS = 1000
+"""Records back from the head that are looked through: each one's signatures are checked."""
 
 WANTED = (
     "name a run's folder (~/.cairn/coordinated/NAME or ~/.cairn/runs/RUN), an archived state in a coordinator's "
@@ -211,6 +215,10 @@ class _Run:
     def store(self) -> Path:
         return self.folder if (self.folder / "blobs").is_dir() else self.folder / "store"
 
+    @cached_property
+    def _opener(self) -> Opener:
+        return Opener(self.spec.run_id, self.spec.owner_key)
+
     def blob(self, digest: Digest) -> Path | None:
         path = self.store / "blobs" / digest.hex()[:2] / digest.hex()
         return path if path.is_file() else None
@@ -234,16 +242,13 @@ class _Run:
             data = (self.store / "chain" / f"{round_:013d}-{digest.hex()}").read_bytes()
             if sha256(data[32:]) != data[:32]:
                 return None
-            return Opener(self.spec.run_id, self.spec.owner_key).certificate(data[32:]).record.body
+            return self._opener.certificate(data[32:]).record.body
         except (OSError, CairnError):
             return None
 
     def loss(self, round_: int, digest: Digest) -> float | None:
         """The mean training loss in a record, by windows."""
-        record = self.record(round_, digest) if round_ >= 0 else None
-        if record is None or not record.windows:
-            return None
-        return sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
+        return _loss_in(self.record(round_, digest))
 
     def last(self, status: Snapshot | None) -> Origin | None:
         """The state that a node held last, as it says. It is the only one to know a finished run's last state."""
@@ -267,12 +272,23 @@ class _Run:
         head, tokens = _head(status), None
         if status is not None and head is not None and self.record(status.round - 1, head) is not None:
             round_, digest, tokens = status.round - 1, head, status.accepted_tokens
-        while (record := self.record(round_, digest)) is not None:
+        record = self.record(round_, digest)
+        for _ in range(MOST_RECORDS):
+            if record is None:
+                return
             if tokens is not None:
                 tokens -= record.windows * self.spec.data.window
-            loss = self.loss(round_ - 1, record.parent)
-            yield Origin(self.spec.name, self.spec.run_id, record.base_state, record.round, tokens, loss)
-            round_, digest = round_ - 1, record.parent
+            before = self.record(record.round - 1, record.parent)
+            yield Origin(
+                self.spec.name, self.spec.run_id, record.base_state, record.round, tokens, _loss_in(before)
+            )  # fmt: skip
+            record = before
+
+
+def _loss_in(record: Record | None) -> float | None:
+    if record is None or not record.windows:
+        return None
+    return sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
 
 
 def _head(status: Snapshot | None) -> Digest | None:

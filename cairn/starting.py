@@ -25,6 +25,8 @@ def init_run(folder: Path, out: Path, *, peers: int, uplink: float, total_tokens
         raise click.BadParameter(e.reason, param_hint=f"--{e.field.replace('_', '-')}") from None
     _write(out, started.text)
     click.echo(f"model   {started.parameters:,} parameters, from {folder}; tokenizer of {started.vocabulary:,} tokens")
+    if started.left_out:
+        click.echo(f"note    left out of [model], for transformers does not know them: {', '.join(started.left_out)}")
     click.echo(f"{out} is written ({started.name}): name your documents in its [data], then:")
     click.echo(f"    cairn run validate {out}")
 

@@ -199,7 +199,7 @@ def checkpoint_digest(path: Path) -> Digest:
 
 def _check_out(out: Path, force: bool) -> None:
     """Raises ExportError where nothing may be written. Only what is a model is ever replaced."""
-    if not out.name or out.is_symlink() or (out.exists() and not out.is_dir()):
+    if out.name in ("", "..") or out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ExportError(f"{out}: not a folder that can be made: name a new one")
     try:
         there = {p.name for p in out.iterdir()} if out.exists() else set()

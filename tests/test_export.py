@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -554,3 +555,46 @@ def test_what_a_folder_holds_is_told_without_reading_it(model: Path):
     found = look_at(model)
     assert found.numel == sum(t.numel() for t in load_file(model / "model.safetensors").values())
     assert found.files == (model / "model.safetensors",)
+
+
+def test_fields_that_a_config_s_author_has_added_are_left_out_and_named(model: Path, tmp_path: Path):
+    _config(model, is_llama_config=True, use_mrope=False)
+    path = tmp_path / "second.toml"
+    done = cairn("run", "init", "--from", model, "--out", path)
+    assert done.returncode == 0 and "left out of [model]" in done.stdout and "is_llama_config, use_mrope" in done.stdout
+    text = path.read_text()
+    assert "is_llama_config, use_mrope" in text and "\nuse_mrope" not in text
+
+
+def test_a_tied_tensor_that_is_there_twice_and_names_without_prefix_are_taken(tmp_path: Path):
+    config = plain_config({"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 4,
+                           "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0})  # fmt: skip
+    tensors = parameters_of(build_model(config, seed=2))
+    old = {n.removeprefix("transformer."): t.clone() for n, t in tensors.items()}
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "lm_head.weight": old["wte.weight"].clone()}
+    (tmp_path / "old").mkdir()
+    save_file(old, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    back = read(tmp_path / "old", config)
+    assert back.keys() == tensors.keys() and all(torch.equal(t, back[n]) for n, t in tensors.items())
+
+
+def test_a_checkpoint_is_never_whole_in_memory(tmp_path: Path):
+    from coordinator.export import export as write
+    from coordinator.model_card import Origin
+
+    config = plain_config(SMALL | {"vocab_size": 200_000, "bos_token_id": 0, "eos_token_id": 0})
+    model = build_model(config, device="meta")
+    layout = model_layout(model)
+    with (tmp_path / "state").open("wb") as file:
+        file.write(layout.checkpoint_header())
+        file.truncate(layout.checkpoint_size)
+    (tmp_path / "tokenizer.json").write_bytes(tokens.train(iter([Piece("a b c", True)]), 300).file)
+    origin = Origin("little", RunId(digest("run")))
+    tracemalloc.start()
+    try:
+        made = write(tmp_path / "state", config, tmp_path / "tokenizer.json", origin, tmp_path / "out")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert made.size > 25_000_000 and peak < 8_000_000

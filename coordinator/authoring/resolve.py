@@ -94,7 +94,7 @@ def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layou
             check(found, layout)
     except WeightsError as e:
         raise WeightsError(f"{run_file.path}: run.weights: {e}") from None
-    lines = [f"initial weights: {run_file.run.weights}, {len(found.tensors)} tensors in {len(found.files)} files"]
+    lines = [f"initial weights: {run_file.run.weights}, {len(found.tensors)} tensors in {len(found.files)} file(s)"]
     if config is not None and (others := other_settings(found.folder, config)):
         lines.append(f"note: [model] differs from the config of these weights in {', '.join(others)}")
     return lines

@@ -43,9 +43,16 @@ class Model:
 
 def read_model(path: Path) -> Model:
     """The model of a config.json, or of a run.toml's [model]. Raises ModelFileError; SpecError for the model."""
+    return model_of(*_given(path), path)
+
+
+def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> Model:
+    """The model of a config that was read from `path`, and the size of its run's vocabulary where that is known.
+
+    Raises ModelFileError; SpecError for the model.
+    """
     from protocol.model import build_model, model_layout, plain_config
 
-    given, vocabulary = _given(path)
     asked = {"vocab_size": vocabulary} | given if vocabulary else dict(given)
     try:
         whole = plain_config(asked)

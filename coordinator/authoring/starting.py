@@ -15,7 +15,7 @@ from typing import Any
 from coordinator.authoring import tokens
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.plan import Question, plan
-from coordinator.authoring.shape import FROM_TOKENIZER, ModelFileError, read_model
+from coordinator.authoring.shape import FROM_TOKENIZER, ModelFileError, model_of
 from coordinator.authoring.template import fill
 from coordinator.authoring.weights import CONFIG, WeightsError, check, look_at
 
@@ -29,12 +29,16 @@ LR_FACTOR = 0.1
 
 @dataclass(frozen=True)
 class Started:
-    """A run.toml's text, and what is in it: the run's name, the model's parameters, the tokenizer's size."""
+    """A run.toml's text, and what is in it: the run's name, the model's parameters, the tokenizer's size.
+
+    `left_out`: fields of the folder's config that `transformers` does not know.
+    """
 
     text: str
     name: str
     parameters: int
     vocabulary: int
+    left_out: tuple[str, ...]
 
 
 def run_file_from(folder: Path, out: Path, question: Question) -> Started:
@@ -45,7 +49,8 @@ def run_file_from(folder: Path, out: Path, question: Question) -> Started:
     """
     found = look_at(folder)
     given = _config(folder)
-    model = read_model(folder / CONFIG)
+    left_out = _unknown(given)
+    model = model_of({k: v for k, v in given.items() if k not in left_out}, None, folder / CONFIG)
     check(found, model.layout)
     tokenizer = _tokenizer(folder)
     if tokenizer.size > model.vocabulary:
@@ -56,7 +61,10 @@ def run_file_from(folder: Path, out: Path, question: Question) -> Started:
     window = question.window if model.positions is None else min(question.window, model.positions)
     made = plan(replace(question, model=model.layout, window=window))
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
-    text = fill(made, table, tokenizer.size, f"From {ascii(folder.name)}: it must stay the config of run.weights.")
+    note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
+    if left_out:
+        note += f" Left out, for transformers does not know them: {ascii(', '.join(left_out))}."
+    text = fill(made, table, tokenizer.size, note)
     text = text.replace("planned by `cairn run plan`", f"going on from {ascii(folder.name)}, by `cairn run init`", 1)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{folder.name}-more").lstrip("._-")[:64] or "my-run"
     place = _place(folder, out)
@@ -69,7 +77,7 @@ def run_file_from(folder: Path, out: Path, question: Question) -> Started:
         ("inner", "lr", float(f"{made.lr * LR_FACTOR:.2g}"), "Here a tenth of that, for the weights are trained."),
     ):
         text = write_field(text, table_name, field, value, why)
-    return Started(text, name, model.layout.numel, tokenizer.size)
+    return Started(text, name, model.layout.numel, tokenizer.size, left_out)
 
 
 def write_field(text: str, table: str, field: str, value: str | float | None, why: str = "") -> str:
@@ -90,8 +98,6 @@ def write_field(text: str, table: str, field: str, value: str | float | None, wh
 def _config(folder: Path) -> dict[str, Any]:
     """The folder's config.json as it is. Raises ModelFileError."""
     path = folder / CONFIG
-    if not path.is_file():
-        raise ModelFileError(f"{path}: no such file: name a model's folder, with its {CONFIG}")
     try:
         given = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as e:
@@ -101,6 +107,31 @@ def _config(folder: Path) -> dict[str, Any]:
     if "quantization_config" in given:
         raise WeightsError(f"{path}: quantised weights cannot be trained: take the model that they were made from")
     return given
+
+
+def _unknown(given: dict[str, Any]) -> tuple[str, ...]:
+    """Fields that authors have added to a config of a known type, of which its code has never heard.
+
+    One that decides a shape all the same shows when the weights are compared. Those that would bring code are not among
+    them: they are refused, as everywhere.
+    """
+    from transformers import CONFIG_MAPPING
+
+    from protocol.errors import SpecError
+    from protocol.model import plain_config
+
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return ()
+    defaults = CONFIG_MAPPING[kind]()
+    known = {*defaults.to_dict(), *defaults.attribute_map, "model_type", "auto_map", "trust_remote_code"}
+    left_out: list[str] = []
+    for field in sorted(given.keys() - known):
+        try:
+            plain_config({"model_type": kind, field: given[field]})
+        except SpecError:
+            left_out.append(field)
+    return tuple(left_out)
 
 
 def _tokenizer(folder: Path) -> tokens.RunTokenizer:

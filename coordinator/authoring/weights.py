@@ -56,6 +56,8 @@ def look_at(folder: Path) -> Pretrained:
         raise WeightsError(f"{folder}: no such folder: name a model's folder, with {CONFIG} and {MODEL}")
     if (folder / "adapter_config.json").exists():
         raise WeightsError(f"{folder}: an adapter, not a whole model: merge it into its model first, and save that")
+    if not (folder / CONFIG).is_file():
+        raise WeightsError(f"{folder / CONFIG}: no such file: name a model's folder, with {CONFIG} and {MODEL}")
     if (folder / INDEX).is_file():
         files = _indexed(folder)
     elif (folder / MODEL).is_file():
