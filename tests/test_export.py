@@ -564,6 +564,9 @@ def test_fields_that_a_config_s_author_has_added_are_left_out_and_named(model: P
     assert done.returncode == 0 and "left out of [model]" in done.stdout and "is_llama_config, use_mrope" in done.stdout
     text = path.read_text()
     assert "is_llama_config, use_mrope" in text and "\nuse_mrope" not in text
+    _config(model, intermediate_size=96)
+    said = refused("run", "init", "--from", model, "--out", path, "--force")
+    assert "in [model]" in said and "is_llama_config, use_mrope" in said and len(said.splitlines()) == 1
 
 
 def test_a_tied_tensor_that_is_there_twice_and_names_without_prefix_are_taken(tmp_path: Path):

@@ -51,7 +51,15 @@ def run_file_from(folder: Path, out: Path, question: Question) -> Started:
     given = _config(folder)
     left_out = _unknown(given)
     model = model_of({k: v for k, v in given.items() if k not in left_out}, None, folder / CONFIG)
-    check(found, model.layout)
+    try:
+        check(found, model.layout)
+    except WeightsError as e:
+        if not left_out:
+            raise
+        fields = ", ".join(left_out)
+        raise WeightsError(
+            f"{e} (of its fields, transformers does not know {fields}: one may decide a shape)"
+        ) from None
     tokenizer = _tokenizer(folder)
     if tokenizer.size > model.vocabulary:
         raise DataInputError(
