@@ -30,6 +30,9 @@ TIED = {"dp=2", "tp=2", "fsdp=4"}
 MOST = 5e-7
 """How far relative to a tensor's norm (measured for DDP and FSDP2: 0 to 5e-7)."""
 
+FURTHER = 5e-6
+"""Parameters after a step, and gradients after those."""
+
 BATCH, STEPS = 5, 3
 
 
@@ -38,7 +41,7 @@ def config(layout: str) -> dict:
 
 
 def spec(optimiser="adamw") -> InnerSpec:
-    return InnerSpec(lr=1e-2, batch=BATCH, clip_norm=0.5, optimiser=optimiser, schedule=Schedule(kind="constant"))
+    return InnerSpec(lr=1e-3, batch=BATCH, clip_norm=0.5, optimiser=optimiser, schedule=Schedule(kind="constant"))
 
 
 def windows(step: int) -> Tensor:
@@ -79,9 +82,9 @@ def rank(me: int, world: int, folder: Path) -> None:
             for piece in range(inner.begin(windows(n))):
                 inner.piece(piece)
             step = inner.end()
-            tensors |= {f"{n}/gradient/{name}": built.whole(name, p.grad) for name, p in inner._shards.items()}
+            tensors |= {f"{n}/gradient/{name}": built.whole(name, p.grad).clone() for name, p in inner._shards.items()}
             inner.take(step)
-            tensors |= {f"{n}/value/{name}": built.whole(name) for name in built.parameters}
+            tensors |= {f"{n}/value/{name}": built.whole(name).clone() for name in built.parameters}
             steps.append((step.loss, step.gradient_norm))
         save_file(tensors, folder / f"{layout}.{me}.safetensors")
         write_json(folder / f"{layout}.{me}.json", steps)
@@ -101,7 +104,8 @@ def test_a_step_is_the_same_on_one_process_and_on_many(world, tmp_path):
                 step = int(name.split("/")[0])
                 far = float((found[name] - tensor).norm() / tensor.norm())
                 # Later steps start from parameters that differ already, and AdamW divides by small numbers.
-                assert far <= MOST if step == 0 and "gradient" in name else 1e-4, f"{layout} {name}: {far}"
+                most = MOST if step == 0 and "gradient" in name else FURTHER
+                assert far <= most, f"{layout} {name}: {far}"
             for (loss, norm), (want_loss, want_norm) in zip(
                 json.loads((tmp_path / f"{layout}.{me}.json").read_text()), steps, strict=True
             ):

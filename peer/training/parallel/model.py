@@ -54,14 +54,14 @@ class RankModel:
         return shard(self.parameters[name].detach())
 
     def whole(self, name: str, part: Tensor | None = None) -> Tensor:
-        """A parameter, or another tensor that is split as it is (of which this rank has `part`), whole and fresh.
+        """A parameter, or another tensor that is split as it is (of which this rank has `part`), whole.
 
-        Collective over the ranks of the stage.
+        A fresh tensor where it is split, else the very one. Collective over the ranks of the stage.
         """
         like = self.parameters[name].detach()
         part = shard(like) if part is None else part
         if not isinstance(like, DTensor):
-            return part.clone()
+            return part
         made = DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
