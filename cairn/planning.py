@@ -215,12 +215,7 @@ def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
         f"H {m.inner_steps} x {q.peers} peers x {q.windows} windows x {q.window} tokens",
     )
     yield "codec.beta", f"{m.codec.beta:g}", f"{findings.BETA_WHY} ({measured})"
-    if m.momentum:
-        yield "outer.optimiser", "nesterov", f"{findings.OUTER_WHY} ({measured})"
-        yield "outer.momentum", f"{m.momentum:g}", "the same"
-    else:
-        yield "outer.optimiser", "plain", "as it was measured"
-    yield "outer.lr", f"{findings.OUTER_LR.value}", findings.OUTER_LR.why
+    yield "outer.lr", f"{m.outer_lr:g}", f"{findings.OUTER_LR_WHY} ({measured})"
     yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"
     yield "inner.batch", f"{q.windows}", _why_batch(p)
     yield "warmup_tokens", f"{p.warmup_tokens:_}", f"{findings.WARMUP:.0%} of the run, then a cosine to a tenth"

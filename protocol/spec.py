@@ -174,8 +174,8 @@ class Schedule(Section):
 class InnerSpec(Section):
     """The inner optimiser: what a peer does between rounds."""
 
-    optimiser: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon: on hidden matrices; AdamW on the rest"
+    optimiser: Literal["muon", "adamw"] = Field(
+        default="muon", description="muon: on hidden matrices; AdamW on the rest"
     )
     lr: Annotated[float, Field(gt=0, le=10)] = 1e-3
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -189,11 +189,11 @@ class InnerSpec(Section):
 class CodecSpec(Section):
     """How pseudo-gradients are compressed."""
 
-    kind: Literal["sparse", "sign", "int8", "none"] = "sparse"
+    kind: Literal["sign", "sparse", "int8", "none"] = "sign"
     k: Annotated[int, Field(ge=64, le=4096)] = Field(
         default=64, description="coordinates kept of each chunk of 4096 (sparse)"
     )
-    beta: Annotated[float, Field(ge=0, le=1)] = Field(default=0.95, description="decay of the error feedback")
+    beta: Annotated[float, Field(ge=0, le=1)] = Field(default=0.5, description="decay of the error feedback")
 
 
 class OuterSpec(Section):

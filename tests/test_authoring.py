@@ -130,7 +130,8 @@ def test_resolving_again_gives_the_same_run_and_the_same_in_another_folder(write
 
 def test_comments_and_spelled_out_defaults_change_nothing(write, tmp_path):
     first = resolve(load_run(write()), tmp_path / "work", OWNER)
-    again = write((r"lr = 0\.002", "lr = 2e-3  # as before"), (r"\[round\]", '[codec]\nkind = "sparse"\n[round]'))
+    spelled_out = '[codec]\nkind = "sign"\n[outer]\nlr = 1.4\n[round]'
+    again = write((r"lr = 0\.002", "lr = 2e-3  # as before"), (r"\[round\]", spelled_out))
     assert resolve(load_run(again), tmp_path / "work", OWNER) == first
 
 
@@ -261,7 +262,7 @@ def test_a_run_file_that_is_not_there_or_not_text_is_named(tmp_path):
 
 
 def test_the_summary_states_what_the_spec_will_say(write, tmp_path):
-    path = write()
+    path = write((r"\[round\]", '[codec]\nkind = "sparse"\n[round]'))
     text = "\n".join(validate(path))
     spec = resolve(load_run(path), tmp_path / "work", OWNER).spec
     assert f"{spec.model.layout.numel:,} parameters" in text

@@ -204,7 +204,7 @@ def test_data_parallel_bytes_are_two_bf16_gradients_a_step_less_the_ring_s_share
 def test_each_finding_is_one_that_a_run_can_have():
     assert len({str(m) for m in MEASURED}) == len(MEASURED)
     for m in MEASURED:
-        OuterSpec(momentum=m.momentum)
+        OuterSpec(lr=m.outer_lr)
         assert m.inner_steps >= 1 and 0.9 < m.loss < 2
 
 
@@ -305,8 +305,7 @@ def test_every_plan_fills_a_valid_run_file(tmp_path_factory: pytest.TempPathFact
     path.write_text(fill(p, table, table["vocab_size"], "A note."))
     run_file = load_run(path)
     assert run_file.codec == p.setting.codec and run_file.inner.optimiser == findings.INNER.value
-    assert (run_file.outer.optimiser == "nesterov") == (p.setting.momentum > 0)
-    assert run_file.outer.momentum == p.setting.momentum or not p.setting.momentum
+    assert run_file.outer == OuterSpec(lr=p.setting.outer_lr)
     assert run_file.round.target_tokens == p.target_tokens and run_file.run.total_tokens == question.total
     assert run_file.round.exchange_seconds >= min(p.cost.exchange_seconds, 7 * 86_400)
     assert run_file.round.max_seconds >= p.cost.training_seconds

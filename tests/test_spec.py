@@ -159,7 +159,7 @@ SHARD = {"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}
         (table("inner", betas=[0.9]), "inner.betas.1", "is missing"),
         (table("inner", schedule={"kind": "cosine"}), "the spec", "inner.schedule.total_tokens must be set"),
         ({"codec": {"k": 63}}, "codec.k", "greater than or equal to 64"),
-        ({"codec": {"kind": "zip"}}, "codec.kind", "'sparse', 'sign', 'int8' or 'none'"),
+        ({"codec": {"kind": "zip"}}, "codec.kind", "'sign', 'sparse', 'int8' or 'none'"),
         ({"outer": {"weight_cap": 0}}, "outer.weight_cap", "greater than 0"),
         (table("round", target_tokens=None), "round.target_tokens", "is missing"),
         (table("round", target_tokens=0), "round.target_tokens", "greater than or equal to 1"),

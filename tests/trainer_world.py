@@ -78,7 +78,9 @@ class World:
             genesis=BlobRef(digest=blob_digest(data).hex(), size=len(data)),
             tokenizer=nowhere,
             data=DataSpec(window=WINDOW, train=[Shard(digest=shard.hex(), size=len(tokens), tokens=4096)]),
-            inner=InnerSpec(**({"lr": 3e-3, "batch": BATCH, "schedule": Schedule(kind="constant")} | inner)),
+            inner=InnerSpec(
+                **({"optimiser": "adamw", "lr": 3e-3, "batch": BATCH, "schedule": Schedule(kind="constant")} | inner)
+            ),
             codec=codec or CodecSpec(kind="sparse", k=256),
             outer=outer,
             round=RoundSpec(target_tokens=10 * BATCH * WINDOW, max_update_tokens=40 * BATCH * WINDOW),

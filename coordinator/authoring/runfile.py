@@ -98,6 +98,9 @@ class DataTable(Section):
         return [self.source] if isinstance(self.source, str) else list(self.source or [])
 
 
+SIGN_OUTER_LR = 1.4
+
+
 class RunFile(Section):
     """A checked run.toml."""
 
@@ -171,13 +174,22 @@ def load_run(path: Path) -> RunFile:
 
 
 def _fill_in(tables: dict[str, Any]) -> None:
-    """Defaults that follow from others: the schedule ends with the run; an update holds up to two rounds' work."""
+    """Defaults that follow from others.
+
+    The schedule ends with the run; an update holds up to two rounds' work; the mean of signs is shorter than the way
+    that the peers came, so the outer step goes beyond it (docs/results/convergence.md).
+    """
     run, window_of = tables.get("run"), tables.get("data")
     inner, round_ = tables.setdefault("inner", {}), tables.get("round")
     if isinstance(inner, dict) and isinstance(run, dict):
         schedule = inner.setdefault("schedule", {})
         if isinstance(schedule, dict) and "total_tokens" in run:
             schedule.setdefault("total_tokens", run["total_tokens"])
+    codec, outer = tables.get("codec", {}), tables.setdefault("outer", {})
+    if isinstance(codec, dict) and isinstance(outer, dict):
+        plain = outer.get("optimiser", OuterSpec().optimiser) == "plain"
+        if plain and codec.get("kind", CodecSpec().kind) == "sign":
+            outer.setdefault("lr", SIGN_OUTER_LR)
     if isinstance(round_, dict) and isinstance(window_of, dict) and isinstance(inner, dict):
         target, window = round_.get("target_tokens"), window_of.get("window")
         batch = inner.get("batch", InnerSpec().batch)

@@ -67,7 +67,7 @@ validation_every = 100
 #addresses = []
 
 [inner]
-# What a peer does between rounds. "muon": hidden matrices by Muon, all else by AdamW; or "adamw". Default "adamw".
+# What a peer does between rounds. "muon": hidden matrices by Muon, all else by AdamW; or "adamw". Default "muon".
 optimiser = "$inner"
 # Peak learning rate. Default 0.001. Planned from the model's size, a start only: try half and double on a small scale.
 lr = $lr
@@ -97,12 +97,12 @@ min_ratio = $min_ratio
 
 [codec]
 # How updates are compressed: "sparse" (the largest of each 4096 coordinates), "sign" (a bit a parameter), "int8" (a
-# byte) or "none" (fp32). Default "sparse". Planned: $update a peer and round; with $inner_steps inner steps a round, a
+# byte) or "none" (fp32). Default "sign". Planned: $update a peer and round; with $inner_steps inner steps a round, a
 # final loss $loss times that of data-parallel training ($source).
 kind = "$kind"
 # For "sparse": coordinates kept of each 4096, 64 to 4096. Default 64.
 $k_line
-# What is kept each round of that which was learnt and not sent. Default 0.95.
+# What is kept each round of that which was learnt and not sent. Default 0.5.
 beta = $beta
 
 [outer]
@@ -113,11 +113,11 @@ beta = $beta
 # The largest share of a round's weight that one update can have. Default 1.0.
 #weight_cap = 1.0
 # "plain", or "nesterov" with momentum. Default "plain".
-optimiser = "$outer"
-# Default 1.0.
+#optimiser = "plain"
+# How far along the mean change the state goes. Left out, it is 1.4 for "plain" with "sign". Default 1.0.
 lr = $outer_lr
 # For "nesterov". Default 0.9.
-$momentum_line
+#momentum = 0.9
 
 [round]
 # The tokens of all peers together that end a round's training; required.
@@ -190,9 +190,7 @@ def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str)
         source=findings.SOURCE,
         k_line=f"k = {codec.k}" if codec.kind == "sparse" else "#k = 64",
         beta=codec.beta,
-        outer="nesterov" if plan.setting.momentum else "plain",
-        momentum_line=f"momentum = {plan.setting.momentum:g}" if plan.setting.momentum else "#momentum = 0.9",
-        outer_lr=findings.OUTER_LR.value,
+        outer_lr=plan.setting.outer_lr,
         training=f"{cost.training_seconds:.3g}",
         exchange=f"{cost.exchange_seconds:.3g}",
         share=f"{cost.share:.1%}",
