@@ -32,7 +32,7 @@ from benchmarks.convergence import goals, measure, pool, tables
 from benchmarks.convergence.corpus import FOLDER, ROOT, corpus
 from benchmarks.convergence.measure import Measured
 from benchmarks.convergence.setting import PROFILES, Profile, Setting
-from benchmarks.convergence.studies import MAIN, PEOPLE_ROWS, QUICK, STUDIES
+from benchmarks.convergence.studies import MAIN, PEOPLE_ROWS, QUICK, SIGNS, STUDIES
 from protocol.errors import CairnError
 
 NAMES = ("main", *STUDIES, "people")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sections = _compared(names, chosen.profile, seeds, study_seeds, run)
     judged = _shown(sections, profile, parameters) if "main" in sections else []
     for name, found in sections.items():
-        if name not in ("main", "base"):
+        if name != "main":
             print(f"\n{name}\n")
             print(
                 report.table(tables.STUDY_COLUMNS, tables.study_rows(found, _base(name, sections), profile, parameters))
@@ -92,12 +92,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compared(names: Sequence[str], profile: str, seeds: Sequence[int], study_seeds: Sequence[int], run: measure.Run):
-    """The main comparison and studies, by name. Studies use the learning rate that is best for their base."""
+    """The main comparison and studies, by name. Studies use the learning rate that is best for their base.
+
+    The base is the main comparison's own row in other words, so where that was run, its search is not run again.
+    """
     sections: dict[str, list[Measured]] = {}
     if "main" in names:
         sections["main"] = measure.tuned(MAIN, profile, seeds, None, run)
     if studies := [n for n in names if n != "main"]:
-        sections["base"] = measure.tuned(STUDIES["base"], profile, study_seeds, None, run)
+        same = [m.lr for m in sections.get("main", []) if m.row.options == SIGNS]
+        if same:
+            sections["base"] = measure.at_rate(STUDIES["base"], same[0], profile, study_seeds, None, run)
+        else:
+            sections["base"] = measure.tuned(STUDIES["base"], profile, study_seeds, None, run)
         lr = sections["base"][0].lr
         for name in studies:
             if name == "inner":
