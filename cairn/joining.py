@@ -35,6 +35,7 @@ class JoinOptions:
     home: Path
     name: str
     device: str
+    parallel: str
     threads: int | None
     listen: tuple[str, ...]
     announce: tuple[str, ...]
@@ -88,6 +89,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                 listen=options.listen,
                 announce=options.announce,
                 device=options.device,
+                parallel=options.parallel,
                 threads=options.threads or os.cpu_count() or 1,
             ),
         )

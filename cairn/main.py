@@ -75,13 +75,20 @@ def peer() -> None:
     callback=lambda _c, _p, value: _device(value),
 )
 @click.option(
+    "--parallel",
+    default="auto",
+    show_default=True,
+    help="How to use many GPUs: auto, or some of dp=N, fsdp=N, tp=N, pp=N with commas, such as fsdp=4,tp=2.",
+    callback=lambda _c, _p, value: _parallel(value),
+)
+@click.option(
     "--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the trainer.  [default: all]"
 )
 @click.option("--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free TCP port]")
 @click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to tell others, if not those found.")
 @click.option("--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
-def join(invite, home, name, device, threads, listen, announce, disk, plain) -> None:
+def join(invite, home, name, device, parallel, threads, listen, announce, disk, plain) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
     Ctrl-C announces what is done, saves the rest and leaves; the same command resumes.
@@ -94,6 +101,7 @@ def join(invite, home, name, device, threads, listen, announce, disk, plain) -> 
             home=home,
             name=name,
             device=device,
+            parallel=parallel,
             threads=threads,
             listen=tuple(listen),
             announce=tuple(announce),
@@ -320,6 +328,17 @@ def _count(text: str | None, option: str) -> int | None:
     from cairn.planning import parse_count
 
     return None if text is None else parse_count(text, option)
+
+
+def _parallel(text: str) -> str:
+    """Whether the model and the machine allow it is the trainer's to say; whether it is a layout, is said at once."""
+    from peer.errors import TrainingError
+    from peer.training.parallel.degrees import Degrees
+
+    try:
+        return text if text == "auto" else str(Degrees.parse(text))
+    except TrainingError as e:
+        raise click.BadParameter(str(e).removeprefix("--parallel ")) from None
 
 
 def _device(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -50,6 +51,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100)  # where it hangs, before it is killed
     import torch
 
     torch.set_num_threads(1)

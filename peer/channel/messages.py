@@ -84,7 +84,7 @@ class Start(_Message):
     `spec_path`: a file with the spec's canonical bytes. `store`: the folder of the peer's blobs. `identity_key`: this
     peer's public key (data assignment, and which updates are its own). `state_folder`: the trainer's own, for its
     saved state. `shards`: training shards by digest (hex), each a local file, or "" when it is to be read from the
-    spec's addresses.
+    spec's addresses. `parallel`: how the work lies over many devices, "auto" or as `Degrees.parse` reads it.
     """
 
     spec_path: Path
@@ -94,6 +94,7 @@ class Start(_Message):
     device: str = "auto"
     threads: Annotated[int, Field(ge=1, le=4096)] = 1
     shards: Annotated[dict[str, str], Field(max_length=65_536)] = Field(default_factory=dict)  # type: ignore[assignment]
+    parallel: Annotated[str, Field(max_length=200)] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

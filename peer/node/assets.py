@@ -30,7 +30,9 @@ async def fetch_assets(spec: RunSpec, store: Store, network: Network) -> None:
             await network.fetch_blob(blob.name, blob.size, network.everyone(), deadline_seconds=FETCH_SECONDS)
 
 
-def start_message(spec: RunSpec, store: Store, folder: Path, key: PeerKey, device: str, threads: int) -> Start:
+def start_message(
+    spec: RunSpec, store: Store, folder: Path, key: PeerKey, device: str, threads: int, parallel: str = "auto"
+) -> Start:
     """What the trainer is started with; the spec is written to a file for it. Raises StoreError."""
     spec_file = folder / "spec.json"
     with disk(f"writing {spec_file}"):
@@ -42,5 +44,6 @@ def start_message(spec: RunSpec, store: Store, folder: Path, key: PeerKey, devic
         state_folder=folder / "trainer",
         device=device,
         threads=threads,
+        parallel=parallel,
         shards={s.digest: str(store.path(s.name)) if store.has(s.name) else "" for s in spec.data.train},
     )

@@ -56,6 +56,7 @@ class NodeOptions:
     listen: tuple[str, ...] = ()
     announce: tuple[str, ...] = ()
     device: str = "auto"
+    parallel: str = "auto"
     threads: int = 1
     observer: bool = False
 
@@ -200,7 +201,7 @@ class Node:
             await fetch_assets(self._spec, self.store, self.network)
             self._training = Training(
                 self._spec,
-                start_message(self._spec, self.store, o.folder, self.key, o.device, o.threads),
+                start_message(self._spec, self.store, o.folder, self.key, o.device, o.threads, o.parallel),
                 self.store,
                 self.chain,
                 self.network,

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
 
 from peer.channel.trainer_end import TrainerEnd
 from peer.errors import ChannelError
-
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with(parent: int) -> bool:
-    """Ask the kernel (Linux) for a SIGKILL when the node ends, however it ends. False when it has ended already.
-
-    Elsewhere the closed channel ends the trainer, between two steps.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    return os.getppid() == parent
+from peer.training.parent import die_with
 
 
 def main() -> int:
@@ -38,7 +26,7 @@ def main() -> int:
     except ChannelError as e:
         print(f"trainer: {e}; it is started by cairn peer join, not by hand", file=sys.stderr)
         return 2
-    if not _die_with(arguments.parent):
+    if not die_with(arguments.parent):
         return 1
     from peer.training.service import Service  # torch and transformers: seconds
 

@@ -9,12 +9,13 @@ is guarded by `Trainer.stepping`. From the moment that anything is handed to the
 all of the `Trainer` is its own; but when that is only to keep what is to be saved of an update, which does not look at
 the base, the front may advance it.
 
-On CUDA both threads issue to one stream: an apply's kernels come after those that the step has issued already. On a CPU
-the training thread stands aside meanwhile (see `gate`).
+On CUDA both threads issue to one stream: an apply's kernels come after those that the step has issued already. On a
+CPU, and with many ranks, which do one thing at a time, the training thread stands aside meanwhile (see `gate`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -94,8 +95,11 @@ class Front:
 
     def _do(self, trainer: Trainer, ask: Apply | MakeUpdate) -> list[Item]:
         """Do and answer it; what is left for the training thread."""
-        on_cpu = trainer.device.type == "cpu"
-        with trainer.gate.closed() if on_cpu else torch.cuda.device(trainer.device):
+        aside = trainer.device.type == "cpu" or trainer.work.many
+        with (
+            trainer.gate.closed() if aside else contextlib.nullcontext(),
+            torch.cuda.device(trainer.device) if trainer.device.type == "cuda" else contextlib.nullcontext(),
+        ):
             if isinstance(ask, Apply):
                 return self._apply(trainer, ask)
             return self._make_update(trainer, ask)

@@ -11,7 +11,7 @@ what was known when it was made (`update.json`): a peer that signed two updates 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -99,6 +99,8 @@ class Saved(Known):
     feedback: Mapping[str, Tensor]
     progress: Mapping[str, Tensor]
     moments: Mapping[str, Tensor]
+    file: Path | None = None
+    """Where the tensors were read from."""
 
     def copy(self) -> Saved:
         """With tensors of its own: what changes theirs does not change it."""
@@ -117,8 +119,12 @@ class SavedFolder:
     def __init__(self, folder: Path, run: RunId, peer: PeerKey, layout: Layout):
         self.folder, self.run, self.peer, self.layout = folder, run, peer, layout
 
-    def write(self, state: Saved) -> None:
-        """Replace what is saved. Raises SavedStateError, and then the old state is still there."""
+    def write(self, state: Saved, by: Callable[[Path], Digest] | None = None) -> None:
+        """Replace what is saved. Raises SavedStateError, and then the old state is still there.
+
+        `by` writes the tensors, where this process does not hold them (`state` then has none): a safetensors file, on
+        disk, with the names that are used here. It returns the file's blob digest.
+        """
         tensors = {f"{FEEDBACK}/{n}": t for n, t in state.feedback.items()}
         tensors |= {f"{PROGRESS}/{n}": t for n, t in state.progress.items()}
         tensors |= state.moments
@@ -128,9 +134,12 @@ class SavedFolder:
             serials = [int(p.stem.split("-")[1]) for p in self._files()]
             path = self.folder / f"trainer-{max(serials, default=0) + 1}.safetensors"
             temporary = path.with_name(f".{path.name}.part")
-            save_file({n: t.contiguous() for n, t in tensors.items()}, temporary)
-            sync(temporary)
-            digest = _file_digest(temporary)
+            if by is not None:
+                digest = by(temporary)
+            else:
+                save_file({n: t.contiguous() for n, t in tensors.items()}, temporary)
+                sync(temporary)
+                digest = _file_digest(temporary)
             publish(temporary, path)
             sheet = self._sheet(state, path.name, digest)
             write_durably(self.folder / SHEET, [sheet.model_dump_json(indent=1).encode()])
@@ -154,8 +163,10 @@ class SavedFolder:
         if saved and saved.claims.announced == _announced(update.announced):
             return saved
         # The update was made after the state was saved: what that holds was in the update already.
-        steps, moments = (saved.optimiser_steps, saved.moments) if saved else (0, {})
-        return Saved(**vars(_known(update)), optimiser_steps=steps, feedback={}, progress={}, moments=moments)
+        steps, moments, file = (saved.optimiser_steps, saved.moments, saved.file) if saved else (0, {}, None)
+        return Saved(
+            **vars(_known(update)), optimiser_steps=steps, feedback={}, progress={}, moments=moments, file=file
+        )
 
     def _read(self, name: str, kind: type[S]) -> S | None:
         """One of the sheets; None when it is not there. Raises SavedStateError."""
@@ -256,6 +267,7 @@ class SavedFolder:
             feedback=groups[FEEDBACK],
             progress=groups[PROGRESS],
             moments={f"{m}/{n}": t for m in MOMENTS for n, t in groups[m].items()},
+            file=self.folder / sheet.file,
         )
 
 

@@ -5,6 +5,7 @@ What cannot wait for a step is done by another thread (see `front`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import time
@@ -29,7 +30,7 @@ from peer.channel import (
     TrainerEnd,
     UpdateMade,
 )
-from peer.errors import SavedStateError, TrainingError
+from peer.errors import ChannelError, SavedStateError, TrainingError
 from peer.training.data import DataError
 from peer.training.device import choose_device, out_of_memory
 from peer.training.front import Front, Item
@@ -68,6 +69,7 @@ class Service:
         self._coming: tuple[int, Future[Tensor]] | None = None
         self._data_failed: tuple[float, float] | None = None
         """(when to try again, how long the wait was)."""
+        self._started = False
         self._progress_due = 0.0
         self._save_due = 0.0
         self._unwritten: tuple[float, State] | None = None
@@ -84,7 +86,7 @@ class Service:
             if choose_device(start.device, start.threads).type == "cpu":
                 # The node shares these cores, and others wait for its answers: training takes what is left.
                 os.nice(CPU_NICENESS)
-            trainer = self._front.trainer = Trainer(start, self._note)
+            trainer = self._front.trainer = Trainer(start, self._note, self._lost)
         except torch.OutOfMemoryError:
             self._end.send(Failed("start", str(out_of_memory(torch.device("cuda"), "build the model")), fatal=True))
             return 1
@@ -92,18 +94,21 @@ class Service:
             self._end.send(Failed("start", str(e), fatal=True))
             return 1
         self._end.send(trainer.ready())
+        self._started = True
         self._front.done()
+        in_order = False
         try:
             while True:
                 self._turn(trainer)
         except Stopping:
+            in_order = True
             return 0
         except TrainingError as e:
             self._send_notes()
             self._end.send(Failed("train", str(e), fatal=True))
             return 1
         finally:
-            trainer.close()
+            trainer.close(in_order=in_order)
             self._reading.shutdown(wait=False, cancel_futures=True)
 
     def _turn(self, trainer: Trainer) -> None:
@@ -246,6 +251,12 @@ class Service:
                 trainer.inner.learning_rate, waiting,
             )
         )  # fmt: skip
+
+    def _lost(self, why: str) -> None:
+        """One of many ranks has ended: so does this process, whatever its threads wait for. The node starts anew."""
+        with contextlib.suppress(ChannelError):
+            self._end.send(Failed("train" if self._started else "start", why, fatal=True))
+        os._exit(1)
 
     def _note(self, level, kind: str, text: str) -> None:
         """From any thread; sent by the loop. More than NOTES_MOST at once are not for people."""

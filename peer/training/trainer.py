@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from peer.channel import Applied, Apply, Load, MakeUpdate, NothingDone, Ready, RoundUpdates, Start, UpdateMade
 from peer.errors import SavedStateError, TrainingError
+from peer.training.alone import Alone
 from peer.training.claims import Announced, Claims
 from peer.training.data import Batches, WindowReader
-from peer.training.device import choose_device, device_name, out_of_memory
-from peer.training.durable import give, write_durably
+from peer.training.device import choose_device, out_of_memory
+from peer.training.durable import give
 from peer.training.gate import Gate
-from peer.training.inner import Inner, Step
-from peer.training.outer import OuterSide
+from peer.training.inner import Step
 from peer.training.pace import Pace
+from peer.training.parallel.degrees import Degrees
+from peer.training.parallel.setup import resolve
 from peer.training.saved import SNAPSHOT_NUMEL, Known, Saved, SavedFolder
 from peer.training.schedule import step_factor
 from protocol.assignment import windows_of
@@ -35,16 +40,20 @@ from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
-from protocol.model import build_model, model_layout, parameters_of
+from protocol.model import build_model, model_layout
 from protocol.outer import Contribution
-from protocol.outer import apply as apply_round
 from protocol.spec import MAX_SPEC, RunSpec, parse_spec
-from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
+from protocol.state import state_layout
+
+if TYPE_CHECKING:
+    from peer.training.parallel.crew import Crew
 
 NON_FINITE_MOST = 10
 """So many steps in a row without a finite loss and gradient, and training stops."""
 
 RESTORED_MOST = 64
+
+Lost = Callable[[str], None]
 
 Report = Callable[[str, str, str], None]
 """(level, kind, text): tell a person. Called from any thread."""
@@ -67,18 +76,18 @@ class Move:
 
 
 class Trainer:
-    """One process's share of a peer's training: today, all of it."""
+    """A peer's training. `work` does what touches the model, by one process or by many ranks."""
 
-    def __init__(self, start: Start, report: Report):
+    def __init__(self, start: Start, report: Report, lost: Lost | None = None):
+        """`lost(why)` is called, by any thread, when one of many ranks has ended: nothing can go on."""
         if start.spec_path.stat().st_size > MAX_SPEC:
             raise TrainingError(f"{start.spec_path} is too large for a run spec")
         self.spec: RunSpec = parse_spec(start.spec_path.read_bytes())
         self.me = start.identity_key
         self.threads = start.threads
         self.report = report
-        self.device = choose_device(start.device, start.threads)
-        model = build_model(self.spec.model.config, device=self.device)
-        self.layout = model_layout(model)
+        degrees, kind, why = resolve(start.parallel, start.device, self.spec)
+        self.layout = model_layout(build_model(self.spec.model.config, device="meta"))
         if self.layout != self.spec.model.layout:
             raise TrainingError(
                 "the installed transformers builds another model from this run's config than its owner's did: "
@@ -89,8 +98,10 @@ class Trainer:
         self.gate = Gate()
         self.stepping = threading.Lock()
         """Held while the parameters make a step and its windows are counted, and while an update is taken of them."""
-        self.inner = Inner(self.spec.inner, model, self.device, self.gate.wait)
-        self.outer = OuterSide(parameters_of(model), self.codec, self.spec.codec.beta, self.spec.outer)
+        self.work = self._work(start, degrees, kind, lost or _no_more)
+        self.inner, self.outer, self.device = self.work.inner, self.work.outer, self.work.device
+        if degrees.world > 1:
+            self.report("info", "parallel", why)
         self.claims = Claims()
         self.restored: dict[Digest, float] = {}
         """Own updates that were put back into the feedback, and how much of them is left by decay."""
@@ -108,11 +119,19 @@ class Trainer:
         self._saved = self._read_saved()
 
     def ready(self) -> Ready:
-        return Ready(device_name(self.device), self.layout.numel, self.threads, self.codec.size)
+        return Ready(self.work.device_name, self.layout.numel, self.threads, self.codec.size)
 
-    def close(self) -> None:
-        """Stop reading ahead."""
+    def close(self, *, in_order: bool = False) -> None:
+        """Stop reading ahead, and end other ranks: in order when all is well."""
         self.batches.close()
+        self.work.close(in_order=in_order)
+
+    def _work(self, start: Start, degrees: Degrees, kind: str, lost: Lost) -> Alone | Crew:
+        if degrees.world == 1:
+            return Alone(self.spec, choose_device(start.device, start.threads), self.gate.wait)
+        from peer.training.parallel.crew import Crew  # torch.distributed and its like: only where it is needed
+
+        return Crew(self.spec, start.spec_path, degrees, kind, start.threads, aside=self.gate.wait, lost=lost)
 
     def _batches(self, start: Start) -> Batches:
         vocabulary = self.spec.model.config.get("vocab_size")
@@ -245,9 +264,7 @@ class Trainer:
         """The answer: the base, which is the state after `record`, has this digest. Writes its checkpoint, if asked."""
         if self.outer.base is None:
             raise TrainingError("no state is held")
-        digest = state_digest(self.state_layout, self.outer.base, self.threads)
-        if checkpoint is not None:
-            write_durably(checkpoint, checkpoint_chunks(self.state_layout, self.outer.base))
+        digest = self.work.store(self.threads, checkpoint)
         return Applied(record, digest, time.monotonic() - began, checkpoint)
 
     def settle(self, move: Move) -> None:
@@ -258,20 +275,25 @@ class Trainer:
     def load(self, ask: Load) -> Applied:
         """The state in a checkpoint, and the records after it, instead of what is held."""
         began = time.monotonic()
-        state = self._checkpoint(ask.checkpoint, ask.base_state)
-        # Let go of the old state before the replay: there may be no memory for both. Progress and feedback stay.
-        self.outer.base = None
+        self._check(ask.checkpoint, ask.base_state)
         record, number = ask.record, ask.round
-        mine = {blob_digest(blob): blob for blob in map(self._blob, ask.withdraw)}
-        for update in ask.replay:
-            if update.round != number:
-                raise TrainingError(f"the records to replay are not in order: {update.round} where {number} was due")
-            contributions = self._contributions(update)
-            mine |= self._own(contributions)
-            apply_round(state, contributions, self.codec, self.spec.outer)
-            record, number = update.record, number + 1
+        try:
+            self.work.open(ask.checkpoint)
+            mine = {blob_digest(blob): blob for blob in map(self._blob, ask.withdraw)}
+            for update in ask.replay:
+                if update.round != number:
+                    raise TrainingError(
+                        f"the records to replay are not in order: {update.round} where {number} was due"
+                    )
+                contributions = self._contributions(update)
+                mine |= self._own(contributions)
+                self.outer.advance(contributions)
+                record, number = update.record, number + 1
+        except BaseException:
+            self.outer.base = None
+            raise
         self._take_up_saved(ask.next_window)
-        self.outer.load(state)
+        self.outer.rebase()
         back = tuple(map(self._missed, ask.restore))
         self._settle(Move(record, number, back, mine, ask.next_window, ask.accepted_windows))
         return self.applied(began, record, ask.write_checkpoint)
@@ -345,7 +367,8 @@ class Trainer:
             raise CodecError(f"{path} has {size} bytes: an update of this run has {self.codec.size}")
         return path.read_bytes()
 
-    def _checkpoint(self, path: Path, digest: Digest) -> dict[str, Tensor]:
+    def _check(self, path: Path, digest: Digest) -> None:
+        """Raises MalformedError unless the file is the checkpoint with this digest, OSError."""
         with open(path, "rb") as file:
             if file.seek(0, 2) != self.state_layout.checkpoint_size:
                 raise MalformedError(f"{path} is not a checkpoint of this run's model: it has {file.tell()} bytes")
@@ -356,8 +379,6 @@ class Trainer:
                         f"{path} is damaged or another state: its digest is {found.short}, the chain says "
                         f"{digest.short}; fetch it again"
                     )
-                state = tensors_from_checkpoint(self.state_layout, data)
-        return {name: tensor.to(self.device) for name, tensor in state.items()}
 
     # -- what survives a restart -----------------------------------------------------------------------------
 
@@ -368,37 +389,43 @@ class Trainer:
         """
         state = state or self._state()
         if state is not None:
-            self.folder.write(state)
+            self.folder.write(state, None if isinstance(self.work, Alone) else self.work.write)
 
     def snapshot(self) -> Saved | None:
         """A copy of what `save` would write, to be written later; None when that is too large to be held twice."""
-        state = self._state() if self.layout.numel <= SNAPSHOT_NUMEL else None
+        state = self._state() if self.layout.numel <= SNAPSHOT_NUMEL and not self.work.many else None
         return state and state.copy()
 
     def _state(self) -> Saved | None:
         if self.record is None:
             return None
-        steps, moments = self.inner.moments()
-        parts = (self.outer.feedback, self.outer.progress(), moments)
-        return Saved(self.record, self.round, replace(self.claims), dict(self.restored), steps, *parts)
+        return Saved(self.record, self.round, replace(self.claims), dict(self.restored), *self.work.kept())
 
     def _take_up_saved(self, next_window: int) -> None:
         """At the first load: go on from what was saved, as far as it still fits what the chain has accepted."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
-        self.inner.set_moments(saved.optimiser_steps, saved.moments)
         claims, mine = saved.claims, saved.claims.announced
         if next_window > claims.claimed_from and not (mine and next_window == mine.end):
             # Updates made after it was saved were accepted: its feedback is in them already. To send it again would
             # count that work twice.
             text = "the saved state is older than the last accepted update: only its optimiser's moments are used"
             self.report("info", "saved-state", text)
+            self.work.set_moments(saved)
             return
         self.claims = claims
         self.restored = dict(saved.restored)
         if saved.feedback:
-            self.outer.resume(saved.feedback, saved.progress)
+            self.work.resume(saved)
+        else:
+            self.work.set_moments(saved)
+
+
+def _no_more(why: str) -> None:
+    """One of many ranks has ended, and nobody else deals with it."""
+    print(f"trainer: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _made(a: Announced, out: Path) -> UpdateMade:

@@ -32,7 +32,7 @@ KINDS: tuple[type[Exception], ...] = (CodecError, MalformedError, SavedStateErro
 class Group:
     """All ranks of a peer, on one machine. Made by each of them at once."""
 
-    def __init__(self, degrees: Degrees, rank: int):
+    def __init__(self, degrees: Degrees, rank: int, seconds: float = SECONDS):
         self.degrees = degrees
         self.rank = rank
         self.world = degrees.world
@@ -43,7 +43,9 @@ class Group:
         self.ranks = [list(range(s * each, (s + 1) * each)) for s in range(degrees.pp)]
         groups: list[Any] = [dist.new_group(ranks) if degrees.pp > 1 else dist.group.WORLD for ranks in self.ranks]
         self.of_stage = groups[self.stage]
-        self.orders: Any = dist.new_group(backend="gloo", timeout=IDLE)
+        self.agreed: Exception | None = None
+        """What was raised on all ranks last: after it they go on together."""
+        self.orders: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds) if rank == 0 else IDLE)
 
     @classmethod
     def join(cls, degrees: Degrees, rank: int, meet: Path, device: torch.device, seconds: float = SECONDS) -> Group:
@@ -58,7 +60,7 @@ class Group:
                 timeout=timedelta(seconds=seconds),
                 device_id=device if device.type == "cuda" else None,
             )
-            return cls(degrees, rank)
+            return cls(degrees, rank, seconds)
         except RuntimeError as e:
             raise TrainingError(
                 f"the {degrees.world} ranks of --parallel {degrees} did not all meet within {seconds:.0f} s "
@@ -86,7 +88,8 @@ class Group:
         for row in every:
             if row[0]:
                 text = bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace")
-                raise KINDS[int(row[0]) - 1](text)
+                self.agreed = KINDS[int(row[0]) - 1](text)
+                raise self.agreed
 
     def gather(self, mine: bytes | bytearray, sizes: Sequence[int]) -> list[bytes] | None:
         """Each rank's bytes, on rank 0; `sizes` are known to all."""
@@ -126,5 +129,5 @@ class Group:
 
     def leave(self) -> None:
         """When all leave in order."""
-        dist.barrier(group=self.orders)
+        dist.all_reduce(torch.zeros(1))  # nobody leaves while another still hears
         dist.destroy_process_group()

@@ -7,6 +7,7 @@ No rank ever holds more than its own part and one layer.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ from peer.training.inner import hidden_matrices
 from peer.training.parallel.degrees import AXES, Degrees
 from peer.training.parallel.plans import COLUMNS, ROWS
 from protocol.model import build_model
+
+# It warns that a gather over fsdp and tp is two gathers, once a rank: that is known.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 _DECODER_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
 """Where the models of `transformers` keep their layers; each is sharded, and gathered, by itself."""
@@ -107,9 +111,7 @@ def build_rank_model(config: Mapping[str, Any], degrees: Degrees, mesh: DeviceMe
     else:
         _materialise(body, device)
         if degrees.dp == degrees.world and degrees.dp > 1:
-            outside = DistributedDataParallel(
-                body, process_group=mesh["dp"].get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            outside = DistributedDataParallel(body, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
     body.to(device)  # buffers
     parameters = {n: p for n, p in body.named_parameters() if p.requires_grad}
     return RankModel(body, outside, parameters, hidden, degrees, mesh, device)

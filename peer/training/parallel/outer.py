@@ -8,7 +8,7 @@ What all ranks together hold, send and apply has the bits of one process that ho
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -166,7 +166,7 @@ class Share:
 
     def write(self, file: PartFile, tensors: Iterable[Tensor], path: Path | None) -> Digest | None:
         """A file of owned parts: its digest, on rank 0. With a path, it is there, whole, or as before."""
-        temporary = path.with_name(f".{path.name}.part") if path is not None else None
+        temporary = path.with_name(f".{path.name.lstrip('.')}.part.part") if path is not None else None
         descriptor: int | None = None
         with self.group.together():
             if temporary is not None and self.group.rank == 0:
@@ -200,10 +200,17 @@ class Share:
         """The model's values of each owned part, 1-d: not to be changed, and to be used at once. Collective."""
         return self.owned_of(lambda name: None)
 
-    def owned_of(self, part_of_rank: Callable[[str], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Owned parts of what is split as the parameters are: `part_of_rank(name)` is this rank's (None: itself)."""
+    def owned_of(
+        self, part_of_rank: Callable[[str], Tensor | None], names: Container[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Owned parts of what is split as the parameters are: `part_of_rank(name)` is this rank's (None: itself).
+
+        `names`: of those parameters only. Collective.
+        """
         for index in self._of_stage:
             name = self._name(index)
+            if names is not None and name not in names:
+                continue
             whole = self.built.whole(name, part_of_rank(name)).view(-1)
             if (part := self._mine.get(index)) is not None:
                 yield name, whole[part.start : part.stop]

@@ -1,0 +1,193 @@
+"""What each rank does at rank 0's order: its part of the model, of the step, and of the state between peers.
+
+The orders are few and fixed: a number, and bytes whose form the order defines. Rank 0 does what it orders, too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from peer.training.inner import ADAMW_MOMENTS, MUON_MOMENTS, Step
+from peer.training.parallel.group import Group
+from peer.training.parallel.inner import RankInner
+from peer.training.parallel.model import build_rank_model, make_mesh
+from peer.training.parallel.outer import Share
+from protocol.codec import make_codec
+from protocol.ids import Digest, PeerKey
+from protocol.layout import Layout
+from protocol.outer import Contribution
+from protocol.spec import RunSpec
+
+FEEDBACK, PROGRESS = "feedback", "progress"
+
+
+class Order(IntEnum):
+    """What all ranks do next. In brackets: the payload."""
+
+    STOP = 0
+    BEGIN = 1
+    """A step [batch and tokens of a window, int64; then the tokens, int32]."""
+    PIECE = 2
+    """[which, int64]"""
+    END = 3
+    TAKE = 4
+    DROP = 5
+    RATE = 6
+    """[the learning rate's factor, fp64]"""
+    ANNOUNCE = 7
+    ADVANCE = 8
+    """[for each update: author, windows as int64, blob]"""
+    LOAD = 9
+    """[a checkpoint's path]"""
+    REBASE = 10
+    RESTORE = 11
+    """[blob]"""
+    WITHDRAW = 12
+    """[decay since, fp64; blob]"""
+    STORE = 13
+    """[where to write the checkpoint; nothing: only digest it]"""
+    SAVE = 14
+    """[where]"""
+    RESUME = 15
+    """[JSON: path, steps, all]"""
+
+
+Result = int | Step | bytes | Digest | None
+
+
+class Hands:
+    """One rank. `do` is called with the same orders, in the same order, on all."""
+
+    def __init__(self, spec: RunSpec, group: Group, device: torch.device, piece: int | None = None):
+        self.spec = spec
+        self.group = group
+        degrees = group.degrees
+        self.built = build_rank_model(spec.model.config, degrees, make_mesh(degrees, device), device)
+        self.codec = make_codec(spec.codec, spec.model.layout)
+        self.inner = RankInner(spec.inner, self.built, piece)
+        layers = int(spec.model.config.get("num_hidden_layers") or 1)
+        self.share = Share(self.built, group, self.codec, spec.codec.beta, spec.outer, layers)
+        self._step: Step | None = None
+
+    def do(self, order: Order, payload: bytes = b"") -> Result:
+        """Collective. Raises what `Group.together` does, on all ranks; what else it raises ends this rank."""
+        match order:
+            case Order.BEGIN:
+                return self.inner.begin(windows_from(payload))
+            case Order.PIECE:
+                return self.inner.piece(struct.unpack("<q", payload)[0])
+            case Order.END:
+                self._step = self.inner.end()
+                return self._step
+            case Order.TAKE:
+                if self._step is not None:
+                    self.inner.take(self._step)
+            case Order.DROP:
+                self.inner.drop()
+            case Order.RATE:
+                self.inner.set_rate(struct.unpack("<d", payload)[0])
+            case Order.ANNOUNCE:
+                return self.share.announce()
+            case Order.ADVANCE:
+                self.share.advance(contributions_from(payload, self.codec.size))
+            case Order.LOAD:
+                self.share.load(Path(payload.decode()))
+            case Order.REBASE:
+                self.share.rebase()
+            case Order.RESTORE:
+                self.share.restore(payload)
+            case Order.WITHDRAW:
+                self.share.withdraw(payload[8:], struct.unpack("<d", payload[:8])[0])
+            case Order.STORE:
+                return self.share.store(Path(payload.decode()) if payload else None)
+            case Order.SAVE:
+                return self._save(Path(payload.decode()))
+            case Order.RESUME:
+                self._resume(**json.loads(payload))
+            case Order.STOP:
+                self.group.leave()
+        return None
+
+    # -- what survives a restart -----------------------------------------------------------------------------
+
+    def _save(self, path: Path) -> Digest | None:
+        """Feedback, progress and moments in one file, as one process writes them. Its digest, on rank 0."""
+        shapes = {t.name: t.shape for t in self.spec.model.layout.tensors}
+        groups = {FEEDBACK: shapes, PROGRESS: shapes}
+        if self.inner.moments()[1]:
+            by_muon = self.built.hidden if self.spec.inner.optimiser == "muon" else frozenset()
+            for moment in ADAMW_MOMENTS:
+                groups[moment] = {n: s for n, s in shapes.items() if n not in by_muon}
+            for moment in MUON_MOMENTS if by_muon else ():
+                groups[moment] = {n: s for n, s in shapes.items() if n in by_muon}
+        layout = Layout.of({f"{group}/{n}": s for group, named in groups.items() for n, s in named.items()})
+        return self.share.write(self.share.file_of(layout), self._to_save(sorted(groups)), path)
+
+    def _to_save(self, groups: Sequence[str]) -> Iterator[Tensor]:
+        """This rank's parts in the file's order: names sort by group, and then as in the layout. Collective."""
+        moments = self.inner.moments()[1]
+        for group in groups:
+            if group == FEEDBACK:
+                yield from self.share.feedback.values()
+            elif group == PROGRESS:
+                yield from self.share.progress()
+            else:
+                here = {n for n in self.built.parameters if f"{group}/{n}" in moments}
+                for _, part in self.share.owned_of(lambda n, g=group: moments[f"{g}/{n}"], here):
+                    yield part
+
+    def _resume(self, path: str, steps: int, all: bool) -> None:
+        """Take up a saved state, whose digest was checked: the moments, and with `all` feedback and progress."""
+        with self.group.together():
+            saved = load_file(path)  # mapped, not read: each rank looks at what it needs
+        groups: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in saved.items():
+            group, _, name = key.partition("/")
+            groups.setdefault(group, {})[name] = tensor
+        mine = {
+            f"{moment}/{n}": self.built.part_of(n, tensor)
+            for moment in (*ADAMW_MOMENTS, *MUON_MOMENTS)
+            for n, tensor in groups.get(moment, {}).items()
+            if n in self.built.parameters
+        }
+        self.inner.set_moments(steps, mine)
+        if all:
+            self.share.resume(groups[FEEDBACK], groups[PROGRESS])
+
+
+def windows_to(windows: Tensor) -> bytes:
+    """Tokens [batch, window + 1] of any integer type as a payload."""
+    return struct.pack("<qq", *windows.shape) + windows.cpu().to(torch.int32).numpy().tobytes()
+
+
+def windows_from(payload: bytes) -> Tensor:
+    """int32 [batch, window + 1]."""
+    batch, width = struct.unpack("<qq", payload[:16])
+    return torch.from_numpy(np.frombuffer(bytearray(payload[16:]), dtype="<i4").reshape(batch, width))
+
+
+def contributions_to(contributions: Sequence[Contribution]) -> bytes:
+    """Updates as a payload: they have one size, which the codec knows."""
+    return b"".join(bytes(c.author) + struct.pack("<q", c.windows) + bytes(c.blob) for c in contributions)
+
+
+def contributions_from(payload: bytes, size: int) -> list[Contribution]:
+    view = memoryview(payload)
+    each = 32 + 8 + size
+    return [
+        Contribution(
+            PeerKey(bytes(view[at : at + 32])),
+            struct.unpack("<q", view[at + 32 : at + 40])[0],
+            view[at + 40 : at + each],
+        )
+        for at in range(0, len(payload), each)
+    ]

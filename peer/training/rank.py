@@ -1,0 +1,66 @@
+"""A rank but the first: `python -m peer.training.rank ...`. Started by rank 0, the trainer's process, never by hand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from peer.training.parent import die_with
+
+
+def main() -> int:
+    """Follow rank 0's orders to the last. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="python -m peer.training.rank", description=__doc__)
+    for name in ("rank", "threads", "parent", "piece"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("spec", "folder"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    for name in ("parallel", "device"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    a = parser.parse_args()
+    if not die_with(a.parent):
+        return 1
+    import torch
+
+    from peer.training.device import choose_device, out_of_memory
+    from peer.training.parallel.degrees import Degrees
+    from peer.training.parallel.group import Group
+    from peer.training.parallel.hands import Hands, Order
+    from protocol.errors import CairnError
+    from protocol.spec import parse_spec
+
+    try:
+        device = choose_device(a.device, a.threads)
+        spec = parse_spec(a.spec.read_bytes())
+        group = Group.join(Degrees.parse(a.parallel), a.rank, a.folder / "meet", device, a.seconds)
+        try:
+            hands = Hands(spec, group, device, a.piece or None)
+            while True:
+                number, payload = group.take()
+                try:
+                    hands.do(Order(number), payload)
+                except (CairnError, OSError) as e:
+                    if e is not group.agreed:
+                        raise
+                if number == Order.STOP:
+                    return 0
+        except torch.OutOfMemoryError:
+            raise out_of_memory(device, "hold this rank's share of the training") from None
+    except (CairnError, OSError, RuntimeError) as e:
+        text = " ".join(str(e).split())[:500]
+        print(f"rank {a.rank}: {text}", file=sys.stderr)
+        (a.folder / f"rank-{a.rank}").write_text(text)  # for rank 0, which tells the node
+        return 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not through torch's exit handlers, which may wait for ranks that are gone

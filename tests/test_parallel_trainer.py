@@ -1,0 +1,261 @@
+"""A trainer with many ranks is a trainer: it agrees on every bit, saves, restarts, and ends with its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from peer.channel import Applied, Apply, Failed, MakeUpdate, Note, Progress, Ready, Stop, Stopped, TrainerLink
+from peer.errors import TrainingError
+from peer.training.parallel.crew import Crew
+from peer.training.parallel.degrees import Degrees
+from peer.training.saved import SHEET
+from peer.training.trainer import Trainer
+from protocol.codec import make_codec
+from protocol.errors import CodecError, MalformedError
+from protocol.merkle import blob_digest
+from protocol.spec import CodecSpec, OuterSpec
+from tests.parallel_world import run_ranks
+from tests.test_trainer_process import Node
+from tests.test_trainer_state import Heard, same, train, update
+from tests.trainer_world import BATCH, GENESIS, World, accepted_round, apply, record_digest
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def born(world: World, n: int, parallel: str) -> tuple[Trainer, Heard]:
+    heard = Heard()
+    return Trainer(replace(world.start(n), parallel=parallel), heard), heard
+
+
+def learnt(world: World, blob: Path) -> dict[str, torch.Tensor]:
+    """What an update says, dense."""
+    layout = world.spec.model.layout
+    into = {t.name: torch.zeros(t.shape) for t in layout.tensors}
+    make_codec(world.spec.codec, layout).add_to(blob.read_bytes(), into)
+    return into
+
+
+def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_save_fits_all_layouts(tmp_path):
+    world = World.make(tmp_path, outer=OuterSpec(optimiser="nesterov", lr=0.7), codec=CodecSpec(kind="none", beta=0.9))
+    one, _ = born(world, 1, "dp=1")
+    many, heard = born(world, 2, "fsdp=2,tp=2")
+    twin, _ = born(world, 2, "dp=1")  # what the second peer would be with one process
+    twin.folder.folder = tmp_path / "twin"
+    assert heard == [("info", "parallel", "--parallel fsdp=2,tp=2, as asked")]
+    try:
+        assert "4 x CPU" in many.ready().device and "fsdp=2,tp=2" in many.ready().device
+        loads = [t.load(world.load()).state_digest for t in (one, many, twin)]
+        assert set(loads) == {world.spec.genesis.name}
+        rounds = []
+        for r in range(2):
+            for trainer in (one, many, twin):
+                train(trainer, 3)
+            made = [(1, update(one, tmp_path / f"1-{r}")), (2, update(many, tmp_path / f"2-{r}"))]
+            other = update(twin, tmp_path / f"twin-{r}")
+            same(learnt(world, made[1][1].blob_path), learnt(world, other.blob_path), atol=2e-4)
+            assert made[1][1].loss == pytest.approx(other.loss, rel=1e-3)
+            for trainer in (one, many, twin):
+                train(trainer, 1)  # while the updates travel
+            checkpoint = tmp_path / f"state-{r}"
+            rounds.append(accepted_round(r, *made))
+            end = made[0][1].end_window
+            ask = Apply(rounds[r], (), True, end, 2 * end, checkpoint)
+            applied = [apply(t, ask) for t in (many, one, twin)]
+            assert len({a.state_digest for a in applied}) == 1
+            assert blob_digest(checkpoint.read_bytes()) == applied[0].state_digest
+        # Work that missed its round comes back.
+        missed = update(many, tmp_path / "missed")
+        rounds.append(accepted_round(2))
+        apply(many, Apply(rounds[2], (missed.blob_path,), False, end, 2 * end))
+        with pytest.raises(MalformedError, match="fetch it again"):
+            many.load(replace(world.load(), base_state=record_digest(0)))
+        assert many.may_train
+        train(many, 1)
+        many.save()
+        sheet = json.loads((many.folder.folder / SHEET).read_text())
+        saved = load_file(many.folder.folder / sheet["file"])
+        assert sheet["optimiser_steps"] == 9 and {n.split("/")[0] for n in saved} == {
+            "exp_avg", "exp_avg_sq", "feedback", "progress",
+        }  # fmt: skip
+    finally:
+        many.close(in_order=True)
+    load = world.load(*rounds, next_window=end)
+    # The next one may have another layout, or one process: all take up the same.
+    found = []
+    for parallel in ("dp=1", "fsdp=2"):
+        again, heard = born(world, 2, parallel)
+        try:
+            digest = again.load(load).state_digest
+            assert again.claims.counter == 9 * BATCH and "saved-state" not in heard.kinds()
+            assert again.inner.learning_rate == many.inner.learning_rate
+            again.save()
+            sheet = json.loads((again.folder.folder / SHEET).read_text())
+            found.append((digest, load_file(again.folder.folder / sheet["file"])))
+            train(again, 1)
+        finally:
+            again.close(in_order=True)
+    for digest, tensors in found:
+        assert digest == found[0][0]
+        same({n: t for n, t in tensors.items() if "progress" not in n}, saved, atol=0)
+        same({n: t for n, t in tensors.items() if "progress" in n}, saved, atol=1e-6)
+    one.close()
+    twin.close()
+
+
+# -- the processes -------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def node(world: World, parallel: str):
+    """A real trainer's process with ranks of its own."""
+    link = await TrainerLink.start(threads=1)
+    try:
+        made = Node(link)
+        await made.ask(replace(world.start(1), parallel=parallel), Ready)
+        yield made
+    finally:
+        link.kill()
+        await link.stop()
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def gone(pids: list[int], seconds: float = 10.0) -> bool:
+    for _ in range(int(seconds / 0.05)):
+        if not any(map(alive, pids)):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+needs_proc = pytest.mark.skipif(
+    not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="no /proc: a process's ranks are not known"
+)
+
+
+@needs_proc
+async def test_a_life_with_ranks_from_start_to_stop_and_after_the_death_of_one(tmp_path):
+    world = World.make(tmp_path)
+    async with node(world, "fsdp=2") as n:
+        assert (await n.ask(world.load(), Applied)).state_digest == world.spec.genesis.name
+        await n.trained(3 * BATCH)
+        note = next(m for m in n.heard if isinstance(m, Note))
+        assert note.text == "--parallel fsdp=2, as asked"
+        made = await n.update(0, GENESIS, tmp_path / "u0")
+        await n.trained(2 * BATCH)
+        checkpoint = tmp_path / "state-1"
+        apply = Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window, checkpoint)
+        applied = await n.ask(apply, Applied)
+        assert blob_digest(checkpoint.read_bytes()) == applied.state_digest
+        await n.trained(4 * BATCH)
+        assert (await n.ask(Stop(), Stopped)).saved
+        assert (await asyncio.wait_for(n.link.wait(), 20)).code == 0
+    load = world.load(accepted_round(0, (1, made)), next_window=made.end_window)
+    async with node(world, "fsdp=2") as n:
+        assert (await n.ask(load, Applied)).state_digest == applied.state_digest
+        await n.until(Progress, lambda p: p.windows >= 5 * BATCH)  # what was saved, and more
+        ranks = ranks_of(n.link.pid)
+        assert len(ranks) == 1
+        os.kill(ranks[0], signal.SIGKILL)
+        await n.link.send(MakeUpdate(1, record_digest(0), tmp_path / "u1"))
+        with pytest.raises(AssertionError, match=r"Failed\(what='train'.*rank 1 of 2 ended with code -9.*fatal=True"):
+            await n.until(Stopped)
+        assert (await asyncio.wait_for(n.link.wait(), 10)).code == 1
+    async with node(world, "tp=2") as n:  # the node starts another: here even with another layout
+        assert (await n.ask(load, Applied)).state_digest == applied.state_digest
+        ranks = ranks_of(n.link.pid)
+        n.link.kill()
+        assert await gone([n.link.pid, *ranks])
+
+
+async def test_a_layout_that_cannot_be_is_refused_with_those_that_can(tmp_path):
+    world = World.make(tmp_path)
+    link = await TrainerLink.start(threads=1)
+    try:
+        n = Node(link)
+        await link.send(replace(world.start(1), parallel="tp=4"))
+        failed = await n.until(Failed)
+        assert failed.what == "start" and failed.fatal
+        assert "tp must divide 2; on 4 ranks these work: dp=4; fsdp=4;" in failed.reason
+        assert (await asyncio.wait_for(link.wait(), 10)).code == 1
+    finally:
+        link.kill()
+        await link.stop()
+
+
+# -- what goes wrong: rank 0 in a process of its own, for torch knows one group of ranks a process -----------------
+
+
+@contextmanager
+def crew(folder: Path, seconds: float):
+    """A crew of two ranks, the run, and what the crew said when it was lost."""
+    world, said = World.make(folder), []
+    degrees = Degrees.parse("dp=2")
+    made = Crew(
+        world.spec, folder / "spec.json", degrees, "cpu", 1, aside=lambda: None, lost=said.append, seconds=seconds
+    )
+    try:
+        yield made, world, said
+    finally:
+        made.close(in_order=not said)  # one that is lost cannot be left in order
+    assert all(r.poll() is not None for r in made._ranks)
+
+
+def not_started(me: int, world: int, folder: Path) -> None:
+    sys.executable = "/bin/false"
+    with pytest.raises(TrainingError, match="rank 1 of 2 ended with code 1"):
+        with crew(folder, 3.0) as (_, _, said):
+            pass
+
+
+def hanging(me: int, world: int, folder: Path) -> None:
+    with crew(folder, 12.0) as (many, run, said):
+        many.open(run.genesis)
+        many.outer.rebase()
+        os.kill(many._ranks[0].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(TrainingError, match="do not hear each other"):
+            many.store(1, None)
+        assert time.monotonic() - began < 12 + 10
+        assert len(said) == 1
+
+
+def spoilt_for_one(me: int, world: int, folder: Path) -> None:
+    with crew(folder, 60.0) as (many, run, said):
+        many.open(run.genesis)
+        many.outer.rebase()
+        spoilt = bytearray(many.outer.announce())
+        spoilt[-40:] = b"\xff" * 40  # of records that the last rank owns
+        with pytest.raises(CodecError, match="chunk"):
+            many.outer.restore(bytes(spoilt))
+        with pytest.raises(OSError, match="nowhere"):
+            many.store(1, folder / "nowhere" / "state")
+        assert many.store(1, None) == run.spec.genesis.name
+        assert not said
+
+
+@pytest.mark.parametrize("what", [not_started, hanging, spoilt_for_one])
+def test_what_goes_wrong_on_one_rank_is_told_on_rank_0_in_time(what, tmp_path):
+    run_ranks(1, f"{__name__}:{what.__name__}", tmp_path)
