@@ -66,9 +66,7 @@ STUDIES: dict[str, tuple[Row, ...]] = {
     # What is sent of a chunk, for about the same bytes in all.
     "bits": (
         _from(BASE, "2 bits, H 72", quantiser="2 levels", h=72),
-        _from(BASE, "2 bits by the largest, H 72", quantiser="2 max", h=72),
         _from(BASE, "2 bits dithered, H 72", quantiser="2 dithered", h=72),
-        _from(BASE, "4 bits, H 144", quantiser="4 levels", h=144),
         _from(BASE, "fp32, H 36 (32 times the bytes)", quantiser="fp32", beta=0.0),
         _from(BASE, "the 512 largest, 2 bits, H 32", quantiser="2 levels", k=512, h=32),
         _from(BASE, "the embedding's 256 largest, 2 bits", embedding_k=256),
@@ -80,7 +78,6 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(SPARSE, "mean over all, beta 0.95", power=0.0, beta=0.95),
         _from(SPARSE, "beta 0.95", beta=0.95),
         _from(SPARSE, "absorbs what others did, beta 0.95", beta=0.95, absorb="same"),
-        _from(SPARSE, "Nesterov (1.0, 0.5)", outer_lr=1.0, momentum=0.5),
         _from(SPARSE, "DCT", transform="dct"),
         _from(SPARSE, "Hadamard", transform="hadamard"),
         _from(SPARSE, "the 64 largest, H 10, beta 0.7", k=64, h=10, beta=0.7),
@@ -92,37 +89,32 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(BASE, "beta 1", beta=1.0),
         _from(BASE, "the own model keeps what was not sent", carry=1.0),
         _from(BASE, "no clip", clip=False),
+        _from(BASE, "AdamW's moments start anew each round", forget=True),
     ),
     "outer": (
         _from(BASE, "rate 1", outer_lr=1.0),
         _from(BASE, "rate 1.8", outer_lr=1.8),
-        _from(BASE, "rate 2.2", outer_lr=2.2),
         _from(BASE, "Nesterov (1.0, 0.3)", outer_lr=1.0, momentum=0.3),
         _from(BASE, "Nesterov (1.0, 0.5)", outer_lr=1.0, momentum=0.5),
         _from(BASE, "Nesterov (1.0, 0.7)", outer_lr=1.0, momentum=0.7),
-        _from(BASE, "Nesterov (0.7, 0.9)", outer_lr=0.7, momentum=0.9),
     ),
     # Where the bytes go: how often, and when.
     "rounds": (
         _from(BASE, "H 9", h=9),
         _from(BASE, "H 18", h=18),
         _from(BASE, "H 72", h=72),
-        _from(BASE, "H 18, then 54 after 25%", h=18, h_late=((0.25, 54),)),
         _from(BASE, "H 54, then 18 after 75%", h=54, h_late=((0.75, 18),)),
     ),
     # The inner side.
     "inner": (
         _from(BASE, "AdamW", inner="adamw"),
         _from(SPARSE, "AdamW, by magnitude over the root of the second moment", inner="adamw", score="moment"),
-        _from(BASE, "AdamW's moments start anew each round", forget=True),
     ),
     "overlap": (
         _from(BASE, "overlap of 4 steps", overlap=4),
         _from(BASE, "overlap of 12 steps", overlap=12),
-        _from(BASE, "overlap of 12 steps, progress halved", overlap=12, keep=0.5),
         _from(BASE, "overlap of 12 steps, progress dropped", overlap=12, keep=0.0),
         _from(BASE, "streaming, 2 fragments", fragments=2),
-        _from(BASE, "streaming, 4 fragments", fragments=4),
     ),
 }
 
