@@ -26,6 +26,7 @@ from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.merkle import blob_digest
 from protocol.spec import CodecSpec, OuterSpec
+from tests import trainer_world
 from tests.parallel_world import run_ranks
 from tests.test_trainer_process import Node
 from tests.test_trainer_state import Heard, same, train, update
@@ -39,6 +40,12 @@ def born(world: World, n: int, parallel: str) -> tuple[Trainer, Heard]:
     return Trainer(replace(world.start(n), parallel=parallel), heard), heard
 
 
+def two_layers(monkeypatch) -> None:
+    """A model that makes two stages."""
+    plain = trainer_world.plain_config
+    monkeypatch.setattr(trainer_world, "plain_config", lambda config: plain(config | {"num_hidden_layers": 2}))
+
+
 def learnt(world: World, blob: Path) -> dict[str, torch.Tensor]:
     """What an update says, dense."""
     layout = world.spec.model.layout
@@ -47,15 +54,19 @@ def learnt(world: World, blob: Path) -> dict[str, torch.Tensor]:
     return into
 
 
-def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_save_fits_all_layouts(tmp_path):
+@pytest.mark.parametrize("parallel", ["fsdp=2,tp=2", "fsdp=2,pp=2"])
+def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_save_fits_all_layouts(
+    parallel, tmp_path, monkeypatch
+):
+    two_layers(monkeypatch)
     world = World.make(tmp_path, outer=OuterSpec(optimiser="nesterov", lr=0.7), codec=CodecSpec(kind="none", beta=0.9))
     one, _ = born(world, 1, "dp=1")
-    many, heard = born(world, 2, "fsdp=2,tp=2")
+    many, heard = born(world, 2, parallel)
     twin, _ = born(world, 2, "dp=1")  # what the second peer would be with one process
     twin.folder.folder = tmp_path / "twin"
-    assert heard == [("info", "parallel", "--parallel fsdp=2,tp=2, as asked")]
+    assert heard == [("info", "parallel", f"--parallel {Degrees.parse(parallel)}, as asked")]
     try:
-        assert "4 x CPU" in many.ready().device and "fsdp=2,tp=2" in many.ready().device
+        assert "4 x CPU" in many.ready().device and str(Degrees.parse(parallel)) in many.ready().device
         loads = [t.load(world.load()).state_digest for t in (one, many, twin)]
         assert set(loads) == {world.spec.genesis.name}
         rounds = []

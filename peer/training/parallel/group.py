@@ -58,7 +58,6 @@ class Group:
                 rank=rank,
                 world_size=degrees.world,
                 timeout=timedelta(seconds=seconds),
-                device_id=device if device.type == "cuda" else None,
             )
             return cls(degrees, rank, seconds)
         except RuntimeError as e:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peer.training.inner import PIECE_TOKENS, Inner, Step
 from peer.training.parallel.model import RankModel, shard
+from peer.training.parallel.pipeline import Pipeline, groups_of
 from protocol.spec import InnerSpec
 
 BUCKET = 2**24
@@ -36,6 +37,7 @@ class RankInner(Inner):
         self._windows = torch.empty(0)
         self._tokens: list[Tensor] = []
         self._loss = torch.zeros((), device=self.device)
+        self._pipeline: Pipeline | None = None
 
     def begin(self, windows: Tensor) -> int:
         """A step on tokens [batch, window + 1], the same on all ranks. Returns how many pieces it has."""
@@ -44,7 +46,11 @@ class RankInner(Inner):
         mine = self._windows.tensor_split(degrees.shares)[degrees.share(dist.get_rank())]
         largest = -(-len(windows) // degrees.shares)
         most = self._most or (largest if self.device.type != "cpu" else PIECE_TOKENS // (windows.shape[1] - 1))
-        self._tokens = list(mine.tensor_split(-(-largest // max(1, most))))
+        if degrees.pp > 1:
+            self._lay_pipeline(largest, max(1, most), windows.shape[1] - 1)
+            self._tokens = [mine]  # the schedule cuts it
+        else:
+            self._tokens = list(mine.tensor_split(-(-largest // max(1, most))))
         self._loss = torch.zeros((), device=self.device)
         self.drop()
         return len(self._tokens)
@@ -52,6 +58,12 @@ class RankInner(Inner):
     def piece(self, number: int) -> None:
         """Forth and back on one piece of this rank's share."""
         tokens = self._tokens[number]
+        if self._pipeline is not None:
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+                shares = self.built.degrees.shares
+                found = self._pipeline.run(tokens, shares / self._windows[:, 1:].numel())
+            self._loss += found / shares
+            return
         weight = len(tokens) / len(self._windows)
         if not len(tokens):
             tokens = self._windows[:1]  # others wait for this rank in every layer: it computes what counts nothing
@@ -67,6 +79,13 @@ class RankInner(Inner):
             # DDP and FSDP take the mean over the shares; what is wanted is the sum.
             (loss * self.built.degrees.shares).backward()
         self._loss += loss.detach()
+
+    def _lay_pipeline(self, windows: int, most: int, width: int) -> None:
+        groups, each = groups_of(windows, self.built.degrees.pp, most)
+        if self._pipeline is None or self._pipeline.shape != (groups, each, width):
+            config = self.built.body.config
+            sizes = (int(config.hidden_size), int(config.vocab_size))  # type: ignore[union-attr]
+            self._pipeline = Pipeline(self.built.outside, self.built.mesh, self.device, sizes, groups, each, width)
 
     def end(self) -> Step:
         """The whole model's gradient, clipped: each rank has its part of it. The same Step on every rank."""

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peer.training.inner import hidden_matrices
 from peer.training.parallel.degrees import AXES, Degrees
+from peer.training.parallel.pipeline import StageModule
 from peer.training.parallel.plans import COLUMNS, ROWS
 from protocol.model import build_model
 
@@ -40,8 +41,8 @@ _DECODER_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
 class RankModel:
     """The module that this rank runs, and its own part of each parameter that is on this rank.
 
-    `body` is the `transformers` model; `outside` is what is called (DDP around it, or itself). `hidden`: the names of
-    the matrices that Muon would step. `degrees`, `mesh`: the layout, with the axes `AXES`.
+    `body` is the `transformers` model; `outside` is what is called (DDP or a stage around it, or itself). `hidden`: the
+    names of the matrices that Muon would step. `degrees`, `mesh`: the layout, with the axes `AXES`.
     """
 
     body: nn.Module
@@ -105,9 +106,9 @@ def build_rank_model(config: Mapping[str, Any], degrees: Degrees, mesh: DeviceMe
     hidden = hidden_matrices(body)
     if degrees.tp > 1:
         parallelize_module(body, mesh["tp"], _tp_plan(body))
-    outside = body
+    outside = StageModule(body, mesh["pp"].get_local_rank(), degrees.pp) if degrees.pp > 1 else body
     if degrees.fsdp > 1:
-        _shard(body, degrees, mesh, device)
+        _shard(outside, degrees, mesh, device)
     else:
         _materialise(body, device)
         if degrees.dp == degrees.world and degrees.dp > 1:
@@ -130,18 +131,18 @@ def _tp_plan(body: nn.Module) -> dict[str, Any]:
     return plan
 
 
-def _shard(body: nn.Module, degrees: Degrees, mesh: DeviceMesh, device: torch.device) -> None:
+def _shard(root: nn.Module, degrees: Degrees, mesh: DeviceMesh, device: torch.device) -> None:
     over = mesh["dp", "fsdp"] if degrees.dp > 1 else mesh["fsdp"]
     options: dict[str, Any] = {"mesh": over, "reshard_after_forward": degrees.zero == 3}
     if device.type == "cuda":
         # What autocast would compute in, gathered in half the bytes; sums of gradients stay fp32.
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for name, module in body.named_modules():
+    for name, module in root.named_modules():
         if _DECODER_LAYER.search(name):
             _materialise(module, device)
             fully_shard(module, **options)
-    _materialise(body, device)
-    fully_shard(body, **options)
+    _materialise(root, device)
+    fully_shard(root, **options)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 
 import torch
 
@@ -22,7 +21,6 @@ def resolve(parallel: str, device: str, spec: RunSpec) -> tuple[Degrees, str, st
     Raises TrainingError: no such layout, too few GPUs, too little memory.
     """
     allowed = limits(spec.model.config, spec.model.layout, batch=spec.inner.batch, muon=spec.inner.optimiser == "muon")
-    allowed = replace(allowed, pp=1, no_pp=allowed.no_pp or "is pipeline parallel, which is not there yet")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if device.startswith("cuda") or (device == "auto" and gpus) else "cpu"
     if parallel == "auto":

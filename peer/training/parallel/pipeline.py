@@ -1,0 +1,105 @@
+"""Pipeline parallelism: each rank runs some consecutive layers; windows go through in small groups, 1F1B.
+
+The schedule is torch.distributed.pipelining's (PipeDream-flush: Narayanan et al. 2021, arXiv 2006.09503): a rank holds
+the activations of as many groups as there are stages after it, at most. Shapes are told beforehand: without that torch
+would send them pickled.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import cross_entropy
+
+from peer.training.parallel.plans import first_layers
+
+NO_TARGET = -100
+"""Of windows that only fill a group: they count nothing."""
+
+
+class StageModule(nn.Module):
+    """The part of a Llama-like model that is one stage: tokens or activations in, activations or logits out."""
+
+    def __init__(self, body: nn.Module, stage: int, stages: int):
+        """Takes `body`, which has no memory yet, apart: it keeps this stage's modules, by their names."""
+        super().__init__()
+        model = cast(nn.Module, body.model)
+        layers = cast(nn.ModuleList, model.layers)
+        starts = first_layers(len(layers), stages)
+        kept = nn.ModuleList()
+        for n in range(starts[stage], starts[stage + 1]):
+            kept.add_module(str(n), layers[n])
+        model.layers = kept
+        self.first, self.last = stage == 0, stage == stages - 1
+        if not self.first:
+            model.embed_tokens = None  # type: ignore[assignment]
+        if not self.last:
+            model.norm = nn.Identity()
+            body.lm_head = None  # type: ignore[assignment]
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        model = cast(nn.Module, self.body.model)
+        out = model(input_ids=x, use_cache=False) if self.first else model(inputs_embeds=x, use_cache=False)
+        if self.last:
+            return cast(nn.Module, self.body.lm_head)(out.last_hidden_state).float()
+        return out.last_hidden_state.float()  # what travels has one type, whatever is computed in
+
+
+class Pipeline:
+    """The schedule for groups of one shape."""
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, device: torch.device, sizes: tuple[int, int], groups: int, each: int,
+        width: int,
+    ):  # fmt: skip
+        """`sizes`: hidden size and vocabulary; `groups` of `each` windows of `width` tokens. Collective."""
+        stage, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
+        hidden, vocabulary = sizes
+        tokens = torch.empty((each, width), dtype=torch.int64, device="meta")
+        between = torch.empty((each, width, hidden), device="meta", requires_grad=True)
+        logits = torch.empty((each, width, vocabulary), device="meta", requires_grad=True)
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.shape = (groups, each, width)
+        self._factor = 1.0
+        part = PipelineStage(
+            module,
+            stage,
+            stages,
+            device,
+            input_args=(tokens if self.first else between,),
+            output_args=(logits if self.last else between,),
+            group=mesh["pp"].get_group(),
+        )
+        self._schedule = Schedule1F1B(part, groups, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        total = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+        return total * self._factor
+
+    def run(self, windows: Tensor, factor: float) -> Tensor:
+        """Forth and back on tokens [groups * each or fewer, width + 1]. The sum of the tokens' losses, times `factor`:
+        on the last stage, 0 on others."""
+        groups, each, width = self.shape
+        missing = groups * each - len(windows)
+        windows = torch.cat([windows, windows.new_zeros((missing, width + 1))]).long()
+        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        targets[groups * each - missing :] = NO_TARGET
+        self._factor = factor
+        losses: list[Tensor] = []
+        arguments = (inputs,) if self.first else ()
+        if self.last:
+            self._schedule.step(*arguments, target=targets, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(*arguments, return_outputs=False)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=windows.device)
+
+
+def groups_of(windows: int, stages: int, most: int | None) -> tuple[int, int]:
+    """(groups, windows of each): at least as many groups as stages, of at most `most` windows."""
+    each = max(1, min(most or windows, windows // (2 * stages) or windows // stages))
+    return max(stages, -(-windows // each)), each
