@@ -15,7 +15,7 @@ JSON keys:
     name; bits_per_parameter; bytes;
     encode_gbps, check_gbps, apply_gbps; encode_ratio, check_ratio, apply_ratio (to memcpy); null where there is none
     error; error_feedback
-  small_model: what a round costs a peer of the demo's run (many small tensors, k = 256, 4 updates of 4 peers), in
+  small_model: what a round costs a peer of the demo's run (many small tensors, signs, 4 updates of 4 peers), in
     milliseconds of this process's CPU time, whatever the clock: parameters; tensors; announce_ms (encode the own
     update); check_ms (the 3 others'); apply_ms (all 4); digest_ms (of the new state); total_ms; limit_ms
   goals: bits_per_parameter (k = 64 of 4096), limit, met
@@ -252,10 +252,14 @@ def small_llama() -> Layout:
     return Layout.of(shapes)
 
 
+SMALL_CODEC = CodecSpec(kind="sign")
+"""The demo's."""
+
+
 def small_model(turns: int) -> dict:
     """Milliseconds of CPU time, the least of several turns, for each thing that a peer does in a round; one thread."""
     layout, peers = small_llama(), 4
-    codec, outer = make_codec(CodecSpec(kind="sparse", k=256), layout), OuterSpec()
+    codec, outer = make_codec(SMALL_CODEC, layout), OuterSpec(lr=1.4)
     generator = torch.Generator().manual_seed(0)
 
     def noise() -> dict[str, Tensor]:
@@ -322,7 +326,7 @@ def show(results: dict) -> None:
     print(report.table([*columns, "error", "with feedback"], rows))
     small = results["small_model"]
     print(
-        f"\nA round of a small model ({small['parameters']:,} parameters in {small['tensors']} tensors, k = 256), "
+        f"\nA round of a small model ({small['parameters']:,} parameters in {small['tensors']} tensors, signs), "
         "ms of one peer's CPU time, of 4 peers\n"
     )
     parts = {"announce_ms": "announce", "check_ms": "check the others' 3", "apply_ms": "apply 4", "digest_ms": "digest"}

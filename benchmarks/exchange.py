@@ -59,13 +59,12 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, print, save. Returns 0 when the goal is met."""
     options = report.command_line(__doc__ or "", "exchange").parse_args(argv)
     rounds, turns = (5, 50) if options.quick else (30, 200)
-    from benchmarks.codec import small_llama, small_model
+    from benchmarks.codec import SMALL_CODEC, small_llama, small_model
     from protocol.codec import make_codec
-    from protocol.spec import CodecSpec
 
     machine = report.machine()
     layout = small_llama()
-    size = make_codec(CodecSpec(kind="sparse", k=256), layout).size
+    size = make_codec(SMALL_CODEC, layout).size
     sums = small_model(turns=8 if options.quick else 30)
     parts = {
         "tcp_blobs": all_to_all(len(PEERS), size, turns),

@@ -355,7 +355,7 @@ def _seconds(least: float) -> int:
 def _lr(parameters: int) -> float:
     """The peak rate to begin the search with, two digits."""
     at, lr = findings.LR_AT
-    return float(f"{min(5e-3, max(1e-5, lr * (parameters / at) ** findings.LR_POWER)):.1e}")
+    return float(f"{min(2e-2, max(1e-5, lr * (parameters / at) ** findings.LR_POWER)):.1e}")
 
 
 def _cautions(q: Question, cost: Cost, rounds: int) -> Iterator[str]:
