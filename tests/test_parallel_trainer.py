@@ -14,12 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from cairn.main import main
 from peer.channel import Applied, Apply, Failed, MakeUpdate, Note, Progress, Ready, Stop, Stopped, TrainerLink
+from peer.channel.messages import from_line, to_line
 from peer.errors import TrainingError
+from peer.node.assets import start_message
+from peer.store import Store
 from peer.training.parallel.crew import Crew
 from peer.training.parallel.degrees import Degrees
+from peer.training.parallel.passes import NAME, Passes
+from peer.training.parallel.setup import resolve
 from peer.training.saved import SHEET
 from peer.training.trainer import Trainer
 from protocol.codec import make_codec
@@ -225,8 +232,9 @@ def crew(folder: Path, seconds: float):
     world, said = World.make(folder), []
     degrees = Degrees.parse("dp=2")
     made = Crew(
-        world.spec, folder / "spec.json", degrees, "cpu", 1, aside=lambda: None, lost=said.append, seconds=seconds
-    )
+        world.spec, folder / "spec.json", degrees, "cpu", 1, aside=lambda: None, lost=said.append,
+        passes=Passes(folder, "dp=2", "this one"), seconds=seconds,
+    )  # fmt: skip
     try:
         yield made, world, said
     finally:
@@ -267,6 +275,59 @@ def spoilt_for_one(me: int, world: int, folder: Path) -> None:
         assert not said
 
 
-@pytest.mark.parametrize("what", [not_started, hanging, spoilt_for_one])
+def without_memory(me: int, world: int, folder: Path) -> None:
+    with crew(folder, 60.0) as (many, run, said):
+        many.open(run.genesis)
+        many.outer.rebase()
+
+        def full(number: int) -> None:
+            raise torch.OutOfMemoryError("a GPU's")
+
+        many.hands.inner.piece = full
+        with pytest.raises(TrainingError, match="memory of .* does not suffice"):
+            many.inner.look(torch.zeros((8, 17), dtype=torch.int32))
+        assert len(said) == 1 and said[0].endswith("after a restart a pass has 2 windows instead of 4")
+
+
+@pytest.mark.parametrize("what", [not_started, hanging, spoilt_for_one, without_memory])
 def test_what_goes_wrong_on_one_rank_is_told_on_rank_0_in_time(what, tmp_path):
     run_ranks(1, f"{__name__}:{what.__name__}", tmp_path)
+    if what is without_memory:
+        assert Passes(tmp_path, "dp=2", "this one").most() == 2
+
+
+def test_what_fits_into_a_pass_is_of_one_layout_and_device_and_never_nothing(tmp_path):
+    passes = Passes(tmp_path / "new", "dp=2", "A")
+    assert passes.most() is None
+    assert passes.halve(5) == 2 and passes.most() == 2
+    assert passes.halve(1) == 0 and passes.most() == 2
+    assert Passes(tmp_path / "new", "dp=4", "A").most() is Passes(tmp_path / "new", "dp=2", "B").most() is None
+    (tmp_path / "new" / NAME).write_text("[rubbish")
+    assert passes.most() is None
+
+
+# -- from the command line to the trainer ------------------------------------------------------------------------
+
+
+def test_the_command_line_s_layout_reaches_the_trainer(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("cairn.joining.join_run", asked.append)
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "tp=2, fsdp=4"])
+    assert done.exit_code == 0, done.output
+    assert asked[0].parallel == "fsdp=4,tp=2"
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "fsdp=4,ep=2"])
+    assert done.exit_code == 2 and "'ep=2' is no degree" in done.output
+    world = World.make(tmp_path)
+    with Store(tmp_path / "store", 2**30) as store:
+        start = start_message(world.spec, store, tmp_path, world.start(1).identity_key, "auto", 1, asked[0].parallel)
+    assert start.parallel == "fsdp=4,tp=2" and from_line(to_line(start)[:-1]) == start
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_gpus_that_are_not_there_and_one_gpu_for_many_ranks_are_refused(tmp_path):
+    spec = World.make(tmp_path).spec
+    assert resolve("auto", "auto", spec)[0].world == resolve("dp=1", "cpu", spec)[0].world == 1
+    with pytest.raises(TrainingError, match=r"makes 2 ranks, and there are 1; on 1 ranks these work: dp=1$"):
+        resolve("dp=2", "cuda", spec)
+    with pytest.raises(TrainingError, match=r"--device cuda:0 is one GPU and --parallel dp=2 asks for 2"):
+        resolve("dp=2", "cuda:0", spec)

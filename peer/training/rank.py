@@ -31,10 +31,11 @@ def main() -> int:
     from peer.training.device import choose_device, out_of_memory
     from peer.training.parallel.degrees import Degrees
     from peer.training.parallel.group import Group
-    from peer.training.parallel.hands import Hands, Order
+    from peer.training.parallel.hands import OUT_OF_MEMORY, STEPPING, Hands, Order
     from protocol.errors import CairnError
     from protocol.spec import parse_spec
 
+    number, code = -1, 1
     try:
         device = choose_device(a.device, a.threads)
         spec = parse_spec(a.spec.read_bytes())
@@ -51,12 +52,13 @@ def main() -> int:
                 if number == Order.STOP:
                     return 0
         except torch.OutOfMemoryError:
+            code = OUT_OF_MEMORY if number in STEPPING else 1
             raise out_of_memory(device, "hold this rank's share of the training") from None
     except (CairnError, OSError, RuntimeError) as e:
         text = " ".join(str(e).split())[:500]
         print(f"rank {a.rank}: {text}", file=sys.stderr)
         (a.folder / f"rank-{a.rank}").write_text(text)  # for rank 0, which tells the node
-        return 1
+        return code
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from peer.errors import SavedStateError, TrainingError
 from peer.training.alone import Alone
 from peer.training.claims import Announced, Claims
 from peer.training.data import Batches, WindowReader
-from peer.training.device import choose_device, out_of_memory
+from peer.training.device import choose_device, device_name, out_of_memory
 from peer.training.durable import give
 from peer.training.gate import Gate
 from peer.training.inner import Step
@@ -130,8 +130,13 @@ class Trainer:
         if degrees.world == 1:
             return Alone(self.spec, choose_device(start.device, start.threads), self.gate.wait)
         from peer.training.parallel.crew import Crew  # torch.distributed and its like: only where it is needed
+        from peer.training.parallel.passes import Passes
 
-        return Crew(self.spec, start.spec_path, degrees, kind, start.threads, aside=self.gate.wait, lost=lost)
+        device = device_name(torch.device(kind))
+        passes = Passes(start.state_folder, str(degrees), device)
+        return Crew(
+            self.spec, start.spec_path, degrees, kind, start.threads, aside=self.gate.wait, lost=lost, passes=passes
+        )
 
     def _batches(self, start: Start) -> Batches:
         vocabulary = self.spec.model.config.get("vocab_size")

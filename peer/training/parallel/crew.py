@@ -26,7 +26,16 @@ from peer.training.device import choose_device, device_name, out_of_memory
 from peer.training.inner import Step
 from peer.training.parallel.degrees import Degrees
 from peer.training.parallel.group import SECONDS, Group
-from peer.training.parallel.hands import Hands, Order, Result, contributions_to, windows_to
+from peer.training.parallel.hands import (
+    OUT_OF_MEMORY,
+    STEPPING,
+    Hands,
+    Order,
+    Result,
+    contributions_to,
+    windows_to,
+)
+from peer.training.parallel.passes import Passes
 from peer.training.saved import Saved
 from protocol.ids import Digest
 from protocol.outer import Contribution
@@ -52,12 +61,12 @@ class Crew:
         *,
         aside: Callable[[], None],
         lost: Callable[[str], None],
-        piece: int | None = None,
+        passes: Passes,
         seconds: float = SECONDS,
     ):
         """`kind`: "cpu", or "cuda" (rank n has cuda:n). `lost(why)` is called, by a thread, when a rank has ended.
 
-        `piece`: windows in one pass, at most. Raises TrainingError when the ranks do not all start.
+        `passes`: what is known of the windows that fit into a pass. Raises TrainingError when not all ranks start.
         """
         self.degrees = degrees
         self._tell_lost = lost
@@ -65,6 +74,8 @@ class Crew:
         """Taken for good by whoever says that the ranks are lost."""
         self._turn = threading.Lock()
         self._closing = False
+        self._passes = passes
+        piece = passes.most()
         self._folder = Path(tempfile.mkdtemp(prefix="cairn-ranks-"))
         self.device = choose_device("cuda:0" if kind == "cuda" else "cpu", max(1, threads // degrees.world))
         self._ranks = [
@@ -117,15 +128,28 @@ class Crew:
                 self._group.give(order, payload)
                 return self.hands.do(order, payload)
             except torch.OutOfMemoryError:
-                raise self._lost(str(out_of_memory(self.device, "hold this rank's share of the training"))) from None
+                why = str(out_of_memory(self.device, "hold this rank's share of the training"))
+                raise self._lost(why, in_a_pass=order in STEPPING) from None
             except RuntimeError as e:
                 raise self._lost(self._why(e)) from None
 
-    def _lost(self, why: str) -> TrainingError:
-        """Say, once, that it cannot go on."""
+    def _lost(self, why: str, *, in_a_pass: bool = False) -> TrainingError:
+        """Say, once, that it cannot go on. `in_a_pass`: for want of memory, which a pass of fewer windows may mend."""
         if not self._closing and self._told.acquire(blocking=False):
+            if in_a_pass or any(process.poll() == OUT_OF_MEMORY for process in self._ranks):
+                why += self._smaller_pass()
+            shutil.rmtree(self._folder, ignore_errors=True)  # whoever is told may end this process at once
             self._tell_lost(why)
         return TrainingError(why)
+
+    def _smaller_pass(self) -> str:
+        """Have the next start try half as many windows in a pass. What to add to the reason."""
+        windows = self.hands.inner.in_a_pass
+        try:
+            less = self._passes.halve(windows)
+        except OSError as e:
+            return f"; that a pass of {windows} windows is too much cannot be kept ({e})"
+        return f"; after a restart a pass has {less} windows instead of {windows}" if less else ""
 
     def _why(self, error: Exception) -> str:
         """What to say when ranks do not hear each other any more."""

@@ -61,6 +61,12 @@ class Order(IntEnum):
     """[JSON: path, steps, all]"""
 
 
+STEPPING = frozenset({Order.PIECE, Order.END})
+"""Orders whose memory grows with the windows in a pass."""
+
+OUT_OF_MEMORY = 3
+"""Exit code of a rank that had none left for one of those."""
+
 Result = int | Step | bytes | Digest | None
 
 

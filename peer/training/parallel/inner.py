@@ -34,6 +34,8 @@ class RankInner(Inner):
         self._shards = {n: nn.Parameter(built.local(n)) for n in built.parameters}
         super().__init__(spec, built.body, built.device, named=self._shards, hidden=built.hidden)
         self._most = piece
+        self.in_a_pass = 0
+        """Windows in one pass of the present step."""
         self._windows = torch.empty(0)
         self._tokens: list[Tensor] = []
         self._loss = torch.zeros((), device=self.device)
@@ -51,6 +53,7 @@ class RankInner(Inner):
             self._tokens = [mine]  # the schedule cuts it
         else:
             self._tokens = list(mine.tensor_split(-(-largest // max(1, most))))
+            self.in_a_pass = -(-largest // len(self._tokens))
         self._loss = torch.zeros((), device=self.device)
         self.drop()
         return len(self._tokens)
@@ -82,6 +85,7 @@ class RankInner(Inner):
 
     def _lay_pipeline(self, windows: int, most: int, width: int) -> None:
         groups, each = groups_of(windows, self.built.degrees.pp, most)
+        self.in_a_pass = each
         if self._pipeline is None or self._pipeline.shape != (groups, each, width):
             config = self.built.body.config
             sizes = (int(config.hidden_size), int(config.vocab_size))  # type: ignore[union-attr]
