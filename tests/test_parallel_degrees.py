@@ -23,7 +23,6 @@ some_limits = st.builds(
     batch=st.integers(1, 64),
     tp=st.sampled_from([1, 2, 4, 8, 12]),
     pp=st.integers(1, 40),
-    whole=st.booleans(),
 )
 
 
@@ -103,7 +102,7 @@ def test_too_little_memory_for_any_layout_is_one_line_with_the_numbers():
 
 def tiny(**config) -> Limits:
     layout = Layout.of({n: tuple(s) for n, s in TINY_LLAMA_TENSORS})
-    return limits(TINY_LLAMA | config, layout, batch=4, muon=config.pop("muon", False))
+    return limits(TINY_LLAMA | config, layout, batch=4)
 
 
 def test_a_model_says_what_it_allows():
@@ -115,8 +114,6 @@ def test_a_model_says_what_it_allows():
         check(Degrees(tp=2), 2, tiny(model_type="gpt2"))
     with pytest.raises(TrainingError, match="tp must divide 2"):
         check(Degrees(tp=4), 4, tiny())
-    with pytest.raises(TrainingError, match="Muon.*these work: dp=2$"):
-        check(Degrees(fsdp=2), 2, tiny(muon=True))
 
 
 @given(st.integers(1, 40), st.integers(1, 8))

@@ -233,7 +233,7 @@ def crew(folder: Path, seconds: float):
     degrees = Degrees.parse("dp=2")
     made = Crew(
         world.spec, folder / "spec.json", degrees, "cpu", 1, aside=lambda: None, lost=said.append,
-        passes=Passes(folder, "dp=2", "this one"), seconds=seconds,
+        passes=Passes(folder, "dp=2", "this one"), folder=folder / "ranks", seconds=seconds,
     )  # fmt: skip
     try:
         yield made, world, said

@@ -135,8 +135,9 @@ class Trainer:
         device = device_name(torch.device(kind))
         passes = Passes(start.state_folder, str(degrees), device)
         return Crew(
-            self.spec, start.spec_path, degrees, kind, start.threads, aside=self.gate.wait, lost=lost, passes=passes
-        )
+            self.spec, start.spec_path, degrees, kind, start.threads, aside=self.gate.wait, lost=lost, passes=passes,
+            folder=start.state_folder / "ranks",
+        )  # fmt: skip
 
     def _batches(self, start: Start) -> Batches:
         vocabulary = self.spec.model.config.get("vocab_size")

@@ -143,12 +143,12 @@ class World:
             "--swarm", f"/ip4/127.0.0.1/tcp/{self.swarm}",
         )  # fmt: skip
 
-    def start_peer(self, name: str, *, device: str = "cpu") -> Process:
+    def start_peer(self, name: str, *, device: str = "cpu", parallel: str = "auto") -> Process:
         """The same home each time: who is started again is the same peer."""
         return self._start(
             name,
             "peer", "join", str(self.invite), "--home", str(self.folder / name), "--name", name, "--threads", "1",
-            "--device", device, "--listen", "/ip4/127.0.0.1/tcp/0", "--plain",
+            "--device", device, "--parallel", parallel, "--listen", "/ip4/127.0.0.1/tcp/0", "--plain",
         )  # fmt: skip
 
     def _start(self, name: str, *arguments: str) -> Process:

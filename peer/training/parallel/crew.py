@@ -12,7 +12,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -62,11 +61,13 @@ class Crew:
         aside: Callable[[], None],
         lost: Callable[[str], None],
         passes: Passes,
+        folder: Path,
         seconds: float = SECONDS,
     ):
         """`kind`: "cpu", or "cuda" (rank n has cuda:n). `lost(why)` is called, by a thread, when a rank has ended.
 
-        `passes`: what is known of the windows that fit into a pass. Raises TrainingError when not all ranks start.
+        `passes`: what is known of the windows that fit into a pass. `folder`: of this crew alone, made anew; the ranks
+        meet there. Raises TrainingError when not all ranks start.
         """
         self.degrees = degrees
         self._tell_lost = lost
@@ -76,7 +77,9 @@ class Crew:
         self._closing = False
         self._passes = passes
         piece = passes.most()
-        self._folder = Path(tempfile.mkdtemp(prefix="cairn-ranks-"))
+        self._folder = folder
+        shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+        folder.mkdir(parents=True)
         self.device = choose_device("cuda:0" if kind == "cuda" else "cpu", max(1, threads // degrees.world))
         self._ranks = [
             self._start(rank, spec_path, kind, max(1, threads // degrees.world), piece, seconds)

@@ -34,7 +34,7 @@ Link = Literal["nvlink", "pcie", "none"]
 class Limits:
     """What a model and a run allow. `tp`: the degrees of tensor parallelism divide it; `pp`: stages at most.
 
-    `batch`: windows of an inner step, split over dp * fsdp. `whole`: the optimiser needs whole matrices (Muon).
+    `batch`: windows of an inner step, split over dp * fsdp.
     `no_tp`, `no_pp`: why not, where it is not possible at all.
     """
 
@@ -43,7 +43,6 @@ class Limits:
     batch: int
     tp: int = 1
     pp: int = 1
-    whole: bool = False
     no_tp: str = ""
     no_pp: str = ""
 
@@ -117,8 +116,6 @@ def why_not(degrees: Degrees, world: int, limits: Limits) -> str:
         return limits.no_pp or f"makes {d.pp} stages of {limits.pp} layers"
     if d.shares > limits.batch:
         return f"splits a step's {limits.batch} windows (inner.batch) {d.shares} ways"
-    if limits.whole and d.fsdp * d.tp > 1:
-        return "splits matrices, which this run's Muon steps whole"
     return ""
 
 

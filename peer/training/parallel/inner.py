@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peer.training.inner import PIECE_TOKENS, Inner, Step
 from peer.training.parallel.model import RankModel, shard
+from peer.training.parallel.muon import SplitMuon
 from peer.training.parallel.pipeline import Pipeline, groups_of
 from protocol.spec import InnerSpec
 
@@ -33,6 +34,8 @@ class RankInner(Inner):
         self.built = built
         self._shards = {n: nn.Parameter(built.local(n)) for n in built.parameters}
         super().__init__(spec, built.body, built.device, named=self._shards, hidden=built.hidden)
+        if self.muon is not None and built.degrees.fsdp * built.degrees.tp > 1:
+            self.muon = SplitMuon({n: p for n, p in self._shards.items() if n in self._by_muon}, built, spec)
         self._most = piece
         self.in_a_pass = 0
         """Windows in one pass of the present step."""

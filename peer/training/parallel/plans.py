@@ -25,17 +25,17 @@ ROWS = ("o_proj", "down_proj")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def limits(config: Mapping[str, Any], layout: Layout, *, batch: int, muon: bool) -> Limits:
+def limits(config: Mapping[str, Any], layout: Layout, *, batch: int) -> Limits:
     """What this model allows. `config` is the spec's, with all defaults written out."""
     kind = str(config.get("model_type"))
     if kind not in LLAMA_LIKE:
         none = f"has no plan for model_type {kind} (there is one for {', '.join(sorted(LLAMA_LIKE))})"
-        return Limits(kind, layout.numel, batch, whole=muon, no_tp=none, no_pp=none)
+        return Limits(kind, layout.numel, batch, no_tp=none, no_pp=none)
     heads = int(config["num_attention_heads"])
     split = gcd(heads, int(config.get("num_key_value_heads") or heads), int(config["intermediate_size"]))
     tied = "would put tied embeddings on its first and on its last stage" if config.get("tie_word_embeddings") else ""
     layers = 1 if tied else int(config["num_hidden_layers"])
-    return Limits(kind, layout.numel, batch, tp=split, pp=layers, whole=muon, no_pp=tied)
+    return Limits(kind, layout.numel, batch, tp=split, pp=layers, no_pp=tied)
 
 
 def first_layers(layers: int, stages: int) -> list[int]:

@@ -20,7 +20,7 @@ def resolve(parallel: str, device: str, spec: RunSpec) -> tuple[Degrees, str, st
 
     Raises TrainingError: no such layout, too few GPUs, too little memory.
     """
-    allowed = limits(spec.model.config, spec.model.layout, batch=spec.inner.batch, muon=spec.inner.optimiser == "muon")
+    allowed = limits(spec.model.config, spec.model.layout, batch=spec.inner.batch)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if device.startswith("cuda") or (device == "auto" and gpus) else "cpu"
     if parallel == "auto":
