@@ -66,10 +66,8 @@ STUDIES: dict[str, tuple[Row, ...]] = {
     # What is sent of a chunk, for about the same bytes in all.
     "bits": (
         _from(BASE, "2 bits, H 72", quantiser="2 levels", h=72),
-        _from(BASE, "2 bits dithered, H 72", quantiser="2 dithered", h=72),
         _from(BASE, "fp32, H 36 (32 times the bytes)", quantiser="fp32", beta=0.0),
         _from(BASE, "the 512 largest, 2 bits, H 32", quantiser="2 levels", k=512, h=32),
-        _from(BASE, "the embedding's 256 largest, 2 bits", embedding_k=256),
     ),
     # How a coordinate is averaged, and what becomes of what was not sent: of the largest 256.
     "sparse": (
