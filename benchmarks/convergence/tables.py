@@ -124,7 +124,7 @@ def figure(found: Sequence[Measured], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    fig, (by_tokens, by_bytes) = pyplot.subplots(1, 2, figsize=(13, 5.2), sharey=True)
+    fig, (by_tokens, by_bytes) = pyplot.subplots(1, 2, figsize=(13, 6.6), sharey=True)
     colours = pyplot.get_cmap("tab20")
     lows, highs = [], []
     for i, m in enumerate(found):
@@ -145,9 +145,9 @@ def figure(found: Sequence[Measured], path: Path, title: str) -> None:
     by_bytes.set_xlabel("megabytes that a peer says")
     for axes in (by_tokens, by_bytes):
         axes.grid(alpha=0.25)
-    by_tokens.legend(fontsize=7.5, frameon=False)
+    fig.legend(*by_tokens.get_legend_handles_labels(), loc="lower center", ncol=4, fontsize=8, frameon=False)
     fig.suptitle(title)
-    fig.tight_layout()
+    fig.tight_layout(rect=(0, 0.16, 1, 1))
     fig.savefig(path, dpi=110)
     pyplot.close(fig)
 

@@ -39,6 +39,7 @@ class Measured:
 
 SIGN = CodecSpec(kind="sign", beta=0.5)
 MEASURED: tuple[Measured, ...] = (
+    Measured(SIGN, 9, 1.020, outer_lr=1.4),
     Measured(SIGN, 18, 1.033, outer_lr=1.4),
     Measured(SIGN, 36, 1.051, outer_lr=1.4),
     Measured(SIGN, 54, 1.066, outer_lr=1.4),
