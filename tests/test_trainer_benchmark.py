@@ -1,0 +1,34 @@
+"""The trainer's benchmark compares like with like, and measures all that it prints."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.trainer import Size, bare_loop, measured, trainer_of
+from peer.training.outer import OuterSide
+
+TINY = Size("tiny", hidden=32, intermediate=64, layers=1, heads=2, vocabulary=512, window=64, batch=4)
+
+
+def test_the_bare_loop_learns_what_the_trainer_learns():
+    with trainer_of(TINY, "cpu", 1, "adamw", "dp=1") as (trainer, _):
+        model, step = bare_loop(trainer.spec, trainer.device)
+        assert isinstance(trainer.outer, OuterSide)
+        start = {n: p.detach().clone() for n, p in model.named_parameters()}
+        for _ in range(3):
+            windows = trainer.batches.take(trainer.claims.counter)
+            step(windows)
+            trainer.step(windows)
+        for name, parameter in model.named_parameters():
+            moved = (parameter.detach() - start[name]).norm()
+            assert moved > 0 and (parameter.detach() - trainer.outer.local[name]).norm() < 0.01 * moved
+
+
+def test_a_size_is_measured_whole():
+    threads = torch.get_num_threads()
+    try:
+        found = measured(TINY, "cpu", 1, "muon", turns=1, steps=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert found["ratio"] > 0 and 0 < found["mfu"] < 1.5
+    assert found["announce_seconds"] > 0 and found["apply_seconds"] > 0 and found["round_share"] > 0
