@@ -128,6 +128,19 @@ def test_resolving_again_gives_the_same_run_and_the_same_in_another_folder(write
     assert resolve(load_run(path), tmp_path / "other", OWNER).spec.run_id == first.spec.run_id
 
 
+@pytest.mark.parametrize(
+    ("tables", "rate"),
+    [
+        ("", 1.4),
+        ('[codec]\nkind = "sparse"\n', 1.0),
+        ('[outer]\noptimiser = "nesterov"\n', 1.0),
+        ("[outer]\nlr = 0.5\n", 0.5),
+    ],
+)
+def test_the_outer_rate_that_is_left_out_follows_the_codec(write, tables, rate):
+    assert load_run(write((r"\[round\]", f"{tables}[round]"))).outer.lr == rate
+
+
 def test_comments_and_spelled_out_defaults_change_nothing(write, tmp_path):
     first = resolve(load_run(write()), tmp_path / "work", OWNER)
     spelled_out = '[codec]\nkind = "sign"\n[outer]\nlr = 1.4\n[round]'
