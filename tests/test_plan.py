@@ -419,7 +419,7 @@ def test_links_too_slow_for_any_setting_are_said_to_be_with_remedies():
         ("--peers", "x"), ("--uplink", "0"), ("--uplink", "nan"), ("--uplink", "inf"), ("--uplink", "-3"),
         ("--downlink", "0"), ("--rtt", "-1"), ("--rtt", "nan"), ("--tokens-per-second", "0"),
         ("--tokens-per-second", "1"), ("--window", "1"), ("--window", "99999999"), ("--batch", "0"),
-        ("--batch", "65536"), ("--total-tokens", "12"), ("--total-tokens", "1e15"), ("--share", "0"),
+        ("--batch", "65537"), ("--total-tokens", "12"), ("--total-tokens", "1e15"), ("--share", "0"),
         ("--share", "1.5"), ("--share", "nan"), ("--model", "/nowhere/config.json"),
     ],
 )  # fmt: skip
