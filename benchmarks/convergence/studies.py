@@ -66,6 +66,9 @@ STUDIES: dict[str, tuple[Row, ...]] = {
     # What is sent of a chunk, for about the same bytes in all.
     "bits": (
         _from(BASE, "2 bits, H 72", quantiser="2 levels", h=72),
+        _from(BASE, "2 bits dithered, H 72", quantiser="2 dithered", h=72),
+        _from(BASE, "3 bits, H 108", quantiser="3 levels", h=108),
+        _from(BASE, "4 bits, H 144", quantiser="4 levels", h=144),
         _from(BASE, "fp32, H 36 (32 times the bytes)", quantiser="fp32", beta=0.0),
         _from(BASE, "the 512 largest, 2 bits, H 32", quantiser="2 levels", k=512, h=32),
     ),
@@ -76,6 +79,7 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(SPARSE, "mean over all, beta 0.95", power=0.0, beta=0.95),
         _from(SPARSE, "beta 0.95", beta=0.95),
         _from(SPARSE, "absorbs what others did, beta 0.95", beta=0.95, absorb="same"),
+        _from(SPARSE, "the 512 largest, 64 after half of the run", k=512, density=((0.5, 64),)),
         _from(SPARSE, "DCT", transform="dct"),
         _from(SPARSE, "Hadamard", transform="hadamard"),
         _from(SPARSE, "the 64 largest, H 10, beta 0.7", k=64, h=10, beta=0.7),
