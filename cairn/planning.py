@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cairn.figures import byte_size, count
+from cairn.files import write_whole
 from protocol.errors import CairnError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run_plan(options: PlanOptions) -> None:
     except PlanError as e:
         raise click.BadParameter(e.reason, param_hint=f"--{e.field.replace('_', '-')}") from None
     if options.out:  # first: whoever reads our output may leave early
-        _write(options.out, _template(made, options, model))
+        write_whole(options.out, _template(made, options, model))
     assumed = options.model is None and options.parameters is None
     for line in lines(made, str(options.model or ""), assumed=assumed):
         click.echo(line)
@@ -123,17 +123,6 @@ def _template(made: Plan, options: PlanOptions, model: Model | None) -> str:
     table = llama_of(made.question.parameters, made.question.window)
     note = f"A Llama of {parameters_of_table(table):,} parameters, drawn for the plan: put your own model here."
     return fill(made, table, table["vocab_size"], note)
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or nothing. Raises CairnError."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as e:
-        partial.unlink(missing_ok=True)
-        raise CairnError(f"{path}: cannot be written: {e.strerror or e}") from None
 
 
 def lines(p: Plan, model: str = "", *, assumed: bool = False) -> Iterator[str]:

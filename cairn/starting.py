@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
+from cairn.files import write_whole
 from protocol.errors import CairnError
 
 
@@ -23,20 +23,9 @@ def init_run(folder: Path, out: Path, *, peers: int, uplink: float, total_tokens
         started = run_file_from(folder, out, question)
     except PlanError as e:
         raise click.BadParameter(e.reason, param_hint=f"--{e.field.replace('_', '-')}") from None
-    _write(out, started.text)
+    write_whole(out, started.text)
     click.echo(f"model   {started.parameters:,} parameters, from {folder}; tokenizer of {started.vocabulary:,} tokens")
     if started.left_out:
         click.echo(f"note    left out of [model], for transformers does not know them: {', '.join(started.left_out)}")
     click.echo(f"{out} is written ({started.name}): name your documents in its [data], then:")
     click.echo(f"    cairn run validate {out}")
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or nothing. Raises CairnError."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as e:
-        partial.unlink(missing_ok=True)
-        raise CairnError(f"{path}: cannot be written: {(e.strerror or str(e)).lower()}: name another place") from None

@@ -208,8 +208,8 @@ def test_each_finding_is_one_that_a_run_can_have():
         assert m.inner_steps >= 1 and 0.9 < m.loss < 2
 
 
-def test_findings_that_are_no_longer_provisional_have_their_source_in_the_project():
-    assert findings.PROVISIONAL or (ROOT / findings.SOURCE).exists()
+def test_findings_have_their_source_in_the_project():
+    assert (ROOT / findings.SOURCE).exists()
 
 
 # -- the template --------------------------------------------------------------------------------------------

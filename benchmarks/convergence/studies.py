@@ -70,6 +70,7 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(BASE, "3 bits, H 108", quantiser="3 levels", h=108),
         _from(BASE, "4 bits, H 144", quantiser="4 levels", h=144),
         _from(BASE, "fp32, H 36 (32 times the bytes)", quantiser="fp32", beta=0.0),
+        _from(BASE, "the embedding's 256 largest, 2 bits", embedding_k=256),
         _from(BASE, "the 512 largest, 2 bits, H 32", quantiser="2 levels", k=512, h=32),
     ),
     # How a coordinate is averaged, and what becomes of what was not sent: of the largest 256.

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from protocol.spec import CodecSpec
 
 SOURCE = "docs/results/convergence.md"
-PROVISIONAL = False
-"""The plan says when figures are not yet those of SOURCE."""
 
 LARGEST_MEASURED = 131_904
 """Parameters of the largest model that the figures come from."""

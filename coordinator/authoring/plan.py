@@ -373,8 +373,6 @@ def _cautions(q: Question, cost: Cost, rounds: int) -> Iterator[str]:
             f"losses were measured on models of up to {findings.LARGEST_MEASURED / 1e6:.2g} million parameters: "
             "on yours expect their order rather than their size"
         )
-    if findings.PROVISIONAL:
-        yield "the losses are first measurements and will change"
 
 
 def _within(field: str, value: float, least: float, most: float, unit: str = "") -> None:

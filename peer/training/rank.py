@@ -57,7 +57,8 @@ def main() -> int:
     except (CairnError, OSError, RuntimeError) as e:
         text = " ".join(str(e).split())[:500]
         print(f"rank {a.rank}: {text}", file=sys.stderr)
-        (a.folder / f"rank-{a.rank}").write_text(text)  # for rank 0, which tells the node
+        if a.folder.is_dir():  # rank 0, which tells the node, may have left already
+            (a.folder / f"rank-{a.rank}").write_text(text)
         return code
 
 

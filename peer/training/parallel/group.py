@@ -5,6 +5,8 @@ Only tensors travel; nothing is pickled. What people read (an error's text) trav
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,7 +51,12 @@ class Group:
 
     @classmethod
     def join(cls, degrees: Degrees, rank: int, meet: Path, device: torch.device, seconds: float = SECONDS) -> Group:
-        """Meet the other ranks at a file that nobody has used. Raises TrainingError when not all come."""
+        """Meet the other ranks at a file that nobody has used. Raises TrainingError when not all come.
+
+        They hear each other on loopback: by default gloo takes the host's name's address, which may be the internet's.
+        """
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(

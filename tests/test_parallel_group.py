@@ -1,0 +1,34 @@
+"""Where ranks hear each other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from peer.errors import TrainingError
+from peer.training.parallel.degrees import Degrees
+from peer.training.parallel.group import Group
+
+NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.mark.parametrize("said", [None, "eth7"])
+def test_ranks_listen_on_loopback_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said):
+    seen = {}
+    for name in NAMES:
+        monkeypatch.setenv(name, said or "")
+        if said is None:
+            monkeypatch.delenv(name)
+
+    def meets_nobody(*_, **__):
+        seen.update({name: os.environ.get(name) for name in NAMES})
+        raise RuntimeError("nobody came")
+
+    monkeypatch.setattr(dist, "init_process_group", meets_nobody)
+    with pytest.raises(TrainingError, match="did not all meet"):
+        Group.join(Degrees(dp=2), 0, tmp_path / "meet", torch.device("cpu"))
+    assert set(seen.values()) == ({said} if said else {"lo"} if os.uname().sysname == "Linux" else {"lo0"})
