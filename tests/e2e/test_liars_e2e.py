@@ -38,6 +38,10 @@ async def all_log(world: World, pattern: str) -> None:
         await world.until(f"{name} logs {pattern!r}", lambda n=name: world.has_logged(n, pattern), 20)
 
 
+async def any_logs(world: World, pattern: str) -> None:
+    await world.until(f"a member logs {pattern!r}", lambda: any(world.has_logged(n, pattern) for n in PEERS), 20)
+
+
 async def test_messages_that_break_the_protocol_are_refused_with_the_reason(swarm: World):
     await swarm.healthy(PEERS)
     async with stranger(swarm, "forger") as liar:
@@ -120,8 +124,9 @@ async def test_an_update_that_its_author_never_serves_delays_one_round_and_no_mo
         beat = await liar.new_round()
         began = time.monotonic()
         await liar.tell(liar.header(beat, admission, blob))
-        await all_log(swarm, rf"update {blob.short} did not come: ")
-        await all_log(swarm, rf"peer {liar.key.short} kept the round waiting")
+        # Who gives up first closes the round for all: the others need not have come to it themselves.
+        await any_logs(swarm, rf"update {blob.short} did not come: ")
+        await any_logs(swarm, rf"peer {liar.key.short} kept the round waiting")
         await swarm.round_reached(PEERS, beat.round + 1, 30)
         assert time.monotonic() - began < 20
         await goes_on(swarm, liar)
