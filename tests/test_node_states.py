@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,8 +15,9 @@ from peer.channel import Load
 from peer.errors import PeerError, TrainerDied
 from peer.node.states import States
 from peer.node.updates import Updates
-from peer.store import BlobMissing, StoreFull
+from peer.store import BlobCorrupt, BlobMissing, Store, StoreFull
 from protocol.chain import genesis_digest
+from protocol.errors import CodecError
 from protocol.ids import Digest
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.events import ApplyFailed
@@ -27,6 +29,7 @@ SIZE = 1234
 class FakeStore:
     def __init__(self):
         self.held: set[Digest] = set()
+        self.damaged: set[Digest] = set()
         self.scratch = Path("/scratch")
 
     def has(self, digest: Digest) -> bool:
@@ -37,6 +40,11 @@ class FakeStore:
             raise BlobMissing("gone")
         return Path("/blobs") / digest.short
 
+    def verify(self, digest: Digest) -> None:
+        if digest in self.damaged:
+            self.held.discard(digest)
+            raise BlobCorrupt("was damaged")
+
 
 class World:
     def __init__(self):
@@ -46,6 +54,7 @@ class World:
         self.offered: set[Digest] = set()
         self.fetched: list[Digest] = []
         self.asked: list[Any] = []
+        self.forgotten: list[Digest] = []
         self.failed: list[ApplyFailed] = []
         self.error: Exception | None = None
         self.gate: asyncio.Event | None = None
@@ -78,6 +87,9 @@ class World:
             raise self.error
         self.store.held.add(blob)
         return self.store.path(blob)
+
+    def forget(self, blobs) -> None:
+        self.forgotten.extend(blobs)
 
     def resync(self, rounds: int, **how) -> Resync:
         path = tuple(self.chain.certificates[:rounds])
@@ -228,3 +240,50 @@ async def test_what_is_under_way_ends_with_the_node():
     w.gate.set()
     await asyncio.sleep(0.02)
     assert w.asked == []
+
+
+async def test_a_checkpoint_that_was_damaged_on_disk_is_fetched_at_the_next_try():
+    async with world() as (w, _):
+        w.store.held.add(state(10))
+        w.store.damaged.add(state(10))
+        w.offered.add(state(10))
+        w.states.resync(w.resync(11))
+        await w.next()
+        assert w.asked[-1].round == 10 and w.fetched == []
+        await w.states.look_for_damage()  # the trainer has refused it
+        assert w.forgotten == [state(10)]
+        w.states.resync(w.resync(11))
+        await w.next()
+        assert w.asked[-1].round == 10 and w.fetched == [state(10)]
+
+
+class Codec:
+    """Takes what begins with a zero; the update's size is SIZE."""
+
+    size = SIZE
+
+    def check(self, data) -> None:
+        if bytes(data[:1]) != b"\0":
+            raise CodecError("not an update")
+
+
+async def test_an_update_that_the_own_disk_damaged_is_fetched_again_and_its_author_not_blamed(tmp_path):
+    good, bad = bytes(SIZE), b"\1" * SIZE
+    answers: list[object] = []
+    fetched: list[Digest] = []
+    with Store(tmp_path / "store", 10**8) as store:
+        digest = store.put(good)
+        os.truncate(store.path(digest), SIZE // 2)
+        store.path(digest).write_bytes(bad)  # as long as it was, and other bytes
+
+        class Source:
+            async def fetch_blob(self, blob, size, holders, *, deadline_seconds) -> None:
+                fetched.append(blob)
+                assert store.put(good) == blob
+
+        updates = Updates(
+            store, cast(Any, Source()), cast(Any, Codec()),
+            deadline_seconds=5.0, everyone=lambda: [], answer=answers.append, spawn=cast(Any, None),
+        )  # fmt: skip
+        path = await updates.ensure(digest, [], 5.0)
+        assert fetched == [digest] and path.read_bytes() == good and answers == []

@@ -13,7 +13,7 @@ from peer.channel import Apply as ApplyMessage
 from peer.channel import Load, RoundUpdates, ToTrainer, UpdateFile
 from peer.errors import PeerError, TrainerDied
 from peer.node.updates import BlobSource, Updates
-from peer.store import Store, StoreFull
+from peer.store import BlobMissing, Store, StoreFull
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
@@ -53,6 +53,8 @@ class States:
         self._failed = failed
         self._queue: asyncio.Queue[Apply | Resync] = asyncio.Queue(maxsize=64)
         self._current: asyncio.Task[None] | None = None
+        self._given: tuple[Digest, ...] = ()
+        """Blobs whose files the trainer was told to read last."""
 
     def apply(self, action: Apply) -> None:
         """Next, after what is already asked for."""
@@ -75,6 +77,17 @@ class States:
             self._queue.put_nowait(action)
         except asyncio.QueueFull:
             self._failed(ApplyFailed(_target(action, self._run), "too many rounds wait to be applied"))
+
+    async def look_for_damage(self) -> None:
+        """The trainer could not use what it was given: what is damaged on disk goes, so that the next try fetches it.
+
+        Raises StoreError when the disk cannot be read at all.
+        """
+        for blob in self._given:
+            try:
+                await asyncio.to_thread(self._store.verify, blob)
+            except BlobMissing:  # the store has told the user
+                self._updates.forget([blob])
 
     async def run(self) -> None:
         """For ever: one action at a time."""
@@ -111,9 +124,11 @@ class States:
 
     async def _apply(self, action: Apply) -> None:
         record = action.certificate.record.body
+        update = await self._round(action.certificate)
+        self._given = _blobs(action.certificate)
         await self._send(
             ApplyMessage(
-                update=await self._round(action.certificate),
+                update=update,
                 missed=self._own(action.missed),
                 mine_accepted=self._me in record.contributors,
                 next_window=action.next_window,
@@ -132,6 +147,7 @@ class States:
             record, number, base = genesis_digest(self._run), Round(0), self._spec.genesis.name
         replay = tuple([await self._round(c) for c in path[start:]])
         end = Round(path[-1].record.body.round + 1) if path else Round(0)
+        self._given = (base, *(blob for c in path[start:] for blob in _blobs(c)))
         await self._send(
             Load(
                 checkpoint=checkpoint,
@@ -206,6 +222,10 @@ class States:
         if number == 0 or (number % self._spec.checkpoint.every and not last):
             return None
         return self._store.scratch / f"state-{number}.safetensors"
+
+
+def _blobs(certificate: Certificate) -> tuple[Digest, ...]:
+    return tuple(u.body.blob for u in certificate.record.body.updates)
 
 
 def _target(action: Apply | Resync, run: RunId) -> Digest:

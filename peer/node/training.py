@@ -138,7 +138,7 @@ class Training:
             case Failed(what, reason, fatal):
                 log.error("trainer: %s", reason)
                 if what in ("load", "apply", "update") and not fatal:
-                    self._post(events.ApplyFailed(self._chain.head, reason))
+                    self._spawn(self._not_applied(reason), "a look for damage")
             case Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case Ready():
@@ -148,6 +148,13 @@ class Training:
                 )  # fmt: skip
             case _:
                 pass
+
+    async def _not_applied(self, reason: str) -> None:
+        try:
+            await self._states.look_for_damage()
+        except StoreError as e:
+            log.error("%s", e)
+        self._post(events.ApplyFailed(self._chain.head, reason))
 
     def _on_lost(self, reason: str) -> None:
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -95,6 +96,10 @@ class Updates:
 
         Of a bad one the machine is told (BlobBad), whoever asked.
         """
+        if blob not in self._checked and self._store.has(blob):
+            # From before a restart, perhaps a power cut: its author is not to be blamed for what this disk did.
+            with contextlib.suppress(NotInStore):
+                await asyncio.to_thread(self._store.verify, blob)
         if not self._store.has(blob):
             order = dict.fromkeys([*holders, *self._everyone()])
             await self._source.fetch_blob(blob, self._codec.size, list(order), deadline_seconds=seconds)

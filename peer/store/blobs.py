@@ -146,6 +146,11 @@ class Blobs:
             raise StoreError(f"blob {digest.short} has {size:,} bytes: more than the {limit:,} that are read at once")
         return b"".join(self.read_chunk(digest, i) for i in range(chunk_count(size)))
 
+    def verify(self, digest: Digest) -> None:
+        """Read a whole blob and check it. Raises BlobMissing, BlobCorrupt (it is removed then), StoreError."""
+        for i in range(chunk_count(self.size(digest))):
+            self.read_chunk(digest, i)
+
     def remove(self, digest: Digest) -> None:
         """Forget a blob, arriving or complete. No error when it is not there."""
         with self._mutex, disk(f"removing blob {digest.short}"):
