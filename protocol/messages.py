@@ -27,6 +27,7 @@ MAX_ADDRESSES = 16
 MAX_ADDRESS = 200
 MAX_CONTRIBUTORS = 4096
 MAX_KNOWN = 4096
+MAX_UNHEARD = 256
 MAX_CERTIFICATE = MAX_ENVELOPE
 """No certificate is larger. The limits of headers and votes (`KINDS`) are such that the largest there can be fits."""
 MAX_REMEMBERED = 32 * 1024 * 1024
@@ -127,6 +128,9 @@ class Heartbeat:
     state: Digest | None = None
     """The state after the head, as the author holds it; None for an observer."""
 
+    unheard: tuple[int, ...] = ()
+    """`short_id`s of peers of whom the author hears nothing first-hand: others pass their messages on to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
@@ -158,8 +162,8 @@ class Certificate:
     votes: tuple[Signed[Vote], ...]
 
 
-def short_id(digest: Digest) -> int:
-    """The first 8 bytes of a digest: enough to ask "do you have it", never to trust."""
+def short_id(digest: Digest | PeerKey) -> int:
+    """The first 8 bytes of a digest or key: enough to ask "do you have it", never to trust."""
     return int.from_bytes(digest[:8], "little")
 
 
@@ -203,6 +207,7 @@ def _encode_heartbeat(b: Heartbeat) -> Message:
         run=b.run, sequence=b.sequence, round=b.round, head=b.head, weight=b.weight, windows=b.windows, phase=b.phase,
         tokens_per_second=b.tokens_per_second, loss=b.loss, bytes_up=b.bytes_up, bytes_down=b.bytes_down,
         known=b.known, addresses=b.addresses, admission=b.admission, device=b.device, state=b.state or b"",
+        unheard=b.unheard,
     )  # fmt: skip
 
 
@@ -288,6 +293,8 @@ def _decode_heartbeat(payload: bytes, _: Opener) -> Heartbeat:
     m = _parsed(wire.Heartbeat(), payload)
     if len(m.known) > MAX_KNOWN or len(m.addresses) > MAX_ADDRESSES:
         raise MalformedError("a heartbeat lists too many headers or addresses")
+    if len(m.unheard) > MAX_UNHEARD:
+        raise MalformedError("a heartbeat lists too many peers that it does not hear")
     if m.phase not in PHASES:
         raise MalformedError(f"{m.phase[:20]!r} is not a phase")
     return Heartbeat(
@@ -297,6 +304,7 @@ def _decode_heartbeat(payload: bytes, _: Opener) -> Heartbeat:
         _bounded("bytes_down", m.bytes_down), tuple(m.known),
         tuple(_text("address", a, MAX_ADDRESS) for a in m.addresses), bytes(m.admission),
         _text("device", m.device, 80), Digest(m.state) if m.state else None,
+        tuple(m.unheard),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from peer.store import StoreError
 from peer.swarm import Handlers
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Goodbye, KeySigner, encode_certificate
+from protocol.messages import Goodbye, KeySigner, Signed, encode_certificate, short_id
 from protocol.rounds.events import CertificateHeard, Heard
 from protocol.wire import swarm_pb2 as wire
 from tests.signed import CERTIFICATE, HEADERS, PEERS, RUN, SPEC, VOTES, heartbeat, opener, raw
@@ -230,27 +230,52 @@ def network() -> tuple[Network, FakeSwarm]:
     return net, swarm
 
 
+def hear(net: Network, message: Signed) -> None:
+    """First-hand."""
+    net.note(message, message.author)
+
+
 async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_dialled():
     net, swarm = network()
     first, second = heartbeat(PEERS[1], addresses=("/a",)), heartbeat(PEERS[2], addresses=("/b",))
-    net.note(first)
-    net.note(second)
+    hear(net, first)
+    hear(net, second)
     await net.outbox.flush(1)
     assert swarm.wire.messages(B) == [first.sent, second.sent]
     assert second.sent in swarm.wire.messages(A)
     assert swarm.dialled == [("/a",), ("/b",)]
     swarm.wire.sent.clear()
-    net.note(heartbeat(PEERS[2], sequence=2))
+    hear(net, heartbeat(PEERS[2], sequence=2))
     await net.outbox.flush(1)
     assert swarm.wire.sent == []
     await net.stop(0.1)
 
 
+async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else():
+    net, swarm = network()
+    deaf = heartbeat(PEERS[1], unheard=(short_id(PEERS[2].key),))
+    for beat in (deaf, heartbeat(PEERS[2]), heartbeat(PEERS[3])):
+        hear(net, beat)
+    net.broadcast(heartbeat(PEERS[0]))
+    await net.outbox.flush(1)
+    swarm.wire.sent.clear()
+    for message in (heartbeat(PEERS[2], sequence=2), HEADERS[2], VOTES[2]):
+        hear(net, message)
+    hear(net, HEADERS[3])  # that is heard
+    net.note(heartbeat(PEERS[2], sequence=3), PEERS[3].key)  # not first-hand: who passed it on passes it on to all
+    await net.outbox.flush(1)
+    assert [to for to, _ in swarm.wire.sent] == [A] * len(swarm.wire.sent)
+    passed_on = swarm.wire.messages(A)
+    assert {heartbeat(PEERS[2], sequence=2).sent, HEADERS[2].sent, VOTES[2].sent} <= set(passed_on)
+    assert not {heartbeat(PEERS[2], sequence=3).sent, HEADERS[3].sent} & set(passed_on)
+    await net.stop(0.1)
+
+
 async def test_strangers_are_not_introduced_to_everybody_but_hear_of_everybody():
     net, swarm = network()
-    net.note(heartbeat(PEERS[1]))
+    hear(net, heartbeat(PEERS[1]))
     watcher = heartbeat(PEERS[2], admission=b"")
-    net.note(watcher)
+    hear(net, watcher)
     await net.outbox.flush(1)
     assert watcher.sent not in swarm.wire.messages(A)
     assert heartbeat(PEERS[1]).sent in swarm.wire.messages(B)
@@ -259,8 +284,8 @@ async def test_strangers_are_not_introduced_to_everybody_but_hear_of_everybody()
 
 async def test_who_said_goodbye_is_sent_nothing_more():
     net, swarm = network()
-    net.note(heartbeat(PEERS[1]))
-    net.note(KeySigner(PEERS[1]).sign(Goodbye(RUN, 9)))
+    hear(net, heartbeat(PEERS[1]))
+    hear(net, KeySigner(PEERS[1]).sign(Goodbye(RUN, 9)))
     await net.outbox.flush(1)
     swarm.wire.sent.clear()
     net.broadcast(HEADERS[3])
@@ -274,7 +299,7 @@ async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):
     caplog.set_level("DEBUG")
     net, swarm = network()
     swarm.error = ConnectionResetError("libp2p is gone")
-    net.note(heartbeat(PEERS[1]))
+    hear(net, heartbeat(PEERS[1]))
     await asyncio.sleep(0.01)
     assert "cannot dial: libp2p is gone" in caplog.text
     await net.stop(0.1)

@@ -17,6 +17,9 @@ class Entry:
     heard: float
     """When it was last heard of, by our clock."""
 
+    direct: float
+    """When it was last heard first-hand; at first, when it was first heard of."""
+
 
 class Directory:
     """The peers heard of within `forget_seconds`; at most `limit` members and `observers` others."""
@@ -29,13 +32,18 @@ class Directory:
         self._entries: dict[PeerKey, Entry] = {}
         self._gone: dict[PeerKey, int] = {}
 
-    def hear(self, heartbeat: Signed[Heartbeat], now: float) -> bool | None:
-        """Take a heartbeat. True: a peer that was not known; False: news of a known one; None: old or unwelcome."""
+    def hear(self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True) -> bool | None:
+        """Take a heartbeat. True: a peer that was not known; False: news of a known one; None: old or unwelcome.
+
+        `direct`: it came from its author.
+        """
         key, body = heartbeat.author, heartbeat.body
         if key == self._me or body.sequence <= self._gone.get(key, -1):
             return None
         known = self._entries.get(key)
         if known is not None:
+            if direct:
+                known.direct = now
             if body.sequence <= known.heartbeat.body.sequence:
                 return None
             known.heartbeat, known.heard = heartbeat, now
@@ -44,7 +52,7 @@ class Directory:
         same_sort = sum(bool(e.heartbeat.body.admission) == admitted for e in self._entries.values())
         if same_sort >= (self._limit if admitted else self._observers):
             return None
-        self._entries[key] = Entry(heartbeat, now)
+        self._entries[key] = Entry(heartbeat, now, now)
         return True
 
     def goodbye(self, key: PeerKey, sequence: int) -> None:
@@ -66,6 +74,14 @@ class Directory:
         for key in silent:
             del self._entries[key]
         return silent
+
+    def unheard(self, now: float, seconds: float) -> list[PeerKey]:
+        """Members (not observers) that are there, and of whom nothing came first-hand for so many seconds."""
+        return [
+            k
+            for k, e in self._entries.items()
+            if now - e.direct > seconds and e.heartbeat.body.admission and now - e.heard <= self._forget
+        ]
 
     def peers(self) -> list[PeerKey]:
         """Everyone known."""

@@ -15,12 +15,13 @@ from peer.errors import PeerError
 from peer.node.directory import Directory
 from peer.node.membership import Membership
 from peer.node.outbox import NETWORK_ERRORS, Outbox
+from peer.node.relaying import relays
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Goodbye, Heartbeat, Signed
+from protocol.messages import MAX_UNHEARD, Goodbye, Heartbeat, Signed, short_id
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.network")
@@ -31,6 +32,9 @@ LONELY_SECONDS = 1.0
 """How often to look for others while nobody is known."""
 
 PRESENCE_SECONDS = 60.0
+
+UNHEARD_BEATS = 3.0
+"""A member of whom nothing came first-hand for the time of so many heartbeats is not heard."""
 
 
 class Network:
@@ -148,11 +152,16 @@ class Network:
         """All that may hold blobs: those heard of, and those whose addresses we entered by."""
         return list(dict.fromkeys([*self.directory.peers(), *self._entry_peers]))
 
-    def note(self, message: Signed) -> None:
-        """Learn from a verified message who is there; introduce newcomers."""
+    def note(self, message: Signed, sender: PeerKey) -> None:
+        """Learn from a verified message who is there; introduce newcomers; pass on what others do not hear."""
+        direct = sender == message.author
+        if direct:
+            self._pass_on(message)
         if isinstance(message.body, Goodbye):
             self.directory.goodbye(message.author, message.body.sequence)
-        if not isinstance(message.body, Heartbeat) or not self.directory.hear(message, time.monotonic()):
+        if not isinstance(message.body, Heartbeat):
+            return
+        if not self.directory.hear(message, time.monotonic(), direct=direct):
             return
         # The first is the way in; after that, hundreds may come and go.
         level = logging.INFO if len(self.directory.peers()) == 1 else logging.DEBUG
@@ -166,6 +175,23 @@ class Network:
         task = asyncio.create_task(self._dial(message.body.addresses))
         self._dialling.add(task)
         task.add_done_callback(self._dialling.discard)
+
+    def _pass_on(self, message: Signed) -> None:
+        """To those who do not hear its author, if that is for us to do."""
+        me, author = self._membership.identity.key, message.author
+        beats = {k: e.heartbeat for k, e in self.directory.entries().items()}
+        needy = [k for k, beat in beats.items() if short_id(author) in beat.body.unheard and k != author]
+        if not needy or self._heartbeat is None:
+            return
+        beats[me] = self._heartbeat
+        for to in needy:
+            if me in relays(author, to, beats):
+                self.outbox.send(to, (message,))
+
+    def unheard(self) -> tuple[int, ...]:
+        """For heartbeats: the members that others are to pass on to us."""
+        seconds = UNHEARD_BEATS * self._membership.spec.round.heartbeat_seconds
+        return tuple(short_id(k) for k in self.directory.unheard(time.monotonic(), seconds)[:MAX_UNHEARD])
 
     async def _dial(self, addresses: Sequence[str]) -> None:
         try:

@@ -288,7 +288,7 @@ class Node:
             if isinstance(event, events.Heard):
                 if event.message.author == self.key:
                     continue
-                self.network.note(event.message)
+                self.network.note(event.message, sender)
             self.post(event)
 
     async def _on_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
@@ -367,6 +367,7 @@ class Node:
             addresses=tuple(self.network.addresses),
             admission=b"" if self._options.observer else self._membership.admission,
             device=self._training.device if self._training is not None else "",
+            unheard=self.network.unheard(),
         )
 
     def snapshot(self) -> Snapshot:

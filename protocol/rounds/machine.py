@@ -454,7 +454,7 @@ class RoundMachine:
             c.run, self._sequence, c.chain.height(head), head, c.chain.weight(head), work.windows, self.phase,
             work.tokens_per_second, work.loss, f.bytes_up, f.bytes_down, known, f.addresses,
             b"" if c.observer else f.admission, f.device,
-            self._position.state if head == self._position.applied else None,
+            self._position.state if head == self._position.applied else None, f.unheard,
         )  # fmt: skip
         c.emit(Broadcast(c.signer.sign(body)))
         self._beat_at = c.now + c.policy.heartbeat_seconds

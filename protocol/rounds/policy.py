@@ -64,3 +64,4 @@ class Facts:
     addresses: tuple[str, ...] = ()
     admission: bytes = b""
     device: str = ""
+    unheard: tuple[int, ...] = ()
