@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from protocol.errors import CairnError
@@ -20,20 +20,28 @@ _LIBC = ctypes.CDLL(None)
 
 
 class Process:
-    """One `cairn` command."""
+    """One `cairn` command. `within`: a command that runs it, such as nsenter; `environment` is added to ours."""
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path):
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        within: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ):
         self.name = name
         self.home = folder / name
         self.home.mkdir(parents=True, exist_ok=True)
         self.output = self.home / "output.txt"
         with open(self.output, "wb") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cairn", *arguments],
+                [*within, sys.executable, "-m", "cairn", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})},
                 # A Ctrl-C is for the demo, which then stops its processes in order.
                 start_new_session=True,
                 preexec_fn=_die_with_parent,

@@ -50,7 +50,7 @@ def inside(name: str, command: Sequence[str]) -> list[str]:
 def build(wan: str, host: Host, topology: Topology) -> int:
     """One host's namespace, its gateway's if it has one, and its TUN device, whose descriptor this gives."""
     me = namespace(wan, host.name)
-    edge = f"{me}-gw" if host.nat else me
+    edge = f"{me}-gw" if host.nat or host.behind else me
     for name in dict.fromkeys([me, edge]):
         sh("ip", "netns", "add", name)
         sh("ip", "-n", name, "link", "set", "lo", "up")
@@ -63,26 +63,34 @@ def build(wan: str, host: Host, topology: Topology) -> int:
     sh("ip", "-n", edge, "link", "set", "wan0", "mtu", str(topology.mtu), "txqueuelen", "2000", "up")
     sh("ip", "-n", edge, "route", "add", "default", "dev", "wan0")
     if host.nat:
-        _put_behind_gateway(me, edge, host, topology.mtu)
+        _put_behind_gateway(edge, host)
+    if host.nat or host.behind:
+        # Behind another's gateway the own line's end is in a namespace of nobody's.
+        gateway = f"{namespace(wan, host.behind)}-gw" if host.behind else edge
+        _connect(me, gateway, host, topology.mtu)
     return tun
 
 
-def _put_behind_gateway(me: str, edge: str, host: Host, mtu: int) -> None:
-    lan, size = f"192.168.{host.index + 1}", str(mtu)
-    ends = ["eth0", "mtu", size, "netns", me, "type", "veth", "peer", "name", "lan0", "mtu", size, "netns", edge]
+def _connect(me: str, gateway: str, host: Host, mtu: int) -> None:
+    """A net of its own between a host and its gateway."""
+    lan, device, size = f"192.168.{host.index + 1}", f"lan{host.index}", str(mtu)
+    ends = ["eth0", "mtu", size, "netns", me, "type", "veth", "peer", "name", device, "mtu", size, "netns", gateway]
     sh("ip", "link", "add", *ends)
-    for name, device, address in ((edge, "lan0", f"{lan}.1/24"), (me, "eth0", f"{lan}.2/24")):
-        sh("ip", "-n", name, "addr", "add", address, "dev", device)
-        sh("ip", "-n", name, "link", "set", device, "up")
+    for name, end, address in ((gateway, device, f"{lan}.1/24"), (me, "eth0", f"{lan}.2/24")):
+        sh("ip", "-n", name, "addr", "add", address, "dev", end)
+        sh("ip", "-n", name, "link", "set", end, "up")
     sh("ip", "-n", me, "route", "add", "default", "via", f"{lan}.1")
+
+
+def _put_behind_gateway(edge: str, host: Host) -> None:
     sh(*inside(edge, ["sysctl", "-qw", "net.ipv4.ip_forward=1"]))
     rules = f"""table ip wan {{
         chain post {{ type nat hook postrouting priority 100;
           oifname wan0 masquerade {"fully-random" if host.nat == "symmetric" else ""}; }};
         chain forw {{ type filter hook forward priority 0; policy drop;
-          ct state established,related accept; iifname lan0 accept; }};
+          ct state established,related accept; iifname "lan*" accept; }};
         chain inp {{ type filter hook input priority 0; policy drop;
-          ct state established,related accept; iifname lan0 accept; ip protocol icmp accept; }};
+          ct state established,related accept; iifname "lan*" accept; ip protocol icmp accept; }};
     }}"""
     sh(*inside(edge, ["nft", "-f", "-"]), text=rules)
 

@@ -9,7 +9,9 @@ As JSON or a dictionary (only "hosts" is required; rates are of IP bytes, loss i
 
 "tcp" is the hosts' congestion control (default: the machine's). Host number n (from 1) has the WAN address <net>.n.
 With "nat": true that address belongs to a masquerading gateway, which refuses unsolicited traffic (port-restricted
-cone), and the host itself is 192.168.<n>.2; "symmetric" also picks a random port for each connection.
+cone), and the host itself is 192.168.<n>.2; "symmetric" also picks a random port for each connection. A host with
+"behind": "a" has no line of its own: it is 192.168.<n>.2 behind the gateway of host a, which comes before it, and
+shares a's line and address.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class Host:
     up_queue: float
     down_queue: float
     nat: Nat = False
+    behind: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,10 @@ class Topology:
         hosts = {h["name"]: _host(i, h, net, queue_seconds) for i, h in enumerate(given)}
         if len(hosts) != len(given):
             raise WanError("two hosts have one name")
+        for h in hosts.values():
+            before = hosts.get(h.behind)
+            if h.behind and (h.nat or before is None or not before.nat or before.index > h.index):
+                raise WanError(f"{h.name} is behind {h.behind!r}: want an earlier host with nat, and none of its own")
         line = Line(**source.get("default", {}))
         lines = {(a, b): line for a in hosts for b in hosts if a != b}
         for pair in source.get("pairs", []):
@@ -113,7 +120,7 @@ class Topology:
 
 
 def _host(index: int, given: Mapping[str, Any], net: ipaddress.IPv4Network, queue_seconds: float) -> Host:
-    name, nat = given["name"], given.get("nat", False)
+    name, nat, behind = given["name"], given.get("nat", False), str(given.get("behind", ""))
     if not NAME.fullmatch(name):
         raise WanError(f"host name {name!r}: want 1 to 12 of a-z 0-9")
     if nat not in (False, True, "symmetric"):
@@ -122,7 +129,7 @@ def _host(index: int, given: Mapping[str, Any], net: ipaddress.IPv4Network, queu
     if min(up, down) <= 0:
         raise WanError(f"{name}: rates must be positive")
     up_queue, down_queue = (min(MAX_QUEUE, max(MIN_QUEUE, rate * queue_seconds)) for rate in (up, down))
-    return Host(name, index, str(net[index + 1]), up, down, up_queue, down_queue, nat)
+    return Host(name, index, str(net[index + 1]), up, down, up_queue, down_queue, nat, behind)
 
 
 def star(names: Iterable[str], *, mbit: float = 100.0, rtt_ms: float = 100.0, loss: float = 0.0) -> Topology:

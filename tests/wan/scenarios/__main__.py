@@ -1,0 +1,81 @@
+"""Play scenarios, and print what came of each: `python -m tests.wan.scenarios [NAME ...] [--json FILE] [--keep]`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.wan.scenarios import script
+from tests.wan.scenarios.play import Outcome, Play
+from tests.wan.scenarios.swarm import Swarm
+from tests.wan.testbed import Wan, why_not
+
+SPARE_SECONDS = 120.0
+"""For what comes before and after a scenario's own time."""
+
+
+def play(scenario: script.Scenario) -> Outcome:
+    """One scenario, on an emulated internet of its own. Raises WanError when that cannot be had."""
+    with (
+        Wan(scenario.topology(), name=f"s{os.getpid()}", ttl=scenario.limit_seconds + SPARE_SECONDS) as wan,
+        Swarm(scenario, wan) as swarm,
+    ):
+        return asyncio.run(Play(scenario, swarm).go())
+
+
+def report(outcome: Outcome) -> str:
+    """A table of the peers under the scenario's verdict."""
+    s = outcome.scenario
+    verdict = "passed" if outcome.ok else "FAILED"
+    lines = [
+        f"{s.name}: {verdict}: {s.what}",
+        f"  {outcome.rounds} rounds in {outcome.seconds:.0f} s; the router was at most {outcome.late_ms:.0f} ms late",
+        f"  {'peer':<10}{'in rounds':>10}{'windows':>10}{'MB up':>8}{'MB down':>9}",
+    ]
+    for name, f in outcome.peers.items():
+        lines.append(
+            f"  {name:<10}{f['rounds']:>10.0f}{f['windows']:>10.0f}{f['up'] / 1e6:>8.1f}{f['down'] / 1e6:>9.1f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.wan.scenarios", description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(script.names())}; all if none is given"
+    )
+    parser.add_argument("--json", type=Path, help="write all that was found there")
+    given = parser.parse_args()
+    outcomes: list[Outcome] = []
+    try:
+        scenarios = [script.read(name) for name in given.names or script.names()]
+        for scenario in scenarios:
+            if reason := why_not(nat=scenario.nat):
+                print(f"{scenario.name}: cannot be played here: {reason}")
+                return 2
+            print(f"{scenario.name}: {scenario.what}", flush=True)
+            outcomes.append(play(scenario))
+            print(report(outcomes[-1]) + "\n", flush=True)
+            if not outcomes[-1].ok:
+                print(outcomes[-1].logs, file=sys.stderr, flush=True)
+    except script.ScriptError as e:
+        print(e, file=sys.stderr)
+        return 2
+    finally:
+        if given.json:
+            given.json.write_text(json.dumps([asdict(o) | {"scenario": o.scenario.name} for o in outcomes], indent=1))
+    failed = [o.scenario.name for o in outcomes if not o.ok]
+    print(
+        f"{len(outcomes) - len(failed)} of {len(outcomes)} scenarios passed"
+        + (f"; not: {', '.join(failed)}" if failed else "")
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""What a scenario's TOML file may say. Pure.
+
+    what = "one sentence: what must work"
+    core = true                      # it is also run by `make test`, where there can be an emulated internet
+    limit_seconds = 300              # of it all
+
+    [run]                            # over the tiny run of tests/e2e/world.py
+    round = { target_tokens = 65536 }
+
+    [default]                        # the line between two hosts
+    rtt_ms = 80
+    loss = 0.01
+
+    [[hosts]]                        # a peer on each, but on "home", which is the coordinator's and always there
+    name = "ada"
+    up_mbit = 20
+    down_mbit = 100
+    nat = true                       # or "symmetric"; `behind = "ada"` shares ada's gateway
+    clock = 3600                     # seconds that its clock is ahead
+
+    [[pairs]]
+    between = ["ada", "alan"]
+    rtt_ms = 250
+
+    [[steps]]                        # one after the other
+    do = "start"
+    peers = ["ada", "alan"]
+
+Steps: see the classes below. `peers` left out means all that run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from coordinator.authoring.runfile import tomllib
+from tests.wan.topology import Topology, WanError
+
+HOME = "home"
+"""The coordinator's host."""
+
+Names = tuple[str, ...]
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+class ScriptError(Exception):
+    """Not a scenario; says what is wrong, and in which file."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _OfPeers(_Part):
+    peers: Names = ()
+
+
+class Start(_OfPeers):
+    """Start peers (again: the same home, so the same peer); `wait`: until each trains.
+
+    `old_invite`: by the invite as it was at first, before the coordinator moved.
+    """
+
+    do: Literal["start"]
+    wait: bool = True
+    old_invite: bool = False
+    seconds: Seconds = 150
+
+
+class Rounds(_OfPeers):
+    """Until these are `count` rounds further than the first of them is now."""
+
+    do: Literal["rounds"]
+    count: int = Field(ge=1, le=500)
+    seconds: Seconds = 120
+
+
+class Wait(_Part):
+    do: Literal["wait"]
+    seconds: Seconds
+
+
+class Cut(_Part):
+    """Nothing passes between these two groups of hosts (from the first to the second alone if `oneway`)."""
+
+    do: Literal["cut"]
+    between: tuple[Names, Names]
+    oneway: bool = False
+
+
+class Heal(_Part):
+    """All lines are whole again."""
+
+    do: Literal["heal"]
+
+
+class Flap(_Part):
+    """Cut and heal the lines between two groups again and again."""
+
+    do: Literal["flap"]
+    between: tuple[Names, Names]
+    times: int = Field(ge=1, le=100)
+    off: Seconds
+    on: Seconds
+
+
+class PowerOff(_OfPeers):
+    """Hosts lose their power: no farewell, and no packet. "home" is the coordinator's."""
+
+    do: Literal["power off"]
+
+
+class Stop(_OfPeers):
+    """SIGTERM, and wait for the end."""
+
+    do: Literal["stop"]
+
+
+class Freeze(_OfPeers):
+    """SIGSTOP for everything on these hosts."""
+
+    do: Literal["freeze"]
+
+
+class Thaw(_OfPeers):
+    do: Literal["thaw"]
+
+
+class Coordinator(_Part):
+    """Start the coordinator (again), `moved` to another port, which no invite knows."""
+
+    do: Literal["coordinator"]
+    moved: bool = False
+
+
+class Churn(_OfPeers):
+    """For so many rounds: after each, every peer loses power with chance 1/`life`; it is back `away` rounds later."""
+
+    do: Literal["churn"]
+    rounds: int = Field(ge=1, le=500)
+    life: float = Field(gt=1)
+    away: int = Field(default=1, ge=1)
+    seed: int = 0
+    seconds: Seconds = 600
+
+
+class Damage(_OfPeers):
+    """Of a peer that is off: the end of its newest checkpoint or update is torn off, or its disk is full."""
+
+    do: Literal["damage"]
+    how: Literal["torn", "full"]
+
+
+class OneChain(_OfPeers):
+    """All hold the same chain up to the last round but one, and the same state digests, within `rounds` rounds."""
+
+    do: Literal["expect one chain"]
+    rounds: int = Field(default=2, ge=1)
+    seconds: Seconds = 60
+
+
+class Contribute(_OfPeers):
+    """Each of these is in at least `share` of the last `last` rounds."""
+
+    do: Literal["expect contributions"]
+    last: int = Field(ge=1)
+    share: float = Field(default=0.5, gt=0, le=1)
+
+
+class Joined(_OfPeers):
+    """Each of these contributes at most `rounds` rounds after its trainer was ready."""
+
+    do: Literal["expect joined"]
+    rounds: int = Field(default=2, ge=1)
+    seconds: Seconds = 90
+
+
+class Pace(_OfPeers):
+    """The median of the last `last` rounds took at most `factor` times that of the rounds before the first fault."""
+
+    do: Literal["expect pace"]
+    last: int = Field(ge=1)
+    factor: float = Field(gt=0)
+
+
+class Goodput(_OfPeers):
+    """Of the windows that these have trained since the start, this share is in the chain (or not yet decided)."""
+
+    do: Literal["expect goodput"]
+    share: float = Field(gt=0, le=1)
+
+
+class Logged(_OfPeers):
+    """Each of these (or, with `any`, one of them) has logged something that this pattern finds."""
+
+    do: Literal["expect log"]
+    pattern: str
+    any: bool = False
+
+
+class Ended(_OfPeers):
+    """Each of these has ended with a message that this pattern finds."""
+
+    do: Literal["expect end"]
+    pattern: str
+    seconds: Seconds = 60
+
+
+Step = Annotated[
+    Start | Rounds | Wait | Cut | Heal | Flap | PowerOff | Stop | Freeze | Thaw | Coordinator | Churn | Damage
+    | OneChain | Contribute | Joined | Pace | Goodput | Logged | Ended,
+    Field(discriminator="do"),
+]  # fmt: skip
+
+
+class HostOf(_Part):
+    name: str
+    up_mbit: float = 100
+    down_mbit: float = 100
+    nat: bool | Literal["symmetric"] = False
+    behind: str = ""
+    clock: float = 0
+
+
+class PairOf(_Part):
+    between: tuple[str, str]
+    rtt_ms: float | None = None
+    loss: float | None = None
+
+
+class LineOf(_Part):
+    rtt_ms: float = 80
+    loss: float = 0
+
+
+class Scenario(_Part):
+    """`name` is the file's."""
+
+    name: str
+    what: str
+    core: bool = False
+    limit_seconds: Annotated[float, Field(gt=0, le=7200)] = 600
+    run: dict[str, dict[str, Any]] = {}
+    default: LineOf = LineOf()
+    hosts: tuple[HostOf, ...]
+    pairs: tuple[PairOf, ...] = ()
+    steps: tuple[Step, ...]
+
+    @property
+    def peers(self) -> list[str]:
+        return [h.name for h in self.hosts if h.name != HOME]
+
+    @property
+    def nat(self) -> bool:
+        return any(h.nat for h in self.hosts)
+
+    @model_validator(mode="after")
+    def _names(self) -> Scenario:
+        there = {h.name for h in self.hosts} | {HOME}
+        for number, step in enumerate(self.steps, 1):
+            between = getattr(step, "between", ((), ()))
+            for name in (*getattr(step, "peers", ()), *between[0], *between[1]):
+                if name not in there:
+                    raise ValueError(f"step {number} ({step.do}): there is no host {name!r}")
+        return self
+
+    def topology(self) -> Topology:
+        """Raises WanError."""
+        hosts = [h for h in self.hosts if h.name != HOME]
+        home = next((h for h in self.hosts if h.name == HOME), HostOf(name=HOME))
+        only = {"name", "up_mbit", "down_mbit", "nat", "behind"}
+        return Topology.parse(
+            {
+                "default": self.default.model_dump(),
+                "hosts": [{k: v for k, v in h.model_dump(include=only).items() if v != ""} for h in (home, *hosts)],
+                "pairs": [
+                    {"a": p.between[0], "b": p.between[1]} | p.model_dump(include={"rtt_ms", "loss"}, exclude_none=True)
+                    for p in self.pairs
+                ],
+            }
+        )
+
+
+FOLDER = Path(__file__).parent
+
+
+def names() -> list[str]:
+    """All scenarios that there are."""
+    return sorted(p.stem for p in FOLDER.glob("*.toml"))
+
+
+def read(name: str) -> Scenario:
+    """Raises ScriptError."""
+    path = FOLDER / f"{name}.toml"
+    try:
+        scenario = Scenario.model_validate({"name": name, **tomllib.loads(path.read_text())})
+        scenario.topology()
+    except FileNotFoundError:
+        raise ScriptError(f"there is no scenario {name!r}: there are {', '.join(names())}") from None
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ScriptError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (tomllib.TOMLDecodeError, WanError) as e:
+        raise ScriptError(f"{path}: {e}") from None
+    return scenario

@@ -1,0 +1,67 @@
+"""What was seen of a swarm over time: the peers' snapshots, sampled beside the play. Reads files only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from statistics import median
+
+from tests.wan.scenarios.swarm import Swarm
+
+EVERY = 0.25
+
+
+class Seen:
+    """`watch` it in a task. Times are of `time.monotonic`."""
+
+    def __init__(self, swarm: Swarm):
+        self._swarm = swarm
+        self.rounds: dict[str, int] = {}
+        """The round in which each peer is, as it last said."""
+        self.ready: dict[str, int] = {}
+        """The round in which each peer was first seen to train, since it was started last."""
+        self.states: dict[int, dict[str, str]] = defaultdict(dict)
+        """By the number of rounds applied: the digest that each peer showed."""
+        self.first: dict[int, float] = {}
+        """When the first peer was seen in a round."""
+        self.trained: dict[str, float] = defaultdict(float)
+        """Tokens that each peer has trained, by its own rate."""
+        self._last: dict[str, float] = {}
+        self.baseline: float | None = None
+
+    async def watch(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(EVERY)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for name in self._swarm.running():
+            if (s := self._swarm.shown(name)) is None:
+                continue
+            if name in self._last:
+                self.trained[name] += s.tokens_per_second * min(2.0, now - self._last[name])
+            self._last[name] = now
+            self.rounds[name] = s.round
+            if s.device and s.state:
+                self.ready.setdefault(name, s.round)
+            if s.round not in self.first and s.round >= max(self.first, default=0):
+                self.first[s.round] = now
+            if s.state:
+                self.states[s.state_round][name] = s.state
+
+    def forget(self, name: str) -> None:
+        """A peer starts anew."""
+        self.rounds.pop(name, None)
+        self.ready.pop(name, None)
+
+    def forget_states(self) -> None:
+        """States seen so far do not count: a branch that lost may have had others."""
+        self.states.clear()
+
+    def pace(self, last: int) -> float | None:
+        """The median seconds of the last rounds; None when there were not so many."""
+        times = [self.first[r] for r in sorted(self.first)][-last - 1 :]
+        took = [b - a for a, b in zip(times, times[1:], strict=False)]
+        return median(took) if took else None

@@ -1,0 +1,170 @@
+"""A scenario's coordinator and peers, each on its host. The files of all are on this machine, as in tests/e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.convergence.wan_run_file import toml
+from cairn.demo.processes import Process
+from coordinator.authoring.runfile import tomllib
+from peer.node.snapshot import FILE, Snapshot
+from protocol.identity import from_key_file
+from protocol.ids import PeerKey
+from tests.e2e.world import START_SECONDS, World
+from tests.wan.namespaces import sh
+from tests.wan.scenarios.script import HOME, Scenario
+from tests.wan.testbed import Wan
+from tests.wan.topology import WanError
+
+GRPC, PAGE, SWARM = 7100, 7200, 7300
+
+CLOCK = Path(__file__).with_name("clock.c")
+
+
+class Swarm(World):
+    """Use with `with`, inside of the `Wan`'s."""
+
+    def __init__(self, scenario: Scenario, wan: Wan):
+        super().__init__()
+        self.scenario = scenario
+        self.wan = wan
+        self.grpc, self.page, self.swarm = GRPC, PAGE, SWARM
+        tables = tomllib.loads(self.run_file.read_text())
+        for name, table in scenario.run.items():
+            tables[name] = {**tables.get(name, {}), **table}
+        self.run_file.write_text(toml(tables))
+        self._clock = self.folder / "clock.so"
+        if any(h.clock for h in scenario.hosts):
+            sh("gcc", "-O2", "-Wall", "-shared", "-fPIC", "-o", str(self._clock), str(CLOCK), "-ldl")
+        self._mounted: list[Path] = []
+        self._born: dict[str, float] = {}
+
+    def __enter__(self) -> Swarm:
+        super().__enter__()
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        for pid in self._frozen():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        super().__exit__(*given)
+        for place in self._mounted:
+            subprocess.run(["umount", "-l", str(place)], check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _frozen(self) -> list[int]:
+        with suppress(WanError):
+            return [pid for host in self.wan.topology.hosts for pid in self.wan.pids(host)]
+        return []
+
+    # -- processes -------------------------------------------------------------------------------------------
+
+    def start_coordinator(self) -> Process:
+        ip = self.wan.host(HOME).ip
+        return self._on(
+            HOME, "coordinator",
+            "coordinator", "serve", str(self.run_file), "--home", str(self.folder / "coordinator"),
+            "--grpc", f"{ip}:{self.grpc}", "--page", f"{ip}:{self.page}", "--swarm", f"/ip4/{ip}/tcp/{self.swarm}",
+        )  # fmt: skip
+
+    def start_peer(
+        self, name: str, *, device: str = "cpu", parallel: str = "auto", invite: str | None = None
+    ) -> Process:
+        """As a volunteer would: nothing is said of addresses."""
+        host = next(h for h in self.scenario.hosts if h.name == name)
+        environment = {}
+        if host.clock:
+            environment = {"LD_PRELOAD": str(self._clock), "CLOCK_AHEAD": str(round(host.clock))}
+        return self._on(
+            name, name,
+            "peer", "join", invite or str(self.invite), "--home", str(self.folder / name), "--name", name,
+            "--threads", "1", "--device", device, "--parallel", parallel, "--plain", environment=environment,
+        )  # fmt: skip
+
+    def _on(self, host: str, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Process:
+        within = self.wan.command(host, [])
+        process = Process(name, arguments, self.folder, within=within, environment=environment)
+        self._born[name] = time.time()
+        self.processes[name] = process
+        self.started.append(process)
+        return process
+
+    async def coordinator_ready(self) -> None:
+        process = self.processes["coordinator"]
+        probe = f"</dev/tcp/{self.wan.host(HOME).ip}/{self.grpc}"
+
+        def answers() -> bool:
+            assert process.running, self.logs("coordinator")
+            there = self.wan.command(HOME, ["bash", "-c", probe])
+            return self._began and not subprocess.run(there, capture_output=True, check=False).returncode
+
+        await self.until("the coordinator answers", answers, START_SECONDS, every=0.5)
+
+    # -- what is done to hosts -------------------------------------------------------------------------------
+
+    def shown(self, name: str) -> Snapshot | None:
+        """What a peer that runs shows of itself in this life."""
+        with suppress(OSError):
+            if self._born.get(name, 0.0) <= (self.peer_folder(name) / FILE).stat().st_mtime:
+                return self.snapshot(name)
+        return None
+
+    def running(self) -> list[str]:
+        """Peers whose process runs."""
+        return [n for n in self.scenario.peers if n in self.processes and self.processes[n].running]
+
+    def power_off(self, host: str) -> None:
+        self.wan.kill(host)
+        with suppress(KeyError):
+            self.processes["coordinator" if host == HOME else host].wait(10)
+
+    def power_on(self, host: str) -> None:
+        """Its line is whole again; what runs there is to be started."""
+        self.wan.heal(host)
+
+    def signal(self, host: str, number: int) -> None:
+        for pid in self.wan.pids(host):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def tear(self, name: str) -> str:
+        """Of the largest blob in a peer's store the end is lost, as after a power cut; which."""
+        blobs = [p for p in (self.peer_folder(name) / "store" / "blobs").rglob("*") if p.is_file()]
+        torn = max(blobs, key=lambda p: (p.stat().st_size, p.stat().st_mtime))
+        os.truncate(torn, torn.stat().st_size // 2)
+        return torn.name
+
+    def fill_disk(self, name: str) -> None:
+        """A peer's home is a disk with no more room than it has already taken."""
+        home, copy = self.folder / name, self.folder / f"{name}.copy"
+        home.rename(copy)
+        home.mkdir()
+        used = sum(p.stat().st_size + 4096 for p in copy.rglob("*"))
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={used + 65536}", "full", str(home)], check=True)
+        self._mounted.append(home)
+        shutil.copytree(copy, home, dirs_exist_ok=True)
+
+    # -- what they show --------------------------------------------------------------------------------------
+
+    def key_of(self, name: str) -> PeerKey | None:
+        """None before it has made one."""
+        file = self.folder / name / "identity.key"
+        return from_key_file(file.read_text()).key if file.exists() else None
+
+    def printed(self, name: str, pattern: str) -> bool:
+        process = self.processes.get(name)
+        return process is not None and re.search(pattern, process.output.read_text(errors="replace")) is not None
+
+
+async def stopped(swarm: Swarm, names: Sequence[str]) -> None:
+    """SIGTERM, and the end of each."""
+    await asyncio.to_thread(swarm.stop, *names)
