@@ -122,7 +122,6 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert applied.checkpoint_path == checkpoint
         assert blob_digest(checkpoint.read_bytes()) == applied.state_digest
         assert (await n.ask(Save(), Saved)).seconds >= 0
-        assert shares_of(await n.until(Progress))["saving"] > 0
         await n.until(Progress, lambda p: p.waiting and shares_of(p)["waiting"] > 0.1)
         await n.trained(8 * BATCH)
         assert (await n.ask(Stop(), Stopped)).saved
@@ -169,6 +168,14 @@ async def test_saving_waits_for_the_round_that_others_wait_for(world):
         while not sheet.exists():
             await n.until(Progress)
         assert str(made.digest) in sheet.read_text()
+
+
+async def test_a_save_that_was_asked_for_is_told_as_time_spent_saving(world):
+    async with node(world.start(1)) as n:
+        await n.ask(world.load(), Applied)
+        assert shares_of(await n.trained(BATCH))["saving"] == 0
+        await n.ask(Save(), Saved)
+        assert shares_of(await n.until(Progress))["saving"] > 0
 
 
 @pytest.mark.skipif(not hasattr(os, "getpriority"), reason="no priorities here")
