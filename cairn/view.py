@@ -92,6 +92,8 @@ def progress_line(s: Any) -> Text:
     if s.device:
         text.append(f"  loss {s.loss:.3f}" if s.loss else "  loss -")
         text.append(f"  {count(s.tokens_per_second)} tokens/s")
+        if s.mfu is not None:
+            text.append(f"  MFU {s.mfu:.0%}")
     else:
         text.append("  the trainer is starting", style="yellow")
     peers = s.members + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from peer.channel import (
     Failed,
     Load,
     MakeUpdate,
+    Memory,
     Note,
     NothingDone,
     Progress,
@@ -29,6 +31,7 @@ from peer.channel import (
     Start,
     Stop,
     Stopped,
+    TimeShares,
     TrainerEnd,
     TrainerLink,
     UpdateFile,
@@ -51,6 +54,7 @@ EVERY_MESSAGE = [
     Stop(),
     Ready("NVIDIA H200", 10**9, 4, 5),
     Progress(1, 2.5, 1e4, 3, 1e-3, False),
+    Progress(1, 2.5, 1e4, 3, 1e-3, False, 0.43, Memory(2, 3), TimeShares(0.5, 0.25, 0.0, 0.25, 0.0, 0.0)),
     UpdateMade(D, P, 1, D, 2, 3, 4, 5.5),
     NothingDone(D),
     Applied(D, D, 0.25, None),
@@ -98,6 +102,27 @@ def test_what_is_not_exactly_a_message_is_refused(line):
 def test_a_number_that_is_not_finite_never_arrives():
     with pytest.raises(ChannelError):
         from_line(to_line(Progress(1, float("nan"), 0.0, 0, 0.0, False))[:-1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mfu": 1.01},
+        {"mfu": -0.1},
+        {"mfu": "0.5"},
+        {"memory": {"used": -1, "whole": 3}},
+        {"memory": {"used": 1.5, "whole": 3}},
+        {"memory": {"used": 1}},
+        {"spent": {"training": 1.0}},
+        {"spent": dict.fromkeys(("training", "data", "compressing", "applying", "saving", "waiting"), 2.0)},
+        {"spent": dict.fromkeys(("training", "data", "compressing", "applying", "saving", "waiting", "idle"), 0.1)},
+    ],
+    ids=str,
+)
+def test_figures_beyond_their_bounds_are_refused(wrong):
+    name, fields = to_line(Progress(1, 2.5, 1e4, 3, 1e-3, False)).split(b" ", 1)
+    with pytest.raises(ChannelError):
+        from_line(name + b" " + json.dumps(json.loads(fields) | wrong).encode())
 
 
 def test_a_line_beyond_the_bound_is_refused_at_both_ends(monkeypatch):

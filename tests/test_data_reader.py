@@ -229,6 +229,21 @@ def test_batches_read_ahead_are_what_reading_gives_also_after_a_jump(shards):
     batches.close()
 
 
+def test_a_batch_is_prepared_by_the_thread_that_reads_it(shards):
+    folder, refs, _ = shards
+    reader = WindowReader(spec(refs), local(folder, refs))
+    by: list[str] = []
+
+    def prepare(tokens):
+        by.append(threading.current_thread().name)
+        return tokens + 1
+
+    batches = Batches(reader, lambda first, count: np.arange(first, first + count), batch=2, prepare=prepare)
+    assert torch.equal(batches.take(0), reader.read([0, 1]) + 1)
+    batches.close()
+    assert by and set(by) == {"read ahead"}
+
+
 def test_an_error_while_reading_ahead_reaches_the_trainer_and_a_second_try_can_succeed(shards, tmp_path):
     folder, refs, _ = shards
     hidden = tmp_path / "hidden"

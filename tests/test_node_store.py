@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,9 @@ def test_a_snapshot_comes_back_and_rubbish_is_none(tmp_path):
     assert read_snapshot(tmp_path) is None
     write_snapshot(tmp_path, SNAPSHOT)
     assert read_snapshot(tmp_path) == SNAPSHOT
+    told = replace(SNAPSHOT, mfu=0.43, memory_used=2, memory_whole=3, time_shares={"training": 1.0})
+    write_snapshot(tmp_path, told)
+    assert read_snapshot(tmp_path) == told
     (tmp_path / FILE).write_text('{"run": 1}')
     assert read_snapshot(tmp_path) is None
 

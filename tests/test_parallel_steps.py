@@ -97,6 +97,9 @@ def rank(me: int, world: int, folder: Path) -> None:
             inner.take(step)
             tensors |= {f"{n}/value/{name}": built.whole(name).clone() for name in built.parameters}
             steps.append((step.loss, step.gradient_norm))
+            most = [torch.zeros((), dtype=torch.int64) for _ in range(world)]
+            dist.all_gather(most, torch.tensor(inner.most_memory))
+            assert 10**7 < inner.most_memory < 2**50 and len(set(map(int, most))) == 1
         save_file(tensors, folder / f"{layout}.{me}.safetensors")
         write_json(folder / f"{layout}.{me}.json", steps)
         dist.barrier()

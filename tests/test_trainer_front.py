@@ -19,6 +19,7 @@ from peer.channel.trainer_end import TrainerEnd
 from peer.errors import ChannelError, TrainingError
 from peer.training.front import Front
 from peer.training.gate import Gate
+from peer.training.spent import Doing
 from peer.training.trainer import Move
 from protocol.errors import CodecError
 from protocol.ids import Digest
@@ -235,7 +236,7 @@ def test_a_closed_gate_holds_a_thread_until_it_opens():
         gate.wait()
         passed.set()
 
-    with gate.closed():
+    with gate.closed(Doing.APPLYING):
         thread = threading.Thread(target=step)
         thread.start()
         assert not passed.wait(0.05)

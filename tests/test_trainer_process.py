@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,6 +84,11 @@ async def node(start: Start | None = None) -> AsyncIterator[Node]:
         await link.stop()
 
 
+def shares_of(progress: Progress) -> dict[str, float]:
+    assert progress.spent is not None
+    return asdict(progress.spent)
+
+
 @pytest.fixture
 def world(tmp_path) -> World:
     return World.make(tmp_path)
@@ -98,6 +103,10 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         progress = await n.trained(5 * BATCH)
         assert progress.loss > 0 and progress.tokens_per_second > 0
         assert not progress.waiting or progress.windows == 40 * BATCH  # as many as an update may claim
+        assert progress.mfu is None  # of a CPU
+        assert progress.memory is None or 10**7 < progress.memory.used < progress.memory.whole
+        shares = shares_of(progress)
+        assert sum(shares.values()) == pytest.approx(1) and shares["training"] > 0 and shares["applying"] > 0
         for stray in (signal.SIGTERM, signal.SIGINT):
             os.kill(n.link.pid, stray)  # those are for the node
 
@@ -113,6 +122,7 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert applied.checkpoint_path == checkpoint
         assert blob_digest(checkpoint.read_bytes()) == applied.state_digest
         assert (await n.ask(Save(), Saved)).seconds >= 0
+        await n.until(Progress, lambda p: p.waiting and shares_of(p)["waiting"] > 0.1)
         await n.trained(8 * BATCH)
         assert (await n.ask(Stop(), Stopped)).saved
         gone = await asyncio.wait_for(n.link.wait(), 10)
@@ -158,6 +168,14 @@ async def test_saving_waits_for_the_round_that_others_wait_for(world):
         while not sheet.exists():
             await n.until(Progress)
         assert str(made.digest) in sheet.read_text()
+
+
+async def test_a_save_that_was_asked_for_is_told_as_time_spent_saving(world):
+    async with node(world.start(1)) as n:
+        await n.ask(world.load(), Applied)
+        assert shares_of(await n.trained(BATCH))["saving"] == 0
+        await n.ask(Save(), Saved)
+        assert shares_of(await n.until(Progress))["saving"] > 0
 
 
 @pytest.mark.skipif(not hasattr(os, "getpriority"), reason="no priorities here")
@@ -211,7 +229,7 @@ async def test_without_data_a_trainer_says_so_waits_and_still_applies(world):
         await n.ask(world.load(), Applied)
         note = await n.until(Note, lambda m: m.level == "error")
         assert note.kind == "data" and "trying again" in note.text
-        assert (await n.until(Progress, lambda p: p.waiting)).windows == 0
+        assert (await n.until(Progress, lambda p: p.waiting and shares_of(p)["data"] > 0.1)).windows == 0
         assert await n.ask(MakeUpdate(0, GENESIS, world.folder / "u"), NothingDone) == NothingDone(GENESIS)
         await n.ask(Apply(accepted_round(0), (), False, 0, 0), Applied)
         assert (await n.ask(Stop(), Stopped)).saved

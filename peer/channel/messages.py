@@ -45,6 +45,7 @@ DigestField = Annotated[Digest, PlainValidator(_digest), PlainSerializer(_hex, r
 PeerKeyField = Annotated[PeerKey, PlainValidator(_peer_key), PlainSerializer(_hex, return_type=str)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Field(max_length=64 * 1024)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Message:
@@ -72,6 +73,26 @@ class RoundUpdates(_Message):
     round: Count
     record: DigestField
     updates: tuple[UpdateFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeShares(_Message):
+    """Where the last minute of the thread that trains went: shares that add up to 1 (see `peer.training.spent`)."""
+
+    training: Share
+    data: Share
+    compressing: Share
+    applying: Share
+    saving: Share
+    waiting: Share
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(_Message):
+    """Bytes of a device's memory: those that are used, and all."""
+
+    used: Count
+    whole: Count
 
 
 # -- node to trainer -----------------------------------------------------------------------------------------
@@ -174,7 +195,9 @@ class Ready(_Message):
 class Progress(_Message):
     """How training goes. `windows`: done, and covered by no update yet. `loss`: of late steps, 0 before the first.
 
-    `waiting`: the trainer trained as much as one update may claim (or has no data), and waits.
+    `waiting`: the trainer trained as much as one update may claim (or has no data), and waits. `mfu`: model FLOPs as a
+    share of what the device can do at most, None when that is not known. `memory`: of many ranks, what the one that
+    uses most uses.
     """
 
     windows: Count
@@ -183,6 +206,9 @@ class Progress(_Message):
     inner_steps: Count
     learning_rate: float
     waiting: bool
+    mfu: Share | None = None
+    memory: Memory | None = None
+    spent: TimeShares | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -400,6 +400,10 @@ class Node:
             exchange_rounds=[asdict(r) for r in self._exchange.rounds],
             trainer_restarts=t.restarts if t is not None else 0,
             finished=self.finish_reason,
+            mfu=t.progress.mfu if t is not None else None,
+            memory_used=t.progress.memory.used if t is not None and t.progress.memory else 0,
+            memory_whole=t.progress.memory.whole if t is not None and t.progress.memory else 0,
+            time_shares=asdict(t.progress.spent) if t is not None and t.progress.spent else {},
         )
 
     async def _keep_snapshot(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 FILE = "status.json"
@@ -15,7 +15,9 @@ class Snapshot:
     """One moment of a node. Tokens are of the run; `state` is the digest of the state that is held ("" for none).
 
     `exchange_seconds`: medians of the last rounds since our announcement (see `exchange.ExchangeTimes`);
-    `exchange_rounds`: those rounds one by one, the oldest first.
+    `exchange_rounds`: those rounds one by one, the oldest first. `mfu`, `memory_used`,
+    `memory_whole` (bytes; of many ranks, what the one that uses most uses) and `time_shares` (of the trainer's last
+    minute, see `peer.training.spent`): None, 0 and empty when not known.
     """
 
     run: str
@@ -42,6 +44,10 @@ class Snapshot:
     exchange_rounds: list[dict[str, float]]
     trainer_restarts: int
     finished: str
+    mfu: float | None = None
+    memory_used: int = 0
+    memory_whole: int = 0
+    time_shares: dict[str, float] = field(default_factory=dict)
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:

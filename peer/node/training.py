@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from peer.node.network import Network
 from peer.node.states import States
 from peer.node.trainer import Trainer
 from peer.node.updates import Updates
+from peer.node.usage import UsageLog
 from peer.store import Store, StoreError
 from protocol.chain import Chain
 from protocol.ids import Digest
@@ -73,6 +75,7 @@ class Training:
             failed=post,
         )
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
+        self._usage = UsageLog()
         self.made = self.missed = 0
         """Own updates that were made, and that a round left out."""
 
@@ -128,6 +131,8 @@ class Training:
         match message:
             case Progress():
                 self.progress = message
+                if line := self._usage.line(message, time.monotonic()):
+                    log.info("%s", line)
                 self._post(events.Progress(message.windows, message.loss, message.tokens_per_second))
             case UpdateMade():
                 self._spawn(self._take_update(message), "own update")

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peer.channel import Memory
 from peer.errors import TrainingError
 from peer.training.device import device_name
 from peer.training.durable import write_durably
 from peer.training.inner import Inner
+from peer.training.memory import memory_of
 from peer.training.outer import OuterSide
 from peer.training.saved import Saved
 from protocol.codec import make_codec
@@ -43,6 +45,15 @@ class Alone:
     def device_name(self) -> str:
         """For people."""
         return device_name(self.device)
+
+    @property
+    def devices(self) -> list[str]:
+        """The names of the devices that share the work."""
+        return [device_name(self.device)]
+
+    def memory(self) -> Memory | None:
+        """What is used of the device's."""
+        return memory_of(self.device)
 
     def open(self, checkpoint: Path) -> None:
         """Take the state in a checkpoint whose digest was checked; `outer.rebase` is then due.

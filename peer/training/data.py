@@ -206,10 +206,20 @@ class Batches:
         windows: (first counter, count) -> window indices; `protocol.assignment.windows_of` with the rest bound.
         batch: windows in a batch.
         depth: batches read ahead at most.
+        prepare: done to each batch by the thread that reads it.
     """
 
-    def __init__(self, reader: WindowReader, windows: Callable[[int, int], np.ndarray], *, batch: int, depth: int = 2):
+    def __init__(
+        self,
+        reader: WindowReader,
+        windows: Callable[[int, int], np.ndarray],
+        *,
+        batch: int,
+        depth: int = 2,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+    ):
         self._reader, self._windows, self._batch = reader, windows, batch
+        self._prepare = prepare or (lambda tokens: tokens)
         self._ready: queue.Queue[tuple[int, Tensor | Exception]] = queue.Queue(maxsize=max(1, depth))
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -250,7 +260,7 @@ class Batches:
     def _read_ahead(self, first: int, ready: queue.Queue, stop: threading.Event) -> None:
         while not stop.is_set():
             try:
-                got: Tensor | Exception = self._reader.read(self._windows(first, self._batch))
+                got: Tensor | Exception = self._prepare(self._reader.read(self._windows(first, self._batch)))
             except Exception as e:  # noqa: BLE001 - raised again in `take`, in the thread that trains
                 got = e
             while not stop.is_set():

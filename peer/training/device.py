@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from peer.errors import TrainingError
 
@@ -44,6 +46,21 @@ def device_name(device: torch.device) -> str:
     """For people: at most 80 printable characters."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
     return "".join(c for c in name if c.isprintable())[:80]
+
+
+def pinned_for(device: torch.device) -> Callable[[Tensor], Tensor] | None:
+    """For any thread: puts a tensor where the device can read it while the host goes on. None on a CPU."""
+    if device.type != "cuda":
+        return None
+
+    def pinned(tensor: Tensor) -> Tensor:
+        try:
+            with torch.cuda.device(device):  # a new thread's own is cuda:0, where another process may train
+                return tensor.pin_memory()
+        except RuntimeError:
+            return tensor  # the host may allow no (more) such memory: the copy is slower, not wrong
+
+    return pinned
 
 
 def out_of_memory(device: torch.device, doing: str) -> TrainingError:

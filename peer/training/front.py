@@ -26,6 +26,7 @@ import torch
 from peer.channel import Apply, Failed, FromTrainer, MakeUpdate, ToTrainer, TrainerEnd, UpdateMade
 from peer.errors import TrainingError
 from peer.training.device import out_of_memory
+from peer.training.spent import Doing
 from peer.training.trainer import Move, Trainer
 from protocol.errors import CairnError, CodecError
 
@@ -96,8 +97,9 @@ class Front:
     def _do(self, trainer: Trainer, ask: Apply | MakeUpdate) -> list[Item]:
         """Do and answer it; what is left for the training thread."""
         aside = trainer.device.type == "cpu" or trainer.work.many
+        why = Doing.APPLYING if isinstance(ask, Apply) else Doing.COMPRESSING
         with (
-            trainer.gate.closed() if aside else contextlib.nullcontext(),
+            trainer.gate.closed(why) if aside else contextlib.nullcontext(),
             torch.cuda.device(trainer.device) if trainer.device.type == "cuda" else contextlib.nullcontext(),
         ):
             if isinstance(ask, Apply):

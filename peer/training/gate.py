@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from peer.training.spent import Doing
+
 
 class Gate:
     """Open at first."""
@@ -17,6 +19,8 @@ class Gate:
     def __init__(self) -> None:
         self._open = threading.Event()
         self._open.set()
+        self.why = Doing.APPLYING
+        """What it was closed for last."""
 
     @property
     def is_closed(self) -> bool:
@@ -28,8 +32,9 @@ class Gate:
             self._open.wait()
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
+    def closed(self, why: Doing) -> Iterator[None]:
         """Closed for a while, by one thread at a time."""
+        self.why = why
         self._open.clear()
         try:
             yield

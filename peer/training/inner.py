@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from peer.errors import TrainingError
+from peer.training import packing
 from protocol.spec import InnerSpec
 
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,6 +58,7 @@ class Inner:
         `named`: what the optimiser steps, by parameter, where that is not the model's parameters themselves (a rank's
         parts of them). `hidden`: the names of `hidden_matrices`, where the model does not tell.
         """
+        packing.expect_none()
         self.spec = spec
         self.model = model
         self.device = device

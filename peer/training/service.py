@@ -33,8 +33,10 @@ from peer.channel import (
 from peer.errors import ChannelError, SavedStateError, TrainingError
 from peer.training.data import DataError
 from peer.training.device import choose_device, out_of_memory
+from peer.training.flops import mfu
 from peer.training.front import Front, Item
 from peer.training.saved import Saved as State
+from peer.training.spent import Doing
 from peer.training.trainer import Move, Trainer
 from protocol.errors import CairnError
 
@@ -52,6 +54,8 @@ SAVE_DELAY = 0.5
 CPU_NICENESS = 10
 
 NOTES_MOST = 100
+
+_DOING: dict[type, Doing] = {UpdateMade: Doing.SAVING, Move: Doing.APPLYING, Load: Doing.APPLYING, Save: Doing.SAVING}
 
 
 class Stopping(Exception):
@@ -114,18 +118,26 @@ class Service:
     def _turn(self, trainer: Trainer) -> None:
         """Messages that are there, then one inner step; or wait for whichever can come first."""
         batch = self._next_batch(trainer)
+        self._turn_to_waiting(trainer)
         self._send_notes()
         while (item := self._front.next(0.0 if batch is not None else self._patience(trainer))) is not None:
             self._take(trainer, item)
             batch = self._next_batch(trainer)
+            self._turn_to_waiting(trainer)
         if self._unwritten and time.monotonic() >= self._unwritten[0]:
-            self._save(trainer, tell=False)
+            with trainer.spent.during(Doing.SAVING, time.monotonic):
+                self._save(trainer, tell=False)
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
             return
         self._ask_for(trainer, trainer.claims.counter + len(batch))  # read while the device computes
+        trainer.spent.turn(Doing.TRAINING, time.monotonic())
         trainer.step(batch, lambda: self._take_what_is_there(trainer))
         self._send_progress(trainer, waiting=False)
+
+    def _turn_to_waiting(self, trainer: Trainer) -> None:
+        """Until a step begins."""
+        trainer.spent.turn(Doing.DATA if trainer.may_train else Doing.WAITING, time.monotonic())
 
     # -- data ------------------------------------------------------------------------------------------------
 
@@ -168,6 +180,17 @@ class Service:
     # -- messages --------------------------------------------------------------------------------------------
 
     def _take(self, trainer: Trainer, item: Item) -> None:
+        with trainer.spent.during(_DOING.get(type(item), trainer.spent.doing), time.monotonic):
+            self._do(trainer, item)
+        self._front.done()
+        self._send_notes()
+        self._progress_due = 0.0
+        self._send_progress(trainer, waiting=not trainer.may_train)
+        if isinstance(item, Move) and self._unwritten:
+            with trainer.spent.during(Doing.SAVING, time.monotonic):
+                self._save(trainer, tell=False)
+
+    def _do(self, trainer: Trainer, item: Item) -> None:
         match item:
             case UpdateMade():
                 if time.monotonic() >= self._save_due:
@@ -188,12 +211,6 @@ class Service:
                 self._end.send(Failed("channel", "Start was sent twice: a new run needs a new trainer", fatal=False))
             case MakeUpdate() | Apply():
                 raise TrainingError(f"{type(item).__name__} is for the front, and reached the thread that trains")
-        self._front.done()
-        self._send_notes()
-        self._progress_due = 0.0
-        self._send_progress(trainer, waiting=not trainer.may_train)
-        if isinstance(item, Move) and self._unwritten:
-            self._save(trainer, tell=False)
 
     def _keep(self, trainer: Trainer) -> None:
         """Save after an update was made: the state knows of it, so whatever becomes of it, nothing is counted twice.
@@ -245,10 +262,12 @@ class Service:
             return
         self._progress_due = now + PROGRESS_SECONDS
         claims, pace = trainer.claims, trainer.pace
+        rate = pace.tokens_per_second(now)
         self._end.send(
             Progress(
-                claims.uncovered, pace.late_loss, pace.tokens_per_second(now), claims.steps,
-                trainer.inner.learning_rate, waiting,
+                claims.uncovered, pace.late_loss, rate, claims.steps, trainer.inner.learning_rate, waiting,
+                mfu(rate, trainer.flops_per_token, trainer.peak_flops), trainer.work.memory(),
+                trainer.spent.shares(now),
             )
         )  # fmt: skip
 

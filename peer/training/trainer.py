@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,9 @@ from peer.errors import SavedStateError, TrainingError
 from peer.training.alone import Alone
 from peer.training.claims import Announced, Claims
 from peer.training.data import Batches, WindowReader
-from peer.training.device import choose_device, device_name, out_of_memory
+from peer.training.device import choose_device, device_name, out_of_memory, pinned_for
 from peer.training.durable import give
+from peer.training.flops import flops_per_token, peak_flops
 from peer.training.gate import Gate
 from peer.training.inner import Step
 from peer.training.pace import Pace
@@ -35,6 +36,7 @@ from peer.training.parallel.degrees import Degrees
 from peer.training.parallel.setup import resolve
 from peer.training.saved import SNAPSHOT_NUMEL, Known, Saved, SavedFolder
 from peer.training.schedule import step_factor
+from peer.training.spent import Doing, Spent
 from protocol.assignment import windows_of
 from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
@@ -87,7 +89,8 @@ class Trainer:
         self.threads = start.threads
         self.report = report
         degrees, kind, why = resolve(start.parallel, start.device, self.spec)
-        self.layout = model_layout(build_model(self.spec.model.config, device="meta"))
+        model = build_model(self.spec.model.config, device="meta")
+        self.layout = model_layout(model)
         if self.layout != self.spec.model.layout:
             raise TrainingError(
                 "the installed transformers builds another model from this run's config than its owner's did: "
@@ -96,12 +99,15 @@ class Trainer:
         self.state_layout = state_layout(self.layout, self.spec.outer)
         self.codec = make_codec(self.spec.codec, self.layout)
         self.gate = Gate()
+        self.spent = Spent(time.monotonic())
         self.stepping = threading.Lock()
         """Held while the parameters make a step and its windows are counted, and while an update is taken of them."""
         self.work = self._work(start, degrees, kind, lost or _no_more)
         self.inner, self.outer, self.device = self.work.inner, self.work.outer, self.work.device
         if degrees.world > 1:
             self.report("info", "parallel", why)
+        self.flops_per_token = flops_per_token(model, self.spec.data.window)
+        self.peak_flops = peak_flops(self.work.devices)
         self.claims = Claims()
         self.restored: dict[Digest, float] = {}
         """Own updates that were put back into the feedback, and how much of them is left by decay."""
@@ -128,14 +134,14 @@ class Trainer:
 
     def _work(self, start: Start, degrees: Degrees, kind: str, lost: Lost) -> Alone | Crew:
         if degrees.world == 1:
-            return Alone(self.spec, choose_device(start.device, start.threads), self.gate.wait)
+            return Alone(self.spec, choose_device(start.device, start.threads), self._stand_aside)
         from peer.training.parallel.crew import Crew  # torch.distributed and its like: only where it is needed
         from peer.training.parallel.passes import Passes
 
         device = device_name(torch.device(kind))
         passes = Passes(start.state_folder, str(degrees), device)
         return Crew(
-            self.spec, start.spec_path, degrees, kind, start.threads, aside=self.gate.wait, lost=lost, passes=passes,
+            self.spec, start.spec_path, degrees, kind, start.threads, aside=self._stand_aside, lost=lost, passes=passes,
             folder=start.state_folder / "ranks",
         )  # fmt: skip
 
@@ -148,7 +154,9 @@ class Trainer:
             report=lambda text: self.report("warning", "data", text),
         )
         assigned = partial(windows_of, self.spec.seed, self.me, total=reader.total)
-        return Batches(reader, lambda first, count: assigned(first, count), batch=self.spec.inner.batch)
+        # Many ranks get their windows as bytes, and see to it themselves.
+        pinned = None if self.work.many else pinned_for(self.device)
+        return Batches(reader, lambda first, count: assigned(first, count), batch=self.spec.inner.batch, prepare=pinned)
 
     def _read_saved(self) -> Saved | None:
         try:
@@ -185,8 +193,8 @@ class Trainer:
         if step is None:
             return None
         self._set_rate()
-        self.gate.wait()
-        with self.stepping:
+        self._stand_aside()
+        with self._when_it_may_step():
             try:
                 self.inner.take(step)
             except torch.OutOfMemoryError:
@@ -207,6 +215,23 @@ class Trainer:
         if self.non_finite == 1:
             self.report("warning", "non-finite", "a step's loss or gradient was not finite: it is skipped")
         return step
+
+    def _stand_aside(self) -> None:
+        """Called often within a step, by the thread that trains."""
+        if self.gate.is_closed:
+            with self.spent.during(self.gate.why, time.monotonic):
+                self.gate.wait()
+
+    @contextlib.contextmanager
+    def _when_it_may_step(self) -> Iterator[None]:
+        """With `stepping`, which another thread holds while it takes an update."""
+        if not self.stepping.acquire(blocking=False):
+            with self.spent.during(Doing.COMPRESSING, time.monotonic):
+                self.stepping.acquire()
+        try:
+            yield
+        finally:
+            self.stepping.release()
 
     # -- updates ---------------------------------------------------------------------------------------------
 

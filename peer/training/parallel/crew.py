@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peer.channel import Memory
 from peer.errors import TrainingError
 from peer.training.device import choose_device, device_name, out_of_memory
 from peer.training.inner import Step
+from peer.training.memory import memory_of
 from peer.training.parallel.degrees import Degrees
 from peer.training.parallel.group import SECONDS, Group
 from peer.training.parallel.hands import (
@@ -121,6 +123,18 @@ class Crew:
     def device_name(self) -> str:
         """For people."""
         return f"{self.degrees.world} x {device_name(self.device)} ({self.degrees})"[:80]
+
+    @property
+    def devices(self) -> list[str]:
+        """The names of the devices that share the work."""
+        if self.device.type != "cuda":
+            return [device_name(self.device)] * self.degrees.world
+        return [device_name(torch.device("cuda", rank)) for rank in range(self.degrees.world)]
+
+    def memory(self) -> Memory | None:
+        """What is used of a device's by the rank that used most at its last step: this rank's own before the first."""
+        mine, most = memory_of(self.device), self.hands.inner.most_memory
+        return mine and Memory(max(most, mine.used), mine.whole)
 
     # -- orders ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from peer.training.device import pinned_for
 from peer.training.inner import PIECE_TOKENS, Inner, Step
+from peer.training.memory import memory_of
 from peer.training.parallel.model import RankModel, shard
 from peer.training.parallel.muon import SplitMuon
 from peer.training.parallel.pipeline import Pipeline, groups_of
@@ -39,15 +41,19 @@ class RankInner(Inner):
         self._most = piece
         self.in_a_pass = 0
         """Windows in one pass of the present step."""
+        self.most_memory = 0
+        """Bytes that the rank that uses most of its device used at the end of the last step."""
         self._windows = torch.empty(0)
         self._tokens: list[Tensor] = []
         self._loss = torch.zeros((), device=self.device)
         self._pipeline: Pipeline | None = None
+        self._pinned = pinned_for(self.device)
 
     def begin(self, windows: Tensor) -> int:
         """A step on tokens [batch, window + 1], the same on all ranks. Returns how many pieces it has."""
         degrees = self.built.degrees
-        self._windows = windows.to(self.device, non_blocking=True)
+        # Not pinned, the copy waits for what the last step left to do.
+        self._windows = (self._pinned(windows) if self._pinned else windows).to(self.device, non_blocking=True)
         mine = self._windows.tensor_split(degrees.shares)[degrees.share(dist.get_rank())]
         largest = -(-len(windows) // degrees.shares)
         most = self._most or (largest if self.device.type != "cpu" else PIECE_TOKENS // (windows.shape[1] - 1))
@@ -106,9 +112,14 @@ class RankInner(Inner):
         for name, part in self._shards.items():
             if part.grad is not None and part.numel():
                 squares += part.grad.norm().double().square() * (self.built.parts(name) / stage)
-        sums = torch.stack([self._loss.double() / degrees.tp, squares])
+        # Each rank's memory in a place of its own travels along: it costs no wait.
+        memory, mine = torch.zeros(degrees.world, dtype=torch.float64, device=self.device), memory_of(self.device)
+        memory[dist.get_rank()] = mine.used if mine else 0
+        sums = torch.cat([torch.stack([self._loss.double() / degrees.tp, squares]), memory])
         dist.all_reduce(sums)
-        loss, norm = float(sums[0].item()), math.sqrt(sums[1].item()) if sums[1] >= 0 else math.nan
+        loss, square, *used = sums.tolist()  # the step's one wait for the device
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        self.most_memory = int(max(used))
         factor = self.spec.clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
         if factor < 1:
             for part in self._shards.values():
