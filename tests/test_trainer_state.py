@@ -579,10 +579,10 @@ def test_a_state_that_cannot_be_saved_leaves_the_old_one(world, monkeypatch):
     trainer.save()
     train(trainer, 1)
 
-    def full(path: Path) -> None:
+    def full(file: int, data: memoryview, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("peer.training.saved.sync", full)
+    monkeypatch.setattr("peer.training.parallel.file._write_all", full)
     with pytest.raises(SavedStateError, match="free some space"):
         trainer.save()
     monkeypatch.undo()

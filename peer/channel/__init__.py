@@ -7,6 +7,7 @@ node's affair.
 
 from peer.channel.link import TrainerExit, TrainerLink
 from peer.channel.messages import (
+    SAVE_SECONDS,
     Applied,
     Apply,
     Failed,
@@ -32,6 +33,7 @@ from peer.channel.messages import (
 from peer.channel.trainer_end import TrainerEnd
 
 __all__ = [
+    "SAVE_SECONDS",
     "Applied",
     "Apply",
     "Failed",

@@ -17,6 +17,9 @@ from peer.errors import ChannelError
 from protocol.errors import MalformedError
 from protocol.ids import MAX_COUNT, Digest, PeerKey
 
+SAVE_SECONDS = 4.0
+"""What a trainer has to answer `Stop` before it is killed."""
+
 MAX_LINE = 64 * 1024 * 1024
 """Bytes of the longest line: a `Load` that replays 1,000 rounds of 256 updates with paths of 200 bytes."""
 

@@ -12,7 +12,19 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from peer.channel import Applied, Failed, FromTrainer, MakeUpdate, Note, NothingDone, Progress, Ready, Start, UpdateMade
+from peer.channel import (
+    SAVE_SECONDS,
+    Applied,
+    Failed,
+    FromTrainer,
+    MakeUpdate,
+    Note,
+    NothingDone,
+    Progress,
+    Ready,
+    Start,
+    UpdateMade,
+)
 from peer.errors import TrainerDied
 from peer.node.keeping import Keeping
 from peer.node.network import Network
@@ -29,7 +41,6 @@ from protocol.state import state_layout
 
 log = logging.getLogger("peer.training")
 
-SAVE_SECONDS = 4.0
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 

@@ -6,26 +6,30 @@ With many ranks `peer.training.parallel.crew.Crew` stands in its place.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from peer.channel import Memory
 from peer.errors import TrainingError
+from peer.training.beside import Live, PartSaver, write_part
 from peer.training.device import device_name
 from peer.training.durable import write_durably
 from peer.training.inner import Inner
 from peer.training.memory import memory_of
 from peer.training.outer import OuterSide
-from peer.training.saved import Saved
+from peer.training.parallel.file import PartFile
+from peer.training.saved import FEEDBACK, PROGRESS, Saved
 from protocol.codec import make_codec
 from protocol.ids import Digest
 from protocol.layout import Layout
 from protocol.model import build_model, parameters_of
 from protocol.spec import RunSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
+
+CLOSE_SECONDS = 5.0
+"""The most that a process which ends not in order waits for its disk."""
 
 
 class Alone:
@@ -39,7 +43,11 @@ class Alone:
         self.inner = Inner(spec.inner, model, device, aside)
         codec = make_codec(spec.codec, spec.model.layout)
         self.outer = OuterSide(parameters_of(model), codec, spec.codec.beta, spec.outer)
+        self._model_layout = spec.model.layout
         self._layout: Layout = state_layout(spec.model.layout, spec.outer)
+        self._part = PartSaver(0, device, aside)
+        self._kept: PartFile | None = None
+        self._report = b""
 
     @property
     def device_name(self) -> str:
@@ -83,10 +91,77 @@ class Alone:
         self.set_moments(saved)
         self.outer.resume(saved.feedback, saved.progress)
 
-    def kept(self) -> tuple[int, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """(optimiser steps, feedback, progress, moments), for a `Saved`. No copies but of the progress."""
-        steps, moments = self.inner.moments()
-        return steps, self.outer.feedback, self.outer.progress(), moments
+    # -- what survives a restart: copied, and written beside the training, or at once --------------------------
+
+    @property
+    def steps_taken(self) -> int:
+        """By the optimiser."""
+        return self.inner.moments()[0]
+
+    @property
+    def save_size(self) -> int:
+        """Bytes of the file that saves what is held."""
+        return self._file().size
+
+    @property
+    def kept_size(self) -> int:
+        """Bytes of memory that a copy need not take any more."""
+        return self._part.held
+
+    def keep(self) -> None:
+        """Copy feedback, progress and moments to memory."""
+        self._kept = self._file()
+        self._part.keep(self._kept, self._live(self._kept))
+
+    def begin(self, path: Path) -> None:
+        """Write what was kept into a file, beside the training."""
+        self._part.begin(path)
+
+    @property
+    def is_written(self) -> bool:
+        """`end` need not wait."""
+        return self._part.is_written
+
+    @property
+    def written(self) -> float:
+        """What share of the file."""
+        return self._part.written / self._kept.size if self._kept is not None else 0.0
+
+    def end(self) -> None:
+        """Wait for it: `digest` is then known. Raises OSError."""
+        self._report = self._part.report()
+
+    def digest(self) -> Digest:
+        """Of the file that was written last. By any thread."""
+        if self._kept is None:
+            raise ValueError("no file was written")
+        return self._kept.digest([self._report])
+
+    def give_up(self) -> None:
+        """Forget what was kept, or is being written."""
+        self._part.give_up()
+
+    def write(self, path: Path) -> Digest:
+        """Feedback, progress and moments into a file, at once. Its digest. Raises OSError."""
+        file = self._file()
+        return file.digest([write_part(file, 0, (live.tensor.reshape(-1) for live in self._live(file)), path)])
+
+    def _file(self) -> PartFile:
+        """The file of what there is to save now, all of it by this process."""
+        shapes = {t.name: t.shape for t in self._model_layout.tensors}
+        named = {f"{group}/{n}": s for group in (FEEDBACK, PROGRESS) for n, s in shapes.items()}
+        layout = Layout.of(named | {n: tuple(t.shape) for n, t in self.inner.moments()[1].items()})
+        return PartFile(layout, {0: layout.whole})
+
+    def _live(self, file: PartFile) -> Iterator[Live]:
+        moments = self.inner.moments()[1]
+        for tensor in file.layout.tensors:
+            group, _, name = tensor.name.partition("/")
+            if group == PROGRESS:
+                yield Live(tensor.name, self.outer.progress_of(name), fresh=True)
+            else:
+                yield Live(tensor.name, self.outer.feedback[name] if group == FEEDBACK else moments[tensor.name])
 
     def close(self, *, in_order: bool = False) -> None:
-        """Nothing is to be ended."""
+        """End what is being written."""
+        self._part.give_up(None if in_order else CLOSE_SECONDS)

@@ -1,4 +1,4 @@
-"""The memory that this process uses of its device."""
+"""Memory: what this process uses of its device, and what it may still take of the machine and of its container."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import torch
 from peer.channel.messages import Memory
 
 _STATM = Path("/proc/self/statm")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+UNKNOWN = 2**29
+"""Bytes taken to be available where nothing tells (no /proc)."""
 
 
 def memory_of(device: torch.device) -> Memory | None:
@@ -24,3 +28,33 @@ def memory_of(device: torch.device) -> Memory | None:
         return None
     page = os.sysconf("SC_PAGE_SIZE")
     return Memory(pages * page, os.sysconf("SC_PHYS_PAGES") * page)
+
+
+def available(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
+    """Bytes that programs can still get without anything being swapped or killed."""
+    machine = _fields(meminfo, "MemAvailable:")
+    free = 1024 * machine if machine is not None else UNKNOWN
+    most, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
+    if most is not None and used is not None:
+        # Pages of files that nobody has touched lately count as used there, and are given up when memory is wanted.
+        free = min(free, max(0, most - used + (_fields(cgroup / "memory.stat", "inactive_file") or 0)))
+    return free
+
+
+def _fields(path: Path, name: str) -> int | None:
+    """The number after a name in a file of such lines."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.split()[:1] == [name]]
+    return int(found[0]) if found and found[0].isdigit() else None
+
+
+def _number(path: Path) -> int | None:
+    """A file's one number; None for "max", and where there is no such file."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -94,7 +94,12 @@ class OuterSide:
     @torch.no_grad()
     def progress(self) -> dict[str, Tensor]:
         """What was learnt since the anchor, as a change of the parameters (local - anchor): fresh tensors."""
-        return {n: t - self.anchor[n] for n, t in self.local.items()}
+        return {n: self.progress_of(n) for n in self.local}
+
+    @torch.no_grad()
+    def progress_of(self, name: str) -> Tensor:
+        """The same of one parameter."""
+        return self.local[name] - self.anchor[name]
 
     @torch.no_grad()
     def resume(self, feedback: Mapping[str, Tensor], progress: Mapping[str, Tensor]) -> None:

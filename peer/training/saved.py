@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from peer.channel.messages import DigestField, PeerKeyField
 from peer.errors import SavedStateError
 from peer.training.claims import Announced, Claims
-from peer.training.durable import publish, sync, write_durably
+from peer.training.durable import publish, write_durably
 from peer.training.inner import MOMENTS
 from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
 from protocol.layout import Layout
@@ -34,9 +34,6 @@ from protocol.merkle import CHUNK, leaf_hash, tree_hash
 SHEET = "trainer.json"
 UPDATE_SHEET = "update.json"
 MAX_SHEET = 1024 * 1024
-SNAPSHOT_NUMEL = 2**24
-"""Parameters up to which a state may be copied to be saved a little later: 256 MiB. A larger model's exchange takes
-longer than the saving does, and its memory is scarce."""
 FEEDBACK, PROGRESS = "feedback", "progress"
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -102,13 +99,6 @@ class Saved(Known):
     file: Path | None = None
     """Where the tensors were read from."""
 
-    def copy(self) -> Saved:
-        """With tensors of its own: what changes theirs does not change it."""
-        feedback, progress, moments = (
-            {n: t.clone() for n, t in part.items()} for part in (self.feedback, self.progress, self.moments)
-        )
-        return replace(self, feedback=feedback, progress=progress, moments=moments)
-
 
 S = TypeVar("S", bound=_Known)
 
@@ -119,39 +109,45 @@ class SavedFolder:
     def __init__(self, folder: Path, run: RunId, peer: PeerKey, layout: Layout):
         self.folder, self.run, self.peer, self.layout = folder, run, peer, layout
 
-    def write(self, state: Saved, by: Callable[[Path], Digest] | None = None) -> None:
+    def write(self, state: Saved, by: Callable[[Path], Digest]) -> None:
         """Replace what is saved. Raises SavedStateError, and then the old state is still there.
 
-        `by` writes the tensors, where this process does not hold them (`state` then has none): a safetensors file, on
-        disk, with the names that are used here. It returns the file's blob digest.
+        `by` writes the tensors (those in `state` are not looked at): a safetensors file, on disk, with the names that
+        are used here. It returns the file's blob digest.
         """
-        tensors = {f"{FEEDBACK}/{n}": t for n, t in state.feedback.items()}
-        tensors |= {f"{PROGRESS}/{n}": t for n, t in state.progress.items()}
-        tensors |= state.moments
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._drop_parts()
-            serials = [int(p.stem.split("-")[1]) for p in self._files()]
-            path = self.folder / f"trainer-{max(serials, default=0) + 1}.safetensors"
-            temporary = path.with_name(f".{path.name}.part")
-            if by is not None:
-                digest = by(temporary)
-            else:
-                save_file({n: t.contiguous() for n, t in tensors.items()}, temporary)
-                sync(temporary)
-                digest = _file_digest(temporary)
-            publish(temporary, path)
-            sheet = self._sheet(state, path.name, digest)
-            write_durably(self.folder / SHEET, [sheet.model_dump_json(indent=1).encode()])
-            for old in self._files():
-                if old != path:
-                    old.unlink(missing_ok=True)
-        except (OSError, SafetensorError) as e:
-            self._drop_parts()
-            raise SavedStateError(
-                f"the trainer's state was not saved in {self.folder} ({e}): free some space or mend its permissions; "
-                "until then a restart loses what was not yet announced"
-            ) from None
+            temporary = self.place()
+            self.publish(state, temporary, by(temporary))
+        except OSError as e:
+            raise self.not_saved(e) from None
+
+    def place(self) -> Path:
+        """Where the next state's tensors are to be written, for `publish`. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.drop_parts()
+        serials = [int(p.stem.split("-")[1]) for p in self._files()]
+        return self.folder / f".trainer-{max(serials, default=0) + 1}.safetensors.part"
+
+    def publish(self, state: Saved, temporary: Path, digest: Digest) -> None:
+        """From now on this is what is saved: the tensors in a file from `place`, on disk, and all else in `state`.
+
+        Raises OSError, and then the old state is still there.
+        """
+        path = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".part"))
+        publish(temporary, path)
+        sheet = self._sheet(state, path.name, digest)
+        write_durably(self.folder / SHEET, [sheet.model_dump_json(indent=1).encode()])
+        for old in self._files():
+            if old != path:
+                old.unlink(missing_ok=True)
+
+    def not_saved(self, why: OSError) -> SavedStateError:
+        """What to say of it. What was begun is removed: the disk may be full."""
+        self.drop_parts()
+        return SavedStateError(
+            f"the trainer's state was not saved in {self.folder} ({why}): free some space or mend its permissions; "
+            "until then a restart loses what was not yet announced"
+        )
 
     def read(self) -> Saved | None:
         """What is saved; None when nothing is. Raises SavedStateError when it cannot be used."""
@@ -215,8 +211,8 @@ class SavedFolder:
     def _files(self) -> list[Path]:
         return [p for p in self.folder.glob("trainer-*.safetensors") if p.stem.split("-")[1].isdigit()]
 
-    def _drop_parts(self) -> None:
-        """Unfinished files of `write`, of this process or one that was killed. The folder is one trainer's own."""
+    def drop_parts(self) -> None:
+        """Remove unfinished tensors, of this process or one that was killed. The folder is one trainer's own."""
         for path in self.folder.glob(".trainer*.part"):
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -9,12 +9,14 @@ import contextlib
 import os
 import queue
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from peer.channel import (
+    SAVE_SECONDS,
     Apply,
     Failed,
     FromTrainer,
@@ -35,21 +37,19 @@ from peer.training.data import DataError
 from peer.training.device import choose_device, out_of_memory
 from peer.training.flops import mfu
 from peer.training.front import Front, Item
-from peer.training.saved import Saved as State
 from peer.training.spent import Doing
 from peer.training.trainer import Move, Trainer
 from protocol.errors import CairnError
 
 PROGRESS_SECONDS = 0.2
 IDLE_SECONDS = 1.0
+SAVING_SECONDS = 0.1
+"""How often it is looked after what is being saved while there is nothing to train on."""
 DATA_WAIT = (1.0, 30.0)
 """First and longest wait after data could not be read."""
 
-SAVE_SHARE = 0.02
-"""The most of the time that saving on its own may take."""
-
-SAVE_DELAY = 0.5
-"""Seconds for which saving waits for the round of the announced update to be applied: other peers wait for that too."""
+STOP_SHARE = 0.75
+"""What saving may take of the time that there is to stop: the rest is for what is being done, and for leaving."""
 
 CPU_NICENESS = 10
 
@@ -75,9 +75,6 @@ class Service:
         """(when to try again, how long the wait was)."""
         self._started = False
         self._progress_due = 0.0
-        self._save_due = 0.0
-        self._unwritten: tuple[float, State] | None = None
-        """(when it is to be written at the latest, the state after an announcement)."""
 
     def run(self) -> int:
         """Serve until Stop. Raises ChannelError when the node is gone."""
@@ -124,9 +121,7 @@ class Service:
             self._take(trainer, item)
             batch = self._next_batch(trainer)
             self._turn_to_waiting(trainer)
-        if self._unwritten and time.monotonic() >= self._unwritten[0]:
-            with trainer.spent.during(Doing.SAVING, time.monotonic):
-                self._save(trainer, tell=False)
+        self._save(trainer, trainer.saving.go_on)
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
             return
@@ -171,11 +166,14 @@ class Service:
         """How long to wait for a message when there is no batch to train on."""
         if self._coming is not None and trainer.may_train:
             return 0.01
+        if not trainer.saving.is_idle:
+            return SAVING_SECONDS
         return IDLE_SECONDS
 
     def _take_what_is_there(self, trainer: Trainer) -> None:
         while (item := self._front.next(0.0)) is not None:
             self._take(trainer, item)
+        self._save(trainer, trainer.saving.go_on)
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -186,24 +184,22 @@ class Service:
         self._send_notes()
         self._progress_due = 0.0
         self._send_progress(trainer, waiting=not trainer.may_train)
-        if isinstance(item, Move) and self._unwritten:
-            with trainer.spent.during(Doing.SAVING, time.monotonic):
-                self._save(trainer, tell=False)
+        if isinstance(item, Move):
+            self._save(trainer, lambda: trainer.saving.go_on(now=True))
 
     def _do(self, trainer: Trainer, item: Item) -> None:
         match item:
             case UpdateMade():
-                if time.monotonic() >= self._save_due:
-                    self._keep(trainer)
+                # The state knows of the update: whatever becomes of it, nothing is counted twice.
+                self._save(trainer, trainer.saving.keep)
             case Move():
                 self._settle(trainer, item)
             case Load():
                 self._load(trainer, item)
             case Save():
-                self._save(trainer, tell=True)
+                self._save_now(trainer)
             case Stop():
-                self._unwritten = None
-                saved = self._save(trainer, tell=False)
+                saved = self._save(trainer, lambda: trainer.saving.now(STOP_SHARE * SAVE_SECONDS))
                 self._send_notes()
                 self._end.send(Stopped(saved))
                 raise Stopping
@@ -211,17 +207,6 @@ class Service:
                 self._end.send(Failed("channel", "Start was sent twice: a new run needs a new trainer", fatal=False))
             case MakeUpdate() | Apply():
                 raise TrainingError(f"{type(item).__name__} is for the front, and reached the thread that trains")
-
-    def _keep(self, trainer: Trainer) -> None:
-        """Save after an update was made: the state knows of it, so whatever becomes of it, nothing is counted twice.
-
-        Written a little later where that is possible: the round is to be applied first.
-        """
-        state = trainer.snapshot()
-        if state is None:
-            self._save(trainer, tell=False)
-        else:
-            self._unwritten = (time.monotonic() + SAVE_DELAY, state)
 
     def _settle(self, trainer: Trainer, move: Move) -> None:
         try:
@@ -239,22 +224,23 @@ class Service:
         self._send_notes()
         self._end.send(answer)
 
-    def _save(self, trainer: Trainer, *, tell: bool) -> bool:
-        """Write what was kept for it; when the node is to be told, what is there now."""
-        began = time.monotonic()
-        state = self._unwritten[1] if self._unwritten and not tell else None
-        self._unwritten = None
+    def _save(self, trainer: Trainer, do: Callable[[], None]) -> bool:
+        """Something of saving, which may fail: a later one may not."""
         try:
-            trainer.save(state)
+            with trainer.spent.during(Doing.SAVING, time.monotonic):
+                do()
         except SavedStateError as e:
-            self._end.send(Failed("save", str(e), fatal=False) if tell else Note("warning", "saved-state", str(e)))
-            self._save_due = time.monotonic() + 60.0
+            self._end.send(Note("warning", "saved-state", str(e)))
             return False
-        took = time.monotonic() - began
-        self._save_due = began + took / SAVE_SHARE
-        if tell:
-            self._end.send(Saved(took))
         return True
+
+    def _save_now(self, trainer: Trainer) -> None:
+        began = time.monotonic()
+        try:
+            trainer.save()
+            self._end.send(Saved(time.monotonic() - began))
+        except SavedStateError as e:
+            self._end.send(Failed("save", str(e), fatal=False))
 
     def _send_progress(self, trainer: Trainer, *, waiting: bool) -> None:
         now = time.monotonic()

@@ -34,7 +34,8 @@ from peer.training.inner import Step
 from peer.training.pace import Pace
 from peer.training.parallel.degrees import Degrees
 from peer.training.parallel.setup import resolve
-from peer.training.saved import SNAPSHOT_NUMEL, Known, Saved, SavedFolder
+from peer.training.saved import Known, Saved, SavedFolder
+from peer.training.saving import Saving
 from peer.training.schedule import step_factor
 from peer.training.spent import Doing, Spent
 from protocol.assignment import windows_of
@@ -123,6 +124,7 @@ class Trainer:
         self.batches = self._batches(start)
         self.folder = SavedFolder(start.state_folder, self.spec.run_id, self.me, self.layout)
         self._saved = self._read_saved()
+        self.saving = Saving(self.folder, self.work, self._state, report)
 
     def ready(self) -> Ready:
         return Ready(self.work.device_name, self.layout.numel, self.threads, self.codec.size)
@@ -130,6 +132,7 @@ class Trainer:
     def close(self, *, in_order: bool = False) -> None:
         """Stop reading ahead, and end other ranks: in order when all is well."""
         self.batches.close()
+        self.saving.close()
         self.work.close(in_order=in_order)
 
     def _work(self, start: Start, degrees: Degrees, kind: str, lost: Lost) -> Alone | Crew:
@@ -413,24 +416,16 @@ class Trainer:
 
     # -- what survives a restart -----------------------------------------------------------------------------
 
-    def save(self, state: Saved | None = None) -> None:
-        """Write what no other peer has: now, or as it was in a snapshot. Raises SavedStateError.
-
-        Before the first load nothing is new: does nothing.
-        """
-        state = state or self._state()
-        if state is not None:
-            self.folder.write(state, None if isinstance(self.work, Alone) else self.work.write)
-
-    def snapshot(self) -> Saved | None:
-        """A copy of what `save` would write, to be written later; None when that is too large to be held twice."""
-        state = self._state() if self.layout.numel <= SNAPSHOT_NUMEL and not self.work.many else None
-        return state and state.copy()
+    def save(self) -> None:
+        """Write what no other peer has, now. Raises SavedStateError. Before the first load nothing is new."""
+        self.saving.now()
 
     def _state(self) -> Saved | None:
+        """What is to be saved beside the tensors."""
         if self.record is None:
             return None
-        return Saved(self.record, self.round, replace(self.claims), dict(self.restored), *self.work.kept())
+        steps = self.work.steps_taken
+        return Saved(self.record, self.round, replace(self.claims), dict(self.restored), steps, {}, {}, {})
 
     def _take_up_saved(self, next_window: int) -> None:
         """At the first load: go on from what was saved, as far as it still fits what the chain has accepted."""

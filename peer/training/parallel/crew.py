@@ -22,6 +22,7 @@ from torch import Tensor
 
 from peer.channel import Memory
 from peer.errors import TrainingError
+from peer.training.beside import PartSaver
 from peer.training.device import choose_device, device_name, out_of_memory
 from peer.training.inner import Step
 from peer.training.memory import memory_of
@@ -77,6 +78,8 @@ class Crew:
         """Taken for good by whoever says that the ranks are lost."""
         self._turn = threading.Lock()
         self._closing = False
+        self._kept_size = 0
+        self._part: PartSaver | None = None
         self._passes = passes
         piece = passes.most()
         self._folder = folder
@@ -91,7 +94,8 @@ class Crew:
         self._watch.start()
         try:
             self._group = Group.join(degrees, 0, self._folder / "meet", self.device, seconds)
-            self.hands = Hands(spec, self._group, self.device, piece)
+            self.hands = Hands(spec, self._group, self.device, piece, aside)
+            self._part = self.hands.keeping.part
         except (RuntimeError, TrainingError) as e:
             why = self._who_ended()
             self.close()
@@ -218,6 +222,8 @@ class Crew:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._part is not None:
+            self._part.give_up(LEAVE_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- files and restarts --------------------------------------------------------------------------------------
@@ -245,12 +251,58 @@ class Crew:
             fields = {"path": str(saved.file), "steps": saved.optimiser_steps, "all": everything}
             self.do(Order.RESUME, json.dumps(fields).encode())
 
-    def kept(self) -> tuple[int, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """(optimiser steps, feedback, progress, moments): the tensors stay where they are, `write` saves them."""
-        return self.hands.inner.moments()[0], {}, {}, {}
+    # What `Alone` has for saving. A copy is of what each rank owns, and so are the threads that write it.
+
+    @property
+    def steps_taken(self) -> int:
+        """By the optimiser."""
+        return self.hands.inner.moments()[0]
+
+    @property
+    def save_size(self) -> int:
+        """Bytes of the file that saves what is held."""
+        return self.hands.keeping.file().size
+
+    @property
+    def kept_size(self) -> int:
+        """Bytes of memory that a copy need not take any more."""
+        return self._kept_size if self.hands.keeping.part.held else 0
+
+    def keep(self) -> None:
+        """Copy feedback, progress and moments to memory."""
+        self._kept_size = self.save_size
+        self.do(Order.KEEP)
+
+    def begin(self, path: Path) -> None:
+        """Write what was kept into a file, beside the training."""
+        self.do(Order.WRITE, str(path).encode())
+
+    @property
+    def is_written(self) -> bool:
+        """By this rank: the others have as much to write, and are about to be done."""
+        return self.hands.keeping.part.is_written
+
+    @property
+    def written(self) -> float:
+        """What share of the file, about."""
+        part = self.hands.keeping.part
+        return part.written * self.degrees.world / max(1, self._kept_size)
+
+    def end(self) -> None:
+        """Wait for it: `digest` is then known. Raises OSError."""
+        self.hands.keeping.part.wait()  # not within an order: ranks that wait for each other for minutes end
+        self.do(Order.WRITTEN)
+
+    def digest(self) -> Digest:
+        """Of the file that was written last. By any thread."""
+        return self.hands.keeping.digest()
+
+    def give_up(self) -> None:
+        """Forget what was kept, or is being written."""
+        self.do(Order.GIVE_UP)
 
     def write(self, path: Path) -> Digest:
-        """Feedback, progress and moments into a file. Its digest. Raises OSError."""
+        """Feedback, progress and moments into a file, at once. Its digest. Raises OSError."""
         found = self.do(Order.SAVE, str(path).encode())
         if not isinstance(found, Digest):
             raise TypeError("a file's digest is made on rank 0")

@@ -7,7 +7,7 @@ nobody can tell from a file, nor from its digest, how many ranks made it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -58,11 +58,17 @@ class PartFile:
         """Bytes of `report`: known to all."""
         return sum(HASH if self._is_leaf(s) else s.stop - s.start for s in self._cuts(rank))
 
-    def report(self, rank: int, tensors: Iterable[Tensor], file: int | None = None) -> bytes:
+    def report(
+        self,
+        rank: int,
+        tensors: Iterable[Tensor],
+        file: int | None = None,
+        after: Callable[[int], None] = lambda size: None,
+    ) -> bytes:
         """What rank 0 needs of a rank to digest the file: hashes of whole leaves, and the bytes of parts of one.
 
         `tensors`: the rank's parts, 1-d fp32, in order; each is used before the next is asked for. `file`: a descriptor
-        to write the bytes to, where they belong. Raises OSError.
+        to write the bytes to, where they belong. `after` is told of bytes hashed, often. Raises OSError.
         """
         out = bytearray()
         cuts = iter(self._cuts(rank))
@@ -81,6 +87,7 @@ class PartFile:
                 out += leaf_hash(data) if self._is_leaf(cut) else data
                 if file is not None:
                     _write_all(file, data, cut.start)
+                after(len(data))
                 cut, pending = next(cuts, None), bytearray()
         return bytes(out)
 

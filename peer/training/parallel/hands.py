@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from peer.training.inner import ADAMW_MOMENTS, MUON_MOMENTS, Step
+from peer.training.inner import Step
 from peer.training.parallel.group import Group
 from peer.training.parallel.inner import RankInner
+from peer.training.parallel.keeping import Keeping
 from peer.training.parallel.model import build_rank_model, make_mesh
 from peer.training.parallel.outer import Share
 from protocol.codec import make_codec
 from protocol.ids import Digest, PeerKey
-from protocol.layout import Layout
 from protocol.outer import Contribution
 from protocol.spec import RunSpec
-
-FEEDBACK, PROGRESS = "feedback", "progress"
 
 
 class Order(IntEnum):
@@ -56,9 +53,17 @@ class Order(IntEnum):
     STORE = 13
     """[where to write the checkpoint; nothing: only digest it]"""
     SAVE = 14
-    """[where]"""
+    """[where]: at once, all wait for the disk"""
     RESUME = 15
     """[JSON: path, steps, all]"""
+    KEEP = 16
+    """Copy what is to be saved."""
+    WRITE = 17
+    """[where]: what was kept, beside the orders that follow"""
+    WRITTEN = 18
+    """Wait until all have written it."""
+    GIVE_UP = 19
+    """What was kept, or is being written."""
 
 
 STEPPING = frozenset({Order.PIECE, Order.END})
@@ -73,8 +78,15 @@ Result = int | Step | bytes | Digest | None
 class Hands:
     """One rank. `do` is called with the same orders, in the same order, on all."""
 
-    def __init__(self, spec: RunSpec, group: Group, device: torch.device, piece: int | None = None):
-        self.spec = spec
+    def __init__(
+        self,
+        spec: RunSpec,
+        group: Group,
+        device: torch.device,
+        piece: int | None = None,
+        aside: Callable[[], None] = lambda: None,
+    ):
+        """`piece`: windows in a pass, at most. `aside` is called often by what is done beside the orders."""
         self.group = group
         degrees = group.degrees
         self.built = build_rank_model(spec.model.config, degrees, make_mesh(degrees, device), device)
@@ -82,6 +94,7 @@ class Hands:
         self.inner = RankInner(spec.inner, self.built, piece)
         layers = int(spec.model.config.get("num_hidden_layers") or 1)
         self.share = Share(self.built, group, self.codec, spec.codec.beta, spec.outer, layers)
+        self.keeping = Keeping(spec, self.built, self.inner, self.share, group, aside)
         self._step: Step | None = None
 
     def do(self, order: Order, payload: bytes = b"") -> Result:
@@ -116,58 +129,21 @@ class Hands:
             case Order.STORE:
                 return self.share.store(Path(payload.decode()) if payload else None)
             case Order.SAVE:
-                return self._save(Path(payload.decode()))
+                return self.keeping.at_once(Path(payload.decode()))
             case Order.RESUME:
-                self._resume(**json.loads(payload))
+                self.keeping.resume(**json.loads(payload))
+            case Order.KEEP:
+                self.keeping.keep()
+            case Order.WRITE:
+                self.keeping.begin(Path(payload.decode()))
+            case Order.WRITTEN:
+                self.keeping.end()
+            case Order.GIVE_UP:
+                self.keeping.part.give_up()
             case Order.STOP:
+                self.keeping.part.give_up()
                 self.group.leave()
         return None
-
-    # -- what survives a restart -----------------------------------------------------------------------------
-
-    def _save(self, path: Path) -> Digest | None:
-        """Feedback, progress and moments in one file, as one process writes them. Its digest, on rank 0."""
-        shapes = {t.name: t.shape for t in self.spec.model.layout.tensors}
-        groups = {FEEDBACK: shapes, PROGRESS: shapes}
-        if self.inner.moments()[1]:
-            by_muon = self.built.hidden if self.spec.inner.optimiser == "muon" else frozenset()
-            for moment in ADAMW_MOMENTS:
-                groups[moment] = {n: s for n, s in shapes.items() if n not in by_muon}
-            for moment in MUON_MOMENTS if by_muon else ():
-                groups[moment] = {n: s for n, s in shapes.items() if n in by_muon}
-        layout = Layout.of({f"{group}/{n}": s for group, named in groups.items() for n, s in named.items()})
-        return self.share.write(self.share.file_of(layout), self._to_save(sorted(groups)), path)
-
-    def _to_save(self, groups: Sequence[str]) -> Iterator[Tensor]:
-        """This rank's parts in the file's order: names sort by group, and then as in the layout. Collective."""
-        moments = self.inner.moments()[1]
-        for group in groups:
-            if group == FEEDBACK:
-                yield from self.share.feedback.values()
-            elif group == PROGRESS:
-                yield from self.share.progress()
-            else:
-                here = {n for n in self.built.parameters if f"{group}/{n}" in moments}
-                for _, part in self.share.owned_of(lambda n, g=group: moments[f"{g}/{n}"], here):
-                    yield part
-
-    def _resume(self, path: str, steps: int, all: bool) -> None:
-        """Take up a saved state, whose digest was checked: the moments, and with `all` feedback and progress."""
-        with self.group.together():
-            saved = load_file(path)  # mapped, not read: each rank looks at what it needs
-        groups: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in saved.items():
-            group, _, name = key.partition("/")
-            groups.setdefault(group, {})[name] = tensor
-        mine = {
-            f"{moment}/{n}": self.built.part_of(n, tensor)
-            for moment in (*ADAMW_MOMENTS, *MUON_MOMENTS)
-            for n, tensor in groups.get(moment, {}).items()
-            if n in self.built.parameters
-        }
-        self.inner.set_moments(steps, mine)
-        if all:
-            self.share.resume(groups[FEEDBACK], groups[PROGRESS])
 
 
 def windows_to(windows: Tensor) -> bytes:

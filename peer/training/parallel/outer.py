@@ -140,10 +140,10 @@ class Share:
             e.sub_(decoded[name].mul_(factor))
 
     @torch.no_grad()
-    def progress(self) -> Iterator[Tensor]:
+    def progress(self) -> Iterator[tuple[str, Tensor]]:
         """What was learnt since the anchor: fresh tensors, of the owned parts, one after the other. Collective."""
         for name, values in self._owned_values():
-            yield values - self.anchor[name]
+            yield name, values - self.anchor[name]
 
     @torch.no_grad()
     def resume(self, feedback: Mapping[str, Tensor], progress: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,474 @@
+"""The trainer's state is written while training goes on: what is on the disk is one whole state, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from peer.channel import Applied, Apply, Failed, Note, Progress, Ready, Save, Stop, Stopped, TrainerLink
+from peer.errors import SavedStateError
+from peer.training import saving
+from peer.training.beside import Beside
+from peer.training.memory import UNKNOWN, available
+from peer.training.parallel import file as part_file
+from peer.training.saved import SHEET
+from peer.training.trainer import Trainer
+from tests.test_trainer_process import Node
+from tests.test_trainer_state import Heard, born, closed, copied, loaded, same, train, update
+from tests.trainer_world import BATCH, GENESIS, World, accepted_round
+
+__all__ = ["closed"]  # a fixture
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def world(tmp_path) -> World:
+    return World.make(tmp_path)
+
+
+@dataclass
+class Disk:
+    """A disk that waits within the first write until it is let go; `error` is then raised there."""
+
+    reached: threading.Event
+    go: threading.Event
+    error: Exception | None = None
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Iterator[Disk]:
+    made = Disk(threading.Event(), threading.Event())
+    write = part_file._write_all
+
+    def slow(file: int, data: memoryview, offset: int) -> None:
+        made.reached.set()
+        assert made.go.wait(60)
+        if made.error is not None:
+            raise made.error
+        write(file, data, offset)
+
+    monkeypatch.setattr(part_file, "_write_all", slow)
+    yield made
+    made.go.set()
+
+
+def finish(trainer: Trainer) -> None:
+    """Look after what is being saved, as the loop does, until it is saved."""
+    while not trainer.saving.is_idle:
+        trainer.saving.go_on(now=True)
+
+
+def saved_counter(trainer: Trainer) -> int | None:
+    state = trainer.folder.read()
+    return None if state is None else state.claims.counter
+
+
+def test_steps_go_on_while_a_slow_disk_writes_and_what_is_saved_is_as_it_was_before_them(world, disk):
+    trainer = loaded(world)
+    train(trainer, 2)
+    update(trainer, world.folder / "u")
+    train(trainer, 1)
+    feedback, progress = copied(trainer.outer.feedback), trainer.outer.progress()
+    steps, moments = trainer.inner.moments()
+    moments = copied(moments)
+    trainer.saving.keep()
+    trainer.saving.go_on(now=True)
+    assert disk.reached.wait(60)
+    train(trainer, 3)
+    trainer.saving.go_on()
+    assert not trainer.saving.is_idle and not (trainer.folder.folder / SHEET).exists()
+    disk.go.set()
+    finish(trainer)
+    saved = trainer.folder.read()
+    assert saved is not None and saved.claims.counter == 3 * BATCH and saved.optimiser_steps == steps == 3
+    for found, expected in ((saved.feedback, feedback), (saved.progress, progress), (saved.moments, moments)):
+        assert found.keys() == expected.keys()
+        same(found, expected, atol=0)
+    assert trainer.claims.counter == 6 * BATCH
+
+
+def test_what_is_saved_beside_the_training_has_the_bytes_of_what_is_saved_at_once(world):
+    trainer = loaded(world)
+    train(trainer, 2)
+    trainer.saving.keep()
+    finish(trainer)
+    folder = trainer.folder.folder
+    beside = (folder / "trainer-1.safetensors").read_bytes()
+    trainer.save()
+    assert (folder / "trainer-2.safetensors").read_bytes() == beside
+    assert sorted(p.name for p in folder.iterdir()) == [SHEET, "trainer-2.safetensors"][::-1]
+    assert {n.split("/")[0] for n in load_file(folder / "trainer-2.safetensors")} == {
+        "exp_avg", "exp_avg_sq", "feedback", "progress",
+    }  # fmt: skip
+
+
+def test_one_save_at_a_time_and_one_that_has_not_begun_is_replaced(world, disk):
+    trainer = loaded(world)
+    train(trainer, 1)
+    trainer.saving.keep()
+    trainer.saving.go_on()  # it is not time yet: a round may be about to be applied
+    assert not disk.reached.is_set()
+    train(trainer, 1)
+    trainer.saving.keep()
+    trainer.saving.go_on(now=True)
+    assert disk.reached.wait(60)
+    train(trainer, 1)
+    trainer.saving.keep()  # put off
+    trainer.saving.go_on(now=True)
+    assert sum(t.name == "save" for t in threading.enumerate()) == 1
+    disk.go.set()
+    finish(trainer)
+    assert saved_counter(trainer) == 2 * BATCH
+    trainer.saving.keep()  # too soon: it would cost more than its share of the time
+    assert trainer.saving.is_idle
+
+
+def test_a_full_disk_is_told_leaves_the_old_state_and_is_tried_again_later(world, disk, monkeypatch):
+    trainer = loaded(world)
+    train(trainer, 1)
+    disk.go.set()
+    trainer.save()
+    train(trainer, 1)
+    disk.error = OSError(28, "No space left on device")
+    monkeypatch.setattr(trainer.saving, "_due", 0.0)
+    trainer.saving.keep()
+    with pytest.raises(SavedStateError, match="No space left on device.*free some space"):
+        finish(trainer)
+    assert saved_counter(trainer) == BATCH and not list(trainer.folder.folder.glob(".*"))
+    disk.error = None
+    trainer.saving.keep()
+    assert trainer.saving.is_idle  # not yet
+    monkeypatch.setattr(trainer.saving, "_due", 0.0)
+    trainer.saving.keep()
+    finish(trainer)
+    assert saved_counter(trainer) == 2 * BATCH
+
+
+def test_a_sheet_that_cannot_be_written_is_told_and_the_old_state_is_read(world, monkeypatch):
+    trainer = loaded(world)
+    train(trainer, 1)
+    trainer.save()
+    train(trainer, 1)
+
+    def full(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.saving, "_due", 0.0)
+    trainer.saving.keep()
+    with monkeypatch.context() as patch:
+        patch.setattr("peer.training.saved.write_durably", full)
+        with pytest.raises(SavedStateError, match="free some space"):
+            finish(trainer)
+    assert saved_counter(trainer) == BATCH
+    trainer.save()
+    assert saved_counter(trainer) == 2 * BATCH
+
+
+def test_what_nobody_expected_of_the_thread_that_writes_is_raised_in_the_one_that_trains(world, disk):
+    trainer = loaded(world)
+    disk.error = RuntimeError("a bug")
+    disk.go.set()
+    trainer.saving.keep()
+    with pytest.raises(RuntimeError, match="a bug"):
+        finish(trainer)
+    with pytest.raises(ZeroDivisionError):
+        Beside(lambda: 1 / 0).result()
+
+
+def test_without_memory_for_a_copy_it_is_written_at_once_and_told_once(world, monkeypatch):
+    trainer, heard = born(world)
+    trainer.load(world.load())
+    size = trainer.work.save_size
+    monkeypatch.setattr(saving, "available", lambda: int(size / saving.MEMORY_SHARE) - 1)
+    for n in (1, 2):
+        train(trainer, 1)
+        monkeypatch.setattr(trainer.saving, "_due", 0.0)
+        trainer.saving.keep()
+        size = trainer.work.save_size
+        assert trainer.saving.is_idle and saved_counter(trainer) == n * BATCH
+    assert heard.kinds() == ["saved-state"] and "stands still" in heard[0][2]
+    monkeypatch.setattr(saving, "available", lambda: int(size / saving.MEMORY_SHARE) + 1)
+    monkeypatch.setattr(trainer.saving, "_due", 0.0)
+    trainer.saving.keep()
+    assert not trainer.saving.is_idle
+
+
+def test_a_save_that_is_asked_for_waits_for_the_one_under_way_and_has_the_present(world, disk):
+    trainer = loaded(world)
+    train(trainer, 1)
+    trainer.saving.keep()
+    trainer.saving.go_on(now=True)
+    assert disk.reached.wait(60)
+    train(trainer, 1)
+    asked = Beside(trainer.save)
+    asked.wait(0.1)
+    assert not asked.is_done
+    disk.go.set()
+    asked.result()
+    assert saved_counter(trainer) == 2 * BATCH and trainer.saving.is_idle
+    assert (trainer.folder.folder / "trainer-2.safetensors").exists()  # the first was finished, not given up
+
+
+@pytest.mark.parametrize(
+    ("share", "spent", "given_up"),
+    [(0.5, 1.0, True), (0.9, 1.0, False), (0.5, 2.0, False), (0.01, 0.01, False), (0.0, 1.0, False)],
+    ids=["only the present fits", "both fit", "neither fits", "small", "unknown"],
+)
+def test_when_there_is_time_for_one_the_present_is_saved(world, disk, monkeypatch, share, spent, given_up):
+    trainer = loaded(world)
+    train(trainer, 1)
+    trainer.saving.keep()
+    trainer.saving.go_on(now=True)
+    assert disk.reached.wait(60)
+    train(trainer, 1)
+    under_way = trainer.saving._under_way
+    assert under_way is not None
+    now = under_way.began + spent
+    monkeypatch.setattr(type(trainer.work), "written", share)
+    monkeypatch.setattr("peer.training.saving.time.monotonic", lambda: now)
+    assert trainer.saving._leaves_no_time(under_way, 3.0 - 0.5) is given_up
+    disk.go.set()
+    trainer.saving.now(2.5)
+    assert saved_counter(trainer) == 2 * BATCH
+    assert (trainer.folder.folder / f"trainer-{1 if given_up else 2}.safetensors").exists()
+
+
+def test_closing_ends_the_thread_and_leaves_the_old_state(world, disk):
+    trainer = loaded(world)
+    train(trainer, 1)
+    trainer.saving.keep()
+    trainer.saving.go_on(now=True)
+    assert disk.reached.wait(60)
+    threading.Timer(0.05, disk.go.set).start()
+    trainer.close()
+    assert not any(t.name == "save" for t in threading.enumerate())
+    assert saved_counter(trainer) is None
+
+
+def test_a_copy_is_not_changed_by_what_changes_the_tensors(world):
+    trainer = loaded(world)
+    train(trainer, 1)
+    trainer.saving.keep()
+    expected = {n: t.clone() for n, t in trainer.inner.moments()[1].items()}
+    for tensor in (*trainer.inner.moments()[1].values(), *trainer.outer.feedback.values()):
+        tensor.fill_(7.0)
+    finish(trainer)
+    saved = trainer.folder.read()
+    assert saved is not None and not any(bool(t.any()) for t in saved.feedback.values())
+    same(saved.moments, expected, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_a_gpu_s_state_is_copied_to_pinned_memory_that_is_used_again(world):
+    trainer, _ = born(world, device="cuda:0")
+    trainer.load(world.load())
+    for n in (1, 2):
+        train(trainer, 1)
+        expected = copied(trainer.inner.moments()[1])
+        trainer.saving._due = 0.0
+        trainer.saving.keep()
+        held = dict(trainer.work._part._pinned)  # type: ignore[union-attr]
+        assert all(t.is_pinned() for t in held.values())
+        train(trainer, 1)
+        finish(trainer)
+        saved = trainer.folder.read()
+        assert saved is not None and saved.claims.counter == (2 * n - 1) * BATCH
+        same(saved.moments, {k: t.cpu() for k, t in expected.items()}, atol=0)
+        train(trainer, 0)
+    trainer.saving._due = 0.0
+    trainer.saving.keep()
+    assert {k: t.data_ptr() for k, t in trainer.work._part._pinned.items()} == {  # type: ignore[union-attr]
+        k: t.data_ptr() for k, t in held.items()
+    }
+
+
+# -- a process that is killed, or told to stop ---------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from peer.training import saved
+from peer.training.parallel import file as part_file
+from peer.training.trainer import Trainer
+from tests.test_trainer_state import loaded, train
+from tests.trainer_world import World
+world = World.make(Path(sys.argv[1]))
+trainer = loaded(world)
+train(trainer, 1)
+trainer.save()
+train(trainer, 1)
+trainer.saving._due = 0.0
+trainer.saving.keep()
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+write, left = part_file._write_all, int(sys.argv[3])
+def some(file, data, offset):
+    global left
+    write(file, data[: len(data) // 2], offset)
+    left -= 1
+    if left < 0:
+        die()
+    write(file, data, offset)
+match sys.argv[2]:
+    case "writing":
+        part_file._write_all = some
+    case "before it has its name":
+        saved.publish = die
+    case "before the sheet":
+        saved.write_durably = die
+    case "before the old one is gone":
+        Path.unlink = die
+while not trainer.saving.is_idle:
+    trainer.saving.go_on(now=True)
+print("was not killed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "chunks", "counter"),
+    [
+        ("writing", 0, BATCH),
+        ("writing", 1, BATCH),
+        ("before it has its name", 0, BATCH),
+        ("before the sheet", 0, BATCH),
+        ("before the old one is gone", 0, 2 * BATCH),
+    ],
+)
+def test_one_killed_while_it_saves_finds_the_old_state_or_the_new_one(tmp_path, when, chunks, counter):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", KILLED, str(tmp_path), when, str(chunks)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    world = World.make(tmp_path)
+    after, heard = born(world)
+    after.load(world.load())
+    assert after.claims.counter == counter and not heard
+    train(after, 1)
+    after.save()
+    assert not list(after.folder.folder.glob(".*")) and len(list(after.folder.folder.glob("trainer-*"))) == 1
+
+
+@asynccontextmanager
+async def slow_node(world: World, monkeypatch):
+    """A real trainer's process, whose disk waits while there is a file."""
+    folder = world.folder / "disk"
+    folder.mkdir()
+    monkeypatch.setenv("CAIRN_TEST_DISK", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    link = await TrainerLink.start(threads=1, command=[sys.executable, "-m", "tests.slow_disk", "peer.training"])
+    try:
+        n = Node(link)
+        await n.ask(world.start(1), Ready)
+        await n.ask(world.load(), Applied)
+        yield n, folder
+    finally:
+        link.kill()
+        await link.stop()
+
+
+async def until(what: Callable[[], bool], n: Node) -> None:
+    while not what():
+        await n.until(Progress)
+
+
+async def begun(n: Node, world: World, folder: Path):
+    """Have it train and announce; the disk holds what it saves then."""
+    (folder / "hold").touch()
+    await n.trained(2 * BATCH)
+    made = await n.update(0, GENESIS, world.folder / "u")
+    await until((folder / "held").exists, n)
+    return made
+
+
+async def test_a_trainer_trains_and_answers_while_its_disk_hangs_and_saves_the_present_when_it_stops(
+    world, monkeypatch
+):
+    async with slow_node(world, monkeypatch) as (n, folder):
+        made = await begun(n, world, folder)
+        before = (await n.until(Progress)).windows
+        accepted = Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window)
+        await n.ask(accepted, Applied)
+        await n.trained(max(8 * BATCH, before - (made.end_window - made.first_window)))
+        sheet = world.start(1).state_folder / SHEET
+        assert not sheet.exists()
+        await n.link.send(Stop())
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(n.link.wait(), 0.3)
+        (folder / "hold").unlink()
+        assert (await n.until(Stopped)).saved
+        assert (await asyncio.wait_for(n.link.wait(), 10)).code == 0
+        assert not any(isinstance(m, Note) for m in n.heard)
+    after, heard = born(world)
+    after.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
+    assert after.claims.counter >= made.end_window + 8 * BATCH and not heard
+
+
+async def test_a_trainer_killed_while_its_disk_hangs_loses_no_announced_work(world, monkeypatch):
+    async with slow_node(world, monkeypatch) as (n, folder):
+        made = await begun(n, world, folder)
+        await n.trained(BATCH)
+        n.link.kill()
+        await asyncio.wait_for(n.link.wait(), 10)
+    after, heard = born(world)
+    after.load(world.load())
+    assert update(after, world.folder / "again").digest == made.digest and not heard
+
+
+async def test_a_full_disk_is_told_and_training_goes_on(world, monkeypatch):
+    async with slow_node(world, monkeypatch) as (n, folder):
+        (folder / "full").touch()
+        await n.trained(BATCH)
+        await n.update(0, GENESIS, world.folder / "u")
+        note = await n.until(Note)
+        assert note.kind == "saved-state" and note.level == "warning" and "No space left on device" in note.text
+        await n.until(Progress)
+        await n.link.send(Save())
+        failed = None
+        while failed is None:
+            message = await asyncio.wait_for(anext(n._messages), 60)
+            failed = message if isinstance(message, Failed) else None
+        assert failed.what == "save" and not failed.fatal
+        (folder / "full").unlink()
+        assert (await n.ask(Stop(), Stopped)).saved
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_available_memory_is_the_machine_s_or_what_the_container_has_left(tmp_path):
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    assert available(meminfo, cgroup) == UNKNOWN
+    meminfo.write_text("MemTotal:  2000 kB\nMemFree:  100 kB\nMemAvailable:    1000 kB\n")
+    assert available(meminfo, cgroup) == 1000 * 1024
+    cgroup.mkdir()
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text("5000\n")
+    assert available(meminfo, cgroup) == 1000 * 1024
+    (cgroup / "memory.max").write_text("9000\n")
+    assert available(meminfo, cgroup) == 4000
+    (cgroup / "memory.stat").write_text("anon 3000\ninactive_file 700\n")
+    assert available(meminfo, cgroup) == 4700
+
+
+def test_a_trainer_that_holds_no_state_saves_nothing(world):
+    trainer = Trainer(world.start(1), Heard())
+    try:
+        trainer.saving.keep()
+        trainer.saving.now()
+        assert trainer.saving.is_idle and trainer.folder.read() is None
+    finally:
+        trainer.close(in_order=True)
