@@ -9,6 +9,7 @@ from peer.channel.link import TrainerExit, TrainerLink
 from peer.channel.messages import (
     Applied,
     Apply,
+    Choice,
     Failed,
     FromTrainer,
     Load,
@@ -32,6 +33,7 @@ from peer.channel.trainer_end import TrainerEnd
 __all__ = [
     "Applied",
     "Apply",
+    "Choice",
     "Failed",
     "FromTrainer",
     "Load",

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from peer.training.inner import ADAMW_MOMENTS, MUON_MOMENTS, Step
+from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.parallel.group import Group
 from peer.training.parallel.inner import RankInner
 from peer.training.parallel.model import build_rank_model, make_mesh
@@ -73,15 +74,23 @@ Result = int | Step | bytes | Digest | None
 class Hands:
     """One rank. `do` is called with the same orders, in the same order, on all."""
 
-    def __init__(self, spec: RunSpec, group: Group, device: torch.device, piece: int | None = None):
+    def __init__(
+        self,
+        spec: RunSpec,
+        group: Group,
+        device: torch.device,
+        piece: int | None = None,
+        layers: LayerOptions = USUAL,
+        report: Report = lambda *_: None,
+    ):
         self.spec = spec
         self.group = group
         degrees = group.degrees
         self.built = build_rank_model(spec.model.config, degrees, make_mesh(degrees, device), device)
         self.codec = make_codec(spec.codec, spec.model.layout)
-        self.inner = RankInner(spec.inner, self.built, piece)
-        layers = int(spec.model.config.get("num_hidden_layers") or 1)
-        self.share = Share(self.built, group, self.codec, spec.codec.beta, spec.outer, layers)
+        self.inner = RankInner(spec.inner, self.built, piece, layers, report)
+        depth = int(spec.model.config.get("num_hidden_layers") or 1)
+        self.share = Share(self.built, group, self.codec, spec.codec.beta, spec.outer, depth)
         self._step: Step | None = None
 
     def do(self, order: Order, payload: bytes = b"") -> Result:
