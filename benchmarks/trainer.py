@@ -2,14 +2,15 @@
 
 The trainer is all that a peer's trainer process does for a step (data read ahead and checked, pieces, the gate, claims,
 pace, learning rate), without the channel to the node. The bare loop is forward, backward, clip, step, on windows that
-lie ready. Both take turns; ratios are medians over turns. MFU is 6 x parameters x tokens/s over what a matrix product
-reaches in the same run. A round's own work: `announce` is pseudo-gradient, error feedback, encoding and the update's
-file; `apply` is 4 updates into the base; both also as a share of 30 steps. Ranks: the trainer with data parallelism
-over so many processes (gloo on a CPU, NCCL on GPUs), threads shared out, each rank a share of the batch.
+lie ready; with --compile both compile each decoder layer. Both take turns; ratios are medians over turns. MFU is 6 x
+parameters x tokens/s over what a matrix product reaches in the same run. A round's own work: `announce` is
+pseudo-gradient, error feedback, encoding and the update's file; `apply` is 4 updates into the base; both also as a
+share of 30 steps. Ranks: the trainer with data parallelism over so many processes (gloo on a CPU, NCCL on GPUs),
+threads shared out, each rank a share of the batch.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load
-  device, optimiser
+  device, optimiser, compiled (whether both are)
   sizes: a list, each with
     name, parameters, batch_tokens, threads
     trainer_tokens_per_second, bare_tokens_per_second, ratio; matmul_flops; mfu
@@ -40,6 +41,7 @@ from coordinator.authoring import load_run, resolve
 from peer.channel import Load, MakeUpdate, Start, UpdateMade
 from peer.training.device import choose_device
 from peer.training.inner import hidden_matrices, muon
+from peer.training.layers import decoder_layers
 from peer.training.trainer import Trainer
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
@@ -77,7 +79,9 @@ CUDA = (
 
 
 @contextmanager
-def trainer_of(size: Size, device: str, threads: int, optimiser: str, parallel: str) -> Iterator[tuple[Trainer, Load]]:
+def trainer_of(
+    size: Size, device: str, threads: int, optimiser: str, parallel: str, compiled: bool = False
+) -> Iterator[tuple[Trainer, Load]]:
     """A trainer with the state of a fresh run, as a node would start it, and the message that loaded it."""
     prepared = corpus(size.vocabulary, size.window).prepared.folder
     tables: dict[str, Any] = {
@@ -99,7 +103,10 @@ def trainer_of(size: Size, device: str, threads: int, optimiser: str, parallel: 
         (folder / "spec.json").write_bytes(spec.canonical())
         shards = {s.digest: str(run.blobs[Digest.parse(s.digest)]) for s in spec.data.train}
         me = PeerKey(b"\x01" * 32)
-        start = Start(folder / "spec.json", folder, me, folder / "trainer", device, threads, shards, parallel)
+        start = Start(
+            folder / "spec.json", folder, me, folder / "trainer", device, threads, shards, parallel,
+            compile="on" if compiled else "off",
+        )  # fmt: skip
         trainer = Trainer(start, lambda *_: None)
         try:
             genesis = run.blobs[spec.genesis.name]
@@ -110,9 +117,13 @@ def trainer_of(size: Size, device: str, threads: int, optimiser: str, parallel: 
             trainer.close(in_order=True)
 
 
-def bare_loop(spec: RunSpec, device: torch.device) -> tuple[torch.nn.Module, Callable[[torch.Tensor], None]]:
+def bare_loop(
+    spec: RunSpec, device: torch.device, compiled: bool = False
+) -> tuple[torch.nn.Module, Callable[[torch.Tensor], None]]:
     """A model with the run's initial weights, and one step of a plain loop on int64 [batch, window + 1]."""
     model = build_model(spec.model.config, device=device, seed=spec.seed)
+    for layer in decoder_layers(model).values() if compiled else ():
+        layer.compile()
     named = dict(model.named_parameters())
     chosen = hidden_matrices(model) if spec.inner.optimiser == "muon" else frozenset[str]()
     rest = [p for n, p in named.items() if n not in chosen]
@@ -158,11 +169,14 @@ def matmul_flops(device: torch.device, seconds: float = 0.5) -> float:
     return 2 * n**3 / best
 
 
-def measured(size: Size, device: str, threads: int, optimiser: str, turns: int, steps: int) -> dict[str, Any]:
+def measured(
+    size: Size, device: str, threads: int, optimiser: str, turns: int, steps: int, compiled: bool = False
+) -> dict[str, Any]:
     """One size: the trainer and the bare loop in turns, then a round's own work."""
-    with trainer_of(size, device, threads, optimiser, "dp=1") as (trainer, _):
+    torch.compiler.reset()  # else what was compiled for another size made this one's for any size
+    with trainer_of(size, device, threads, optimiser, "dp=1", compiled) as (trainer, _):
         where = trainer.device
-        _, bare = bare_loop(trainer.spec, where)
+        _, bare = bare_loop(trainer.spec, where, compiled)
         ready = [trainer.batches.take(n * size.batch) for n in range(steps)]
 
         def trainer_turn() -> None:
@@ -227,9 +241,12 @@ def round_work(trainer: Trainer, turns: int = 5) -> tuple[float, float]:
     return min(announce), min(applied)
 
 
-def scaled(size: Size, device: str, threads: int, optimiser: str, world: int, steps: int) -> dict[str, Any]:
+def scaled(
+    size: Size, device: str, threads: int, optimiser: str, world: int, steps: int, compiled: bool = False
+) -> dict[str, Any]:
     """Tokens a second of one trainer with so many ranks."""
-    with trainer_of(size, device, max(1, threads // world), optimiser, f"dp={world}") as (trainer, _):
+    torch.compiler.reset()
+    with trainer_of(size, device, max(1, threads // world), optimiser, f"dp={world}", compiled) as (trainer, _):
         for _ in range(2):
             trainer.step(trainer.batches.take(trainer.claims.counter))
         began = clock(trainer.device)
@@ -245,23 +262,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:0 (default auto)")
     parser.add_argument("--threads", type=int, default=1, help="of the trainer, on a CPU (default 1)")
     parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--compile", action="store_true", help="compile the layers, of the bare loop too")
     options = parser.parse_args(arguments)
     device = choose_device(options.device, options.threads)
     sizes = CPU if device.type == "cpu" else CUDA
     turns, steps = (3, 3) if options.quick else (9, 6)
     found = [
-        measured(s, options.device, options.threads, options.optimiser, turns, steps)
+        measured(s, options.device, options.threads, options.optimiser, turns, steps, options.compile)
         for s in (sizes[:1] if options.quick else sizes)
     ]
     most = torch.cuda.device_count() if device.type == "cuda" else 4
     worlds = [] if options.quick else [w for w in (1, 2, 4, 8) if w <= most]
-    ranks = [scaled(sizes[-1], options.device.split(":")[0], 2, options.optimiser, w, 2 * steps) for w in worlds]
+    ranks = [
+        scaled(sizes[-1], options.device.split(":")[0], 2, options.optimiser, w, 2 * steps, options.compile)
+        for w in worlds
+    ]
     for r in ranks:
         r["speedup"] = r["tokens_per_second"] / ranks[0]["tokens_per_second"]
     results = {
         "machine": report.machine(),
         "device": str(device),
         "optimiser": options.optimiser,
+        "compiled": options.compile,
         "sizes": found,
         "ranks": ranks,
         "goals": {"ratio": GOAL, "met": all(f["ratio"] >= GOAL for f in found)},
@@ -275,7 +297,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show(results: dict[str, Any]) -> None:
     """The tables."""
     m = results["machine"]
-    print(f"{results['device']}, {results['optimiser']}, {m['cores']} cores at load {m['load']}, torch {m['torch']}\n")
+    compiled = ", layers compiled" if results["compiled"] else ""
+    what = f"{results['device']}, {results['optimiser']}{compiled}"
+    print(f"{what}, {m['cores']} cores at load {m['load']}, torch {m['torch']}\n")
     columns = ("model", "parameters", "tokens a step", "tokens/s", "of bare loop", "MFU", "announce ms per M",
                "apply 4 ms per M", "of 30 steps")  # fmt: skip
     rows = [

@@ -18,6 +18,7 @@ from protocol.invite import Invite
 
 if TYPE_CHECKING:
     from cairn.view import PeerView
+    from peer.channel import Choice
     from peer.node.membership import Membership
 
 log = logging.getLogger("cairn.peer")
@@ -36,6 +37,8 @@ class JoinOptions:
     name: str
     device: str
     parallel: str
+    recompute: Choice
+    compile: Choice
     threads: int | None
     listen: tuple[str, ...]
     announce: tuple[str, ...]
@@ -90,6 +93,8 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                 announce=options.announce,
                 device=options.device,
                 parallel=options.parallel,
+                recompute=options.recompute,
+                compile=options.compile,
                 threads=options.threads or os.cpu_count() or 1,
             ),
         )

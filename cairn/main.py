@@ -14,6 +14,8 @@ from protocol.errors import CairnError
 
 DEFAULT_HOME = "~/.cairn"
 
+_CHOICE = click.Choice(["auto", "on", "off"])
+
 
 class _Commands(click.Group):
     """A group whose commands fail in one line: expected errors are printed, the rest is a bug and crashes loudly."""
@@ -82,13 +84,28 @@ def peer() -> None:
     callback=lambda _c, _p, value: _parallel(value),
 )
 @click.option(
+    "--recompute",
+    type=_CHOICE,
+    default="auto",
+    show_default=True,
+    help="Compute activations again in the backward pass: much less memory, a third more work. auto: if it must be.",
+)
+@click.option(
+    "--compile",
+    "compiled",
+    type=_CHOICE,
+    default="auto",
+    show_default=True,
+    help="Compile the model's layers with torch.compile. auto: on a GPU.",
+)
+@click.option(
     "--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the trainer.  [default: all]"
 )
 @click.option("--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free TCP port]")
 @click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to tell others, if not those found.")
 @click.option("--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
-def join(invite, home, name, device, parallel, threads, listen, announce, disk, plain) -> None:
+def join(invite, home, name, device, parallel, recompute, compiled, threads, listen, announce, disk, plain) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
     Ctrl-C announces what is done, saves the rest and leaves; the same command resumes.
@@ -102,6 +119,8 @@ def join(invite, home, name, device, parallel, threads, listen, announce, disk, 
             name=name,
             device=device,
             parallel=parallel,
+            recompute=recompute,
+            compile=compiled,
             threads=threads,
             listen=tuple(listen),
             announce=tuple(announce),

@@ -46,6 +46,7 @@ D, K, P = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33))), Path("/a folde
 ROUND = RoundUpdates(7, D, (UpdateFile(K, 3, P), UpdateFile(K, 0, P)))
 EVERY_MESSAGE = [
     Start(P, P, K, P, "cuda:0", 2, {"aa": "/x", "bb": ""}),
+    Start(P, P, K, P, "cpu", 1, {}, "dp=2", "on", "off"),
     Load(P, D, D, 3, (ROUND, ROUND), (P,), 4, 5, P),
     Load(P, D, D, 0, (), (), 0, 0),
     MakeUpdate(1, D, P),
@@ -90,6 +91,7 @@ def test_a_message_is_one_line_and_comes_back_as_it_was(message):
         b'NothingDone {"parent":7}',
         b'NothingDone {"parent":null}',
         b'Note {"level":"shout","kind":"","text":""}',
+        to_line(Start(P, P, K, P, "cpu", 1, {}, compile="on"))[:-1].replace(b'"on"', b'"yes"'),
         b'MakeUpdate {"round":-1,"parent":"' + b"0" * 64 + b'","out":"x"}',
         b'MakeUpdate {"round":9007199254740993,"parent":"' + b"0" * 64 + b'","out":"x"}',
     ],

@@ -11,17 +11,36 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from peer.training import layers
 from peer.training.inner import Inner
+from peer.training.layers import LayerOptions, decoder_layers
 from peer.training.parallel.degrees import Degrees
 from peer.training.parallel.inner import RankInner
-from peer.training.parallel.model import build_rank_model, make_mesh
+from peer.training.parallel.model import RankModel, build_rank_model, make_mesh
 from protocol.model import build_model, parameters_of, plain_config
 from protocol.spec import InnerSpec, Schedule
 from tests.parallel_world import join, run_ranks, write_json
 from tests.specs import TINY_LLAMA
 
 LAYOUTS = {
-    2: ["dp=2", "fsdp=2", "fsdp=2,zero=2", "tp=2", "pp=2", "dp=2;muon", "pp=2;muon", "tp=2;muon"],
+    2: [
+        "dp=2",
+        "fsdp=2",
+        "fsdp=2,zero=2",
+        "tp=2",
+        "pp=2",
+        "dp=2;muon",
+        "pp=2;muon",
+        "tp=2;muon",
+        "dp=2;recompute",
+        "fsdp=2;recompute",
+        "tp=2;recompute",
+        "pp=2;recompute",
+        "dp=2;recompute;compile",
+        "fsdp=2;recompute;compile",
+        "tp=2;recompute;compile",
+        "pp=2;recompute;compile",
+    ],
     4: [
         "fsdp=2,tp=2",
         "dp=2,fsdp=2",
@@ -32,6 +51,8 @@ LAYOUTS = {
         "pp=2,tp=2",
         "fsdp=4;muon",
         "fsdp=2,tp=2;muon",
+        "fsdp=2,tp=2;recompute",
+        "pp=2,fsdp=2;recompute",
     ],
 }
 TIED = {"dp=2", "tp=2", "fsdp=4"}
@@ -77,20 +98,33 @@ def one_process(layout: str) -> tuple[dict[str, Tensor], list[tuple[float, float
     return tensors, steps
 
 
+def calls_of_mlps(built: RankModel) -> list[str]:
+    """Filled at each forward call of a layer's MLP."""
+    seen: list[str] = []
+    for name, layer in decoder_layers(built.body).items():
+        layer.get_submodule("mlp").register_forward_pre_hook(lambda *_, name=name: seen.append(name))
+    return seen
+
+
 def rank(me: int, world: int, folder: Path) -> None:
     """The same, on each layout."""
+    layers.BACKEND = "aot_eager"  # all of torch.compile but the machine's code, which takes long to make
     for layout in LAYOUTS[world]:
         join(me, world, folder / f"meet-{layout}")
-        degrees = Degrees.parse(layout.removesuffix(";muon"))
+        degrees = Degrees.parse(layout.partition(";")[0])
         mesh = make_mesh(degrees, torch.device("cpu"))
         built = build_rank_model(config(layout), degrees, mesh, torch.device("cpu"))
         start = parameters_of(build_model(config(layout), seed=3))
         for name in built.parameters:
             built.local(name).copy_(built.part_of(name, start[name]))
-        inner = RankInner(spec(layout), built, piece=1)
+        compiled = ";compile" in layout
+        options = LayerOptions("on" if ";recompute" in layout else "off", compiled)
+        calls = [] if compiled else calls_of_mlps(built)
+        inner = RankInner(spec(layout), built, piece=1, layers=options)
         tensors, steps = {}, []
         for n in range(STEPS):
-            for piece in range(inner.begin(windows(n))):
+            pieces = inner.begin(windows(n))
+            for piece in range(pieces):
                 inner.piece(piece)
             step = inner.end()
             tensors |= {f"{n}/gradient/{name}": built.whole(name, p.grad).clone() for name, p in inner._shards.items()}
@@ -102,6 +136,10 @@ def rank(me: int, world: int, folder: Path) -> None:
             assert 10**7 < inner.most_memory < 2**50 and len(set(map(int, most))) == 1
         save_file(tensors, folder / f"{layout}.{me}.safetensors")
         write_json(folder / f"{layout}.{me}.json", steps)
+        assert inner.layers.compiled == compiled
+        if degrees.pp == 1 and not compiled:
+            passes = STEPS * pieces * len(decoder_layers(built.body))
+            assert len(calls) == passes * (2 if inner.layers.recompute else 1)
         dist.barrier()
         dist.destroy_process_group()
 

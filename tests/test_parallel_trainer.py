@@ -23,9 +23,10 @@ from peer.channel.messages import from_line, to_line
 from peer.errors import TrainingError
 from peer.node.assets import start_message
 from peer.store import Store
+from peer.training.layers import USUAL, LayerOptions
 from peer.training.parallel.crew import Crew
 from peer.training.parallel.degrees import Degrees
-from peer.training.parallel.passes import NAME, Passes
+from peer.training.parallel.passes import NAME, Pass, Passes
 from peer.training.parallel.setup import resolve
 from peer.training.saved import SHEET
 from peer.training.trainer import Trainer
@@ -227,13 +228,14 @@ async def test_a_layout_that_cannot_be_is_refused_with_those_that_can(tmp_path):
 
 
 @contextmanager
-def crew(folder: Path, seconds: float):
+def crew(folder: Path, seconds: float, layers: LayerOptions = USUAL):
     """A crew of two ranks, the run, and what the crew said when it was lost."""
     world, said = World.make(folder), []
     degrees = Degrees.parse("dp=2")
     made = Crew(
         world.spec, folder / "spec.json", degrees, "cpu", 1, aside=lambda: None, lost=said.append,
         passes=Passes(folder, "dp=2", "this one"), folder=folder / "ranks", seconds=seconds,
+        layers=layers,
     )  # fmt: skip
     try:
         yield made, world, said
@@ -289,38 +291,97 @@ def without_memory(me: int, world: int, folder: Path) -> None:
         assert len(said) == 1 and said[0].endswith("after a restart a pass has 2 windows instead of 4")
 
 
+OUT_OF_MEMORY_ON_RANK_1 = f"""#!{sys.executable}
+import runpy, sys, torch
+from peer.training.parallel.inner import RankInner
+
+def piece(self, number):
+    if not self.layers.recompute:
+        raise torch.OutOfMemoryError("a GPU's")
+    whole(self, number)
+
+whole, RankInner.piece = RankInner.piece, piece
+sys.argv = sys.argv[2:]  # after -m
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
+    """A start whose passes need memory that rank 1 does not have, unless activations are recomputed."""
+    script = folder / "python"
+    script.write_text(OUT_OF_MEMORY_ON_RANK_1)
+    script.chmod(0o700)
+    sys.executable = str(script)
+    with crew(folder, 60.0) as (many, run, said):
+        many.open(run.genesis)
+        many.outer.rebase()
+        windows = torch.zeros((8, 17), dtype=torch.int32)
+        if many.hands.inner.layers.recompute:
+            assert many.inner.look(windows) is not None and many.hands.inner.in_a_pass == 4
+            return
+        with pytest.raises(TrainingError, match="memory of .* does not suffice"):
+            many.inner.look(windows)
+        assert len(said) == 1 and said[0].startswith("rank 1 of 2 ended with code 3"), said
+        assert said[0].endswith(
+            "after a restart activations are computed again in the backward pass (a third more work)"
+        )
+
+
 @pytest.mark.parametrize("what", [not_started, hanging, spoilt_for_one, without_memory])
 def test_what_goes_wrong_on_one_rank_is_told_on_rank_0_in_time(what, tmp_path):
     run_ranks(1, f"{__name__}:{what.__name__}", tmp_path)
     if what is without_memory:
-        assert Passes(tmp_path, "dp=2", "this one").most() == 2
+        assert Passes(tmp_path, "dp=2", "this one").known("auto") == Pass(2, False)
+
+
+def test_when_one_window_is_too_much_for_any_rank_the_next_start_recomputes_on_all(tmp_path):
+    passes = Passes(tmp_path, "dp=2", "this one")
+    passes.easier(Pass(2, False), "auto")
+    run_ranks(1, f"{__name__}:{without_memory_on_rank_1.__name__}", tmp_path)
+    assert passes.known("auto") == Pass(None, True)
+    run_ranks(1, f"{__name__}:{without_memory_on_rank_1.__name__}", tmp_path)
 
 
 def test_what_fits_into_a_pass_is_of_one_layout_and_device_and_never_nothing(tmp_path):
     passes = Passes(tmp_path / "new", "dp=2", "A")
-    assert passes.most() is None
-    assert passes.halve(5) == 2 and passes.most() == 2
-    assert passes.halve(1) == 0 and passes.most() == 2
-    assert Passes(tmp_path / "new", "dp=4", "A").most() is Passes(tmp_path / "new", "dp=2", "B").most() is None
-    (tmp_path / "new" / NAME).write_text("[rubbish")
-    assert passes.most() is None
+    assert passes.known("auto") == passes.known("off") == Pass(None, False) and passes.known("on") == Pass(None, True)
+    assert "2 windows instead of 5" in passes.easier(Pass(5, False), "auto")
+    assert passes.known("auto") == passes.known("off") == Pass(2, False) and passes.known("on") == Pass(None, True)
+    assert "--recompute off forbids" in passes.easier(Pass(1, False), "off") and passes.known("off") == Pass(2, False)
+    assert "computed again" in passes.easier(Pass(1, False), "auto")
+    assert passes.known("auto") == passes.known("on") == Pass(None, True) and passes.known("off") == Pass(1, False)
+    assert "1 windows instead of 3" in passes.easier(Pass(3, True), "auto") and passes.known("auto") == Pass(1, True)
+    assert passes.easier(Pass(1, True), "auto") == "" and passes.known("on") == Pass(1, True)
+    assert Passes(tmp_path / "new", "dp=4", "A").known("auto") == Pass(None, False)
+    assert Passes(tmp_path / "new", "dp=2", "B").known("auto") == Pass(None, False)
+    for spoilt in ("[rubbish", "[]", '{"layout": "dp=2", "device": "A", "windows": 0, "recompute": 1}'):
+        (tmp_path / "new" / NAME).write_text(spoilt)
+        assert passes.known("auto") == Pass(None, False)
 
 
 # -- from the command line to the trainer ------------------------------------------------------------------------
 
 
-def test_the_command_line_s_layout_reaches_the_trainer(tmp_path, monkeypatch):
+def test_the_command_line_s_layout_and_what_is_done_to_layers_reach_the_trainer(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("cairn.joining.join_run", asked.append)
     done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "tp=2, fsdp=4"])
     assert done.exit_code == 0, done.output
     assert asked[0].parallel == "fsdp=4,tp=2"
+    assert asked[0].recompute == asked[0].compile == "auto"
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--recompute", "on", "--compile", "off"])
+    assert done.exit_code == 0 and (asked[1].recompute, asked[1].compile) == ("on", "off")
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--compile", "always"])
+    assert done.exit_code == 2 and "'auto', 'on', 'off'" in done.output
     done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "fsdp=4,ep=2"])
     assert done.exit_code == 2 and "'ep=2' is no degree" in done.output
     world = World.make(tmp_path)
     with Store(tmp_path / "store", 2**30) as store:
-        start = start_message(world.spec, store, tmp_path, world.start(1).identity_key, "auto", 1, asked[0].parallel)
+        start = start_message(
+            world.spec, store, tmp_path, world.start(1).identity_key, "auto", 1, asked[0].parallel, "on", "off"
+        )
     assert start.parallel == "fsdp=4,tp=2" and from_line(to_line(start)[:-1]) == start
+    assert (start.recompute, start.compile) == ("on", "off")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

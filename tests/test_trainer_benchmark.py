@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks.trainer import Size, bare_loop, measured, trainer_of
 from peer.training.outer import OuterSide
 
+plain_compile = torch.nn.Module.compile
 TINY = Size("tiny", hidden=32, intermediate=64, layers=1, heads=2, vocabulary=512, window=64, batch=4)
 
 
-def test_the_bare_loop_learns_what_the_trainer_learns():
-    with trainer_of(TINY, "cpu", 1, "adamw", "dp=1") as (trainer, _):
-        model, step = bare_loop(trainer.spec, trainer.device)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_bare_loop_learns_what_the_trainer_learns(compiled, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which the trainer sets: after the test it is as it was
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr("peer.training.layers.BACKEND", "aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: plain_compile(module, backend="aot_eager"))
+    with trainer_of(TINY, "cpu", 1, "adamw", "dp=1", compiled) as (trainer, _):
+        model, step = bare_loop(trainer.spec, trainer.device, compiled)
+        layer = next(m for n, m in model.named_modules() if n.endswith("layers.0"))
+        assert (layer._compiled_call_impl is not None) == compiled
         assert isinstance(trainer.outer, OuterSide)
         start = {n: p.detach().clone() for n, p in model.named_parameters()}
         for _ in range(3):

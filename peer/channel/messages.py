@@ -49,6 +49,7 @@ PeerKeyField = Annotated[PeerKey, PlainValidator(_peer_key), PlainSerializer(_he
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Field(max_length=64 * 1024)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Choice = Literal["auto", "on", "off"]
 
 
 class _Message:
@@ -109,6 +110,8 @@ class Start(_Message):
     peer's public key (data assignment, and which updates are its own). `state_folder`: the trainer's own, for its
     saved state. `shards`: training shards by digest (hex), each a local file, or "" when it is to be read from the
     spec's addresses. `parallel`: how the work lies over many devices, "auto" or as `Degrees.parse` reads it.
+    `recompute`: activations are computed again in the backward pass; "auto": when they do not fit into memory.
+    `compile`: the layers are compiled; "auto": on a GPU.
     """
 
     spec_path: Path
@@ -119,6 +122,8 @@ class Start(_Message):
     threads: Annotated[int, Field(ge=1, le=4096)] = 1
     shards: Annotated[dict[str, str], Field(max_length=65_536)] = Field(default_factory=dict)  # type: ignore[assignment]
     parallel: Annotated[str, Field(max_length=200)] = "auto"
+    recompute: Choice = "auto"
+    compile: Choice = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from peer.channel import Start
+from peer.channel import Choice, Start
 from peer.node.network import Network
 from peer.store import Store
 from peer.store.disk import disk
@@ -31,7 +31,15 @@ async def fetch_assets(spec: RunSpec, store: Store, network: Network) -> None:
 
 
 def start_message(
-    spec: RunSpec, store: Store, folder: Path, key: PeerKey, device: str, threads: int, parallel: str = "auto"
+    spec: RunSpec,
+    store: Store,
+    folder: Path,
+    key: PeerKey,
+    device: str,
+    threads: int,
+    parallel: str = "auto",
+    recompute: Choice = "auto",
+    compiled: Choice = "auto",
 ) -> Start:
     """What the trainer is started with; the spec is written to a file for it. Raises StoreError."""
     spec_file = folder / "spec.json"
@@ -45,5 +53,7 @@ def start_message(
         device=device,
         threads=threads,
         parallel=parallel,
+        recompute=recompute,
+        compile=compiled,
         shards={s.digest: str(store.path(s.name)) if store.has(s.name) else "" for s in spec.data.train},
     )

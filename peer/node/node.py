@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from peer.channel import Choice
 from peer.errors import PeerError
 from peer.node.assets import fetch_assets, start_message
 from peer.node.chainlog import ChainLog
@@ -57,6 +58,8 @@ class NodeOptions:
     announce: tuple[str, ...] = ()
     device: str = "auto"
     parallel: str = "auto"
+    recompute: Choice = "auto"
+    compile: Choice = "auto"
     threads: int = 1
     observer: bool = False
 
@@ -201,7 +204,9 @@ class Node:
             await fetch_assets(self._spec, self.store, self.network)
             self._training = Training(
                 self._spec,
-                start_message(self._spec, self.store, o.folder, self.key, o.device, o.threads, o.parallel),
+                start_message(
+                    self._spec, self.store, o.folder, self.key, o.device, o.threads, o.parallel, o.recompute, o.compile
+                ),
                 self.store,
                 self.chain,
                 self.network,

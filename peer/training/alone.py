@@ -17,6 +17,7 @@ from peer.training.beside import Live, PartSaver, write_part
 from peer.training.device import device_name
 from peer.training.durable import write_durably
 from peer.training.inner import Inner
+from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
 from peer.training.outer import OuterSide
 from peer.training.parallel.file import PartFile
@@ -37,10 +38,17 @@ class Alone:
 
     many = False
 
-    def __init__(self, spec: RunSpec, device: torch.device, aside: Callable[[], None]):
+    def __init__(
+        self,
+        spec: RunSpec,
+        device: torch.device,
+        aside: Callable[[], None],
+        layers: LayerOptions = USUAL,
+        report: Report = lambda *_: None,
+    ):
         self.device = device
         model = build_model(spec.model.config, device=device)
-        self.inner = Inner(spec.inner, model, device, aside)
+        self.inner = Inner(spec.inner, model, device, aside, layers, report)
         codec = make_codec(spec.codec, spec.model.layout)
         self.outer = OuterSide(parameters_of(model), codec, spec.codec.beta, spec.outer)
         self._model_layout = spec.model.layout

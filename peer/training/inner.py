@@ -4,7 +4,7 @@ AdamW with decoupled weight decay (Loshchilov and Hutter 2019) on matrices and e
 (parameters of fewer than two dimensions); the gradient's norm is clipped. With `muon`, hidden matrices are stepped by
 Muon (see `hidden_matrices`), all else by AdamW. On CUDA the forward pass runs in bf16 by autocast over fp32 weights. A
 step is `inner.batch` windows, in pieces: on CUDA as few as fit into memory, on a CPU of PIECE_TOKENS, which costs
-nothing there (caches) and lets a round be settled within a step.
+nothing there (caches) and lets a round be settled within a step. How the decoder layers run is `layers`'.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from peer.errors import TrainingError
 from peer.training import packing
+from peer.training.layers import USUAL, LayerOptions, Layers, Report
 from protocol.spec import InnerSpec
 
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -49,11 +50,14 @@ class Inner:
         model: nn.Module,
         device: torch.device,
         aside: Callable[[], None] = lambda: None,
+        layers: LayerOptions = USUAL,
+        report: Report = lambda *_: None,
         *,
         named: Mapping[str, Tensor] | None = None,
         hidden: frozenset[str] | None = None,
     ):
-        """`aside` is called often within a step on a CPU: other threads have a turn.
+        """`aside` is called often within a step on a CPU: other threads have a turn. `layers`: how they run; `report`:
+        what a person should hear of that.
 
         `named`: what the optimiser steps, by parameter, where that is not the model's parameters themselves (a rank's
         parts of them). `hidden`: the names of `hidden_matrices`, where the model does not tell.
@@ -78,11 +82,13 @@ class Inner:
         )
         self.muon = muon(self._by_muon.values(), spec) if self._by_muon else None
         self._piece = spec.batch
-        """Windows in one forward pass; halved when memory runs out."""
+        """Windows in one forward pass; fewer when memory runs out."""
+        self.layers = Layers(model, layers, report)
+        self._report = report
         self._on_cpu = device.type == "cpu"
         self._aside = aside if self._on_cpu else lambda: None
         if self._on_cpu:
-            for module in model.modules():
+            for module in self.layers.hookable():
                 module.register_forward_pre_hook(lambda *_: aside())
 
     @property
@@ -116,7 +122,7 @@ class Inner:
         Changes no parameter: `take` does. `go_on` is asked between two pieces; when it says no, the step is given up
         (None). The parameters may be moved while it is asked (a rebase): the step's gradient is then of both places.
         A step whose loss or gradient is not finite is not to be taken.
-        Raises TrainingError when memory does not suffice for a single window.
+        Raises TrainingError when memory does not suffice for a single window, with `recompute` where that may be.
         """
         if self._on_cpu:
             self._piece = max(1, min(len(windows), PIECE_TOKENS // (windows.shape[1] - 1)))
@@ -125,14 +131,32 @@ class Inner:
                 return self._look(windows, go_on)
             except torch.OutOfMemoryError:
                 self._forget_gradients()
-                if self._piece == 1:
+                if not self._need_less():
+                    off = ", leave out --recompute off" if self.layers.refused else ""
                     raise TrainingError(
                         "the GPU's memory does not suffice for one window: stop other programs on it (nvidia-smi lists "
-                        "them), choose another with --device, or take a GPU with more memory"
+                        f"them), choose another with --device{off}, or take a GPU with more memory"
                     ) from None
-                self._piece = max(1, self._piece // 2)
             # Outside of the handler: the exception's frames hold the tensors that are to be freed.
             torch.cuda.empty_cache()
+
+    def _need_less(self) -> bool:
+        """After memory ran out: fewer windows in a pass, and when one is too much, all once more with `recompute`.
+
+        False when there is nothing left to try.
+        """
+        if self._piece > 1:
+            self._piece //= 2
+            return True
+        if self.layers.recompute or not self.layers.may_recompute:
+            return False
+        self.layers.recompute = True
+        self._piece = self.spec.batch
+        text = (
+            "one window with all its activations does not fit into the GPU's memory: from now on those of the layers "
+        )
+        self._report("info", "memory", text + "are computed again in the backward pass (a third more work)")
+        return True
 
     def _look(self, windows: Tensor, go_on: Callable[[], bool]) -> Step | None:
         windows = windows.to(self.device, non_blocking=True)

@@ -16,7 +16,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m peer.training.rank", description=__doc__)
-    for name in ("rank", "threads", "parent", "piece"):
+    for name in ("rank", "threads", "parent", "piece", "recompute", "compile"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("spec", "folder"):
         parser.add_argument(f"--{name}", type=Path, required=True)
@@ -29,11 +29,16 @@ def main() -> int:
     import torch
 
     from peer.training.device import choose_device, out_of_memory
+    from peer.training.layers import LayerOptions
     from peer.training.parallel.degrees import Degrees
     from peer.training.parallel.group import Group
     from peer.training.parallel.hands import OUT_OF_MEMORY, STEPPING, Hands, Order
     from protocol.errors import CairnError
     from protocol.spec import parse_spec
+
+    def report(level: str, _kind: str, text: str) -> None:
+        if level != "info":  # rank 0 says that for all
+            print(f"rank {a.rank}: {text}", file=sys.stderr, flush=True)
 
     number, code = -1, 1
     try:
@@ -41,7 +46,8 @@ def main() -> int:
         spec = parse_spec(a.spec.read_bytes())
         group = Group.join(Degrees.parse(a.parallel), a.rank, a.folder / "meet", device, a.seconds)
         try:
-            hands = Hands(spec, group, device, a.piece or None)
+            layers = LayerOptions("on" if a.recompute else "off", bool(a.compile))
+            hands = Hands(spec, group, device, a.piece or None, layers, report)
             while True:
                 number, payload = group.take()
                 try:

@@ -31,6 +31,7 @@ from peer.training.durable import give
 from peer.training.flops import flops_per_token, peak_flops
 from peer.training.gate import Gate
 from peer.training.inner import Step
+from peer.training.layers import LayerOptions, Report, compiles, keep_compiled
 from peer.training.pace import Pace
 from peer.training.parallel.degrees import Degrees
 from peer.training.parallel.setup import resolve
@@ -57,9 +58,6 @@ NON_FINITE_MOST = 10
 RESTORED_MOST = 64
 
 Lost = Callable[[str], None]
-
-Report = Callable[[str, str, str], None]
-"""(level, kind, text): tell a person. Called from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +134,19 @@ class Trainer:
         self.work.close(in_order=in_order)
 
     def _work(self, start: Start, degrees: Degrees, kind: str, lost: Lost) -> Alone | Crew:
+        layers = LayerOptions(start.recompute, compiles(start.compile, kind))
+        if layers.compiled:
+            keep_compiled(start.state_folder / "compiled")
         if degrees.world == 1:
-            return Alone(self.spec, choose_device(start.device, start.threads), self._stand_aside)
+            device = choose_device(start.device, start.threads)
+            return Alone(self.spec, device, self._stand_aside, layers, self.report)
         from peer.training.parallel.crew import Crew  # torch.distributed and its like: only where it is needed
         from peer.training.parallel.passes import Passes
 
-        device = device_name(torch.device(kind))
-        passes = Passes(start.state_folder, str(degrees), device)
+        passes = Passes(start.state_folder, str(degrees), device_name(torch.device(kind)))
         return Crew(
             self.spec, start.spec_path, degrees, kind, start.threads, aside=self._stand_aside, lost=lost, passes=passes,
-            folder=start.state_folder / "ranks",
+            folder=start.state_folder / "ranks", layers=layers, report=self.report,
         )  # fmt: skip
 
     def _batches(self, start: Start) -> Batches:

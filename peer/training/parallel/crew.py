@@ -15,16 +15,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from peer.channel import Memory
+from peer.channel import Choice, Memory
 from peer.errors import TrainingError
 from peer.training.beside import PartSaver
 from peer.training.device import choose_device, device_name, out_of_memory
 from peer.training.inner import Step
+from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
 from peer.training.parallel.degrees import Degrees
 from peer.training.parallel.group import SECONDS, Group
@@ -37,7 +39,7 @@ from peer.training.parallel.hands import (
     contributions_to,
     windows_to,
 )
-from peer.training.parallel.passes import Passes
+from peer.training.parallel.passes import Pass, Passes
 from peer.training.saved import Saved
 from protocol.ids import Digest
 from protocol.outer import Contribution
@@ -66,11 +68,13 @@ class Crew:
         passes: Passes,
         folder: Path,
         seconds: float = SECONDS,
+        layers: LayerOptions = USUAL,
+        report: Report = lambda *_: None,
     ):
         """`kind`: "cpu", or "cuda" (rank n has cuda:n). `lost(why)` is called, by a thread, when a rank has ended.
 
-        `passes`: what is known of the windows that fit into a pass. `folder`: of this crew alone, made anew; the ranks
-        meet there. Raises TrainingError when not all ranks start.
+        `passes`: what is known of what fits into a pass. `folder`: of this crew alone, made anew; the ranks
+        meet there. `layers`, `report`: as in `Inner`. Raises TrainingError when not all ranks start.
         """
         self.degrees = degrees
         self._tell_lost = lost
@@ -81,20 +85,24 @@ class Crew:
         self._kept_size = 0
         self._part: PartSaver | None = None
         self._passes = passes
-        piece = passes.most()
+        self._recompute: Choice = layers.recompute
+        known = passes.known(layers.recompute)
+        layers = replace(layers, recompute="on" if known.recompute else "off")
+        if layers.compiled:
+            seconds *= degrees.pp  # a stage compiles when the one before it has, which takes a minute
         self._folder = folder
         shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
         folder.mkdir(parents=True)
         self.device = choose_device("cuda:0" if kind == "cuda" else "cpu", max(1, threads // degrees.world))
         self._ranks = [
-            self._start(rank, spec_path, kind, max(1, threads // degrees.world), piece, seconds)
+            self._start(rank, spec_path, kind, max(1, threads // degrees.world), known, layers.compiled, seconds)
             for rank in range(1, degrees.world)
         ]
         self._watch = threading.Thread(target=self._watch_ranks, name="ranks", daemon=True)
         self._watch.start()
         try:
             self._group = Group.join(degrees, 0, self._folder / "meet", self.device, seconds)
-            self.hands = Hands(spec, self._group, self.device, piece, aside)
+            self.hands = Hands(spec, self._group, self.device, known.windows, layers, report, aside)
             self._part = self.hands.keeping.part
         except (RuntimeError, TrainingError) as e:
             why = self._who_ended()
@@ -107,10 +115,11 @@ class Crew:
         self.outer = CrewOuter(self)
 
     def _start(
-        self, rank: int, spec: Path, kind: str, threads: int, piece: int | None, seconds: float
+        self, rank: int, spec: Path, kind: str, threads: int, known: Pass, compiled: bool, seconds: float
     ) -> subprocess.Popen[bytes]:
         options = {
-            "rank": rank, "threads": threads, "parent": os.getpid(), "piece": piece or 0, "spec": spec,
+            "rank": rank, "threads": threads, "parent": os.getpid(), "piece": known.windows or 0, "spec": spec,
+            "recompute": int(known.recompute), "compile": int(compiled),
             "folder": self._folder, "parallel": self.degrees, "device": f"cuda:{rank}" if kind == "cuda" else "cpu",
             "seconds": seconds,
         }  # fmt: skip
@@ -155,22 +164,22 @@ class Crew:
                 raise self._lost(self._why(e)) from None
 
     def _lost(self, why: str, *, in_a_pass: bool = False) -> TrainingError:
-        """Say, once, that it cannot go on. `in_a_pass`: for want of memory, which a pass of fewer windows may mend."""
+        """Say, once, that it cannot go on. `in_a_pass`: for want of memory, which an easier pass may mend."""
         if not self._closing and self._told.acquire(blocking=False):
             if in_a_pass or any(process.poll() == OUT_OF_MEMORY for process in self._ranks):
-                why += self._smaller_pass()
+                why += self._easier_pass()
             shutil.rmtree(self._folder, ignore_errors=True)  # whoever is told may end this process at once
             self._tell_lost(why)
         return TrainingError(why)
 
-    def _smaller_pass(self) -> str:
-        """Have the next start try half as many windows in a pass. What to add to the reason."""
-        windows = self.hands.inner.in_a_pass
+    def _easier_pass(self) -> str:
+        """Have the next start try a pass that needs less memory. What to add to the reason."""
+        inner = self.hands.inner
+        tried = Pass(inner.in_a_pass, inner.layers.recompute)
         try:
-            less = self._passes.halve(windows)
+            return self._passes.easier(tried, self._recompute)
         except OSError as e:
-            return f"; that a pass of {windows} windows is too much cannot be kept ({e})"
-        return f"; after a restart a pass has {less} windows instead of {windows}" if less else ""
+            return f"; that a pass of {tried.windows} windows is too much cannot be kept ({e})"
 
     def _why(self, error: Exception) -> str:
         """What to say when ranks do not hear each other any more."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from peer.training.inner import Step
+from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.parallel.group import Group
 from peer.training.parallel.inner import RankInner
 from peer.training.parallel.keeping import Keeping
@@ -84,6 +85,8 @@ class Hands:
         group: Group,
         device: torch.device,
         piece: int | None = None,
+        layers: LayerOptions = USUAL,
+        report: Report = lambda *_: None,
         aside: Callable[[], None] = lambda: None,
     ):
         """`piece`: windows in a pass, at most. `aside` is called often by what is done beside the orders."""
@@ -91,9 +94,9 @@ class Hands:
         degrees = group.degrees
         self.built = build_rank_model(spec.model.config, degrees, make_mesh(degrees, device), device)
         self.codec = make_codec(spec.codec, spec.model.layout)
-        self.inner = RankInner(spec.inner, self.built, piece)
-        layers = int(spec.model.config.get("num_hidden_layers") or 1)
-        self.share = Share(self.built, group, self.codec, spec.codec.beta, spec.outer, layers)
+        self.inner = RankInner(spec.inner, self.built, piece, layers, report)
+        depth = int(spec.model.config.get("num_hidden_layers") or 1)
+        self.share = Share(self.built, group, self.codec, spec.codec.beta, spec.outer, depth)
         self.keeping = Keeping(spec, self.built, self.inner, self.share, group, aside)
         self._step: Step | None = None
 

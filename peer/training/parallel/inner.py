@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peer.training.device import pinned_for
 from peer.training.inner import PIECE_TOKENS, Inner, Step
+from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
 from peer.training.parallel.model import RankModel, shard
 from peer.training.parallel.muon import SplitMuon
@@ -31,11 +32,20 @@ BUCKET = 2**24
 class RankInner(Inner):
     """One rank's `Inner`: `begin`, `piece` for each of `pieces`, then `end`, and `take` or `drop`."""
 
-    def __init__(self, spec: InnerSpec, built: RankModel, piece: int | None = None):
+    def __init__(
+        self,
+        spec: InnerSpec,
+        built: RankModel,
+        piece: int | None = None,
+        layers: LayerOptions = USUAL,
+        report: Report = lambda *_: None,
+    ):
         """`piece`: windows in one pass, at most; by default all on CUDA, PIECE_TOKENS on a CPU."""
         self.built = built
         self._shards = {n: nn.Parameter(built.local(n)) for n in built.parameters}
-        super().__init__(spec, built.body, built.device, named=self._shards, hidden=built.hidden)
+        super().__init__(
+            spec, built.body, built.device, layers=layers, report=report, named=self._shards, hidden=built.hidden
+        )
         if self.muon is not None and built.degrees.fsdp * built.degrees.tp > 1:
             self.muon = SplitMuon({n: p for n, p in self._shards.items() if n in self._by_muon}, built, spec)
         self._most = piece

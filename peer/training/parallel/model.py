@@ -8,7 +8,6 @@ No rank ever holds more than its own part and one layer.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from peer.training.inner import hidden_matrices
+from peer.training.layers import decoder_layers
 from peer.training.parallel.degrees import AXES, Degrees
 from peer.training.parallel.pipeline import StageModule
 from peer.training.parallel.plans import COLUMNS, ROWS
@@ -32,9 +32,6 @@ from protocol.model import build_model
 
 # It warns that a gather over fsdp and tp is two gathers, once a rank: that is known.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-_DECODER_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
-"""Where the models of `transformers` keep their layers; each is sharded, and gathered, by itself."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +134,9 @@ def _shard(root: nn.Module, degrees: Degrees, mesh: DeviceMesh, device: torch.de
     if device.type == "cuda":
         # What autocast would compute in, gathered in half the bytes; sums of gradients stay fp32.
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for name, module in root.named_modules():
-        if _DECODER_LAYER.search(name):
-            _materialise(module, device)
-            fully_shard(module, **options)
+    for layer in decoder_layers(root).values():  # each is sharded, and gathered, by itself
+        _materialise(layer, device)
+        fully_shard(layer, **options)
     _materialise(root, device)
     fully_shard(root, **options)
 

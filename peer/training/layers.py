@@ -1,0 +1,153 @@
+"""How the decoder layers run: compiled or not, their activations kept for the backward pass or computed again in it.
+
+Both are done to each layer's `forward`, in place. The layer, its parameters' names, and what hooks do around the call
+(FSDP gathers there) stay as they are, so it is the same for one process and for every layout of many. `recompute` is
+activation checkpointing (Chen et al. 2016, arXiv 1604.06174) of whole layers: of each only its input is kept. That is
+around what is compiled: the backward pass runs the same compiled layer once more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from peer.channel import Choice
+
+Report = Callable[[str, str, str], None]
+"""(level, kind, text): tell a person. Called from any thread."""
+
+BACKEND = "inductor"
+
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
+"""Where the models of `transformers` keep their decoder layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """`recompute`: "auto" turns it on when one window does not fit into memory. `compiled`: by torch.compile."""
+
+    recompute: Choice = "auto"
+    compiled: bool = False
+
+
+USUAL = LayerOptions()
+
+
+def decoder_layers(root: nn.Module) -> dict[str, nn.Module]:
+    """The decoder layers within a model, by name, in order."""
+    return {name: module for name, module in root.named_modules() if _LAYER.search(name)}
+
+
+def compiles(asked: Choice, kind: str) -> bool:
+    """Whether to compile: `kind` is the device's: "cpu" or "cuda"."""
+    return asked == "on" or (asked == "auto" and kind == "cuda")
+
+
+def keep_compiled(folder: Path) -> None:
+    """What is compiled is kept here, for the next start, unless the environment says where.
+
+    torch would keep it in a folder of /tmp that another user may have made, and it believes what it finds there.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+class Layers:
+    """The decoder layers of one model in this process. Each may be run in either way from one pass to the next."""
+
+    def __init__(self, model: nn.Module, options: LayerOptions = USUAL, report: Report = lambda *_: None):
+        self._report = report
+        found = decoder_layers(model)
+        self.recompute = options.recompute == "on"
+        """Whether activations are computed again."""
+        self.refused = options.recompute == "off" and bool(found)
+        """Whether it could be done, and must not."""
+        self.may_recompute = options.recompute != "off" and bool(found)
+        self.compiled = options.compiled and bool(found)
+        """Whether the compiled layers are used: until it turns out that they cannot be."""
+        self._outgrown = False
+        self._inside = {id(m) for layer in found.values() for m in layer.modules() if m is not layer}
+        self._model = model
+        if options.compiled and not found:
+            report("warning", "compile", "this model keeps its layers where they are not known: it is not compiled")
+        if self.compiled:
+            _set_up()
+            text = "the model's layers are compiled in the first step, which may take minutes (--compile off: never)"
+            report("info", "compile", text)
+        for layer in found.values():
+            self._wrap(layer)
+
+    def hookable(self) -> Iterator[nn.Module]:
+        """The modules that may be given hooks: none within a layer that is compiled."""
+        for module in self._model.modules():
+            if not self.compiled or id(module) not in self._inside:
+                yield module
+
+    def _wrap(self, layer: nn.Module) -> None:
+        plain: Callable[..., Any] = layer.forward
+        once = (
+            partial(self._compiled_or_plain, torch.compile(plain, backend=BACKEND), plain) if self.compiled else plain
+        )
+
+        def forward(*positional: Any, **named: Any) -> Any:
+            if self.recompute and torch.is_grad_enabled():
+                return checkpoint(once, *positional, use_reentrant=False, **named)
+            return once(*positional, **named)
+
+        layer.forward = forward
+
+    def _compiled_or_plain(
+        self, compiled: Callable[..., Any], plain: Callable[..., Any], *positional: Any, **named: Any
+    ) -> Any:
+        if self.compiled:
+            from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+            try:
+                return compiled(*positional, **named)
+            except FailOnRecompileLimitHit:
+                self._outgrow()
+            except TorchDynamoException as e:  # raised before anything is computed
+                cause = getattr(e, "inner_exception", None) or e
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
+                self._give_up(cause)
+        return plain(*positional, **named)
+
+    def _outgrow(self) -> None:
+        if not self._outgrown:
+            self._outgrown = True
+            text = "torch.compile has met too many forms of a layer's input: new ones run without it, which is slower"
+            self._report("warning", "compile", text)
+
+    def _give_up(self, why: BaseException) -> None:
+        self.compiled = False
+        self._report(
+            "warning",
+            "compile",
+            f"torch.compile does not work here ({' '.join(str(why).split())[:300]}): training goes on without it, "
+            "which is slower. It needs a C++ compiler and Python's headers (apt install g++ python3-dev), for a GPU "
+            "triton too (pip install triton); --compile off does without",
+        )
+
+
+def _set_up() -> None:
+    """torch's settings for compiling layer by layer."""
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+
+    # DDP sums a layer's gradients after its backward as it is; to cut the layer's graph at DDP's buckets gains nothing.
+    dynamo.optimize_ddp = False
+    # A layer's first size is compiled as such, the second for any number of windows: sizes cannot come near the limit.
+    # Were it reached all the same, torch would go on without a word.
+    dynamo.fail_on_recompile_limit_hit = True
+    # Also the backward pass at the first call: there what cannot be compiled can still be run without.
+    if hasattr(functorch, "force_non_lazy_backward_lowering"):
+        functorch.force_non_lazy_backward_lowering = True
