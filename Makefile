@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format simulate stubs benchmarks clean
+.PHONY: demo test test-wan lint format simulate stubs benchmarks clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,8 +20,21 @@ stubs: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. protocol/wire/swarm.proto
 
 # Everything but the long suites.
-test: $(STAMP)
+test: $(STAMP) nft
 	$(BIN)/python -m pytest
+
+# Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About half an hour.
+# SCENARIOS names some of tests/wan/scenarios; all by default.
+SCENARIOS ?=
+test-wan: $(STAMP) nft
+	$(BIN)/python -m tests.wan.scenarios $(SCENARIOS)
+
+# For the NAT gateways of the emulated internet; without it what needs them says so and is left out.
+.PHONY: nft
+nft:
+	@command -v nft >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && timeout 120 sh -c 'apt-get install -y -q nftables || { apt-get update -q && apt-get install -y -q nftables; }' >/dev/null 2>&1; } \
+	  || echo "nftables is not here and could not be installed: NAT is not emulated"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -394,6 +394,19 @@ def test_a_lost_trainer_is_given_its_state_again():
     assert resyncs[0].path[-1].record.digest == b.chain.head and b.now < 5
 
 
+def test_people_hear_that_nobody_gives_a_final_update_only_after_a_long_wait_and_once():
+    b = Bench()
+    record = certificate(b.record(OTHERS[0], [b.header(OTHERS[0], 5)]), [OTHERS[0]])
+    final = FakeSigner(PeerKey(sha256(b"owner"))).sign(Final(RUN, Round(0), record.record.digest))
+    b.step(ev.CertificateHeard(record, OTHERS[0]))
+    b.step(ev.Heard(final))
+    heard = []
+    while b.now < 30 * POLICY.patience_seconds:
+        b.step(ev.Tick(), b.machine.next_tick)
+        heard += [b.now for r in b.of(do.Report) if r.kind == "unavailable"]
+    assert len(heard) == 1 and heard[0] >= 10 * POLICY.patience_seconds
+
+
 def test_who_is_on_a_rival_of_what_is_final_is_told_and_asks_for_it_however_light_it_is():
     owner = FakeSigner(PeerKey(sha256(b"owner")))
     b = Bench()

@@ -18,6 +18,9 @@ MAX_ASIDE = 64
 TRIES = 3
 """Moves to the same head that may fail before another branch is tried."""
 
+UNAVAILABLE = 10
+"""Times the policy's patience: after that, people hear that nobody gives an update of a final record."""
+
 
 @dataclass(slots=True)
 class _Aside:
@@ -164,7 +167,9 @@ class Position:
                     record = certificate.record.digest
                     final = c.chain.final
                     if final is not None and c.chain.is_ancestor(record, final.body.record):
-                        self._report_unavailable(record)
+                        # Lines that were cut a moment ago need theirs to carry again: nothing to alarm people with.
+                        if waited >= UNAVAILABLE * c.policy.patience_seconds:
+                            self._report_unavailable(record)
                         return False
                     c.members.strike(u.author, u.body.round)
                     text = f"nobody gives the update of {u.author.short} that record {record.short} lists: "

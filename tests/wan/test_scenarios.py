@@ -1,0 +1,82 @@
+"""Every scenario can be read, what makes no sense is refused, and the core ones pass (all: `make test-wan`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.wan.scenarios import script
+from tests.wan.scenarios.__main__ import play, report
+from tests.wan.testbed import why_not
+
+SCENARIOS = {name: script.read(name) for name in script.names()}
+CORE = [name for name, scenario in SCENARIOS.items() if scenario.core]
+
+TINY = """
+what = "a test"
+[[hosts]]
+name = "ada"
+[[steps]]
+do = "start"
+peers = ["ada"]
+"""
+
+
+def written(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
+    """A scenario's name, in a folder of its own."""
+    monkeypatch.setattr(script, "FOLDER", folder)
+    (folder / "own.toml").write_text(text)
+    return "own"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_each_scenario_begins_with_peers_and_ends_with_what_is_expected_of_them(name: str):
+    scenario = SCENARIOS[name]
+    assert scenario.steps[0].do == "start"
+    assert scenario.steps[-1].do.startswith("expect ")
+    assert set(scenario.topology().hosts) == {*scenario.peers, script.HOME}
+
+
+def test_what_a_scenario_does_not_say_has_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scenario = script.read(written(tmp_path, monkeypatch, TINY))
+    assert scenario.peers == ["ada"] and not scenario.nat and not scenario.core
+    assert scenario.topology().lines["ada", script.HOME].rtt_ms == 80
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("", "what: Field required"),
+        (TINY + 'wait = "maybe"', "steps.0.start.wait"),
+        (TINY + '[[steps]]\ndo = "explode"', "steps.1"),
+        (TINY + '[[steps]]\ndo = "power off"\npeers = ["zoe"]', "there is no host 'zoe'"),
+        (TINY + '[[steps]]\ndo = "cut"\nbetween = [["ada"], ["zoe"]]', "there is no host 'zoe'"),
+        (TINY + '[[steps]]\ndo = "rounds"\ncount = 0', "greater than or equal to 1"),
+        (TINY.replace('"ada"\n[[steps', '"ada"\nbehind = "zoe"\n[[steps'), "is behind 'zoe'"),
+        (TINY.replace('"ada"\n[[steps', '"ada"\nup_mbit = 0\n[[steps'), "rates must be positive"),
+        (TINY + "surprise = 1", "Extra inputs are not permitted"),
+        ("what = ", "own.toml"),
+    ],
+)
+def test_a_scenario_that_makes_no_sense_is_refused_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, said: str
+):
+    with pytest.raises(script.ScriptError, match="own.toml") as e:
+        script.read(written(tmp_path, monkeypatch, wrong))
+    assert said in str(e.value)
+
+
+def test_a_scenario_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(script.ScriptError, match="partition"):
+        script.read("nonsense")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_scenarios_pass(name: str):
+    scenario = SCENARIOS[name]
+    if reason := why_not(nat=scenario.nat):
+        pytest.skip(f"no emulated internet here: {reason}")
+    outcome = play(scenario)
+    assert outcome.ok, f"{report(outcome)}\n{[s for s in outcome.steps if not s.ok]}\n{outcome.logs}"
