@@ -121,7 +121,7 @@ class Service:
             self._take(trainer, item)
             batch = self._next_batch(trainer)
             self._turn_to_waiting(trainer)
-        self._save(trainer, trainer.saving.go_on)
+        self._go_on_saving(trainer)
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
             return
@@ -173,7 +173,7 @@ class Service:
     def _take_what_is_there(self, trainer: Trainer) -> None:
         while (item := self._front.next(0.0)) is not None:
             self._take(trainer, item)
-        self._save(trainer, trainer.saving.go_on)
+        self._go_on_saving(trainer)
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -223,6 +223,10 @@ class Service:
             answer = Failed("load", str(e), fatal=False)
         self._send_notes()
         self._end.send(answer)
+
+    def _go_on_saving(self, trainer: Trainer) -> None:
+        if not trainer.saving.is_idle:
+            self._save(trainer, trainer.saving.go_on)
 
     def _save(self, trainer: Trainer, do: Callable[[], None]) -> bool:
         """Something of saving, which may fail: a later one may not."""
