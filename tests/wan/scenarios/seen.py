@@ -44,7 +44,7 @@ class Seen:
                 self.trained[name] += s.tokens_per_second * min(2.0, now - self._last[name])
             self._last[name] = now
             self.rounds[name] = s.round
-            if s.device and s.state:
+            if s.phase in ("training", "exchanging"):
                 self.ready.setdefault(name, s.round)
             if s.round not in self.first and s.round >= max(self.first, default=0):
                 self.first[s.round] = now
