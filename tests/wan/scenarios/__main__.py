@@ -1,4 +1,4 @@
-"""Play scenarios, and print what came of each: `python -m tests.wan.scenarios [NAME ...] [--json FILE] [--keep]`."""
+"""Play scenarios, and print what came of each: `python -m tests.wan.scenarios [NAME ...]`."""
 
 from __future__ import annotations
 
@@ -44,12 +44,33 @@ def report(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
+def page(outcomes: list[Outcome]) -> str:
+    """What came of all, as Markdown."""
+    lines = ["# The scenarios on the emulated internet", "", "    make test-wan", ""]
+    for o in outcomes:
+        lines += [
+            f"## {o.scenario.name}: {'passed' if o.ok else '**FAILED**'}",
+            "",
+            f"{_sentence(o.scenario.what)}",
+            "",
+        ]
+        lines += ["| step | seconds | found |", "| --- | ---: | --- |"]
+        lines += [f"| {s.step.replace('|', 'and')} | {s.seconds:.0f} | {s.found or 'done'} |" for s in o.steps]
+        lines += ["", f"{o.rounds} rounds in {o.seconds:.0f} s.", ""]
+    return "\n".join(lines)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.wan.scenarios", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(script.names())}; all if none is given"
     )
-    parser.add_argument("--json", type=Path, help="write all that was found there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page for people there")
     given = parser.parse_args()
     outcomes: list[Outcome] = []
     try:
@@ -67,6 +88,8 @@ def main() -> int:
         print(e, file=sys.stderr)
         return 2
     finally:
+        if given.markdown:
+            given.markdown.write_text(page(outcomes))
         if given.json:
             given.json.write_text(json.dumps([asdict(o) | {"scenario": o.scenario.name} for o in outcomes], indent=1))
     failed = [o.scenario.name for o in outcomes if not o.ok]
