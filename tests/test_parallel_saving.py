@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from peer.errors import SavedStateError
 from peer.training.parallel import file as part_file
+from peer.training.spent import Doing, Spent
 from peer.training.trainer import Trainer
 from tests.test_trainer_state import Heard, same, train, update
 from tests.trainer_world import BATCH, World
@@ -61,6 +63,11 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         assert go.wait(60)
         write(file, data, offset)
 
+    def tell(spent: Spent, *what) -> Doing:
+        assert threading.current_thread() is threading.main_thread()  # not the one that writes
+        return turn(spent, *what)
+
+    turn = Spent.turn
     with trainer_of(world, parallel) as (trainer, heard):
         folder = trainer.folder.folder
         train(trainer, 2)
@@ -69,13 +76,17 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         trainer.save()
         at_once = (folder / "trainer-1.safetensors").read_bytes()
         monkeypatch.setattr(part_file, "_write_all", slow)  # rank 0's
+        monkeypatch.setattr(Spent, "turn", tell)
         keep(trainer)
         trainer.saving.go_on(now=True)
         assert reached.wait(60)
         train(trainer, 2)
         trainer.saving.go_on()
         assert not trainer.saving.is_idle and not (folder / "trainer-2.safetensors").exists()
-        go.set()
+        with trainer.gate.closed(Doing.APPLYING):
+            go.set()
+            time.sleep(0.05)
+            assert not trainer.work.is_written  # it stands aside
         finish(trainer)
         assert (folder / "trainer-2.safetensors").read_bytes() == at_once
         state = trainer.folder.read()  # of the digest that all ranks made together

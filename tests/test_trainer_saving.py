@@ -21,9 +21,11 @@ from peer.channel import Applied, Apply, Failed, Note, Progress, Ready, Save, St
 from peer.errors import SavedStateError
 from peer.training import saving
 from peer.training.beside import Beside
+from peer.training.gate import Gate
 from peer.training.memory import UNKNOWN, available
 from peer.training.parallel import file as part_file
 from peer.training.saved import SHEET
+from peer.training.spent import Doing, Spent
 from peer.training.trainer import Trainer
 from tests.test_trainer_process import Node
 from tests.test_trainer_state import Heard, born, closed, copied, loaded, same, train, update
@@ -244,6 +246,33 @@ def test_when_there_is_time_for_one_the_present_is_saved(world, disk, monkeypatc
     trainer.saving.now(2.5)
     assert saved_counter(trainer) == 2 * BATCH
     assert (trainer.folder.folder / f"trainer-{1 if given_up else 2}.safetensors").exists()
+
+
+def test_the_thread_that_writes_stands_aside_and_says_nothing_of_where_the_training_thread_s_time_goes(
+    world, monkeypatch
+):
+    stood, told = set(), set()
+    wait, turn = Gate.wait, Spent.turn
+
+    def stand(gate: Gate) -> None:
+        stood.add(threading.current_thread().name)
+        wait(gate)
+
+    def tell(spent: Spent, *what) -> Doing:
+        told.add(threading.current_thread().name)
+        return turn(spent, *what)
+
+    monkeypatch.setattr(Gate, "wait", stand)
+    monkeypatch.setattr(Spent, "turn", tell)
+    trainer = loaded(world)
+    train(trainer, 1)
+    with trainer.gate.closed(Doing.APPLYING):
+        trainer.saving.keep()
+        trainer.saving.go_on(now=True)
+        while "save" not in stood:
+            assert not trainer.work.is_written and "save" not in told
+    finish(trainer)
+    assert saved_counter(trainer) == BATCH and "save" not in told
 
 
 def test_closing_ends_the_thread_and_leaves_the_old_state(world, disk):

@@ -45,7 +45,9 @@ class Alone:
         aside: Callable[[], None],
         layers: LayerOptions = USUAL,
         report: Report = lambda *_: None,
+        beside: Callable[[], None] = lambda: None,
     ):
+        """`aside`, `layers`, `report`: as in `Inner`. `beside` is called often by the thread that writes what is saved."""
         self.device = device
         model = build_model(spec.model.config, device=device)
         self.inner = Inner(spec.inner, model, device, aside, layers, report)
@@ -53,7 +55,7 @@ class Alone:
         self.outer = OuterSide(parameters_of(model), codec, spec.codec.beta, spec.outer)
         self._model_layout = spec.model.layout
         self._layout: Layout = state_layout(spec.model.layout, spec.outer)
-        self._part = PartSaver(0, device, aside)
+        self._part = PartSaver(0, device, beside)
         self._kept: PartFile | None = None
         self._report = b""
 

@@ -139,14 +139,14 @@ class Trainer:
             keep_compiled(start.state_folder / "compiled")
         if degrees.world == 1:
             device = choose_device(start.device, start.threads)
-            return Alone(self.spec, device, self._stand_aside, layers, self.report)
+            return Alone(self.spec, device, self._stand_aside, layers, self.report, self.gate.wait)
         from peer.training.parallel.crew import Crew  # torch.distributed and its like: only where it is needed
         from peer.training.parallel.passes import Passes
 
         passes = Passes(start.state_folder, str(degrees), device_name(torch.device(kind)))
         return Crew(
-            self.spec, start.spec_path, degrees, kind, start.threads, aside=self._stand_aside, lost=lost, passes=passes,
-            folder=start.state_folder / "ranks", layers=layers, report=self.report,
+            self.spec, start.spec_path, degrees, kind, start.threads, aside=self._stand_aside, beside=self.gate.wait,
+            lost=lost, passes=passes, folder=start.state_folder / "ranks", layers=layers, report=self.report,
         )  # fmt: skip
 
     def _batches(self, start: Start) -> Batches:
@@ -221,7 +221,7 @@ class Trainer:
         return step
 
     def _stand_aside(self) -> None:
-        """Called often within a step, by the thread that trains."""
+        """Called often within a step, by the thread that trains and by no other: `spent` is told by one."""
         if self.gate.is_closed:
             with self.spent.during(self.gate.why, time.monotonic):
                 self.gate.wait()

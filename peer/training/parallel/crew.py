@@ -64,6 +64,7 @@ class Crew:
         threads: int,
         *,
         aside: Callable[[], None],
+        beside: Callable[[], None] = lambda: None,
         lost: Callable[[str], None],
         passes: Passes,
         folder: Path,
@@ -74,7 +75,8 @@ class Crew:
         """`kind`: "cpu", or "cuda" (rank n has cuda:n). `lost(why)` is called, by a thread, when a rank has ended.
 
         `passes`: what is known of what fits into a pass. `folder`: of this crew alone, made anew; the ranks
-        meet there. `layers`, `report`: as in `Inner`. Raises TrainingError when not all ranks start.
+        meet there. `layers`, `report`: as in `Inner`. `aside`: called often, by the thread that trains; `beside`: by
+        the one that writes what is saved. Raises TrainingError when not all ranks start.
         """
         self.degrees = degrees
         self._tell_lost = lost
@@ -102,7 +104,7 @@ class Crew:
         self._watch.start()
         try:
             self._group = Group.join(degrees, 0, self._folder / "meet", self.device, seconds)
-            self.hands = Hands(spec, self._group, self.device, known.windows, layers, report, aside)
+            self.hands = Hands(spec, self._group, self.device, known.windows, layers, report, beside)
             self._part = self.hands.keeping.part
         except (RuntimeError, TrainingError) as e:
             why = self._who_ended()

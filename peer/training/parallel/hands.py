@@ -87,9 +87,9 @@ class Hands:
         piece: int | None = None,
         layers: LayerOptions = USUAL,
         report: Report = lambda *_: None,
-        aside: Callable[[], None] = lambda: None,
+        beside: Callable[[], None] = lambda: None,
     ):
-        """`piece`: windows in a pass, at most. `aside` is called often by what is done beside the orders."""
+        """`piece`: windows in a pass, at most. `beside` is called often by what is done beside the orders."""
         self.group = group
         degrees = group.degrees
         self.built = build_rank_model(spec.model.config, degrees, make_mesh(degrees, device), device)
@@ -97,7 +97,7 @@ class Hands:
         self.inner = RankInner(spec.inner, self.built, piece, layers, report)
         depth = int(spec.model.config.get("num_hidden_layers") or 1)
         self.share = Share(self.built, group, self.codec, spec.codec.beta, spec.outer, depth)
-        self.keeping = Keeping(spec, self.built, self.inner, self.share, group, aside)
+        self.keeping = Keeping(spec, self.built, self.inner, self.share, group, beside)
         self._step: Step | None = None
 
     def do(self, order: Order, payload: bytes = b"") -> Result:

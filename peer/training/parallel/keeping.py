@@ -35,7 +35,7 @@ class Keeping:
         inner: RankInner,
         share: Share,
         group: Group,
-        aside: Callable[[], None] = lambda: None,
+        beside: Callable[[], None] = lambda: None,
     ):
         self._spec = spec
         self._built = built
@@ -44,7 +44,7 @@ class Keeping:
         self._group = group
         self._kept: PartFile | None = None
         self._reports: tuple[PartFile, list[bytes]] | None = None
-        self.part = PartSaver(group.rank, built.device, aside)
+        self.part = PartSaver(group.rank, built.device, beside)
         """What this rank copies and writes."""
 
     def file(self) -> PartFile:
