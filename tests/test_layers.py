@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from peer.errors import TrainingError
 from peer.training import layers as layers_module
@@ -144,6 +145,29 @@ def test_a_machine_that_cannot_compile_trains_without_and_says_so_once(backend):
     (_, _, _), (level, kind, text) = heard
     assert (level, kind) == ("warning", "compile")
     assert "(no compiler was found)" in text and "apt install g++" in text
+
+
+def test_layers_compiled_before_torch_failed_are_computed_again_compiled(monkeypatch):
+    """Of layers of two kinds torch compiles the first only: what each keeps for the backward pass is its own."""
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        graphs.append(graph)
+        if len(graphs) > 1:
+            raise RuntimeError("no compiler")
+        return aot_eager(graph, inputs)
+
+    def layers_of_two_kinds(options: LayerOptions) -> Inner:
+        model = build_model(plain_config(TINY_LLAMA), seed=3)
+        wide = build_model(plain_config(TINY_LLAMA | {"intermediate_size": 96}), seed=4)
+        model.model.layers[1].mlp = wide.model.layers[1].mlp
+        spec = InnerSpec(batch=BATCH, optimiser="adamw", schedule=Schedule(kind="constant"))
+        return Inner(spec, model, CPU, layers=options)
+
+    monkeypatch.setattr(layers_module, "BACKEND", compiler)
+    of = layers_of_two_kinds(LayerOptions("on", compiled=True))
+    same(gradients(of), gradients(layers_of_two_kinds(LayerOptions("off"))), atol=1e-6)
+    assert not of.layers.compiled and len(graphs) == 2
 
 
 def test_a_compiler_that_runs_out_of_memory_is_a_pass_without_memory(backend):

@@ -25,6 +25,8 @@ from peer.channel import Choice
 Report = Callable[[str, str, str], None]
 """(level, kind, text): tell a person. Called from any thread."""
 
+Forward = Callable[..., Any]
+
 BACKEND = "inductor"
 
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
@@ -92,12 +94,12 @@ class Layers:
                 yield module
 
     def _wrap(self, layer: nn.Module) -> None:
-        plain: Callable[..., Any] = layer.forward
-        once = (
-            partial(self._compiled_or_plain, torch.compile(plain, backend=BACKEND), plain) if self.compiled else plain
-        )
+        plain: Forward = layer.forward
+        compiled: Forward | None = torch.compile(plain, backend=BACKEND) if self.compiled else None
 
         def forward(*positional: Any, **named: Any) -> Any:
+            went: list[Forward] = []  # of this call
+            once = partial(self._compiled_or_plain, compiled, plain, went) if compiled else plain
             if self.recompute and torch.is_grad_enabled():
                 return checkpoint(once, *positional, use_reentrant=False, **named)
             return once(*positional, **named)
@@ -105,13 +107,18 @@ class Layers:
         layer.forward = forward
 
     def _compiled_or_plain(
-        self, compiled: Callable[..., Any], plain: Callable[..., Any], *positional: Any, **named: Any
+        self, compiled: Forward, plain: Forward, went: list[Forward], *positional: Any, **named: Any
     ) -> Any:
+        """`went`: which of both it was. In the backward pass it must be the same one: each keeps other activations."""
+        if went:
+            return went[0](*positional, **named)
         if self.compiled:
             from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
             try:
-                return compiled(*positional, **named)
+                out = compiled(*positional, **named)
+                went.append(compiled)
+                return out
             except FailOnRecompileLimitHit:
                 self._outgrow()
             except TorchDynamoException as e:  # raised before anything is computed
@@ -119,6 +126,7 @@ class Layers:
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
                 self._give_up(cause)
+        went.append(plain)
         return plain(*positional, **named)
 
     def _outgrow(self) -> None:
