@@ -27,7 +27,7 @@ MAX_ADDRESSES = 16
 MAX_ADDRESS = 200
 MAX_CONTRIBUTORS = 4096
 MAX_KNOWN = 4096
-MAX_UNHEARD = 256
+MAX_UNHEARD = 1024
 MAX_CERTIFICATE = MAX_ENVELOPE
 """No certificate is larger. The limits of headers and votes (`KINDS`) are such that the largest there can be fits."""
 MAX_REMEMBERED = 32 * 1024 * 1024

@@ -11,16 +11,16 @@ import pytest
 from peer.node import outbox as outbox_module
 from peer.node.exchange import Exchange, ExchangeTimes, RoundTimes
 from peer.node.inbox import MAX_KINDS_OF_REFUSAL, Inbox
-from peer.node.network import Network
+from peer.node.network import PASSED_ON, Network
 from peer.node.outbox import MAX_WAITING, Outbox
 from peer.store import StoreError
 from peer.swarm import Handlers
 from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Goodbye, KeySigner, Signed, encode_certificate, short_id
 from protocol.rounds.events import CertificateHeard, Heard
 from protocol.wire import swarm_pb2 as wire
-from tests.signed import CERTIFICATE, HEADERS, PEERS, RUN, SPEC, VOTES, heartbeat, opener, raw
+from tests.signed import CERTIFICATE, HEADERS, PEERS, RUN, SPEC, VOTES, heartbeat, opener, raw, vote
 from tests.specs import admission, identity
 
 A, B, C = (p.key for p in PEERS[1:4])
@@ -259,15 +259,34 @@ async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else
     net.broadcast(heartbeat(PEERS[0]))
     await net.outbox.flush(1)
     swarm.wire.sent.clear()
+    net._relaying_due = 0.0  # a heartbeat's time has passed
     for message in (heartbeat(PEERS[2], sequence=2), HEADERS[2], VOTES[2]):
         hear(net, message)
+    for _ in range(3):
+        hear(net, HEADERS[2])  # it has been passed on
     hear(net, HEADERS[3])  # that is heard
     net.note(heartbeat(PEERS[2], sequence=3), PEERS[3].key)  # not first-hand: who passed it on passes it on to all
     await net.outbox.flush(1)
     assert [to for to, _ in swarm.wire.sent] == [A] * len(swarm.wire.sent)
     passed_on = swarm.wire.messages(A)
+    assert len(passed_on) == 3
     assert {heartbeat(PEERS[2], sequence=2).sent, HEADERS[2].sent, VOTES[2].sent} <= set(passed_on)
     assert not {heartbeat(PEERS[2], sequence=3).sent, HEADERS[3].sent} & set(passed_on)
+    await net.stop(0.1)
+
+
+async def test_who_says_too_much_is_passed_on_no_further_until_the_next_heartbeat():
+    net, swarm = network()
+    for beat in (heartbeat(PEERS[1], unheard=(short_id(PEERS[2].key),)), heartbeat(PEERS[2]), heartbeat(PEERS[3])):
+        hear(net, beat)
+    net.broadcast(heartbeat(PEERS[0]))
+    await net.outbox.flush(1)
+    swarm.wire.sent.clear()
+    net._relaying_due = 0.0
+    for i in range(100):
+        hear(net, vote(PEERS[2], HEADERS[i % 3], round=Round(i)))
+    await net.outbox.flush(1)
+    assert len(swarm.wire.messages(A)) == PASSED_ON
     await net.stop(0.1)
 
 

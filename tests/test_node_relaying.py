@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.node.directory import Directory
-from peer.node.relaying import RELAYS, relays
+from peer.node.relaying import RELAYS, Relaying
 from protocol.ids import PeerKey
 from protocol.messages import Heartbeat, Signed, short_id
 from tests.signed import PEERS, heartbeat
@@ -27,28 +27,38 @@ PAIRS = st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair
 
 @given(st.sets(PAIRS))
 def test_whoever_is_not_heard_reaches_everyone_by_few_who_hear_it_and_are_heard(deaf: set[tuple[int, int]]):
-    said = beats(deaf)
+    relaying = Relaying(beats(deaf))
     for a in range(6):
-        for b in range(6):
-            if a == b:
-                continue
-            chosen = relays(KEYS[a], KEYS[b], said)
+        assert {KEYS.index(k) for k in relaying.needy(KEYS[a])} == {b for x, b in deaf if x == a}
+        for b in relaying.needy(KEYS[a]):
+            b = KEYS.index(b)
+            chosen = relaying.relays(KEYS[a], KEYS[b])
             between = [
                 c
                 for c in range(6)
                 if c not in (a, b) and (a, c) not in deaf and (b, c) not in deaf and (c, b) not in deaf
             ]
-            if (a, b) not in deaf:
-                assert chosen == []
-                continue
             assert len(chosen) == min(RELAYS, len(between))
             assert {KEYS.index(k) for k in chosen} <= set(between)
 
 
 def test_the_work_is_spread_over_those_who_can_do_it():
-    said = beats({(0, 1), (1, 0), (2, 1), (3, 1), (0, 2), (2, 0)})
-    doing = [k for a in KEYS for b in KEYS if a != b for k in relays(a, b, said)]
-    assert len(doing) >= 8 and len(set(doing)) >= 3
+    half = [PEERS[i] for i in range(3)]
+    said = {p.key: heartbeat(p, unheard=tuple(short_id(o.key) for o in half if o is not p)) for p in half}
+    said |= {p.key: heartbeat(p) for p in PEERS[3:]}
+    relaying = Relaying(said)
+    doing = [k for p in half for to in relaying.needy(p.key) for k in relaying.relays(p.key, to)]
+    assert len(doing) == 6 * RELAYS and len(set(doing)) >= min(3, len(PEERS) - 3)
+    assert not {p.key for p in half} & set(doing)
+
+
+def test_strangers_neither_relay_nor_are_relayed_nor_ask_for_it():
+    said = beats({(0, 1)})
+    strangers = {k: heartbeat(p, admission=b"", unheard=(short_id(KEYS[0]),)) for p in PEERS[2:6] if (k := p.key)}
+    relaying = Relaying(said | strangers)
+    assert relaying.needy(KEYS[0]) == [KEYS[1]]
+    assert relaying.relays(KEYS[0], KEYS[1]) == []  # all who hear both are strangers
+    assert relaying.needy(KEYS[2]) == [] == relaying.relays(KEYS[2], KEYS[1])
 
 
 def test_a_member_is_unheard_when_only_others_tell_of_it_and_no_more_once_it_speaks_itself():

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from peer.errors import PeerError
 from peer.node.directory import Directory
 from peer.node.membership import Membership
 from peer.node.outbox import NETWORK_ERRORS, Outbox
-from peer.node.relaying import relays
+from peer.node.relaying import Relaying
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
@@ -35,6 +36,12 @@ PRESENCE_SECONDS = 60.0
 
 UNHEARD_BEATS = 3.0
 """A member of whom nothing came first-hand for the time of so many heartbeats is not heard."""
+
+PASSED_ON = 16
+"""Messages of one author that are passed on within the time of a heartbeat: an honest one says a few a round."""
+
+PASSED_ON_REMEMBERED = 8192
+"""Messages that were passed on and are not passed on again."""
 
 
 class Network:
@@ -63,6 +70,11 @@ class Network:
         self._entry_peers = [k for k in _peers_of(membership.addresses) if k != membership.identity.key]
         self._dialling: set[asyncio.Task[None]] = set()
         self._heartbeat: Signed[Heartbeat] | None = None
+        self._relaying, self._relaying_due = Relaying({}), 0.0
+        self._passed: Counter[PeerKey] = Counter()
+        self._passed_on: dict[Digest, None] = {}
+        self._unheard: tuple[int, ...] = ()
+        self._unheard_due = 0.0
         self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds))
         self.directory = Directory(
             membership.identity.key,
@@ -155,13 +167,18 @@ class Network:
     def note(self, message: Signed, sender: PeerKey) -> None:
         """Learn from a verified message who is there; introduce newcomers; pass on what others do not hear."""
         direct = sender == message.author
-        if direct:
-            self._pass_on(message)
         if isinstance(message.body, Goodbye):
+            if direct:
+                self._pass_on(message)
             self.directory.goodbye(message.author, message.body.sequence)
         if not isinstance(message.body, Heartbeat):
+            if direct:
+                self._pass_on(message)
             return
-        if not self.directory.hear(message, time.monotonic(), direct=direct):
+        news = self.directory.hear(message, time.monotonic(), direct=direct)
+        if direct and news is not None:
+            self._pass_on(message)
+        if not news:
             return
         # The first is the way in; after that, hundreds may come and go.
         level = logging.INFO if len(self.directory.peers()) == 1 else logging.DEBUG
@@ -177,21 +194,35 @@ class Network:
         task.add_done_callback(self._dialling.discard)
 
     def _pass_on(self, message: Signed) -> None:
-        """To those who do not hear its author, if that is for us to do."""
-        me, author = self._membership.identity.key, message.author
-        beats = {k: e.heartbeat for k, e in self.directory.entries().items()}
-        needy = [k for k, beat in beats.items() if short_id(author) in beat.body.unheard and k != author]
-        if not needy or self._heartbeat is None:
+        """To the members who do not hear its author, if that is for us to do: once, and no more than a member says."""
+        if message.digest in self._passed_on:
             return
-        beats[me] = self._heartbeat
-        for to in needy:
-            if me in relays(author, to, beats):
-                self.outbox.send(to, (message,))
+        now = time.monotonic()
+        if now >= self._relaying_due:
+            # As heartbeats come and go; not anew for every message, of which there may be thousands.
+            beats = {k: e.heartbeat for k, e in self.directory.entries().items()}
+            if self._heartbeat is not None:
+                beats[self._membership.identity.key] = self._heartbeat
+            self._relaying = Relaying(beats)
+            self._relaying_due = now + self._membership.spec.round.heartbeat_seconds
+            self._passed.clear()
+        author, relaying = message.author, self._relaying
+        to = [k for k in relaying.needy(author) if self._membership.identity.key in relaying.relays(author, k)]
+        if not to or self._passed[author] >= PASSED_ON:
+            return
+        self._passed[author] += 1
+        self._passed_on[message.digest] = None
+        while len(self._passed_on) > PASSED_ON_REMEMBERED:
+            del self._passed_on[next(iter(self._passed_on))]
+        self.outbox.broadcast(to, message)
 
     def unheard(self) -> tuple[int, ...]:
         """For heartbeats: the members that others are to pass on to us."""
-        seconds = UNHEARD_BEATS * self._membership.spec.round.heartbeat_seconds
-        return tuple(short_id(k) for k in self.directory.unheard(time.monotonic(), seconds)[:MAX_UNHEARD])
+        now, beat = time.monotonic(), self._membership.spec.round.heartbeat_seconds
+        if now >= self._unheard_due:
+            found = self.directory.unheard(now, UNHEARD_BEATS * beat)[:MAX_UNHEARD]
+            self._unheard, self._unheard_due = tuple(short_id(k) for k in found), now + beat / 2
+        return self._unheard
 
     async def _dial(self, addresses: Sequence[str]) -> None:
         try:

@@ -1,11 +1,13 @@
 """Who passes on a member's messages to those who do not hear it themselves (two peers behind NATs, a line that is cut).
 
-Each heartbeat names the members of whom its author hears nothing first-hand. Of those who hear both, the RELAYS with
-the least hash of the three pass messages on: everyone computes the same few, from heartbeats alone. Pure.
+Each heartbeat names the members of whom its author hears nothing first-hand. Of those who hear both, RELAYS pass their
+messages on: the first that come on a ring of all members, from a place that author and receiver give. Everyone computes
+the same few, from heartbeats alone; which they are does not change when others come and go. Pure.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 
 from protocol.ids import PeerKey, sha256
@@ -15,19 +17,34 @@ RELAYS = 2
 """One may be about to leave."""
 
 
-def relays(author: PeerKey, to: PeerKey, heartbeats: Mapping[PeerKey, Signed[Heartbeat]]) -> list[PeerKey]:
-    """Who is to pass on what `author` says to `to`, by the newest heartbeat of every member.
+class Relaying:
+    """The members as their newest heartbeats show them. Only members count: anybody can make keys."""
 
-    None when `to` hears the author itself, as far as it has said, or nobody hears both.
-    """
-    unheard = {key: beat.body.unheard for key, beat in heartbeats.items()}
-    a, t = short_id(author), short_id(to)
-    if a not in unheard.get(to, ()):
-        return []
-    mine = unheard[to]
-    between = [
-        key
-        for key, its in unheard.items()
-        if key not in (author, to) and a not in its and t not in its and short_id(key) not in mine
-    ]
-    return sorted(between, key=lambda key: sha256(author + to + key))[:RELAYS]
+    def __init__(self, heartbeats: Mapping[PeerKey, Signed[Heartbeat]]):
+        """Of all members, oneself included; those without an admission are left out."""
+        beats = {k: beat.body for k, beat in heartbeats.items() if beat.body.admission}
+        self._short = {k: short_id(k) for k in beats}
+        self._unheard = {k: frozenset(body.unheard) for k, body in beats.items() if body.unheard}
+        self._ring = sorted((sha256(k), k) for k in beats)
+
+    def needy(self, author: PeerKey) -> list[PeerKey]:
+        """The members who do not hear this one, as far as they have said."""
+        if author not in self._short:
+            return []
+        a = self._short[author]
+        return [k for k, its in self._unheard.items() if a in its and k != author]
+
+    def relays(self, author: PeerKey, to: PeerKey) -> list[PeerKey]:
+        """Who is to pass on what `author` says to `to`: at most RELAYS members who hear both, and whom `to` hears."""
+        if author not in self._short or to not in self._short:
+            return []
+        ends, none = {self._short[author], self._short[to]}, frozenset[int]()
+        mine, chosen = self._unheard.get(to, none), list[PeerKey]()
+        start = bisect_left(self._ring, (sha256(author + to), author))
+        for _, key in self._ring[start:] + self._ring[:start]:
+            if key in (author, to) or self._short[key] in mine or ends & self._unheard.get(key, none):
+                continue
+            chosen.append(key)
+            if len(chosen) == RELAYS:
+                break
+        return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from protocol.rounds.events import ApplyFailed
 from protocol.spec import RunSpec
 
 log = logging.getLogger("peer.states")
+
+VERIFY_CHUNKS = 256
+"""Chunks that are checked at a time: an end waits for no more."""
 
 
 class States:
@@ -84,10 +88,11 @@ class States:
         Raises StoreError when the disk cannot be read at all.
         """
         for blob in self._given:
-            try:
-                await asyncio.to_thread(self._store.verify, blob)
-            except BlobMissing:  # the store has told the user
-                self._updates.forget([blob])
+            self._updates.forget([blob])
+            with contextlib.suppress(BlobMissing):  # the store has told the user
+                first = 0
+                while not await asyncio.to_thread(self._store.verify, blob, first, VERIFY_CHUNKS):
+                    first += VERIFY_CHUNKS
 
     async def run(self) -> None:
         """For ever: one action at a time."""
@@ -147,7 +152,7 @@ class States:
             record, number, base = genesis_digest(self._run), Round(0), self._spec.genesis.name
         replay = tuple([await self._round(c) for c in path[start:]])
         end = Round(path[-1].record.body.round + 1) if path else Round(0)
-        self._given = (base, *(blob for c in path[start:] for blob in _blobs(c)))
+        self._given = (base, *(blob for c in path[start:] for blob in _blobs(c)), *action.regained)
         await self._send(
             Load(
                 checkpoint=checkpoint,

@@ -87,6 +87,7 @@ class Training:
         )
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._usage = UsageLog()
+        self._look: asyncio.Task[None] | None = None
         self.made = self.missed = 0
         """Own updates that were made, and that a round left out."""
 
@@ -130,6 +131,7 @@ class Training:
             log.info("the chain turned after the run's end: the trainer is started again")
             self._trainer = self._new_trainer()
             self._spawn(self._trainer.run(), "trainer")
+        self._stop_looking()
         self.missed += len(action.missed)
         if isinstance(action, actions.Apply):
             self._states.apply(action)
@@ -153,8 +155,10 @@ class Training:
                 self._spawn(self._take_state(message), "state")
             case Failed(what, reason, fatal):
                 log.error("trainer: %s", reason)
-                if what in ("load", "apply", "update") and not fatal:
-                    self._spawn(self._not_applied(reason), "a look for damage")
+                if what in ("load", "apply") and not fatal:
+                    self._look = self._spawn(self._not_applied(reason), "a look for damage")
+                elif what == "update" and not fatal:
+                    self._post(events.ApplyFailed(self._chain.head, reason))
             case Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case Ready():
@@ -165,6 +169,12 @@ class Training:
             case _:
                 pass
 
+    def _stop_looking(self) -> None:
+        """What is asked of the trainer next, or its end, is newer than that it could not do what was asked before."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+
     async def _not_applied(self, reason: str) -> None:
         try:
             await self._states.look_for_damage()
@@ -173,6 +183,7 @@ class Training:
         self._post(events.ApplyFailed(self._chain.head, reason))
 
     def _on_lost(self, reason: str) -> None:
+        self._stop_looking()
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._states.drop()
         self._post(events.Progress(0, 0.0, 0.0))

@@ -146,10 +146,17 @@ class Blobs:
             raise StoreError(f"blob {digest.short} has {size:,} bytes: more than the {limit:,} that are read at once")
         return b"".join(self.read_chunk(digest, i) for i in range(chunk_count(size)))
 
-    def verify(self, digest: Digest) -> None:
-        """Read a whole blob and check it. Raises BlobMissing, BlobCorrupt (it is removed then), StoreError."""
-        for i in range(chunk_count(self.size(digest))):
+    def verify(self, digest: Digest, first: int = 0, most: int | None = None) -> bool:
+        """Read a blob and check it: from chunk `first`, at most so many. Whether that was all of it.
+
+        Raises BlobMissing, BlobCorrupt (it is removed then), StoreError.
+        """
+        self._leaves_raw(digest)  # a file without any chunk has none to be wrong
+        chunks = chunk_count(self.size(digest))
+        end = chunks if most is None else min(chunks, first + most)
+        for i in range(first, end):
             self.read_chunk(digest, i)
+        return end == chunks
 
     def remove(self, digest: Digest) -> None:
         """Forget a blob, arriving or complete. No error when it is not there."""
@@ -314,7 +321,8 @@ class Blobs:
     def _corrupt(self, digest: Digest, why: str) -> BlobCorrupt:
         with self._mutex:
             gone = digest not in self._sizes
-            self.remove(digest)
+            if not gone:  # else another has removed it, and it may be arriving again
+                self.remove(digest)
         text = f"blob {digest.short} on disk was damaged ({why}) and is removed; it has to be fetched again"
         if not gone:
             self._notice(text)

@@ -21,6 +21,9 @@ TRIES = 3
 UNAVAILABLE = 10
 """Times the policy's patience: after that, people hear that nobody gives an update of a final record."""
 
+UNAVAILABLE_MOST = 600.0
+"""But no later than after so many seconds."""
+
 
 @dataclass(slots=True)
 class _Aside:
@@ -168,7 +171,7 @@ class Position:
                     final = c.chain.final
                     if final is not None and c.chain.is_ancestor(record, final.body.record):
                         # Lines that were cut a moment ago need theirs to carry again: nothing to alarm people with.
-                        if waited >= UNAVAILABLE * c.policy.patience_seconds:
+                        if waited >= min(UNAVAILABLE * c.policy.patience_seconds, UNAVAILABLE_MOST):
                             self._report_unavailable(record)
                         return False
                     c.members.strike(u.author, u.body.round)
