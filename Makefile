@@ -20,7 +20,7 @@ stubs: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. protocol/wire/swarm.proto
 
 # Everything but the long suites.
-test: $(STAMP) nft
+test: $(STAMP)
 	$(BIN)/python -m pytest
 
 # Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About half an hour.

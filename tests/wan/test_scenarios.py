@@ -22,6 +22,8 @@ do = "start"
 peers = ["ada"]
 """
 
+SHARED = TINY.replace('"ada"\n[[steps', '"ada"\nnat = true\n[[hosts]]\nname = "zoe"\nbehind = "ada"\n[[steps')
+
 
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
     """A scenario's name, in a folder of its own."""
@@ -55,6 +57,7 @@ def test_what_a_scenario_does_not_say_has_a_default(tmp_path: Path, monkeypatch:
         (TINY + '[[steps]]\ndo = "rounds"\ncount = 0', "greater than or equal to 1"),
         (TINY.replace('"ada"\n[[steps', '"ada"\nbehind = "zoe"\n[[steps'), "is behind 'zoe'"),
         (TINY.replace('"ada"\n[[steps', '"ada"\nup_mbit = 0\n[[steps'), "rates must be positive"),
+        (SHARED + '[[steps]]\ndo = "power off"\npeers = ["zoe"]', "zoe has no line of its own"),
         (TINY + "surprise = 1", "Extra inputs are not permitted"),
         ("what = ", "own.toml"),
     ],

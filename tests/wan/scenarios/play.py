@@ -61,7 +61,10 @@ class Play:
         self.seen = Seen(swarm)
         self.outcome = Outcome(scenario)
         self._usual: float | None = None
-        self._first_invite = ""
+        self._settled = 0
+        """The round in which the last peer that was started began to train."""
+        self._up: list[str] = []
+        """Peers that are to run: started, and neither stopped nor without power."""
 
     async def go(self) -> Outcome:
         """Steps until one fails. Never raises for the swarm's faults."""
@@ -81,14 +84,13 @@ class Play:
     async def _all(self) -> None:
         self.swarm.start_coordinator()
         await self.swarm.coordinator_ready()
-        self._first_invite = str(self.swarm.invite)
         for step in self.scenario.steps:
             if not await self._one(step):
                 break
 
     async def _one(self, step: Step) -> bool:
         if step.do not in QUIET and self._usual is None:
-            self._usual = self.seen.pace(50)
+            self._usual = self.seen.pace(50, self._settled)
         began = time.monotonic()
         try:
             found, ok = await self.do(step) or "", True
@@ -124,10 +126,11 @@ class Play:
         return sum(key in c.record.body.contributors for c in branch.path)
 
     def _peers(self, step: script._OfPeers) -> list[str]:
-        return list(step.peers) or self.swarm.running()
+        return list(step.peers) or list(self._up)
 
     def _branches(self, names: list[str]) -> dict[str, Branch]:
-        return {n: self.swarm.branch(n) for n in names if self.swarm.key_of(n) is not None}
+        there = [n for n in names if n == HOME or self.swarm.key_of(n) is not None]
+        return {n: self.swarm.branch("coordinator" if n == HOME else n) for n in there}
 
     # -- what is done ----------------------------------------------------------------------------------------
 
@@ -139,12 +142,24 @@ class Play:
     async def _(self, step: script.Start) -> str:
         began = time.monotonic()
         for name in step.peers:
-            self.swarm.power_on(name)
-            self.seen.forget(name)
-            self.swarm.start_peer(name, invite=self._first_invite if step.old_invite else None)
+            self._start(name)
         for name in step.peers if step.wait else ():
             await self.swarm.until(f"{name} trains", lambda n=name: self._alive(n) in self.seen.ready, step.seconds)
+        self._settled = max(self.seen.rounds.values(), default=0)
         return f"all train after {time.monotonic() - began:.0f} s" if step.wait else ""
+
+    def _start(self, name: str) -> None:
+        self.swarm.power_on(name)
+        self.seen.forget(name)
+        self.swarm.start_peer(name)
+        if name not in self._up:
+            self._up.append(name)
+
+    async def _off(self, name: str) -> None:
+        await asyncio.to_thread(self.swarm.power_off, name)
+        self.seen.forget(name)
+        if name in self._up:
+            self._up.remove(name)
 
     def _alive(self, name: str) -> str:
         assert self.swarm.processes[name].running, f"{name} has ended\n{self.swarm.logs(name)}"
@@ -190,11 +205,13 @@ class Play:
     @do.register
     async def _(self, step: script.PowerOff) -> None:
         for name in self._peers(step):
-            await asyncio.to_thread(self.swarm.power_off, name)
+            await self._off(name)
 
     @do.register
     async def _(self, step: script.Stop) -> None:
-        await stopped(self.swarm, self._peers(step))
+        names = self._peers(step)
+        await stopped(self.swarm, names)
+        self._up = [n for n in self._up if n not in names]
 
     @do.register
     async def _(self, step: script.Freeze) -> None:
@@ -226,16 +243,13 @@ class Play:
             now = max(self.seen.rounds.values())
             for name in [n for n, since in off.items() if now - since >= step.away]:
                 del off[name]
-                self.swarm.power_on(name)
-                self.swarm.start_peer(name)
+                self._start(name)
             for name in names:
                 if name not in off and len(off) < len(names) - 2 and draw.random() < 1 / step.life:
                     off[name], kills = now, kills + 1
-                    self.seen.forget(name)
-                    await asyncio.to_thread(self.swarm.power_off, name)
+                    await self._off(name)
         for name in off:
-            self.swarm.power_on(name)
-            self.swarm.start_peer(name)
+            self._start(name)
         for name in names:
             await self.swarm.until(f"{name} trains", lambda n=name: self._alive(n) in self.seen.ready, 120)
         return f"{kills} times a peer lost power within {step.rounds} rounds"
@@ -250,23 +264,37 @@ class Play:
     @do.register
     async def _(self, step: script.OneChain) -> str:
         names, began = self._peers(step), time.monotonic()
-        first = max(self.seen.rounds.get(n, 0) for n in names)
-        self.seen.forget_states()
-        apart = "nothing was seen"
+        holders = {n for n in names if n != HOME}
+        before = await asyncio.to_thread(self._branches, names)
+        apart, same_since = "nothing was seen", False
         while time.monotonic() < began + step.seconds:
             await asyncio.sleep(0.3)
             branches = await asyncio.to_thread(self._branches, names)
             apart = self._apart(branches)
-            same = [r for r, of in self.seen.states.items() if set(names) <= of.keys() and len(set(of.values())) == 1]
-            if not apart and same:
+            if apart or not same_since:
+                # States that were held on branches that lost do not count, nor those seen before all were on one.
+                self.seen.forget_states()
+                same_since = not apart
+                continue
+            states = {r: {n: s for n, s in of.items() if n in holders} for r, of in self.seen.states.items()}
+            for r, of in states.items():
+                if len(set(of.values())) > 1:
+                    raise Failed(f"on one chain, and {len(set(of.values()))} different states after round {r}")
+            if whole := [r for r, of in states.items() if of.keys() == holders]:
                 for branch in branches.values():
                     check_windows(branch)
-                after = max(0, max(b.height for b in branches.values()) - first)
+                after = self._rounds_since(before, max(branches.values(), key=lambda b: b.height))
                 if after > step.rounds:
                     raise Failed(f"one chain only after {after} rounds")
-                return f"{len(names)} peers, state after round {max(same)} equal, after {after} rounds"
-            apart = apart or f"no state seen that all hold ({ {r: len(of) for r, of in self.seen.states.items()} })"
+                return f"{len(names)} on one chain, the state after round {max(whole)} equal, after {after} rounds"
+            apart = f"no state seen that all hold ({ {r: len(of) for r, of in states.items()} })"
         raise Failed(f"not one chain after {step.seconds:.0f} s: {apart}")
+
+    @staticmethod
+    def _rounds_since(before: dict[str, Branch], now: Branch) -> int:
+        """By how many rounds the branch that stands has grown."""
+        had = [sum(a == b for a, b in zip(b.records, now.records, strict=False)) for b in before.values()]
+        return now.height - max(had, default=0)
 
     @staticmethod
     def _apart(branches: dict[str, Branch]) -> str:
@@ -315,17 +343,6 @@ class Play:
         if now > step.factor * self._usual:
             raise Failed(told)
         return told
-
-    @do.register
-    async def _(self, step: script.Goodput) -> str:
-        names = self._peers(step)
-        longest = max((await asyncio.to_thread(self._branches, names)).values(), key=lambda b: b.height)
-        counted = sum(longest.windows.get(self.swarm.key(n), 0) for n in names) * self.swarm.spec.data.window
-        trained = sum(self.seen.trained[n] for n in names)
-        share = counted / trained if trained else 0.0
-        if share < step.share:
-            raise Failed(f"{share:.1%} of {trained:,.0f} tokens that were trained are in the chain")
-        return f"{share:.1%} of {trained:,.0f} tokens"
 
     @do.register
     async def _(self, step: script.Logged) -> str:

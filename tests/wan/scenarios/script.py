@@ -26,7 +26,7 @@
     do = "start"
     peers = ["ada", "alan"]
 
-Steps: see the classes below. `peers` left out means all that run.
+Steps: see the classes below. `peers` left out means all that were started, and neither stopped nor lost their power.
 """
 
 from __future__ import annotations
@@ -59,14 +59,10 @@ class _OfPeers(_Part):
 
 
 class Start(_OfPeers):
-    """Start peers (again: the same home, so the same peer); `wait`: until each trains.
-
-    `old_invite`: by the invite as it was at first, before the coordinator moved.
-    """
+    """Start peers (again: the same home, so the same peer); `wait`: until each trains."""
 
     do: Literal["start"]
     wait: bool = True
-    old_invite: bool = False
     seconds: Seconds = 150
 
 
@@ -155,7 +151,11 @@ class Damage(_OfPeers):
 
 
 class OneChain(_OfPeers):
-    """All hold the same chain up to the last round but one, and the same state digests, within `rounds` rounds."""
+    """All hold the same chain up to the last round but one, and equal states, within `rounds` rounds of that chain.
+
+    From then on no two of them may hold different states after a round, until a round's state was seen of all. "home"
+    may be among them: its chain is looked at, it holds no state.
+    """
 
     do: Literal["expect one chain"]
     rounds: int = Field(default=2, ge=1)
@@ -179,18 +179,14 @@ class Joined(_OfPeers):
 
 
 class Pace(_OfPeers):
-    """The median of the last `last` rounds took at most `factor` times that of the rounds before the first fault."""
+    """The median of the last `last` rounds took at most `factor` times that of the rounds before the first fault.
+
+    Rounds count from when the last peer that was started then has been training.
+    """
 
     do: Literal["expect pace"]
     last: int = Field(ge=1)
     factor: float = Field(gt=0)
-
-
-class Goodput(_OfPeers):
-    """Of the windows that these have trained since the start, this share is in the chain (or not yet decided)."""
-
-    do: Literal["expect goodput"]
-    share: float = Field(gt=0, le=1)
 
 
 class Logged(_OfPeers):
@@ -211,7 +207,7 @@ class Ended(_OfPeers):
 
 Step = Annotated[
     Start | Rounds | Wait | Cut | Heal | Flap | PowerOff | Stop | Freeze | Thaw | Coordinator | Churn | Damage
-    | OneChain | Contribute | Joined | Pace | Goodput | Logged | Ended,
+    | OneChain | Contribute | Joined | Pace | Logged | Ended,
     Field(discriminator="do"),
 ]  # fmt: skip
 
@@ -260,11 +256,14 @@ class Scenario(_Part):
     @model_validator(mode="after")
     def _names(self) -> Scenario:
         there = {h.name for h in self.hosts} | {HOME}
+        shared = {h.name for h in self.hosts if h.behind}
         for number, step in enumerate(self.steps, 1):
             between = getattr(step, "between", ((), ()))
             for name in (*getattr(step, "peers", ()), *between[0], *between[1]):
                 if name not in there:
                     raise ValueError(f"step {number} ({step.do}): there is no host {name!r}")
+                if name in shared and step.do in ("cut", "flap", "power off", "churn"):
+                    raise ValueError(f"step {number} ({step.do}): {name} has no line of its own")
         return self
 
     def topology(self) -> Topology:

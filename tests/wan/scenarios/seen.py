@@ -25,10 +25,6 @@ class Seen:
         """By the number of rounds applied: the digest that each peer showed."""
         self.first: dict[int, float] = {}
         """When the first peer was seen in a round."""
-        self.trained: dict[str, float] = defaultdict(float)
-        """Tokens that each peer has trained, by its own rate."""
-        self._last: dict[str, float] = {}
-        self.baseline: float | None = None
 
     async def watch(self) -> None:
         while True:
@@ -40,9 +36,6 @@ class Seen:
         for name in self._swarm.running():
             if (s := self._swarm.shown(name)) is None:
                 continue
-            if name in self._last:
-                self.trained[name] += s.tokens_per_second * min(2.0, now - self._last[name])
-            self._last[name] = now
             self.rounds[name] = s.round
             if s.phase in ("training", "exchanging"):
                 self.ready.setdefault(name, s.round)
@@ -60,8 +53,8 @@ class Seen:
         """States seen so far do not count: a branch that lost may have had others."""
         self.states.clear()
 
-    def pace(self, last: int) -> float | None:
-        """The median seconds of the last rounds; None when there were not so many."""
-        times = [self.first[r] for r in sorted(self.first)][-last - 1 :]
+    def pace(self, last: int, since: int = 0) -> float | None:
+        """The median seconds of the last rounds, none of them before `since`; None when there were none."""
+        times = [self.first[r] for r in sorted(self.first) if r >= since][-last - 1 :]
         took = [b - a for a, b in zip(times, times[1:], strict=False)]
         return median(took) if took else None
