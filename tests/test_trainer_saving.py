@@ -27,9 +27,10 @@ from peer.training.parallel import file as part_file
 from peer.training.saved import SHEET
 from peer.training.spent import Doing, Spent
 from peer.training.trainer import Trainer
+from protocol.spec import CodecSpec
 from tests.test_trainer_process import Node
 from tests.test_trainer_state import Heard, born, closed, copied, loaded, same, train, update
-from tests.trainer_world import BATCH, GENESIS, World, accepted_round
+from tests.trainer_world import BATCH, GENESIS, World, accepted_round, apply
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).parent.parent
@@ -275,6 +276,46 @@ def test_the_thread_that_writes_stands_aside_and_says_nothing_of_where_the_train
     assert saved_counter(trainer) == BATCH and "save" not in told
 
 
+@pytest.mark.parametrize("saved", ["at once", "after the round"])
+def test_one_killed_after_its_update_was_missed_finds_a_state_that_has_it_and_the_update(tmp_path, saved):
+    raw = World.make(tmp_path, codec=CodecSpec(kind="none", beta=1.0))
+    before = loaded(raw)
+    train(before, 2)
+    made = update(before, raw.folder / "u")
+    before.saving.keep()
+    if saved == "at once":
+        finish(before)
+    apply(before, Apply(accepted_round(0), (made.blob_path,), False, 0, 0))
+    finish(before)
+    made.blob_path.unlink()  # the store may let go of it
+
+    after, heard = born(raw)
+    after.load(raw.load(accepted_round(0)))
+    same(after.outer.feedback, before.outer.feedback, atol=0)
+    assert not heard and any(bool(t.any()) for t in after.outer.feedback.values())
+    train(after, 1)
+    again = update(after, raw.folder / "v")
+    assert (again.first_window, again.end_window, again.inner_steps) == (0, 3 * BATCH, 3)
+    after.save()
+    apply(after, Apply(accepted_round(1, (1, again)), (), True, again.end_window, again.end_window))
+    kept = f"update-{again.digest}.blob"
+    assert [p.name for p in after.folder.folder.glob("update*")] == [kept]  # no state on disk has the first any more
+
+
+def test_an_update_that_is_gone_when_it_is_missed_is_told_and_its_windows_are_claimed_by_none(world):
+    before = loaded(world)
+    train(before, 2)
+    made = update(before, world.folder / "u")
+    before.save()
+    before.folder.update_file(made.digest).unlink()
+    after, heard = born(world)
+    after.load(world.load(accepted_round(0)))
+    assert heard.kinds() == ["lost-update"]
+    train(after, 1)
+    following = update(after, world.folder / "v")
+    assert (following.first_window, following.end_window, following.inner_steps) == (2 * BATCH, 3 * BATCH, 1)
+
+
 def test_closing_ends_the_thread_and_leaves_the_old_state(world, disk):
     trainer = loaded(world)
     train(trainer, 1)
@@ -333,6 +374,7 @@ from pathlib import Path
 from peer.training import saved
 from peer.training.parallel import file as part_file
 from peer.training.trainer import Trainer
+from protocol.spec import CodecSpec
 from tests.test_trainer_state import loaded, train
 from tests.trainer_world import World
 world = World.make(Path(sys.argv[1]))

@@ -47,7 +47,7 @@ class Alone:
         report: Report = lambda *_: None,
         beside: Callable[[], None] = lambda: None,
     ):
-        """`aside`, `layers`, `report`: as in `Inner`. `beside`: called often by the thread that writes what is saved."""
+        """`aside`, `layers`, `report`: as in `Inner`. `beside`: called often by the thread that writes a state."""
         self.device = device
         model = build_model(spec.model.config, device=device)
         self.inner = Inner(spec.inner, model, device, aside, layers, report)

@@ -5,13 +5,15 @@ and is replaced, durably, only when the tensors are on disk: so there is always 
 What is read back is checked (digest, run, peer, layout, shapes, finiteness); nothing is ever unpickled.
 
 Beside them lie, on disk before its header can be signed, the update that is not decided yet (`update-DIGEST.blob`) and
-what was known when it was made (`update.json`): a peer that signed two updates for one parent would be reported.
+what was known when it was made (`update.json`): a peer that signed two updates for one parent would be reported. The
+update that a saved state has as announced stays as long as that state: should it be missed, what it carried is nowhere
+else in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -87,6 +89,10 @@ class Known:
     claims: Claims
     restored: Mapping[Digest, float]
 
+    @property
+    def announced_blob(self) -> Digest | None:
+        return self.claims.announced and self.claims.announced.blob
+
 
 @dataclass(frozen=True)
 class Saved(Known):
@@ -108,6 +114,8 @@ class SavedFolder:
 
     def __init__(self, folder: Path, run: RunId, peer: PeerKey, layout: Layout):
         self.folder, self.run, self.peer, self.layout = folder, run, peer, layout
+        self._announced: Digest | None = None
+        """The update that the state on disk has as announced."""
 
     def write(self, state: Saved, by: Callable[[Path], Digest]) -> None:
         """Replace what is saved. Raises SavedStateError, and then the old state is still there.
@@ -137,6 +145,7 @@ class SavedFolder:
         publish(temporary, path)
         sheet = self._sheet(state, path.name, digest)
         write_durably(self.folder / SHEET, [sheet.model_dump_json(indent=1).encode()])
+        self._announced = state.announced_blob
         for old in self._files():
             if old != path:
                 old.unlink(missing_ok=True)
@@ -153,6 +162,7 @@ class SavedFolder:
         """What is saved; None when nothing is. Raises SavedStateError when it cannot be used."""
         sheet = self._read(SHEET, _Sheet)
         saved = sheet and self._state(sheet, self._tensors(sheet))
+        self._announced = saved and saved.announced_blob
         update = self._read(UPDATE_SHEET, _Known)
         if update is None or update.announced is None:
             return saved
@@ -200,12 +210,16 @@ class SavedFolder:
     def update_file(self, name: Digest) -> Path:
         return self.folder / f"update-{name}.blob"
 
-    def drop_updates(self, keep: Digest | None) -> None:
-        """Forget the updates that are decided, and unfinished ones. Raises OSError."""
-        if keep is None:
+    def drop_updates(self, undecided: Digest | None, needed: Iterable[Digest | None] = ()) -> None:
+        """Forget the updates that are decided, and unfinished ones. Raises OSError.
+
+        `needed`: what states that are about to be saved have as announced.
+        """
+        if undecided is None:
             (self.folder / UPDATE_SHEET).unlink(missing_ok=True)
+        keep = {self.update_file(blob) for blob in (undecided, self._announced, *needed) if blob is not None}
         for path in (*self.folder.glob("update-*"), *self.folder.glob(".update*.part")):
-            if keep is None or path != self.update_file(keep):
+            if path not in keep:
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:

@@ -270,7 +270,7 @@ class Trainer:
         except OSError:
             self.outer.restore(blob)
             with contextlib.suppress(OSError):
-                self.folder.drop_updates(None)
+                self.folder.drop_updates(None, self.saving.announced)
             raise
         self.claims.announced = made
         return _made(made, ask.out)
@@ -345,12 +345,14 @@ class Trainer:
             open_still = mine.parent == move.record
             if not open_still:
                 put_back.append(self._put_back(self._missed(self.folder.update_file(mine.blob))))
+                if not put_back[-1]:
+                    self.claims.lost()  # its windows are claimed by nobody: their work is in nothing that is sent
         self.claims.decided(move.next_window, kept=bool(put_back) and all(put_back), undecided=open_still)
         self.record, self.round = move.record, move.round
         self.accepted_windows = move.accepted_windows
         self._set_rate()
         try:
-            self.folder.drop_updates(mine.blob if mine is not None and open_still else None)
+            self.folder.drop_updates(mine.blob if mine is not None and open_still else None, self.saving.announced)
         except OSError as e:
             self.report("warning", "saved-state", f"{self.folder.folder} cannot be tidied: {e}")
 
