@@ -176,6 +176,7 @@ def test_a_sheet_that_cannot_be_written_is_told_and_the_old_state_is_read(world,
         with pytest.raises(SavedStateError, match="free some space"):
             finish(trainer)
     assert saved_counter(trainer) == BATCH
+    assert len(list(trainer.folder.folder.glob("trainer-*"))) == 1  # what was written takes no room on a full disk
     trainer.save()
     assert saved_counter(trainer) == 2 * BATCH
 

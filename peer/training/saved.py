@@ -132,7 +132,7 @@ class SavedFolder:
     def place(self) -> Path:
         """Where the next state's tensors are to be written, for `publish`. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.drop_parts()
+        self.drop_rest()
         serials = [int(p.stem.split("-")[1]) for p in self._files()]
         return self.folder / f".trainer-{max(serials, default=0) + 1}.safetensors.part"
 
@@ -146,13 +146,11 @@ class SavedFolder:
         sheet = self._sheet(state, path.name, digest)
         write_durably(self.folder / SHEET, [sheet.model_dump_json(indent=1).encode()])
         self._announced = state.announced_blob
-        for old in self._files():
-            if old != path:
-                old.unlink(missing_ok=True)
+        self.drop_rest()
 
     def not_saved(self, why: OSError) -> SavedStateError:
         """What to say of it. What was begun is removed: the disk may be full."""
-        self.drop_parts()
+        self.drop_rest()
         return SavedStateError(
             f"the trainer's state was not saved in {self.folder} ({why}): free some space or mend its permissions; "
             "until then a restart loses what was not yet announced"
@@ -225,9 +223,17 @@ class SavedFolder:
     def _files(self) -> list[Path]:
         return [p for p in self.folder.glob("trainer-*.safetensors") if p.stem.split("-")[1].isdigit()]
 
-    def drop_parts(self) -> None:
-        """Remove unfinished tensors, of this process or one that was killed. The folder is one trainer's own."""
-        for path in self.folder.glob(".trainer*.part"):
+    def drop_rest(self) -> None:
+        """Remove tensors that are not those of the saved state, of this process or one that was killed.
+
+        Also whole ones: on a full disk they would take the room of the next. The folder is one trainer's own.
+        """
+        try:
+            sheet = self._read(SHEET, _Sheet)
+            whole = [path for path in self._files() if sheet is None or path.name != sheet.file]
+        except SavedStateError:
+            whole = []  # which ones are needed cannot be told
+        for path in (*self.folder.glob(".trainer*.part"), *whole):
             with contextlib.suppress(OSError):
                 path.unlink()
 
