@@ -20,13 +20,15 @@ from safetensors.torch import load_file
 from peer.channel import Applied, Apply, Failed, Note, Progress, Ready, Save, Stop, Stopped, TrainerLink
 from peer.errors import SavedStateError
 from peer.training import saving
-from peer.training.beside import Beside
+from peer.training.beside import Beside, Live, PartSaver, copy_size
 from peer.training.gate import Gate
 from peer.training.memory import UNKNOWN, available
 from peer.training.parallel import file as part_file
+from peer.training.parallel.file import PartFile
 from peer.training.saved import SHEET
 from peer.training.spent import Doing, Spent
 from peer.training.trainer import Trainer
+from protocol.layout import Layout
 from protocol.spec import CodecSpec
 from tests.test_trainer_process import Node
 from tests.test_trainer_state import Heard, born, closed, copied, loaded, same, train, update
@@ -195,19 +197,29 @@ def test_what_nobody_expected_of_the_thread_that_writes_is_raised_in_the_one_tha
 def test_without_memory_for_a_copy_it_is_written_at_once_and_told_once(world, monkeypatch):
     trainer, heard = born(world)
     trainer.load(world.load())
-    size = trainer.work.save_size
+    size = trainer.work.copy_size
     monkeypatch.setattr(saving, "available", lambda: int(size / saving.MEMORY_SHARE) - 1)
     for n in (1, 2):
         train(trainer, 1)
         monkeypatch.setattr(trainer.saving, "_due", 0.0)
         trainer.saving.keep()
-        size = trainer.work.save_size
+        size = trainer.work.copy_size
         assert trainer.saving.is_idle and saved_counter(trainer) == n * BATCH
     assert heard.kinds() == ["saved-state"] and "stands still" in heard[0][2]
     monkeypatch.setattr(saving, "available", lambda: int(size / saving.MEMORY_SHARE) + 1)
     monkeypatch.setattr(trainer.saving, "_due", 0.0)
     trainer.saving.keep()
     assert not trainer.saving.is_idle
+
+
+def test_a_copy_takes_what_its_tensors_have_and_in_pinned_memory_powers_of_two():
+    layout = Layout.of({"a": (1000,), "b": (1024,), "c": (3, 7)})
+    file = PartFile(layout, {0: layout.whole})
+    assert copy_size(file, torch.device("cpu")) == 4 * (1000 + 1024 + 21)
+    assert copy_size(file, torch.device("cuda:0")) == 4096 + 4096 + 128
+    saver = PartSaver(0, torch.device("cpu"))
+    saver.keep(file, (Live(t.name, torch.zeros(t.shape)) for t in layout.tensors))
+    assert saver.held == 4 * (1000 + 1024 + 21)
 
 
 def test_a_save_that_is_asked_for_waits_for_the_one_under_way_and_has_the_present(world, disk):
@@ -375,6 +387,7 @@ from pathlib import Path
 from peer.training import saved
 from peer.training.parallel import file as part_file
 from peer.training.trainer import Trainer
+from protocol.layout import Layout
 from protocol.spec import CodecSpec
 from tests.test_trainer_state import loaded, train
 from tests.trainer_world import World

@@ -13,7 +13,7 @@ import torch
 
 from peer.channel import Memory
 from peer.errors import TrainingError
-from peer.training.beside import Live, PartSaver, write_part
+from peer.training.beside import Live, PartSaver, copy_size, write_part
 from peer.training.device import device_name
 from peer.training.durable import write_durably
 from peer.training.inner import Inner
@@ -114,9 +114,9 @@ class Alone:
         return self._file().size
 
     @property
-    def kept_size(self) -> int:
-        """Bytes of memory that a copy need not take any more."""
-        return self._part.held
+    def copy_size(self) -> int:
+        """Bytes of memory that a copy of it takes, beyond those that are held for it."""
+        return copy_size(self._file(), self.device) - self._part.held
 
     def keep(self) -> None:
         """Copy feedback, progress and moments to memory."""
@@ -135,7 +135,7 @@ class Alone:
     @property
     def written(self) -> float:
         """What share of the file."""
-        return self._part.written / self._kept.size if self._kept is not None else 0.0
+        return self._part.written
 
     def end(self) -> None:
         """Wait for it: `digest` is then known. Raises OSError."""

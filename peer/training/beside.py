@@ -65,6 +65,16 @@ class Live(NamedTuple):
     fresh: bool = False
 
 
+def copy_size(file: PartFile, device: torch.device) -> int:
+    """Bytes of memory that a copy of a file's tensors takes, by all ranks."""
+    return sum(_room(4 * part.numel, device) for parts in file.parts.values() for part in parts)
+
+
+def _room(size: int, device: torch.device) -> int:
+    # torch takes pinned memory in powers of two.
+    return 1 << (size - 1).bit_length() if device.type == "cuda" and size else size
+
+
 class PartSaver:
     """One process's part of a saved file: `keep` copies it, `begin` has it written, `report` waits for that.
 
@@ -80,12 +90,12 @@ class PartSaver:
         self._file: PartFile | None = None
         self._writing: Beside[bytes] | None = None
         self._enough = threading.Event()
-        self._written = 0
+        self._size = self._written = 0
 
     @property
     def held(self) -> int:
         """Bytes of memory that the next copy will use again, or let go of."""
-        return sum(t.nbytes for t in (self._pinned.values() or self._copies))
+        return sum(_room(t.nbytes, self._device) for t in (self._pinned.values() or self._copies))
 
     def keep(self, file: PartFile, tensors: Iterable[Live]) -> None:
         """Copy this process's tensors (fp32, in the file's order) to memory: what changes them then changes no copy.
@@ -119,7 +129,7 @@ class PartSaver:
             raise ValueError("nothing was kept that could be written")
         self._file, self._copies = None, []
         self._enough.clear()
-        self._written = 0
+        self._size, self._written = sum(s.stop - s.start for s in file.spans(self._rank)), 0
         self._writing = Beside(lambda: write_part(file, self._rank, _let_go(copies), path, self._after))
 
     def _after(self, size: int) -> None:
@@ -134,9 +144,9 @@ class PartSaver:
         return self._writing is not None and self._writing.is_done
 
     @property
-    def written(self) -> int:
-        """Bytes, of the file that is being written."""
-        return self._written
+    def written(self) -> float:
+        """What share of this process's part of the file."""
+        return self._written / self._size if self._size else 0.0
 
     def wait(self) -> None:
         """Until it is written, or has failed."""

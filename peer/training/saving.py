@@ -48,9 +48,7 @@ class Work(Protocol):
     """What saving needs of those who train: `Alone` or `Crew`, which see."""
 
     @property
-    def save_size(self) -> int: ...
-    @property
-    def kept_size(self) -> int: ...
+    def copy_size(self) -> int: ...
     @property
     def is_written(self) -> bool: ...
     @property
@@ -110,7 +108,7 @@ class Saving:
         state = self._state()
         if state is None:
             return
-        need = self._work.save_size - self._work.kept_size
+        need = self._work.copy_size
         room = available()
         if need > MEMORY_SHARE * room:
             self._say_that_it_waits(need, room)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from peer.channel import Choice, Memory
 from peer.errors import TrainingError
-from peer.training.beside import PartSaver
+from peer.training.beside import PartSaver, copy_size
 from peer.training.device import choose_device, device_name, out_of_memory
 from peer.training.inner import Step
 from peer.training.layers import USUAL, LayerOptions, Report
@@ -84,7 +84,8 @@ class Crew:
         """Taken for good by whoever says that the ranks are lost."""
         self._turn = threading.Lock()
         self._closing = False
-        self._kept_size = 0
+        self._copied = 0
+        """Bytes of memory that the last copy took, on all ranks."""
         self._part: PartSaver | None = None
         self._passes = passes
         self._recompute: Choice = layers.recompute
@@ -275,13 +276,14 @@ class Crew:
         return self.hands.keeping.file().size
 
     @property
-    def kept_size(self) -> int:
-        """Bytes of memory that a copy need not take any more."""
-        return self._kept_size if self.hands.keeping.part.held else 0
+    def copy_size(self) -> int:
+        """Bytes of memory that a copy of it takes, beyond those that are held for it."""
+        keeping = self.hands.keeping
+        return copy_size(keeping.file(), self.device) - (self._copied if keeping.part.held else 0)
 
     def keep(self) -> None:
         """Copy feedback, progress and moments to memory."""
-        self._kept_size = self.save_size
+        self._copied = copy_size(self.hands.keeping.file(), self.device)
         self.do(Order.KEEP)
 
     def begin(self, path: Path) -> None:
@@ -295,9 +297,8 @@ class Crew:
 
     @property
     def written(self) -> float:
-        """What share of the file, about."""
-        part = self.hands.keeping.part
-        return part.written * self.degrees.world / max(1, self._kept_size)
+        """What share of the file: of this rank's part, as much as of the others'."""
+        return self.hands.keeping.part.written
 
     def end(self) -> None:
         """Wait for it: `digest` is then known. Raises OSError."""
