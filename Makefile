@@ -24,10 +24,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 # Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About half an hour.
-# SCENARIOS names some of tests/wan/scenarios; all by default.
+# SCENARIOS names some of tests/scenarios; all by default.
 SCENARIOS ?=
 test-wan: $(STAMP) nft
-	$(BIN)/python -m tests.wan.scenarios $(SCENARIOS)
+	$(BIN)/python -m tests.scenarios $(SCENARIOS)
 
 # For the NAT gateways of the emulated internet; without it what needs them says so and is left out.
 .PHONY: nft

@@ -106,3 +106,8 @@ def from_b64url(text: str) -> bytes:
     if data is None or b64url(data) != text:
         raise MalformedError("not base64url text")
     return data
+
+
+def short_id(digest: Digest | PeerKey) -> int:
+    """The first 8 bytes of a digest or key: enough to ask "do you have it", never to trust."""
+    return int.from_bytes(digest[:8], "little")

@@ -108,7 +108,11 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a member says of itself, for scheduling and for people. `known` are `short_id`s of the round's headers."""
+    """What a member says of itself, for scheduling and for people. `known` are `short_id`s of the round's headers.
+
+    `state`: after the head, as the author holds it; None for an observer. `unheard`: `short_id`s of members of whom it
+    hears nothing first-hand; others pass their messages on to it.
+    """
 
     run: RunId
     sequence: int
@@ -126,10 +130,7 @@ class Heartbeat:
     admission: bytes
     device: str
     state: Digest | None = None
-    """The state after the head, as the author holds it; None for an observer."""
-
     unheard: tuple[int, ...] = ()
-    """`short_id`s of peers of whom the author hears nothing first-hand: others pass their messages on to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,6 @@ class Certificate:
 
     record: Signed[Record]
     votes: tuple[Signed[Vote], ...]
-
-
-def short_id(digest: Digest | PeerKey) -> int:
-    """The first 8 bytes of a digest or key: enough to ask "do you have it", never to trust."""
-    return int.from_bytes(digest[:8], "little")
 
 
 def votes_needed(contributors: int) -> int:
@@ -291,10 +287,8 @@ def _decode_final(payload: bytes, _: Opener) -> Final:
 
 def _decode_heartbeat(payload: bytes, _: Opener) -> Heartbeat:
     m = _parsed(wire.Heartbeat(), payload)
-    if len(m.known) > MAX_KNOWN or len(m.addresses) > MAX_ADDRESSES:
-        raise MalformedError("a heartbeat lists too many headers or addresses")
-    if len(m.unheard) > MAX_UNHEARD:
-        raise MalformedError("a heartbeat lists too many peers that it does not hear")
+    if len(m.known) > MAX_KNOWN or len(m.addresses) > MAX_ADDRESSES or len(m.unheard) > MAX_UNHEARD:
+        raise MalformedError("a heartbeat lists too many headers, addresses or peers")
     if m.phase not in PHASES:
         raise MalformedError(f"{m.phase[:20]!r} is not a phase")
     return Heartbeat(
@@ -303,8 +297,7 @@ def _decode_heartbeat(payload: bytes, _: Opener) -> Heartbeat:
         _rate("tokens_per_second", m.tokens_per_second), _finite("loss", m.loss), _bounded("bytes_up", m.bytes_up),
         _bounded("bytes_down", m.bytes_down), tuple(m.known),
         tuple(_text("address", a, MAX_ADDRESS) for a in m.addresses), bytes(m.admission),
-        _text("device", m.device, 80), Digest(m.state) if m.state else None,
-        tuple(m.unheard),
+        _text("device", m.device, 80), Digest(m.state) if m.state else None, tuple(m.unheard),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protocol.envelope import seal
 from protocol.errors import AdmissionError, MalformedError, ProtocolError, SignatureError
 from protocol.identity import Identity
-from protocol.ids import MAX_COUNT, MAX_ROUND, Round
+from protocol.ids import MAX_COUNT, MAX_ROUND, Round, short_id
 from protocol.merkle import MAX_BLOB
 from protocol.messages import (
     HEADER_LIMIT,
@@ -33,7 +33,6 @@ from protocol.messages import (
     Signed,
     Vote,
     body_digest,
-    short_id,
 )
 from protocol.wire import swarm_pb2 as wire
 from tests.signed import (

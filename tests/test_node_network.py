@@ -16,8 +16,8 @@ from peer.node.outbox import MAX_WAITING, Outbox
 from peer.store import StoreError
 from peer.swarm import Handlers
 from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Goodbye, KeySigner, Signed, encode_certificate, short_id
+from protocol.ids import Digest, PeerKey, Round, short_id
+from protocol.messages import Goodbye, KeySigner, Signed, encode_certificate
 from protocol.rounds.events import CertificateHeard, Heard
 from protocol.wire import swarm_pb2 as wire
 from tests.signed import CERTIFICATE, HEADERS, PEERS, RUN, SPEC, VOTES, heartbeat, opener, raw, vote

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from peer.node.directory import Directory
 from peer.node.relaying import RELAYS, Relaying
-from protocol.ids import PeerKey
-from protocol.messages import Heartbeat, Signed, short_id
+from protocol.ids import PeerKey, short_id
+from protocol.messages import Heartbeat, Signed
 from tests.signed import PEERS, heartbeat
 
 KEYS = [p.key for p in PEERS[:6]]

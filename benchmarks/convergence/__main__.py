@@ -32,7 +32,7 @@ from benchmarks.convergence import goals, measure, pool, tables
 from benchmarks.convergence.corpus import FOLDER, ROOT, corpus
 from benchmarks.convergence.measure import Measured
 from benchmarks.convergence.setting import PROFILES, Profile, Setting
-from benchmarks.convergence.studies import MAIN, PEOPLE_ROWS, QUICK, SIGNS, STUDIES
+from benchmarks.convergence.studies import MAIN, PEOPLE_ROWS, QUICK, SIGNS, STUDIES, Row
 from protocol.errors import CairnError
 
 NAMES = ("main", *STUDIES, "people")
@@ -49,6 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.command_line(__doc__ or "", "convergence")
     parser.add_argument("--profile", choices=tuple(PROFILES), default="tiny", help="the model's size")
     parser.add_argument("--study", action="append", choices=("all", *NAMES), help="what to compare (default: main)")
+    parser.add_argument(
+        "--row",
+        action="append",
+        metavar="TEXT",
+        help="of the main comparison only the reference, and rows with this text",
+    )
+    parser.add_argument("--rate", type=float, metavar="LR", help="one learning rate for all, and no search")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the main comparison (default 3)")
     parser.add_argument("--study-seeds", type=int, default=2, help="seeds of each study (default 2)")
     parser.add_argument("--processes", type=int, default=2, help="trainings at a time, one thread each (default 2)")
@@ -73,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         profile = replace(profile, steps=QUICK_STEPS)
         sections = {"main": measure.at_rate(QUICK, profile.lr, chosen.profile, seeds, steps, run)}
     else:
-        sections = _compared(names, chosen.profile, seeds, study_seeds, run)
+        rows = [r for r in MAIN if r == MAIN[0] or any(text in r.label for text in chosen.row or [""])]
+        sections = _compared(names, rows, chosen.profile, seeds, study_seeds, chosen.rate, run)
     judged = _shown(sections, profile, parameters) if "main" in sections else []
     for name, found in sections.items():
         if name != "main":
@@ -91,29 +99,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _compared(names: Sequence[str], profile: str, seeds: Sequence[int], study_seeds: Sequence[int], run: measure.Run):
+def _compared(
+    names: Sequence[str],
+    rows: Sequence[Row],
+    profile: str,
+    seeds: Sequence[int],
+    study_seeds: Sequence[int],
+    rate: float | None,
+    run: measure.Run,
+) -> dict[str, list[Measured]]:
     """The main comparison and studies, by name. Studies use the learning rate that is best for their base.
 
     The base is the main comparison's own row in other words, so where that was run, its search is not run again.
     """
     sections: dict[str, list[Measured]] = {}
     if "main" in names:
-        sections["main"] = measure.tuned(MAIN, profile, seeds, None, run)
+        sections["main"] = _tuned(rows, profile, seeds, rate, run)
     if studies := [n for n in names if n != "main"]:
         same = [m.lr for m in sections.get("main", []) if m.row.options == SIGNS]
         if same:
             sections["base"] = measure.at_rate(STUDIES["base"], same[0], profile, study_seeds, None, run)
         else:
-            sections["base"] = measure.tuned(STUDIES["base"], profile, study_seeds, None, run)
+            sections["base"] = _tuned(STUDIES["base"], profile, study_seeds, rate, run)
         lr = sections["base"][0].lr
         for name in studies:
             if name == "inner":
-                sections[name] = measure.tuned(STUDIES[name], profile, study_seeds, None, run)
+                sections[name] = _tuned(STUDIES[name], profile, study_seeds, rate, run)
             elif name == "people":
                 sections[name] = measure.at_rate(PEOPLE_ROWS, lr, profile, study_seeds, None, run)
             elif name != "base":
                 sections[name] = measure.at_rate(STUDIES[name], lr, profile, study_seeds, None, run)
     return sections
+
+
+def _tuned(rows: Sequence[Row], profile: str, seeds: Sequence[int], rate: float | None, run: measure.Run):
+    if rate is not None:
+        return measure.at_rate(rows, rate, profile, seeds, None, run)
+    return measure.tuned(rows, profile, seeds, None, run)
 
 
 def _base(name: str, sections: Mapping[str, list[Measured]]) -> Measured:

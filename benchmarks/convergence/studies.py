@@ -9,6 +9,9 @@ from typing import Any
 SIGNS: dict[str, Any] = {"h": 36, "kind": "sign", "beta": 0.5, "inner": "muon", "outer": {"lr": 1.4}}
 """What the studies led to: Muon within, signs between, and an outer step that goes beyond the mean."""
 
+NESTEROV: dict[str, Any] = {"optimiser": "nesterov", "lr": 1.0, "momentum": 0.5}
+"""The outer step that is a little better still, and whose momentum everyone holds."""
+
 BASE: dict[str, Any] = {
     "h": 36, "k": 4096, "quantiser": "1 mean", "beta": 0.5, "inner": "muon", "outer_lr": 1.4,
 }  # fmt: skip
@@ -51,6 +54,7 @@ MAIN = (
     Row("Cairn sparse k 256, Muon, H 17", "cairn", {"h": 17, "k": 256, "beta": 0.5, "inner": "muon"}),
     Row("Cairn sign, Muon, H 36", "cairn", SIGNS),
     Row("Cairn sign, Muon, H 54", "cairn", {**SIGNS, "h": 54}),
+    Row("Cairn sign, Muon, H 36, Nesterov 0.5", "cairn", {**SIGNS, "outer": NESTEROV}),
 )
 
 

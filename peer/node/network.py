@@ -21,8 +21,8 @@ from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
 from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey
-from protocol.messages import MAX_UNHEARD, Goodbye, Heartbeat, Signed, short_id
+from protocol.ids import Digest, PeerKey, short_id
+from protocol.messages import MAX_UNHEARD, Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.network")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from protocol.ids import PeerKey, sha256
-from protocol.messages import Heartbeat, Signed, short_id
+from protocol.ids import PeerKey, sha256, short_id
+from protocol.messages import Heartbeat, Signed
 
 RELAYS = 2
 """One may be about to leave."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from protocol.chain import Chain, RivalOfFinal, UnknownParent
 from protocol.errors import ChainError, MalformedError
-from protocol.ids import Digest, PeerKey, RunId
+from protocol.ids import Digest, PeerKey, RunId, short_id
 from protocol.messages import (
     Certificate,
     Final,
@@ -25,7 +25,6 @@ from protocol.messages import (
     Signer,
     Vote,
     check_certificate,
-    short_id,
 )
 from protocol.rounds import events as ev
 from protocol.rounds.actions import (

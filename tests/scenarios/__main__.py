@@ -1,4 +1,4 @@
-"""Play scenarios, and print what came of each: `python -m tests.wan.scenarios [NAME ...]`."""
+"""Play scenarios, and print what came of each: `python -m tests.scenarios [NAME ...]`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.wan.scenarios import script
-from tests.wan.scenarios.play import Outcome, Play
-from tests.wan.scenarios.swarm import Swarm
+from tests.scenarios import script
+from tests.scenarios.play import Outcome, Play
+from tests.scenarios.swarm import Swarm
 from tests.wan.testbed import Wan, why_not
 
 SPARE_SECONDS = 120.0
@@ -65,7 +65,7 @@ def _sentence(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.wan.scenarios", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.scenarios", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(script.names())}; all if none is given"
     )

@@ -11,10 +11,10 @@ from functools import singledispatchmethod
 
 from protocol.ids import PeerKey
 from tests.e2e.chains import Branch, check_windows
-from tests.wan.scenarios import script
-from tests.wan.scenarios.script import HOME, Scenario, Step
-from tests.wan.scenarios.seen import Seen
-from tests.wan.scenarios.swarm import Swarm, stopped
+from tests.scenarios import script
+from tests.scenarios.script import HOME, Scenario, Step
+from tests.scenarios.seen import Seen
+from tests.scenarios.swarm import Swarm, stopped
 
 
 class Failed(Exception):
@@ -235,18 +235,22 @@ class Play:
     @do.register
     async def _(self, step: script.Churn) -> str:
         draw = random.Random(step.seed)
-        names, off, kills = self._peers(step), dict[str, int](), 0
-        end, first = time.monotonic() + step.seconds, max(self.seen.rounds.values())
-        now = first
-        while now < first + step.rounds:
-            await self.swarm.until("a round", lambda n=now: max(self.seen.rounds.values()) > n, end - time.monotonic())
-            now = max(self.seen.rounds.values())
-            for name in [n for n, since in off.items() if now - since >= step.away]:
+        names, off, kills = self._peers(step), dict[str, float](), 0
+        end, now = time.monotonic() + step.seconds, max(self.seen.first)
+        last = now + step.rounds
+        while now < last:
+            if time.monotonic() > end:
+                raise Failed(f"round {now} after {step.seconds:.0f} s, where {last} was to come")
+            await asyncio.sleep(0.1)
+            for name in [n for n, since in off.items() if time.monotonic() - since >= step.away]:
                 del off[name]
                 self._start(name)
+            if max(self.seen.first) == now:
+                continue
+            now = max(self.seen.first)
             for name in names:
-                if name not in off and len(off) < len(names) - 2 and draw.random() < 1 / step.life:
-                    off[name], kills = now, kills + 1
+                if name not in off and len(off) < len(names) // 2 and draw.random() < 1 / step.life:
+                    off[name], kills = time.monotonic(), kills + 1
                     await self._off(name)
         for name in off:
             self._start(name)

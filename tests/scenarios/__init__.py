@@ -1,6 +1,6 @@
 """Swarms of real processes on the emulated internet: each scenario is a TOML file here, with what must come of it.
 
-    python -m tests.wan.scenarios [NAME ...]
+    python -m tests.scenarios [NAME ...]
 
 `script` reads such a file (pure; its docstring has the form), `swarm` is the coordinator and the peers on their hosts,
 `play` does the steps and judges them, `report` makes the tables. What is not said in a file is of `run.toml`'s kind in

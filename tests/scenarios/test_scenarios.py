@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.wan.scenarios import script
-from tests.wan.scenarios.__main__ import play, report
+from tests.scenarios import script
+from tests.scenarios.__main__ import play, report
 from tests.wan.testbed import why_not
 
 SCENARIOS = {name: script.read(name) for name in script.names()}

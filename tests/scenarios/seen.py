@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from statistics import median
 
-from tests.wan.scenarios.swarm import Swarm
+from tests.scenarios.swarm import Swarm
 
 EVERY = 0.25
 

@@ -133,12 +133,15 @@ class Coordinator(_Part):
 
 
 class Churn(_OfPeers):
-    """For so many rounds: after each, every peer loses power with chance 1/`life`; it is back `away` rounds later."""
+    """For so many rounds: after each, every peer loses power with chance 1/`life`; it is back `away` seconds later.
+
+    At most half of them are away at a time: what only those hold who are away must wait for them.
+    """
 
     do: Literal["churn"]
     rounds: int = Field(ge=1, le=500)
     life: float = Field(gt=1)
-    away: int = Field(default=1, ge=1)
+    away: Seconds = 5
     seed: int = 0
     seconds: Seconds = 600
 

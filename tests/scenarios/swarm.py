@@ -20,8 +20,8 @@ from peer.node.snapshot import FILE, Snapshot
 from protocol.identity import from_key_file
 from protocol.ids import PeerKey
 from tests.e2e.world import START_SECONDS, World
+from tests.scenarios.script import HOME, Scenario
 from tests.wan.namespaces import sh
-from tests.wan.scenarios.script import HOME, Scenario
 from tests.wan.testbed import Wan
 from tests.wan.topology import WanError
 
