@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from peer.channel import Apply
-from peer.errors import SavedStateError
+from peer.channel import Apply, TrainerEnd
+from peer.errors import SavedStateError, TrainingError
 from peer.training import saving
 from peer.training.beside import Beside, Live, PartSaver, copy_size
 from peer.training.gate import Gate
@@ -20,6 +21,7 @@ from peer.training.memory import UNKNOWN, available
 from peer.training.parallel import file as part_file
 from peer.training.parallel.file import PartFile
 from peer.training.saved import SHEET
+from peer.training.service import Service
 from peer.training.spent import Doing, Spent
 from peer.training.trainer import Trainer
 from protocol.layout import Layout
@@ -345,6 +347,20 @@ def test_a_copy_is_not_changed_by_what_changes_the_tensors(world):
     saved = trainer.folder.read()
     assert saved is not None and not any(bool(t.any()) for t in saved.feedback.values())
     same(saved.moments, expected, atol=0)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_gpu_without_memory_to_save_is_an_error_with_a_remedy(world, monkeypatch, asked):
+    trainer, (ours, theirs) = loaded(world), socket.socketpair()
+    train(trainer, 1)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("a GPU's")
+
+    monkeypatch.setattr(trainer.outer, "progress_of", full)
+    with ours, theirs, pytest.raises(TrainingError, match="does not suffice to save.*stop other programs"):
+        service = Service(TrainerEnd(ours))
+        service._save_now(trainer) if asked else service._save(trainer, trainer.saving.keep)
 
 
 @pytest.mark.gpu

@@ -555,8 +555,10 @@ def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(wo
     train(trainer, 2)
     trainer.save()
     damage(trainer.folder.folder)
+    (trainer.folder.folder / "unusable-trainer-0.safetensors").write_bytes(b"of an earlier one")
     after, heard = born(world)
     assert heard.kinds() == ["saved-state"] and "set aside" in heard[0][2]
+    assert not (trainer.folder.folder / "unusable-trainer-0.safetensors").exists()
     after.load(world.load())
     train(after, 1)
     assert after.claims.counter == BATCH

@@ -191,6 +191,8 @@ class SavedFolder:
 
     def set_aside(self) -> None:
         """Move a state that cannot be used out of the way (one such is kept, for a look at it)."""
+        for earlier in self.folder.glob("unusable-*"):
+            earlier.unlink()
         for path in (self.folder / SHEET, self.folder / UPDATE_SHEET, *self._files()):
             if path.exists():
                 path.replace(path.with_name(f"unusable-{path.name}"))

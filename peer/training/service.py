@@ -233,6 +233,8 @@ class Service:
         try:
             with trainer.spent.during(Doing.SAVING, time.monotonic):
                 do()
+        except torch.OutOfMemoryError:
+            raise out_of_memory(trainer.device, "save what was learnt") from None
         except SavedStateError as e:
             self._end.send(Note("warning", "saved-state", str(e)))
             return False
@@ -243,6 +245,8 @@ class Service:
         try:
             trainer.save()
             self._end.send(Saved(time.monotonic() - began))
+        except torch.OutOfMemoryError:
+            raise out_of_memory(trainer.device, "save what was learnt") from None
         except SavedStateError as e:
             self._end.send(Failed("save", str(e), fatal=False))
 
