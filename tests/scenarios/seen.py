@@ -20,7 +20,7 @@ class Seen:
         self.rounds: dict[str, int] = {}
         """The round in which each peer is, as it last said."""
         self.ready: dict[str, int] = {}
-        """The round in which each peer was first seen to train, since it was started last."""
+        """The round in which each peer was first seen to train where the others are, since it was started last."""
         self.states: dict[int, dict[str, str]] = defaultdict(dict)
         """By the number of rounds applied: the digest that each peer showed."""
         self.first: dict[int, float] = {}
@@ -37,7 +37,7 @@ class Seen:
             if (s := self._swarm.shown(name)) is None:
                 continue
             self.rounds[name] = s.round
-            if s.phase in ("training", "exchanging"):
+            if s.phase in ("training", "exchanging") and s.round >= max(self.rounds.values()) - 1:
                 self.ready.setdefault(name, s.round)
             if s.round not in self.first and s.round >= max(self.first, default=0):
                 self.first[s.round] = now
