@@ -283,15 +283,15 @@ class Play:
             states = {r: {n: s for n, s in of.items() if n in holders} for r, of in self.seen.states.items()}
             for r, of in states.items():
                 if len(set(of.values())) > 1:
-                    raise Failed(f"on one chain, and {len(set(of.values()))} different states after round {r}")
+                    raise Failed(f"{len(set(of.values()))} different states after the same record of round {r[0]}")
             if whole := [r for r, of in states.items() if of.keys() == holders]:
                 for branch in branches.values():
                     check_windows(branch)
                 after = self._rounds_since(before, max(branches.values(), key=lambda b: b.height))
                 if after > step.rounds:
                     raise Failed(f"one chain only after {after} rounds")
-                return f"{len(names)} on one chain, the state after round {max(whole)} equal, after {after} rounds"
-            apart = f"no state seen that all hold ({ {r: len(of) for r, of in states.items()} })"
+                return f"{len(names)} on one chain, the state after round {max(whole)[0]} equal, after {after} rounds"
+            apart = f"no state seen that all hold ({ {r[0]: len(of) for r, of in states.items()} })"
         raise Failed(f"not one chain after {step.seconds:.0f} s: {apart}")
 
     @staticmethod

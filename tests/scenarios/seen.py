@@ -21,8 +21,8 @@ class Seen:
         """The round in which each peer is, as it last said."""
         self.ready: dict[str, int] = {}
         """The round in which each peer was first seen to train where the others are, since it was started last."""
-        self.states: dict[int, dict[str, str]] = defaultdict(dict)
-        """By the number of rounds applied: the digest that each peer showed."""
+        self.states: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
+        """By the number of rounds applied and the last one's record: the digest that each peer showed."""
         self.first: dict[int, float] = {}
         """When the first peer was seen in a round."""
 
@@ -42,7 +42,7 @@ class Seen:
             if s.round not in self.first and s.round >= max(self.first, default=0):
                 self.first[s.round] = now
             if s.state:
-                self.states[s.state_round][name] = s.state
+                self.states[s.state_round, s.head][name] = s.state
 
     def forget(self, name: str) -> None:
         """A peer starts anew."""
