@@ -156,8 +156,8 @@ class Damage(_OfPeers):
 class OneChain(_OfPeers):
     """All hold the same chain up to the last round but one, and equal states, within `rounds` rounds of that chain.
 
-    From then on no two of them may hold different states after one record, until one's state was seen of all. "home" may
-    be among them: its chain is looked at, it holds no state.
+    From then on no two of them may hold different states after one record, until one's state was seen of all. "home"
+    may be among them: its chain is looked at, it holds no state.
     """
 
     do: Literal["expect one chain"]
