@@ -249,7 +249,7 @@ def test_the_goals_are_judged_by_the_rows():
     goals = judged(found, profile, parameters, {"hivemind Optimizer, fp16": 100.0})
     assert [g.met for g in goals] == [True, False, True, True]
     assert "cheap Muon" in goals[0].found and "+5.36%" in goals[1].found and "-4.84%" in goals[2].found
-    worse = [*found[:4], _measured("cheap", "cairn", 3.04, full / 1000)]
+    worse = [*found[:4], _measured("cheap", "cairn", 3.04, full / 1000, inner="muon")]
     assert [g.met for g in judged(worse, profile, parameters, {})] == [False, None, True, None]
     assert [row[0] for row in tables.main_rows(found, profile, parameters)] == [m.row.label for m in found]
 

@@ -31,9 +31,10 @@ def judged(found: Sequence[Measured], profile: Profile, parameters: int, waiting
     reference = found[0]
     ours = [m for m in found if m.row.method == "cairn"]
     diloco = [m for m in found if m.row.method == "diloco" and m.row.options.get("h") == 30 and not _muon(m)]
+    parallel_muon = next((m for m in found if m.row.method == "synchronous" and _muon(m)), None)
     return [
         _as_good(ours, reference, profile, parameters),
-        _as_good([m for m in ours if _muon(m)], next(filter(_muon, found), None), profile, parameters),
+        _as_good([m for m in ours if _muon(m)], parallel_muon, profile, parameters),
         _ahead_of_diloco(ours, min(diloco, key=lambda m: m.loss, default=None)),
         _sooner(ours, reference, _row(found, "hivemind Optimizer, fp16"), profile, waiting),
     ]
