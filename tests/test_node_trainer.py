@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.channel import Applied, FromTrainer, MakeUpdate, NothingDone, Ready, Start
+from peer.channel import FromTrainer, MakeUpdate, NothingDone, Ready, Start
 from peer.errors import TrainerDied
 from peer.node import trainer as node_trainer
 from peer.node.trainer import Trainer
@@ -171,19 +171,27 @@ async def test_a_trainer_that_can_never_start_ends_the_node_with_its_own_words(t
         assert (tmp_path / "lives").read_text() == "x" and not world.lost
 
 
-async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_applied_in_between(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("does", "lives"),
+    [
+        ("end.send(Progress(8, 1.0, 100.0, 1, 1e-3, False))", 4),  # it has trained
+        ("end.send(Applied(D, D, 0.0, None))", 4),  # another round
+        ("end.send(Progress(8, 1.0, 0.0, 0, 1e-3, False))", 2),  # only loaded, as at every start
+    ],
+)
+async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_done_in_between(tmp_path, monkeypatch, does, lives):
     monkeypatch.setattr(node_trainer, "MAX_FAILURES", 2)
-    program = """
+    program = f"""
     end.send(Ready("cpu", 1, 1, 1))
+    end.send(Applied(D, D, 0.0, None))
     if life < 3:
-        end.send(Applied(D, D, 0.0, None))
+        {does}
     sys.exit(3)
     """
-    async with supervised(tmp_path, program) as (world, running):
+    async with supervised(tmp_path, program) as (_, running):
         with pytest.raises(TrainerDied, match="2 times in a row"):
             await asyncio.wait_for(running, 40)
-        assert (tmp_path / "lives").read_text() == "xxxx"
-        assert len([m for m in world.said if isinstance(m, Applied)]) == 3
+        assert (tmp_path / "lives").read_text() == "x" * lives
 
 
 async def test_stopping_tells_whether_the_trainer_saved(tmp_path):

@@ -19,6 +19,7 @@ from peer.channel import (
     Load,
     MakeUpdate,
     NothingDone,
+    Progress,
     Ready,
     Start,
     Stop,
@@ -83,12 +84,12 @@ class Trainer:
         """Until `stop`. Raises TrainerDied when the trainer cannot be kept alive."""
         failures = 0
         while not self.stopping:
-            reason, applied = await self._life()
+            reason, worked = await self._life()
             if self.stopping:
                 return
             if self._cannot_start:
                 raise TrainerDied(reason)
-            failures = 1 if applied else failures + 1
+            failures = 1 if worked else failures + 1
             if failures >= MAX_FAILURES:
                 raise TrainerDied(f"the trainer died {failures} times in a row, last: {reason}")
             log.error("%s; it is restarted from the store (attempt %d of %d)", reason, failures, MAX_FAILURES)
@@ -98,8 +99,11 @@ class Trainer:
             await asyncio.sleep(min(30.0, PAUSE_SECONDS * 2**failures))
 
     async def _life(self) -> tuple[str, bool]:
-        """One process from start to end: why it ended, and whether it had applied anything."""
-        applied = False
+        """One process from start to end: why it ended, and whether it had worked: trained, or gone from state to state.
+
+        To load a state is no more than a start: who has no memory for a step comes as far, each time.
+        """
+        worked, applied = False, 0
         said = ""
         self._overdue = ""
         link = self.link = await TrainerLink.start(threads=self._start.threads, command=self._command)
@@ -116,7 +120,10 @@ class Trainer:
                         self.ready = message
                         self._up.set_result(link)
                     case Applied():
-                        applied = True
+                        applied += 1
+                        worked = worked or applied > 1
+                    case Progress(tokens_per_second=rate) if rate > 0:
+                        worked = True
                     case Failed(what=what, fatal=True):
                         said = message.reason
                         # The device, the data, the installed libraries: a next try would fail likewise.
@@ -135,7 +142,7 @@ class Trainer:
                 self._stopped.set_result(False)
             end = await link.stop(10.0)
             self._gone.set()
-        return self._overdue or said or str(end), applied
+        return self._overdue or said or str(end), worked
 
     async def send(self, message: ToTrainer) -> None:
         """Give it a message once it is ready. Raises TrainerDied when it is lost first; `on_lost` tells of that."""
