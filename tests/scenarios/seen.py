@@ -41,7 +41,7 @@ class Seen:
                 self.ready.setdefault(name, s.round)
             if s.round not in self.first and s.round >= max(self.first, default=0):
                 self.first[s.round] = now
-            if s.state:
+            if s.state and s.phase in ("training", "exchanging"):  # between two branches, state and record differ
                 self.states[s.state_round, s.head][name] = s.state
 
     def forget(self, name: str) -> None:
