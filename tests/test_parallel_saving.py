@@ -19,7 +19,7 @@ from peer.training.parallel import file as part_file
 from peer.training.spent import Doing, Spent
 from peer.training.trainer import Trainer
 from tests.test_trainer_state import Heard, same, train, update
-from tests.trainer_world import BATCH, World
+from tests.trainer_world import BATCH, World, finish, saved_counter
 
 pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parent.parent
@@ -40,16 +40,6 @@ def keep(trainer: Trainer) -> None:
     trainer.saving._due = 0.0
     trainer.saving.keep()
     assert not trainer.saving.is_idle
-
-
-def finish(trainer: Trainer) -> None:
-    while not trainer.saving.is_idle:
-        trainer.saving.go_on(now=True)
-
-
-def saved_counter(trainer: Trainer) -> int | None:
-    state = trainer.folder.read()
-    return None if state is None else state.claims.counter
 
 
 @pytest.mark.parametrize("parallel", ["dp=2", "fsdp=2", "tp=2"])

@@ -27,7 +27,7 @@ from peer.training.trainer import Trainer
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
 from tests.test_trainer_state import Heard, born, closed, copied, loaded, same, train, update
-from tests.trainer_world import BATCH, World, accepted_round, apply
+from tests.trainer_world import BATCH, World, accepted_round, apply, finish, saved_counter
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).parent.parent
@@ -65,15 +65,14 @@ def disk(monkeypatch) -> Iterator[Disk]:
     made.go.set()
 
 
-def finish(trainer: Trainer) -> None:
-    """Look after what is being saved, as the loop does, until it is saved."""
-    while not trainer.saving.is_idle:
-        trainer.saving.go_on(now=True)
-
-
-def saved_counter(trainer: Trainer) -> int | None:
-    state = trainer.folder.read()
-    return None if state is None else state.claims.counter
+def saving_behind(disk: Disk, world: World) -> Trainer:
+    """A trainer that has made a step, whose state is being written and waits for the disk."""
+    trainer = loaded(world)
+    train(trainer, 1)
+    trainer.saving.keep()
+    trainer.saving.go_on(now=True)
+    assert disk.reached.wait(60)
+    return trainer
 
 
 def test_steps_go_on_while_a_slow_disk_writes_and_what_is_saved_is_as_it_was_before_them(world, disk):
@@ -218,11 +217,7 @@ def test_a_copy_takes_what_its_tensors_have_and_in_pinned_memory_powers_of_two()
 
 
 def test_a_save_that_is_asked_for_waits_for_the_one_under_way_and_has_the_present(world, disk):
-    trainer = loaded(world)
-    train(trainer, 1)
-    trainer.saving.keep()
-    trainer.saving.go_on(now=True)
-    assert disk.reached.wait(60)
+    trainer = saving_behind(disk, world)
     train(trainer, 1)
     asked = Beside(trainer.save)
     asked.wait(0.1)
@@ -239,11 +234,7 @@ def test_a_save_that_is_asked_for_waits_for_the_one_under_way_and_has_the_presen
     ids=["only the present fits", "both fit", "neither fits", "small", "unknown"],
 )
 def test_when_there_is_time_for_one_the_present_is_saved(world, disk, monkeypatch, share, spent, given_up):
-    trainer = loaded(world)
-    train(trainer, 1)
-    trainer.saving.keep()
-    trainer.saving.go_on(now=True)
-    assert disk.reached.wait(60)
+    trainer = saving_behind(disk, world)
     train(trainer, 1)
     under_way = trainer.saving._under_way
     assert under_way is not None
@@ -325,11 +316,7 @@ def test_an_update_that_is_gone_when_it_is_missed_is_told_and_its_windows_are_cl
 
 
 def test_closing_ends_the_thread_and_leaves_the_old_state(world, disk):
-    trainer = loaded(world)
-    train(trainer, 1)
-    trainer.saving.keep()
-    trainer.saving.go_on(now=True)
-    assert disk.reached.wait(60)
+    trainer = saving_behind(disk, world)
     threading.Timer(0.05, disk.go.set).start()
     trainer.close()
     assert not any(t.name == "save" for t in threading.enumerate())

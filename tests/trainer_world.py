@@ -116,3 +116,14 @@ def apply(trainer: Trainer, ask: Apply) -> Applied:
     answer = trainer.applied(0.0, move.record, ask.write_checkpoint)
     trainer.settle(move)
     return answer
+
+
+def finish(trainer: Trainer) -> None:
+    """Look after what is being saved, as the loop does, until it is saved."""
+    while not trainer.saving.is_idle:
+        trainer.saving.go_on(now=True)
+
+
+def saved_counter(trainer: Trainer) -> int | None:
+    state = trainer.folder.read()
+    return None if state is None else state.claims.counter

@@ -167,18 +167,14 @@ class Network:
     def note(self, message: Signed, sender: PeerKey) -> None:
         """Learn from a verified message who is there; introduce newcomers; pass on what others do not hear."""
         direct = sender == message.author
-        if isinstance(message.body, Goodbye):
-            if direct:
-                self._pass_on(message)
-            self.directory.goodbye(message.author, message.body.sequence)
-        if not isinstance(message.body, Heartbeat):
-            if direct:
-                self._pass_on(message)
-            return
-        news = self.directory.hear(message, time.monotonic(), direct=direct)
-        if direct and news is not None:
+        news = None
+        if isinstance(message.body, Heartbeat):
+            news = self.directory.hear(message, time.monotonic(), direct=direct)
+        if direct and (news is not None or not isinstance(message.body, Heartbeat)):
             self._pass_on(message)
-        if not news:
+        if isinstance(message.body, Goodbye):
+            self.directory.goodbye(message.author, message.body.sequence)
+        if not news or not isinstance(message.body, Heartbeat):
             return
         # The first is the way in; after that, hundreds may come and go.
         level = logging.INFO if len(self.directory.peers()) == 1 else logging.DEBUG
@@ -195,20 +191,19 @@ class Network:
 
     def _pass_on(self, message: Signed) -> None:
         """To the members who do not hear its author, if that is for us to do: once, and no more than a member says."""
-        if message.digest in self._passed_on:
-            return
-        now = time.monotonic()
+        me, author, now = self._membership.identity.key, message.author, time.monotonic()
         if now >= self._relaying_due:
             # As heartbeats come and go; not anew for every message, of which there may be thousands.
             beats = {k: e.heartbeat for k, e in self.directory.entries().items()}
             if self._heartbeat is not None:
-                beats[self._membership.identity.key] = self._heartbeat
+                beats[me] = self._heartbeat
             self._relaying = Relaying(beats)
             self._relaying_due = now + self._membership.spec.round.heartbeat_seconds
             self._passed.clear()
-        author, relaying = message.author, self._relaying
-        to = [k for k in relaying.needy(author) if self._membership.identity.key in relaying.relays(author, k)]
-        if not to or self._passed[author] >= PASSED_ON:
+        if message.digest in self._passed_on or self._passed[author] >= PASSED_ON:
+            return
+        to = [k for k in self._relaying.needy(author) if me in self._relaying.relays(author, k)]
+        if not to:
             return
         self._passed[author] += 1
         self._passed_on[message.digest] = None

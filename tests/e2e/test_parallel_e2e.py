@@ -45,3 +45,25 @@ async def test_peers_of_one_process_and_of_two_ranks_hold_the_same_bits_also_aft
             assert "is not the state" not in world.log(name)
         await asyncio.to_thread(world.stop, *PEERS, "coordinator")
     assert world.left == ([], [])
+
+
+LAYOUTS = {"ada": "dp=1", "alan": "dp=2", "grace": "fsdp=2", "edsger": "tp=2", "barbara": "pp=2"}
+
+
+async def test_a_swarm_of_every_layout_trains_together_and_all_hold_the_same_bits():
+    with World(tied=False) as world:  # pp does not split tied embeddings
+        world.start_coordinator()
+        await world.coordinator_ready()
+        for name, layout in LAYOUTS.items():
+            world.start_peer(name, parallel=layout)
+        for name in LAYOUTS:
+            await world.contributes_after(name, 0, 2 * START_SECONDS)
+        await world.round_after(list(LAYOUTS), 3, 120)
+        for name, layout in LAYOUTS.items():
+            assert layout == "dp=1" or f"--parallel {layout}, as asked" in world.log(name)
+            assert "is not the state" not in world.log(name), world.logs(name)
+        branches = {n: world.branch(n) for n in [*LAYOUTS, "coordinator"]}
+        check_same(branches)
+        assert branches["ada"].windows.keys() == {world.key(n) for n in LAYOUTS}
+        await asyncio.to_thread(world.stop, *LAYOUTS, "coordinator")
+    assert world.left == ([], [])

@@ -47,7 +47,7 @@ intermediate_size = 96
 num_hidden_layers = 2
 num_attention_heads = 4
 max_position_embeddings = 64
-tie_word_embeddings = true
+tie_word_embeddings = {tied}
 [data]
 source = "text.jsonl"
 vocabulary = 300
@@ -76,7 +76,7 @@ final_depth = 3
 """
 
 
-def write_run(folder: Path, *, total_tokens: int = 0, target_tokens: int = 32_768) -> Path:
+def write_run(folder: Path, *, total_tokens: int = 0, target_tokens: int = 32_768, tied: bool = True) -> Path:
     """A run.toml and its text: a few hundred kB of made-up sentences, the same each time."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(7)
@@ -86,18 +86,20 @@ def write_run(folder: Path, *, total_tokens: int = 0, target_tokens: int = 32_76
             text = " ".join(draw.choice(words) for _ in range(800))
             file.write(json.dumps({"text": text}) + "\n")
     path = folder / "run.toml"
-    path.write_text(RUN_FILE.format(total_tokens=total_tokens, target_tokens=target_tokens))
+    path.write_text(RUN_FILE.format(total_tokens=total_tokens, target_tokens=target_tokens, tied=str(tied).lower()))
     return path
 
 
 class World:
     """Use with `with`: at the end no process of it is left, and nothing of its folder."""
 
-    def __init__(self, *, total_tokens: int = 0, target_tokens: int = 32_768):
+    def __init__(self, *, total_tokens: int = 0, target_tokens: int = 32_768, tied: bool = True):
         self.folder = Path(tempfile.mkdtemp(prefix="cairn-e2e-"))
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir()
-        self.run_file = write_run(self.folder / "run", total_tokens=total_tokens, target_tokens=target_tokens)
+        self.run_file = write_run(
+            self.folder / "run", total_tokens=total_tokens, target_tokens=target_tokens, tied=tied
+        )
         self.grpc, self.page, self.swarm = free_ports(3)
         self.processes: dict[str, Process] = {}
         self.started: list[Process] = []

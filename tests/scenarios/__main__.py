@@ -72,13 +72,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page for people there")
     given = parser.parse_args()
-    outcomes: list[Outcome] = []
+    outcomes, left_out = list[Outcome](), list[str]()
     try:
         scenarios = [script.read(name) for name in given.names or script.names()]
         for scenario in scenarios:
             if reason := why_not(nat=scenario.nat):
-                print(f"{scenario.name}: cannot be played here: {reason}")
-                return 2
+                print(f"{scenario.name}: left out: it cannot be played here: {reason}\n", flush=True)
+                left_out.append(scenario.name)
+                continue
             print(f"{scenario.name}: {scenario.what}", flush=True)
             outcomes.append(play(scenario))
             print(report(outcomes[-1]) + "\n", flush=True)
@@ -96,8 +97,9 @@ def main() -> int:
     print(
         f"{len(outcomes) - len(failed)} of {len(outcomes)} scenarios passed"
         + (f"; not: {', '.join(failed)}" if failed else "")
+        + (f"; left out: {', '.join(left_out)}" if left_out else "")
     )
-    return 1 if failed else 0
+    return 1 if failed or not outcomes else 0
 
 
 if __name__ == "__main__":

@@ -193,11 +193,10 @@ class Pace(_OfPeers):
 
 
 class Logged(_OfPeers):
-    """Each of these (or, with `any`, one of them) has logged something that this pattern finds."""
+    """Each of these has logged something that this pattern finds."""
 
     do: Literal["expect log"]
     pattern: str
-    any: bool = False
 
 
 class Ended(_OfPeers):

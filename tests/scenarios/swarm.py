@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,9 +75,7 @@ class Swarm(World):
             "--grpc", f"{ip}:{self.grpc}", "--page", f"{ip}:{self.page}", "--swarm", f"/ip4/{ip}/tcp/{self.swarm}",
         )  # fmt: skip
 
-    def start_peer(
-        self, name: str, *, device: str = "cpu", parallel: str = "auto", invite: str | None = None
-    ) -> Process:
+    def start_peer(self, name: str, *, device: str = "cpu", parallel: str = "auto") -> Process:
         """As a volunteer would: nothing is said of addresses."""
         host = next(h for h in self.scenario.hosts if h.name == name)
         environment = {}
@@ -86,7 +83,7 @@ class Swarm(World):
             environment = {"LD_PRELOAD": str(self._clock), "CLOCK_AHEAD": str(round(host.clock))}
         return self._on(
             name, name,
-            "peer", "join", invite or str(self.invite), "--home", str(self.folder / name), "--name", name,
+            "peer", "join", str(self.invite), "--home", str(self.folder / name), "--name", name,
             "--threads", "1", "--device", device, "--parallel", parallel, "--plain", environment=environment,
         )  # fmt: skip
 
@@ -163,8 +160,3 @@ class Swarm(World):
     def printed(self, name: str, pattern: str) -> bool:
         process = self.processes.get(name)
         return process is not None and re.search(pattern, process.output.read_text(errors="replace")) is not None
-
-
-async def stopped(swarm: Swarm, names: Sequence[str]) -> None:
-    """SIGTERM, and the end of each."""
-    await asyncio.to_thread(swarm.stop, *names)
