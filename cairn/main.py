@@ -204,7 +204,7 @@ def validate(file) -> None:
     help="Of the run.  [default: 20 a parameter]",
 )
 @click.option(
-    "--share", type=float, default=0.05, show_default=True, help="Most that an exchange may take of a round's training."
+    "--share", type=float, default=0.5, show_default=True, help="Most that an exchange may take of a round's training."
 )
 @click.option("--relays", is_flag=True, help="Well-connected members pass updates on: a peer sends its own about once.")
 @click.option(

@@ -188,9 +188,9 @@ def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
 
     q, m, c = p.question, p.setting, p.cost
     measured = f"measured: {findings.SOURCE}"
-    rule = f"the least that fits into {q.share:.1%} of a round" if p.fits else "the nearest to fitting"
+    rule = f"the least with an exchange of up to {q.share:.0%} of a round" if p.fits else "the nearest to fitting"
     yield "inner.optimiser", f"{findings.INNER.value}", f"{findings.INNER.why} ({measured})"
-    yield "codec.kind", m.codec.kind, f"with H a final loss {m.loss:g} x data-parallel's, {rule} ({measured})"
+    yield "codec.kind", m.codec.kind, f"with H a final loss {c.loss:.4g} x data-parallel's, {rule} ({measured})"
     if m.codec.kind == "sparse":
         yield "codec.k", f"{m.codec.k}", "coordinates of each 4096"
     yield (
@@ -204,7 +204,10 @@ def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
         f"H {m.inner_steps} x {q.peers} peers x {q.windows} windows x {q.window} tokens",
     )
     yield "codec.beta", f"{m.codec.beta:g}", f"{findings.BETA_WHY} ({measured})"
-    yield "outer.lr", f"{m.outer_lr:g}", f"{findings.OUTER_LR_WHY} ({measured})"
+    if m.outer.optimiser == "nesterov":
+        yield "outer.optimiser", m.outer.optimiser, f"{findings.OUTER_WHY} ({measured})"
+        yield "outer.momentum", f"{m.outer.momentum:g}", "everyone holds it: 4 more bytes a parameter, also to fetch"
+    yield "outer.lr", f"{m.outer.lr:g}", "0.5 of momentum goes as far as a rate of 2 without"
     yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"
     yield "inner.batch", f"{q.windows}", _why_batch(p)
     yield "warmup_tokens", f"{p.warmup_tokens:_}", f"{findings.WARMUP:.0%} of the run, then a cosine to a tenth"
@@ -231,7 +234,11 @@ def _costs(p: Plan) -> Iterator[tuple[str, ...]]:
     yield "up", f"{byte_size(p.up_bytes)} a peer and round ({to}); down {byte_size(p.down_bytes)}"
     slower = "up" if q.copies / q.uplink >= (q.peers - 1) / (q.downlink or q.uplink) else "down"
     yield "exchange", f"{c.exchange_seconds:.3g} s (bytes {slower} / {slower}link + 2 round trips)"
-    yield "of the round", f"{c.share:.1%} of {c.training_seconds:.3g} s of training, if nothing overlapped"
+    yield (
+        "of the round",
+        f"{c.share:.1%} of {c.training_seconds:.3g} s of training, which goes on meanwhile: that makes the loss "
+        f"{c.loss / c.setting.loss - 1:.1%} higher",
+    )
     yield "length", f"{p.rounds:,} rounds, {_long(p.days)} ({_long(p.days_without_overlap)} if nothing overlapped)"
     yield (
         "in all",
@@ -254,7 +261,7 @@ def _changes(p: Plan) -> Iterator[tuple[str, ...]]:
             f"from {_mbit(p.better.uplink_needed)} up: {b} (loss {b.loss:g} x, for {p.setting.loss:g} x)",
         )
     else:
-        yield "better", "no measured setting has less loss and would fit over a faster uplink"
+        yield "better", "over a faster uplink: shorter rounds, or the same with less training on old states"
     if p.fits:
         yield "worse", f"below {_mbit(c.uplink_needed)} up this does not fit into {q.share:.1%}"
         if p.most_peers:

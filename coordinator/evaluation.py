@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from coordinator.errors import CoordinatorError
+from coordinator.quiet import quiet_transformers
+from protocol.layout import MOMENTUM
 from protocol.spec import DataSpec, windows_in
 
 
 def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
     """The model in an archived folder, in evaluation mode. Raises CoordinatorError for anything else."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
     if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
         raise CoordinatorError(
@@ -25,12 +25,18 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
             "name a folder like checkpoints/round-000030 of a coordinator"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
-        )
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError) as e:
         raise CoordinatorError(f"{folder} does not load: {' '.join(str(e).split())[:300]}") from None
-    model.to(torch.device(device))  # type: ignore[arg-type]
+    model, said = loaded
+    # A state has the outer momentum beside the model.
+    strange = sorted(k for k in said["unexpected_keys"] if not k.startswith(MOMENTUM))
+    if missing := sorted(said["missing_keys"]) + strange:
+        raise CoordinatorError(f"{folder}: its tensors are not its config's: {', '.join(missing)[:300]}")
+    model.to(torch.device(device))
     return model.eval()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cairn.observing import ObserverView
 from coordinator.archive import Archive, Archived, read_sheet
@@ -18,6 +21,8 @@ from coordinator.errors import CoordinatorError
 from coordinator.evaluation import load_archived, validation_loss
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.ids import Digest
+from protocol.layout import MOMENTUM
+from protocol.model import build_model, parameters_of
 from protocol.spec import DataSpec
 from tests.coordinator_fakes import ChainMaker, make_spec, state
 from tests.specs import digest
@@ -247,4 +252,30 @@ def test_no_data_or_none_that_can_be_read_is_said(tmp_path):
 
 def test_a_folder_that_is_no_archived_checkpoint_does_not_load(tmp_path):
     with pytest.raises(CoordinatorError, match="not an archived checkpoint"):
+        load_archived(tmp_path)
+
+
+def archived_model(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> torch.nn.Module:
+    model = build_model(SPEC.model.config, seed=1)
+    tensors = {**parameters_of(model), **{MOMENTUM + n: torch.ones_like(p) for n, p in parameters_of(model).items()}}
+    change(tensors)
+    save_file({n: t.detach().contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SPEC.model.config))
+    return model
+
+
+def test_a_state_with_momentum_loads_as_its_model_without_a_word(tmp_path, capfd):
+    model = archived_model(tmp_path, lambda tensors: None)
+    loaded = load_archived(tmp_path)
+    assert all(torch.equal(p, parameters_of(model)[n]) for n, p in parameters_of(loaded).items())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_state_of_another_model_does_not_load(tmp_path):
+    name = next(iter(parameters_of(build_model(SPEC.model.config))))
+    archived_model(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(CoordinatorError, match=f"not its config's: .*{name.split('.')[-1]}"):
+        load_archived(tmp_path)
+    archived_model(tmp_path, lambda tensors: tensors.update(strange=torch.zeros(2)))
+    with pytest.raises(CoordinatorError, match="not its config's: strange"):
         load_archived(tmp_path)

@@ -19,7 +19,7 @@ from benchmarks.convergence.local_steps import Alone, DeMo, DiLoCo, dct_matrix
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.replica import Replica
 from benchmarks.convergence.setting import PROFILES, Setting
-from benchmarks.convergence.studies import BASE, MAIN, PEOPLE_ROWS, SIGNS, STUDIES, Row
+from benchmarks.convergence.studies import BASE, MAIN, PEOPLE_ROWS, STATELESS, STUDIES, Row
 from benchmarks.convergence.swarm import Cairn
 from benchmarks.convergence.synchronous import PowerSGD, Synchronous
 from benchmarks.convergence.variants import Choice, Variant
@@ -62,7 +62,7 @@ def test_the_sparse_variant_is_what_the_codec_and_the_outer_step_do(setting: Set
 
 
 def test_the_studies_base_is_what_the_trainer_does(setting: Setting):
-    ours = trained(Cairn(setting, LR, **{**SIGNS, "h": 4}))
+    ours = trained(Cairn(setting, LR, **{**STATELESS, "h": 4}))
     variant = trained(Variant(setting, LR, **{**BASE, "h": 4}))
     # The sign of what is nearly nothing is rounding's.
     assert apart(setting, ours, variant) < 0.05

@@ -32,7 +32,7 @@ from benchmarks.convergence import goals, measure, pool, tables
 from benchmarks.convergence.corpus import FOLDER, ROOT, corpus
 from benchmarks.convergence.measure import Measured
 from benchmarks.convergence.setting import PROFILES, Profile, Setting
-from benchmarks.convergence.studies import MAIN, PEOPLE_ROWS, QUICK, SIGNS, STUDIES, Row
+from benchmarks.convergence.studies import MAIN, PEOPLE_ROWS, QUICK, STATELESS, STUDIES, Row
 from protocol.errors import CairnError
 
 NAMES = ("main", *STUDIES, "people")
@@ -116,7 +116,7 @@ def _compared(
     if "main" in names:
         sections["main"] = _tuned(rows, profile, seeds, rate, run)
     if studies := [n for n in names if n != "main"]:
-        same = [m.lr for m in sections.get("main", []) if m.row.options == SIGNS]
+        same = [m.lr for m in sections.get("main", []) if m.row.options == STATELESS]
         if same:
             sections["base"] = measure.at_rate(STUDIES["base"], same[0], profile, study_seeds, None, run)
         else:

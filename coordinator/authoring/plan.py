@@ -1,7 +1,8 @@
 """From what a run owner knows (model, peers, links) to what run.toml should say, and what that costs: a pure function.
 
-The rule: of the settings (codec, H) that were measured, the one with the least loss whose exchange takes no more than a
-given share of a round's training. Sizes are the codec's own arithmetic.
+The rule: of the settings (codec, H) that were measured, and whose exchange takes no more than a given share of a
+round's training, the one with the least loss, what training on during that exchange costs included. Sizes are the
+codec's own arithmetic.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Question:
     batch: int | None = None
     """Windows in an inner step of one peer."""
     total_tokens: int | None = None
-    share: float = 0.05
+    share: float = 0.5
     """The most that an exchange may take of a round's training time, if nothing overlapped."""
     relays: bool = False
     """Well-connected members pass updates on, so that a peer sends its own about once, not to each of the others."""
@@ -157,6 +158,11 @@ class Cost:
     def share(self) -> float:
         """Of the training time of a round, what its exchange would take if nothing overlapped."""
         return self.exchange_seconds / self.training_seconds
+
+    @property
+    def loss(self) -> float:
+        """The setting's, and what training on during the exchange adds to it."""
+        return self.setting.loss * (1 + findings.OVERLAP_LOSS * self.share)
 
 
 @dataclass(frozen=True)
@@ -251,7 +257,7 @@ def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -
     fitting = [c for c in costs if c.share <= question.share]
     q = question
     # Ties go to the fewer bytes a token, which no link changes.
-    best = min(fitting or costs, key=lambda c: (c.setting.loss, _bytes_a_step(c)) if fitting else (c.share, 0.0))
+    best = min(fitting or costs, key=lambda c: (c.loss, _bytes_a_step(c)) if fitting else (c.share, 0.0))
     target = best.setting.inner_steps * q.step_tokens
     if target > q.total:
         raise PlanError(

@@ -98,7 +98,11 @@ class DataTable(Section):
         return [self.source] if isinstance(self.source, str) else list(self.source or [])
 
 
-SIGN_OUTER_LR = 1.4
+SIGN_OUTER = OuterSpec(optimiser="nesterov", lr=1.0, momentum=0.5)
+"""The outer step of runs with signs, where the file does not say otherwise (docs/results/convergence.md)."""
+
+SIGN_PLAIN_LR = 1.8
+"""How far beyond the mean of signs, which is too short, a plain outer step goes: the best without momentum."""
 
 
 class RunFile(Section):
@@ -176,8 +180,7 @@ def load_run(path: Path) -> RunFile:
 def _fill_in(tables: dict[str, Any]) -> None:
     """Defaults that follow from others.
 
-    The schedule ends with the run; an update holds up to two rounds' work; the mean of signs is shorter than the way
-    that the peers came, so the outer step goes beyond it (docs/results/convergence.md).
+    The schedule ends with the run; an update holds up to two rounds' work; signs have an outer step of their own.
     """
     run, window_of = tables.get("run"), tables.get("data")
     inner, round_ = tables.setdefault("inner", {}), tables.get("round")
@@ -187,9 +190,13 @@ def _fill_in(tables: dict[str, Any]) -> None:
             schedule.setdefault("total_tokens", run["total_tokens"])
     codec, outer = tables.get("codec", {}), tables.setdefault("outer", {})
     if isinstance(codec, dict) and isinstance(outer, dict):
-        plain = outer.get("optimiser", OuterSpec().optimiser) == "plain"
-        if plain and codec.get("kind", CodecSpec().kind) == "sign":
-            outer.setdefault("lr", SIGN_OUTER_LR)
+        if codec.get("kind", CodecSpec().kind) == "sign":
+            optimiser = outer.setdefault("optimiser", SIGN_OUTER.optimiser)
+            if optimiser == "plain":
+                outer.setdefault("lr", SIGN_PLAIN_LR)
+            elif optimiser == SIGN_OUTER.optimiser:
+                outer.setdefault("lr", SIGN_OUTER.lr)
+                outer.setdefault("momentum", SIGN_OUTER.momentum)
     if isinstance(round_, dict) and isinstance(window_of, dict) and isinstance(inner, dict):
         target, window = round_.get("target_tokens"), window_of.get("window")
         batch = inner.get("batch", InnerSpec().batch)

@@ -112,12 +112,13 @@ beta = $beta
 #clip = "median"
 # The largest share of a round's weight that one update can have. Default 1.0.
 #weight_cap = 1.0
-# "plain", or "nesterov" with momentum. Default "plain".
-#optimiser = "plain"
-# How far along the mean change the state goes. Left out, it is 1.4 for "plain" with "sign". Default 1.0.
+# "nesterov" with momentum, which every peer holds (4 bytes a parameter) and every newcomer fetches, or "plain". Left
+# out, it is "nesterov" with "sign". Default "plain".
+optimiser = "$outer_optimiser"
+# How far along the mean change the state goes. Left out, it is 1.8 for "plain" with "sign". Default 1.0.
 lr = $outer_lr
-# For "nesterov". Default 0.9.
-#momentum = 0.9
+# For "nesterov". Left out, it is 0.5 with "sign". Default 0.9.
+$momentum_line
 
 [round]
 # The tokens of all peers together that end a round's training; required.
@@ -166,7 +167,8 @@ max_members = $max_members
 
 def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str) -> str:
     """The text of a run.toml. `model` is its [model] table, `model_note` a line on where that comes from."""
-    q, cost, timers, codec = plan.question, plan.cost, plan.timers, plan.setting.codec
+    q, cost, timers = plan.question, plan.cost, plan.timers
+    codec, outer = plan.setting.codec, plan.setting.outer
     return TEMPLATE.substitute(
         peers=q.peers,
         uplink=f"{q.uplink:g}",
@@ -190,7 +192,9 @@ def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str)
         source=findings.SOURCE,
         k_line=f"k = {codec.k}" if codec.kind == "sparse" else "#k = 64",
         beta=codec.beta,
-        outer_lr=plan.setting.outer_lr,
+        outer_optimiser=outer.optimiser,
+        outer_lr=outer.lr,
+        momentum_line=f"momentum = {outer.momentum}" if outer.optimiser == "nesterov" else "#momentum = 0.9",
         training=f"{cost.training_seconds:.3g}",
         exchange=f"{cost.exchange_seconds:.3g}",
         share=f"{cost.share:.1%}",

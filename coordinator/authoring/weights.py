@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from coordinator.authoring.errors import AuthoringError
+from coordinator.quiet import quiet_transformers
 from protocol.errors import SpecError
 from protocol.layout import Layout
 
@@ -117,29 +118,22 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     from protocol.model import build_model, model_layout, parameters_of
 
     empty = build_model(config, device="meta")
     layout = model_layout(empty)
     check(look_at(folder), layout)
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
         # Its own reader knows the names that each model's files have had over time. What it made up is in `said`.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=empty.config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, config=empty.config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
+                trust_remote_code=False, output_loading_info=True,
+            )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         why = " ".join(str(e).split())[:300]
         raise WeightsError(f"{folder}: not weights of the model in [model]: {why}: write their config there") from None
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()
     model, said = loaded
     for key, what, remedy in (
         (
