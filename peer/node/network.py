@@ -10,9 +10,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
 
 from peer.errors import PeerError
+from peer.node.briefs import Briefs
 from peer.node.directory import Directory
 from peer.node.membership import Membership
 from peer.node.outbox import NETWORK_ERRORS, Outbox
@@ -59,7 +62,15 @@ class Network:
         """`discovered` takes a packet of heartbeats that the DHT gave: unchecked, like any other packet."""
         spec = membership.spec
         self._membership = membership
-        self._handlers = handlers
+        self._on_packet = handlers.on_packet
+        self.briefs = Briefs(
+            ask=lambda of, names: self.swarm.ask_headers(of, names),
+            take=self._take_packet,
+            spawn=self._spawn,
+            is_member=lambda key: self.directory.is_member(key),
+            charge=lambda sender, size: self.swarm.charge(sender, size),
+        )
+        self._handlers = replace(handlers, on_packet=self._take_packet, on_headers_asked=self.briefs.answer)
         self._listen = listen or DEFAULT_LISTEN
         self._announce = announce
         self._discovered = discovered
@@ -68,14 +79,14 @@ class Network:
         """Up and down, of the swarms before this one."""
         # Who comes back finds its own address among those that others told it.
         self._entry_peers = [k for k in _peers_of(membership.addresses) if k != membership.identity.key]
-        self._dialling: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._heartbeat: Signed[Heartbeat] | None = None
         self._relaying, self._relaying_due = Relaying({}), 0.0
         self._passed: Counter[PeerKey] = Counter()
         self._passed_on: dict[Digest, None] = {}
         self._unheard: tuple[int, ...] = ()
         self._unheard_due = 0.0
-        self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds))
+        self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds), self.briefs.encode)
         self.directory = Directory(
             membership.identity.key,
             forget_seconds=max(60.0, 3 * spec.round.member_seconds),
@@ -132,9 +143,9 @@ class Network:
         if self._swarm is not None:
             await self.outbox.flush(seconds)
         await self.outbox.close()
-        for task in list(self._dialling):
+        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._dialling, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._save_addresses(self.directory.addresses())
         if self._swarm is not None:
             await self._swarm.stop()
@@ -168,6 +179,7 @@ class Network:
         """Learn from a verified message who is there; introduce newcomers; pass on what others do not hear."""
         direct = sender == message.author
         news = None
+        self.briefs.heard(message)
         if isinstance(message.body, Heartbeat):
             news = self.directory.hear(message, time.monotonic(), direct=direct)
         if direct and (news is not None or not isinstance(message.body, Heartbeat)):
@@ -185,9 +197,7 @@ class Network:
             for key in self.directory.peers():
                 if key != message.author:
                     self.outbox.send(key, (message,))
-        task = asyncio.create_task(self._dial(message.body.addresses))
-        self._dialling.add(task)
-        task.add_done_callback(self._dialling.discard)
+        self._spawn(self._dial(message.body.addresses))
 
     def _pass_on(self, message: Signed) -> None:
         """To the members who do not hear its author, if that is for us to do: once, and no more than a member says."""
@@ -225,12 +235,25 @@ class Network:
         except NETWORK_ERRORS as e:
             log.debug("cannot dial: %s", str(e) or type(e).__name__)
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task that ends with the network."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
+        """What came in, with records in the place of their briefs."""
+        done = self._on_packet(sender, self.briefs.unfold(sender, packet))
+        if done is not None:
+            await done
+
     # -- what ------------------------------------------------------------------------------------------------
 
     def broadcast(self, message: Signed) -> None:
         """To everyone heard of; to those whose addresses we entered by while nobody is."""
         if isinstance(message.body, Heartbeat):
             self._heartbeat = message
+        self.briefs.heard(message)
         self.outbox.broadcast(self.directory.peers() or self._entry_peers, message)
 
     async def fetch_blob(
