@@ -1,0 +1,118 @@
+"""What a row of the table stands for: model, codec, lines, the round's policy, and what the trainer takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cairn.planning import parse_count
+from protocol.codec import Codec, make_codec
+from protocol.layout import Layout, TensorShape
+from protocol.rounds.policy import Policy
+from protocol.spec import CodecSpec
+
+STEPS = 30
+"""Inner steps that a round asks of each peer."""
+
+STEP_SECONDS = {"1B": 2.0, "25M": 0.5}
+"""An inner step. 1B: 131,072 tokens (64 windows of 2,048) at 40% of an H200's 989 TFLOP/s; 25M: on a small GPU."""
+
+MEMORY_RATE = 1e12
+"""Bytes a second of a GPU's memory: an RTX 4090's; data centres' have two to five times that."""
+
+DIGEST_SECONDS = 12.0e-9
+"""To digest the state: of one core, a parameter, measured (docs/results/codec.md)."""
+
+CHECK_SECONDS = 0.75e-9
+"""To check an update: of one core, a parameter, measured there too."""
+
+CORES = 4
+"""Cores that check updates and digest the state."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row."""
+
+    peers: int
+    parameters: str
+    codec: str
+    up: float = 100e6
+    down: float = 100e6
+    """Bits a second."""
+    rtt: float = 0.1
+    exchange: str = "gather"
+    names: bool = True
+    """Records travel as names of the headers that the receiver holds."""
+    blob_bytes: int = 0
+    """Of an update; 0: what the codec makes of the parameters."""
+    step_seconds: float = 0.0
+    heartbeat: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        return parse_count(self.parameters, "--parameters")
+
+    @cached_property
+    def coder(self) -> Codec:
+        """The codec over matrices of 2,048 columns."""
+        rows, columns = max(1, self.numel // 2048), 2048
+        return make_codec(CodecSpec(kind=self.codec), Layout((TensorShape("weights", (rows, columns)),)))  # type: ignore[arg-type]
+
+    @cached_property
+    def blob(self) -> int:
+        """Bytes of an update."""
+        return self.blob_bytes or self.coder.size
+
+    @property
+    def step(self) -> float:
+        """Seconds of an inner step."""
+        return self.step_seconds or STEP_SECONDS.get(self.parameters, self.numel / 0.5e9)
+
+    @property
+    def floor(self) -> float:
+        """Seconds that the bytes of an exchange by gather need: into one peer, and out of all; and two round trips."""
+        received = (self.peers - 1) * self.blob
+        return 8 * received / min(self.up, self.down) + 2 * self.rtt
+
+    @cached_property
+    def policy(self) -> Policy:
+        """As an owner would set it: time for the exchange, and heartbeats that leave the lines to the blobs."""
+        beat = self.heartbeat or max(2.0, self.peers / 50, self.floor / 30)
+        exchange = max(60.0, 2 * self.floor)
+        return Policy(
+            target_windows=STEPS * self.peers,
+            max_update_windows=10**6,
+            max_seconds=max(60.0, 20 * STEPS * self.step),
+            exchange_seconds=exchange,
+            propose_seconds=max(10.0, exchange / 10),
+            patience_seconds=2 * exchange,
+            heartbeat_seconds=beat,
+            member_seconds=10 * beat,
+            max_members=max(256, self.peers + 24),
+        )
+
+    # -- what the trainer takes, in seconds: of the GPU's time, and until the node is answered --------------------
+
+    @property
+    def announce_gpu(self) -> float:
+        """An estimate: 100 bytes a parameter (pseudo-gradient, feedback, encoding, in unfused passes)."""
+        return 100 * self.numel / MEMORY_RATE
+
+    @property
+    def announce(self) -> float:
+        """And the blob's way to the disk, with its digest, at 0.3 GB/s."""
+        return self.announce_gpu + self.blob / 0.3e9
+
+    def apply_gpu(self, updates: int) -> float:
+        """An estimate: 24 bytes a parameter, and 16 for each update."""
+        return (24 + 16 * updates) * self.numel / MEMORY_RATE
+
+    def apply(self, updates: int) -> float:
+        """And the state's digest."""
+        return self.apply_gpu(updates) + DIGEST_SECONDS * self.numel
+
+    @property
+    def check(self) -> float:
+        """To check one update, on one of CORES cores."""
+        return CHECK_SECONDS * self.numel
