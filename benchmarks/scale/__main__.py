@@ -3,8 +3,8 @@
 Real: every decision (`protocol.rounds`), each message's size as the product encodes it, the outbox's rules (64 calls
 under way, what waits for one peer goes together), each update's size by its codec. Modelled:
 
-- lines: up and down rates, a delay for each pair (within a fifth); every packet costs 450 bytes beside its content, and a
-  message that arrives 200 us for its signature;
+- lines: up and down rates, a delay for each pair (within a fifth); every packet costs 450 bytes beside its content, and
+  a message that arrives 200 us for its signature;
 - blobs: fluids that share 90% of the lines max-min fairly, relayed by all (`fluid.py`);
 - the trainer: a step of 2 s (1B: 131,072 tokens at 40% of an H200) or 0.5 s (25M), 30 asked a round. Of the GPU an
   update takes 100 bytes a parameter, a round 24 and 16 for each update, at 1 TB/s (estimates: no GPU was measured). The

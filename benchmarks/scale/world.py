@@ -131,7 +131,7 @@ class World:
         return len(self._order) >= rounds and 10 * len(self._applied[self._order[rounds - 1]]) > 9 * self.shape.peers
 
     def play(self, rounds: int, virtual_seconds: float) -> Counts:
-        """One round to warm up, then `rounds` (0: the first alone). Raises RuntimeError when they are not decided in time."""
+        """One round to warm up, then `rounds`; 0: the first alone. Raises RuntimeError when they are not decided."""
         began = time.process_time()
         policy = self.shape.policy
         for peer in self.peers:
