@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from peer.errors import PeerError
@@ -24,7 +25,7 @@ from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
 from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey, short_id
+from protocol.ids import Digest, PeerKey, sha256, short_id
 from protocol.messages import MAX_UNHEARD, Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
@@ -42,6 +43,16 @@ UNHEARD_BEATS = 3.0
 
 PASSED_ON = 16
 """Messages of one author that are passed on within the time of a heartbeat: an honest one says a few a round."""
+
+CROWD = 32
+"""Among more members than so many not everyone introduces a newcomer: of a thousand, each would send 700 KB to it, and
+its heartbeat to everyone."""
+
+INTRODUCERS = 4
+"""Who introduces it all the same when another has: that one may lose a packet, or leave."""
+
+TOLD_BY = 2
+"""So many others must have told us of a newcomer before we leave its introduction to them: one may be a liar."""
 
 PASSED_ON_REMEMBERED = 8192
 """Messages that were passed on and are not passed on again."""
@@ -84,6 +95,8 @@ class Network:
         self._relaying, self._relaying_due = Relaying({}), 0.0
         self._passed: Counter[PeerKey] = Counter()
         self._passed_on: dict[Digest, None] = {}
+        self._told: dict[PeerKey, set[PeerKey]] = {}
+        """Who has told us of a peer: TOLD_BY of them at most."""
         self._unheard: tuple[int, ...] = ()
         self._unheard_due = 0.0
         self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds), self.briefs.encode)
@@ -184,6 +197,12 @@ class Network:
             news = self.directory.hear(message, time.monotonic(), direct=direct)
         if direct and (news is not None or not isinstance(message.body, Heartbeat)):
             self._pass_on(message)
+        if isinstance(message.body, Heartbeat) and sender not in (message.author, self._membership.identity.key):
+            told = self._told.setdefault(message.author, set())
+            if len(told) < TOLD_BY:
+                told.add(sender)
+            while len(self._told) > PASSED_ON_REMEMBERED:
+                del self._told[next(iter(self._told))]
         if isinstance(message.body, Goodbye):
             self.directory.goodbye(message.author, message.body.sequence)
         if not news or not isinstance(message.body, Heartbeat):
@@ -191,13 +210,33 @@ class Network:
         # The first is the way in; after that, hundreds may come and go.
         level = logging.INFO if len(self.directory.peers()) == 1 else logging.DEBUG
         log.log(level, "in the swarm: heard of %s", message.author.short)
+        if len(self.directory.peers()) <= CROWD or self._is_introducer(message.author):
+            self._introduce(message)
+        elif direct:
+            self._spawn(self._introduce_if_nobody_does(message))
+        self._spawn(self._dial(message.body.addresses))
+
+    def _introduce(self, message: Signed[Heartbeat]) -> None:
+        """Tell a newcomer of the others, and the others of it."""
         self.outbox.send(message.author, self.directory.heartbeats())
         if message.body.admission:
             # Not of strangers, whom anybody can make: they would crowd out what matters. They speak for themselves.
             for key in self.directory.peers():
                 if key != message.author:
                     self.outbox.send(key, (message,))
-        self._spawn(self._dial(message.body.addresses))
+
+    def _is_introducer(self, newcomer: PeerKey) -> bool:
+        """Whether we are one of the few whom the newcomer's key chooses."""
+        me = self._membership.identity.key
+        mine = sha256(newcomer, me)
+        nearer = (k for k in self.directory.peers() if k != newcomer and sha256(newcomer, k) < mine)
+        return sum(1 for _ in islice(nearer, INTRODUCERS)) < INTRODUCERS
+
+    async def _introduce_if_nobody_does(self, message: Signed[Heartbeat]) -> None:
+        """It may have entered by us, and be known to nobody else: then nobody tells us of it within a heartbeat."""
+        await asyncio.sleep(self._membership.spec.round.heartbeat_seconds)
+        if len(self._told.get(message.author, ())) < TOLD_BY:
+            self._introduce(message)
 
     def _pass_on(self, message: Signed) -> None:
         """To the members who do not hear its author, if that is for us to do: once, and no more than a member says."""
