@@ -11,8 +11,12 @@ under way, what waits for one peer goes together), each update's size by its cod
   state's digest takes 12 ns a parameter on a core, the check of an update 0.75, on four (docs/results/codec.md);
 - the owner's policy: for an exchange at least 60 s and twice the floor; heartbeats of 2 s or more (`--heartbeat`).
 
-Floor: the bytes of an exchange by gather, through one line, and two round trips. Training: the share of the GPU's time
-that is not an update or a round; "no overlap": if training stood still from an announcement to the new state.
+Reduced: a slice is the 256 KiB chunks of an update that cover a part; a part is made by one core, 3 ns a parameter and
+update (docs/results/codec.md); its blob is there for all when one of its committee names it.
+
+Floor: the bytes of an exchange into the peer that gets most, and two round trips (reduced: four). Training: the share of
+the GPU's time that is not an update or a round; "no overlap": if training stood still from an announcement to the new
+state.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load (before anything ran)

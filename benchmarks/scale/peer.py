@@ -49,6 +49,8 @@ class Peer:
         self.working = False
         self.checked_at = [0.0] * world.cores
         self.announced_at = 0.0
+        self.reducing: set[Digest] = set()
+        """Records of which slices are wanted."""
 
     def start(self) -> None:
         self.carry_out(self.machine.start(self.world.clock.now))
@@ -82,8 +84,14 @@ class Peer:
                         world.links.send(self.index, other, (*messages, *certificates))
                 case do.FetchBlob(blob, _, author, _):
                     clock.at(clock.now + world.shape.rtt * 2, self.fetch, blob, author)
+                case do.FetchPart(blob, _, _, holders):
+                    clock.at(clock.now + world.shape.rtt * 2, self.fetch, blob, holders[0])
                 case do.DropBlob(blob):
                     world.fluid.drop(self.index, blob)
+                case do.Reduce(record, part, _):
+                    clock.at(clock.now + world.shape.rtt * 2, self.reduce, record.digest, part)
+                case do.DropReduce(record):
+                    self.reducing.discard(record)
                 case do.MakeUpdate() | do.Apply() | do.Resync():
                     if isinstance(action, do.Apply):
                         world.certified(self, action.certificate)
@@ -126,14 +134,32 @@ class Peer:
             clock = world.clock
             clock.at(clock.now + REFUSED_AGAIN, self.fetch, blob, author)
             return
-        world.fluid.fetch(self.index, blob, source, world.shape.blob)
+        shape = world.shape
+        size = shape.blob if shape.exchange == "gather" else shape.mean // shape.parts
+        world.fluid.fetch(self.index, blob, source, size)
 
-    def fetched(self, blob: Digest) -> None:
-        """It is here whole: checked by one of the cores."""
-        clock, cores = self.world.clock, self.checked_at
+    def reduce(self, record: Digest, part: int) -> None:
+        """Slices of all updates: each author sends its own to the committee, and has sent them once at once."""
+        shape = self.world.shape
+        self.reducing.add(record)
+        size = (shape.peers - 1) * shape.slice_bytes(part)
+        self.world.fluid.fetch(self.index, (record, part), None, size)
+
+    def fetched(self, blob: Digest | tuple[Digest, int]) -> None:
+        """It is here whole: checked, or added up, by one of the cores."""
+        clock, cores, shape = self.world.clock, self.checked_at, self.world.shape
         core = min(range(len(cores)), key=cores.__getitem__)
-        cores[core] = max(clock.now, cores[core]) + self.world.shape.check
-        clock.at(cores[core], self.step, ev.BlobHeld(blob))
+        event: ev.Event
+        if isinstance(blob, tuple):
+            record, part = blob
+            seconds, event = shape.reduce, ev.PartReduced(record, part, Digest(sha256(record, part.to_bytes(4, "big"))))
+            if record not in self.reducing:
+                return
+        else:
+            seconds = shape.check if shape.exchange == "gather" else shape.check / shape.parts
+            event = ev.BlobHeld(blob)
+        cores[core] = max(clock.now, cores[core]) + seconds
+        clock.at(cores[core], self.step, event)
 
     # -- the trainer: steps all the time, and beside them one thing after the other --------------------------------
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cairn.planning import parse_count
-from protocol.codec import Codec, make_codec
-from protocol.layout import Layout, TensorShape
+from protocol.exchange import HEADER, Exchange, blob_size, mean_codec, part_count
+from protocol.layout import CODEC_CHUNK, Layout, TensorShape
+from protocol.merkle import CHUNK
 from protocol.rounds.policy import Policy
 from protocol.spec import CodecSpec
 
+COMMITTEE = 3
 STEPS = 30
 """Inner steps that a round asks of each peer."""
 
@@ -25,6 +27,9 @@ DIGEST_SECONDS = 12.0e-9
 
 CHECK_SECONDS = 0.75e-9
 """To check an update: of one core, a parameter, measured there too."""
+
+REDUCE_SECONDS = 3.0e-9
+"""To check a slice of an update and add it to a sum: of one core, a parameter, measured there too."""
 
 CORES = 4
 """Cores that check updates and digest the state."""
@@ -54,15 +59,34 @@ class Shape:
         return parse_count(self.parameters, "--parameters")
 
     @cached_property
-    def coder(self) -> Codec:
-        """The codec over matrices of 2,048 columns."""
-        rows, columns = max(1, self.numel // 2048), 2048
-        return make_codec(CodecSpec(kind=self.codec), Layout((TensorShape("weights", (rows, columns)),)))  # type: ignore[arg-type]
+    def layout(self) -> Layout:
+        return Layout((TensorShape("weights", (max(1, self.numel // 2048), 2048)),))
+
+    @cached_property
+    def coder(self) -> CodecSpec:
+        return CodecSpec.model_validate({"kind": self.codec})
 
     @cached_property
     def blob(self) -> int:
         """Bytes of an update."""
-        return self.blob_bytes or self.coder.size
+        return self.blob_bytes or blob_size(self.coder, self.layout)
+
+    @cached_property
+    def mean(self) -> int:
+        """Bytes of the whole mean, when it is reduced."""
+        return blob_size(mean_codec(self.coder), self.layout)
+
+    @property
+    def parts(self) -> int:
+        """Into which the mean is cut."""
+        return part_count(self.peers, self.blob)
+
+    def slice_bytes(self, part: int) -> int:
+        """Bytes of an update's Merkle chunks that cover a part."""
+        chunks, record = self.numel // CODEC_CHUNK, (self.blob - HEADER) / (self.numel // CODEC_CHUNK)
+        start, stop = (HEADER + record * (chunks * p // self.parts) for p in (part, part + 1))
+        covering = range(int(start) // CHUNK, -(-int(stop) // CHUNK))
+        return sum(min(CHUNK, self.blob - i * CHUNK) for i in covering)
 
     @property
     def step(self) -> float:
@@ -71,9 +95,14 @@ class Shape:
 
     @property
     def floor(self) -> float:
-        """Seconds that the bytes of an exchange by gather need: into one peer, and out of all; and two round trips."""
-        received = (self.peers - 1) * self.blob
-        return 8 * received / min(self.up, self.down) + 2 * self.rtt
+        """Seconds that the bytes of an exchange need, into the peer that gets most, and two round trips. Reduced:
+        the slices for its parts, then the whole mean (and two round trips more)."""
+        rate = min(self.up, self.down) / 8
+        if self.exchange == "gather":
+            return (self.peers - 1) * self.blob / rate + 2 * self.rtt
+        seats = -(-min(COMMITTEE, self.peers) * self.parts // self.peers)
+        slices = seats * (self.peers - 1) * self.slice_bytes(0)
+        return (slices + self.mean) / rate + 4 * self.rtt
 
     @cached_property
     def policy(self) -> Policy:
@@ -90,6 +119,7 @@ class Shape:
             heartbeat_seconds=beat,
             member_seconds=10 * beat,
             max_members=max(256, self.peers + 24),
+            exchange=Exchange(self.exchange, COMMITTEE, self.blob, self.mean),
         )
 
     # -- what the trainer takes, in seconds: of the GPU's time, and until the node is answered --------------------
@@ -105,12 +135,17 @@ class Shape:
         return self.announce_gpu + self.blob / 0.3e9
 
     def apply_gpu(self, updates: int) -> float:
-        """An estimate: 24 bytes a parameter, and 16 for each update."""
-        return (24 + 16 * updates) * self.numel / MEMORY_RATE
+        """An estimate: 24 bytes a parameter, and 16 for each update (reduced: for their mean)."""
+        return (24 + 16 * (updates if self.exchange == "gather" else 1)) * self.numel / MEMORY_RATE
 
     def apply(self, updates: int) -> float:
         """And the state's digest."""
         return self.apply_gpu(updates) + DIGEST_SECONDS * self.numel
+
+    @property
+    def reduce(self) -> float:
+        """To make a part of the mean, on one core."""
+        return REDUCE_SECONDS * self.numel * self.peers / self.parts
 
     @property
     def check(self) -> float:

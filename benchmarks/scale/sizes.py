@@ -14,6 +14,7 @@ from protocol.messages import (
     Heartbeat,
     KeySigner,
     Record,
+    Reduced,
     Signed,
     Vote,
 )
@@ -46,9 +47,10 @@ class Sizes:
         )  # fmt: skip
         record = Record(run, number, digest, digest, 0, (header,))
         self.header = len(header.sent)
-        self.vote = len(signer.sign(Vote(run, number, digest)).sent)
+        self.vote = len(signer.sign(Vote(run, number, digest, digest)).sent)
         self.heartbeat = len(signer.sign(beat).sent)
         self.record = len(signer.sign(record).sent) - self.header
+        self.reduced = len(signer.sign(Reduced(run, number, digest, 100, digest)).sent)
         self.goodbye = len(signer.sign(Goodbye(run, 1_790_000_000_000)).sent)
 
     def of(self, message: Signed, *, names: bool) -> int:
@@ -60,6 +62,8 @@ class Sizes:
             return self.header
         if isinstance(body, Vote):
             return self.vote
+        if isinstance(body, Reduced):
+            return self.reduced
         if isinstance(body, Record):
             return self.record + len(body.updates) * (NAME + 2 if names else self.header + 3)
         return self.goodbye
