@@ -1,7 +1,8 @@
-"""Rounds of 16 to 1,000 peers: the product's round machines, one for each peer, on modelled links in virtual time.
+"""Rounds of 16 to 1,000 peers: the product's round machines on modelled links in virtual time.
 
 Real: every decision (`protocol.rounds`), each message's size as the product encodes it, the outbox's rules (64 calls
-under way, what waits for one peer goes together), each update's size by its codec. Modelled:
+under way), each update's size by its codec. Of more than 32 peers 32 have machines, which hear all the others; those do
+as they do, with their own keys (`shadows.py`). Modelled:
 
 - lines: up and down rates, a delay for each pair (within a fifth); every packet costs 450 bytes beside its content, and
   a message that arrives 200 us for its signature;
@@ -9,13 +10,12 @@ under way, what waits for one peer goes together), each update's size by its cod
 - the trainer: a step of 2 s (1B: 131,072 tokens at 40% of an H200) or 0.5 s (25M), 30 asked a round. Of the GPU an
   update takes 100 bytes a parameter, a round 24 and 16 for each update, at 1 TB/s (estimates: no GPU was measured). The
   state's digest takes 12 ns a parameter on a core, the check of an update 0.75, on four (docs/results/codec.md);
-- the owner's policy: for an exchange at least 60 s and twice the floor; heartbeats of 2 s or more (`--heartbeat`).
-
-Reduced: a slice is the 256 KiB chunks of an update that cover a part; a part is made by one core, 3 ns a parameter and
-update (docs/results/codec.md); its blob is there for all when one of its committee names it.
+- the owner's policy: for an exchange at least 60 s and twice the floor; heartbeats of 2 s or more (`--heartbeat`);
+- reduced: a slice is the 256 KiB chunks of an update that cover a part; a part is made by one core, 3 ns a parameter and
+  update (docs/results/codec.md); its blob is there for all when one of its committee names it.
 
 Floor: the bytes of an exchange into the peer that gets most, and two round trips (reduced: four). Training: the share of
-the GPU's time that is not an update or a round; "no overlap": if training stood still from an announcement to the new
+the GPU's time that is not an update or a round. "No overlap": if training stood still from an announcement to the new
 state.
 
 JSON keys:
@@ -34,6 +34,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from benchmarks import report
@@ -61,18 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--down", type=float, default=100.0, metavar="MBIT")
     parser.add_argument("--rtt", type=float, default=100.0, metavar="MS")
     parser.add_argument("--rounds", type=int, default=2, help="after one to warm up; 0: the first one alone")
-    parser.add_argument("--add", action="store_true", help="keep the rows that the JSON file has")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="rows that were saved before")
     o = parser.parse_args(argv)
     if o.quick:
         o.peers, o.parameters, o.codec, o.rounds = "16,50", "1B", "sparse", 1
+    peers_of = [int(n) for n in o.peers.split(",") if n]
     rows: list[dict[str, Any]] = []
-    if o.add and o.json is not None and o.json.exists():
-        rows = json.loads(o.json.read_text())["rows"]
+    for file in o.add:
+        rows += json.loads(file.read_text())["rows"]
     results: dict[str, Any] = {"machine": report.machine(), "rows": rows}
     for parameters in o.parameters.split(","):
         for codec in o.codec.split(","):
             for exchange in o.exchange.split(","):
-                for peers in map(int, o.peers.split(",")):
+                for peers in peers_of:
                     shape = Shape(
                         peers, parameters, codec, o.up * 1e6, o.down * 1e6, o.rtt / 1e3, exchange,
                         names=o.records == "names", heartbeat=o.heartbeat,

@@ -3,6 +3,8 @@
 Who fetches shares its line equally among the blobs that it fetches. What they can give together is the sum of all up
 lines (chunks are relayed: who has part of a blob gives it on), shared max-min fairly among those who fetch; but no more
 of a blob can be had than its author has sent once, and that takes the author's own line. Packets (`links`) go first.
+
+Of the peers the first `watched` are looked at, and get their share of what all can give.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class Fluid:
         the lines that blobs can fill (see docs/results/scale.md)."""
         self._clock, self._links, self._held, self._tick = clock, links, held, tick
         self._efficiency = efficiency
-        peers = len(links.up)
-        self._up, self._down = np.array(links.up), np.array(links.down)
+        peers = links.watched
+        self._share = peers / len(links.up)
+        self._up, self._down = np.array(links.up), np.array(links.down[:peers])
         self._left = np.zeros((peers, columns))
         self._active = np.zeros((peers, columns), bool)
         self._gone = np.zeros(columns)
@@ -50,7 +53,6 @@ class Fluid:
         self._last = 0.0
         self.got: Floats = np.zeros(peers)
         """Bytes of blobs that each peer got."""
-        self.gave: Floats = np.zeros(peers)
 
     def fetch(self, receiver: int, blob: Hashable, source: int | None, size: float) -> None:
         """Begin. `source` None: many have it whole."""
@@ -103,9 +105,10 @@ class Fluid:
         active, left = self._active, self._left
         limit = np.where(active, np.minimum(left, self._gone - (self._size - left)), 0.0)
         room = down.copy()
+        supply = float(up.sum()) * self._share
         for _ in range(3):
             wants = np.minimum(limit.sum(1), room)
-            give = _fair(wants, float(up.sum()))
+            give = _fair(wants, supply)
             moved = _shared(limit, give)
             left -= moved
             limit -= moved
@@ -115,9 +118,7 @@ class Fluid:
             whole = float(taken.sum())
             if whole < 1e-6:
                 break
-            spent = up * (whole / up.sum())
-            self.gave += spent
-            up -= spent
+            supply -= whole
         for receiver, column in zip(*np.nonzero(active & (left < 1.0)), strict=True):
             self._end(int(receiver), int(column))
             self._held(int(receiver), self._blob[column])

@@ -1,21 +1,19 @@
 """Virtual time, and packets on modelled links: each peer has an up and a down rate, each pair a delay.
 
-A packet goes as the product's outbox sends it: what waits for one receiver goes together, at most `CALLS_OUT` calls of
-a sender are under way, and a call is over when its answer is back. Packets pass a sender's line one after the other,
-then the receiver's, and are then looked at one after the other. They go before blobs, which get what is left.
+A broadcast goes as the product's outbox sends it: at most `CALLS_OUT` calls are under way, a call is over when its
+answer is back, and a sender's packets pass its line one after the other. Only the first `watched` peers hear anything:
+what the others would hear is counted. At a receiver packets pass the line, and are looked at, one after the other.
+Packets go before blobs, which get what is left.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.scale.sizes import PACKET
-from peer.node.outbox import MAX_PACKET, MAX_WAITING
 from peer.swarm.swarm import CALLS_OUT
-from protocol.messages import Heartbeat
 
 CHECK = 0.0002
 """Seconds of one core for a message that arrives: verify its signature, decode it (about 5,000 a second)."""
@@ -50,12 +48,12 @@ class Clock:
 
 
 class Traffic:
-    """What one peer sent and got, in bytes and messages."""
+    """What one peer sent, in bytes and messages, and got, in bytes (counted for watched peers)."""
 
-    __slots__ = ("up", "down", "sent", "packets")
+    __slots__ = ("up", "down", "sent")
 
     def __init__(self) -> None:
-        self.up = self.down = self.sent = self.packets = 0
+        self.up = self.down = self.sent = 0
 
 
 class Links:
@@ -64,6 +62,7 @@ class Links:
     def __init__(
         self,
         clock: Clock,
+        watched: int,
         up: Sequence[float],
         down: Sequence[float],
         delay: Callable[[int, int], float],
@@ -72,88 +71,53 @@ class Links:
     ):
         """Rates in bytes a second; delays one way, in seconds."""
         self._clock = clock
+        self.watched = watched
         self.up, self.down, self.delay = up, down, delay
         self._size_of = size_of
         self._deliver = deliver
-        count = len(up)
-        self._up_free = [0.0] * count
-        self._down_free = [0.0] * count
-        self._looked = [0.0] * count
-        self._waiting: list[dict[int, deque[tuple[Any, int]]]] = [{} for _ in range(count)]
-        self._turns: list[deque[int]] = [deque() for _ in range(count)]
-        self._calls = [0] * count
-        self.traffic = [Traffic() for _ in range(count)]
-        self.crossed_up = [0.0] * count
+        self._up_free = [0.0] * len(up)
+        self._down_free = [0.0] * watched
+        self._looked = [0.0] * watched
+        self.traffic = [Traffic() for _ in up]
+        self.crossed_up = [0.0] * len(up)
         """Bytes of packets on a line since the blobs last looked."""
-        self.crossed_down = [0.0] * count
+        self.crossed_down = [0.0] * watched
 
     def broadcast(self, source: int, message: Any) -> None:
         """To everyone."""
-        item = (message, self._size_of(message))
-        for to in range(len(self.up)):
+        count = len(self.up)
+        size = self._size_of(message) + PACKET
+        self._count(source, count - 1, size)
+        begin = max(self._clock.now, self._up_free[source])
+        line = size / self.up[source]
+        turn = 2 * self.delay(source, source + 1) + CHECK + line + size / self.down[0]
+        self._up_free[source] = begin + max((count - 1) * line, (count - 1) // CALLS_OUT * turn)
+        for to in range(self.watched):
             if to != source:
-                self._queue(source, to, item)
-        self._go(source)
+                place = (to - source - 1) % count
+                left = begin + max((place + 1) * line, place // CALLS_OUT * turn + line)
+                self._clock.at(left + self.delay(source, to), self._arrive, source, to, message, size)
 
     def send(self, source: int, to: int, messages: Sequence[Any]) -> None:
-        """To one."""
-        for message in messages:
-            self._queue(source, to, (message, self._size_of(message)))
-        self._go(source)
+        """To one, in one packet."""
+        size = PACKET + sum(map(self._size_of, messages))
+        self._count(source, 1, size, len(messages))
+        left = self._up_free[source] = max(self._clock.now, self._up_free[source]) + size / self.up[source]
+        if to < self.watched:
+            for i, message in enumerate(messages):
+                whole = 0 if i else size
+                self._clock.at(left + self.delay(source, to), self._arrive, source, to, message, whole)
 
-    def _queue(self, source: int, to: int, item: tuple[Any, int]) -> None:
-        waiting = self._waiting[source]
-        queue = waiting.get(to)
-        if queue is None:
-            # No call to this peer is under way, nor is one waiting for its turn.
-            queue = waiting[to] = deque(maxlen=MAX_WAITING)
-            self._turns[source].append(to)
-        elif isinstance(getattr(item[0], "body", None), Heartbeat):
-            for old in [i for i in queue if isinstance(getattr(i[0], "body", None), Heartbeat)]:
-                queue.remove(old)
-        queue.append(item)
+    def _count(self, source: int, packets: int, size: int, messages: int = 1) -> None:
+        traffic = self.traffic[source]
+        traffic.up += packets * size
+        traffic.sent += packets * messages
+        self.crossed_up[source] += packets * size
 
-    def _go(self, source: int) -> None:
-        turns = self._turns[source]
-        while turns and self._calls[source] < CALLS_OUT:
-            self._calls[source] += 1
-            self._call(source, turns.popleft())
-
-    def _call(self, source: int, to: int) -> None:
-        queue = self._waiting[source][to]
-        packet, size = [], 0
-        while queue and (not size or size + queue[0][1] <= MAX_PACKET):
-            message, more = queue.popleft()
-            packet.append(message)
-            size += more
-        size += PACKET
-        now, traffic = self._clock.now, self.traffic[source]
-        traffic.up += size
-        traffic.sent += len(packet)
-        traffic.packets += 1
-        self.traffic[to].down += size
-        self.crossed_up[source] += size
-        self.crossed_down[to] += size
-        delay = self.delay(source, to)
-        left = self._up_free[source] = max(now, self._up_free[source]) + size / self.up[source]
-        here = self._down_free[to] = max(left + delay, self._down_free[to]) + size / self.down[to]
-        self._clock.at(here, self._arrive, source, to, packet, delay)
-
-    def _arrive(self, source: int, to: int, packet: list[Any], delay: float) -> None:
+    def _arrive(self, source: int, to: int, message: Any, size: int) -> None:
         now = self._clock.now
-        done = self._looked[to] = max(now, self._looked[to]) + CHECK * len(packet)
-        self._clock.at(done, self._looked_at, source, to, packet)
-        self._clock.at(done + delay, self._answered, source, to)
-
-    def _looked_at(self, source: int, to: int, packet: list[Any]) -> None:
-        for message in packet:
-            self._deliver(to, message, source)
-
-    def _answered(self, source: int, to: int) -> None:
-        self._calls[source] -= 1
-        waiting = self._waiting[source]
-        if waiting[to]:
-            self._turns[source].append(to)
-        else:
-            del waiting[to]
-        self._go(source)
+        self.traffic[to].down += size
+        self.crossed_down[to] += size
+        here = self._down_free[to] = max(now, self._down_free[to]) + size / self.down[to]
+        done = self._looked[to] = max(here, self._looked[to]) + CHECK
+        self._clock.at(done, self._deliver, to, message, source)

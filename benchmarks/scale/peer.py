@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from benchmarks.scale.shadows import part_of
 from benchmarks.scale.sizes import CheapSigner, key_of
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Certificate, Signed
+from protocol.messages import Certificate, Record, Signed
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
@@ -78,7 +79,10 @@ class Peer:
         for action in actions:
             match action:
                 case do.Broadcast(message):
+                    if isinstance(message.body, Record):
+                        world.shadows.slate(message)
                     world.links.broadcast(self.index, message)
+                    world.shadows.follow(self, message)
                 case do.Send(to, messages, certificates):
                     if (other := world.index_of.get(to)) is not None:
                         world.links.send(self.index, other, (*messages, *certificates))
@@ -103,6 +107,7 @@ class Peer:
                     world.reports[f"{level}: {kind}"] += 1
                 case _:
                     pass
+        world.shadows.propose(self)
         if self.machine.next_tick < self.tick_at:
             self.tick_at = self.machine.next_tick
             clock.at(self.tick_at, self.tick, self.tick_at)
@@ -117,7 +122,7 @@ class Peer:
 
     def request_chain(self, to: PeerKey, have: tuple[Digest, ...]) -> None:
         world, clock = self.world, self.world.clock
-        other = world.peers[world.index_of[to]]
+        other = world.peers[world.shadows.model(world.index_of[to])]
         clock.at(clock.now + world.shape.rtt / 2, other.answer_chain, self.index, have)
 
     def answer_chain(self, asker: int, have: tuple[Digest, ...]) -> None:
@@ -130,7 +135,8 @@ class Peer:
     def fetch(self, blob: Digest, author: PeerKey) -> None:
         world = self.world
         source = world.index_of[author]
-        if world.peers[source].machine.may_serve(blob, self.key) is not None:
+        giver = world.peers[world.shadows.model(source)]
+        if giver.machine.may_serve(blob, self.key) is not None:
             clock = world.clock
             clock.at(clock.now + REFUSED_AGAIN, self.fetch, blob, author)
             return
@@ -152,7 +158,7 @@ class Peer:
         event: ev.Event
         if isinstance(blob, tuple):
             record, part = blob
-            seconds, event = shape.reduce, ev.PartReduced(record, part, Digest(sha256(record, part.to_bytes(4, "big"))))
+            seconds, event = shape.reduce, ev.PartReduced(record, part, part_of(record, part))
             if record not in self.reducing:
                 return
         else:

@@ -31,6 +31,8 @@ CHECK_SECONDS = 0.75e-9
 REDUCE_SECONDS = 3.0e-9
 """To check a slice of an update and add it to a sum: of one core, a parameter, measured there too."""
 
+MACHINES = 32
+
 CORES = 4
 """Cores that check updates and digest the state."""
 
@@ -53,6 +55,12 @@ class Shape:
     """Of an update; 0: what the codec makes of the parameters."""
     step_seconds: float = 0.0
     heartbeat: float = 0.0
+    watched: int = 0
+    """Peers with a round machine of their own; the others do as these do. 0: all, up to 32."""
+
+    @property
+    def machines(self) -> int:
+        return min(self.peers, self.watched or MACHINES)
 
     @property
     def numel(self) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 from benchmarks.scale.fluid import Fluid
 from benchmarks.scale.links import Clock, Links
 from benchmarks.scale.peer import Peer
+from benchmarks.scale.shadows import Shadows
 from benchmarks.scale.shape import CORES, STEPS, Shape
-from benchmarks.scale.sizes import Sizes
+from benchmarks.scale.sizes import Sizes, key_of
 from protocol.ids import Digest, RunId, sha256
 from protocol.messages import Certificate, Signed
 from protocol.rounds import events as ev
@@ -58,7 +59,7 @@ class Counts:
 class World:
     """Peers, lines, blobs and clock. `run` it."""
 
-    cores = CORES
+    cores, efficiency = CORES, EFFICIENCY
 
     def __init__(self, shape: Shape, seed: int = 0):
         self.shape = shape
@@ -71,10 +72,11 @@ class World:
         self._timed: dict[str, list[float]] = defaultdict(list)
         self.reports: Counter[str] = Counter()
         count = shape.peers
-        self.peers = [Peer(self, i, shape.step * self.rng.uniform(0.95, 1.05)) for i in range(count)]
-        self.index_of = {p.key: p.index for p in self.peers}
+        self.peers = [Peer(self, i, shape.step * self.rng.uniform(0.95, 1.05)) for i in range(shape.machines)]
+        self.index_of = {key_of(i): i for i in range(count)}
+        self.shadows = Shadows(self)
         self.links = Links(
-            self.clock, [shape.up / 8] * count, [shape.down / 8] * count, self.delay, self.size_of,
+            self.clock, shape.machines, [shape.up / 8] * count, [shape.down / 8] * count, self.delay, self.size_of,
             lambda to, message, source: self.peers[to].hear(message, source),
         )  # fmt: skip
         self.fluid = Fluid(
@@ -128,7 +130,7 @@ class World:
 
     def decided(self, rounds: int) -> bool:
         """Whether more than nine of ten peers have applied so many rounds."""
-        return len(self._order) >= rounds and 10 * len(self._applied[self._order[rounds - 1]]) > 9 * self.shape.peers
+        return len(self._order) >= rounds and 10 * len(self._applied[self._order[rounds - 1]]) > 9 * len(self.peers)
 
     def play(self, rounds: int, virtual_seconds: float) -> Counts:
         """One round to warm up, then `rounds`; 0: the first alone. Raises RuntimeError when they are not decided."""
@@ -156,7 +158,7 @@ class World:
         )  # fmt: skip
 
     def _counts(self, rounds: int, before: tuple[Any, ...], cpu: float) -> Counts:
-        after, count = self._snapshot(), self.shape.peers
+        after, count, watched = self._snapshot(), self.shape.peers, len(self.peers)
         shape, records = self.shape, [self.peers[0].machine.chain.genesis, *self._order[: rounds + 1]]
         records = records[:2] if not rounds else records[1:]
         rounds = max(1, rounds)
@@ -166,7 +168,7 @@ class World:
         length = (ends[-1] - ends[0]) / rounds
         contributors = sum(len(self._records[r].record.body.updates) for r in records[1:]) / rounds
         held_up = shape.announce_gpu + shape.apply_gpu(round(contributors))
-        steps = (after[5] - before[5]) / count / rounds
+        steps = (after[5] - before[5]) / watched / rounds
         work = STEPS * shape.step
         mid = median(exchange)
         mean, by_event = self._step_seconds()
@@ -178,13 +180,13 @@ class World:
             inner_steps=steps,
             training=1 - held_up / length,
             training_without_overlap=work / (work + shape.announce + mid + shape.apply(round(contributors))),
-            blob_bytes=float((after[4] - before[4]).sum()) / count / rounds,
+            blob_bytes=float((after[4] - before[4]).sum()) / watched / rounds,
             message_up=sum(up) / count / rounds,
-            message_down=sum(down) / count / rounds,
+            message_down=sum(down) / watched / rounds,
             message_most=max(up) / rounds,
             messages=sum(sent) / count / rounds,
             machine_us=1e6 * mean,
-            machine_seconds=mean * (after[7] - before[7]) / count / rounds,
+            machine_seconds=mean * (after[7] - before[7]) / watched / rounds,
             steps=self.steps,
             attempts=sum(self._records[r].record.body.attempt for r in records),
             cpu_seconds=cpu,
