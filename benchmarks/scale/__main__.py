@@ -11,12 +11,12 @@ as they do, with their own keys (`shadows.py`). Modelled:
   update takes 100 bytes a parameter, a round 24 and 16 for each update, at 1 TB/s (estimates: no GPU was measured). The
   state's digest takes 12 ns a parameter on a core, the check of an update 0.75, on four (docs/results/codec.md);
 - the owner's policy: for an exchange at least 60 s and twice the floor; heartbeats of 2 s or more (`--heartbeat`);
-- reduced: a slice is the 256 KiB chunks of an update that cover a part; a part is made by one core, 3 ns a parameter and
-  update (docs/results/codec.md); its blob is there for all when one of its committee names it.
+- reduced: a slice is the 256 KiB chunks of an update that cover a part; a part is made by one core, 3 ns a parameter
+  and update (docs/results/codec.md); its blob is there for all when one of its committee names it.
 
-Floor: the bytes of an exchange into the peer that gets most, and two round trips (reduced: four). Training: the share of
-the GPU's time that is not an update or a round. "No overlap": if training stood still from an announcement to the new
-state.
+Floor: the bytes of an exchange into the peer that gets most, and two round trips (reduced: four). Training: the share
+of the GPU's time that is not an update or a round. "No overlap": if training stood still from an announcement to the
+new state.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load (before anything ran)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from benchmarks.scale.world import World
 
 
+LATER = 0.01
+"""Seconds at most after its model that a peer does the same."""
+
+
 class Shadows:
     """All peers from the number of machines on."""
 
@@ -28,7 +32,7 @@ class Shadows:
         numbers = range(shape.machines, shape.peers)
         self._signers = {i: CheapSigner(key_of(i)) for i in numbers}
         self._number: dict[PeerKey, int] = {s.key: i for i, s in self._signers.items()}
-        self._later = {i: world.rng.uniform(0, min(1.0, shape.step / 2)) for i in numbers}
+        self._later = {i: world.rng.uniform(0, LATER) for i in numbers}
         """Seconds after its model."""
         self._said: dict[tuple[int, Digest], Signed] = {}
         self._proposed: set[Digest] = set()
