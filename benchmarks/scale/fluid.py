@@ -33,7 +33,7 @@ class Fluid:
         efficiency: float,
     ):
         """`columns`: blobs that may be under way at one time. `tick`: seconds of a step. `efficiency`: the share of
-        the lines that blobs can fill (see docs/results/scale.md)."""
+        the lines that blobs can fill."""
         self._clock, self._links, self._held, self._tick = clock, links, held, tick
         self._efficiency = efficiency
         peers = links.watched

@@ -93,7 +93,7 @@ class Shadows:
                     duties.setdefault(self._number[key], []).append(part)
         for index, parts in duties.items():
             size = sum((shape.peers - 1) * shape.slice_bytes(p) for p in parts)
-            heard = clock.now + 2.5 * shape.rtt + size / (shape.down / 8 * world.efficiency)
+            heard = clock.now + 2.5 * shape.rtt + size / (shape.down / 8 * shape.efficiency)
             for i, part in enumerate(parts):
                 body = Reduced(world.run, record.body.round, record.digest, part, part_of(record.digest, part))
                 said = self._signers[index].sign(body)

@@ -55,6 +55,8 @@ class Shape:
     """Of an update; 0: what the codec makes of the parameters."""
     step_seconds: float = 0.0
     heartbeat: float = 0.0
+    efficiency: float = 0.6
+    """Share of the lines that blobs fill: what real processes on two overloaded cores filled."""
     watched: int = 0
     """Peers with a round machine of their own; the others do as these do. 0: all, up to 32."""
 
@@ -110,7 +112,8 @@ class Shape:
             return (self.peers - 1) * self.blob / rate + 2 * self.rtt
         seats = -(-min(COMMITTEE, self.peers) * self.parts // self.peers)
         slices = seats * (self.peers - 1) * self.slice_bytes(0)
-        return (slices + self.mean) / rate + 4 * self.rtt
+        others = self.mean * max(0, self.parts - seats) / self.parts
+        return (slices + others) / rate + 4 * self.rtt
 
     @cached_property
     def policy(self) -> Policy:

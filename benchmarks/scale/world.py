@@ -19,8 +19,6 @@ from protocol.ids import Digest, RunId, sha256
 from protocol.messages import Certificate, Signed
 from protocol.rounds import events as ev
 
-EFFICIENCY = 0.9
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -59,7 +57,7 @@ class Counts:
 class World:
     """Peers, lines, blobs and clock. `run` it."""
 
-    cores, efficiency = CORES, EFFICIENCY
+    cores = CORES
 
     def __init__(self, shape: Shape, seed: int = 0):
         self.shape = shape
@@ -81,7 +79,7 @@ class World:
         )  # fmt: skip
         self.fluid = Fluid(
             self.clock, self.links, lambda to, blob: self.peers[to].fetched(blob), columns=3 * count + 8,
-            tick=min(1.0, max(0.01, shape.floor / 500)), efficiency=EFFICIENCY,
+            tick=min(1.0, max(0.01, shape.floor / 300)), efficiency=shape.efficiency,
         )  # fmt: skip
         self._certified: dict[Digest, list[float]] = defaultdict(list)
         self._applied: dict[Digest, list[float]] = defaultdict(list)
@@ -188,7 +186,7 @@ class World:
             machine_us=1e6 * mean,
             machine_seconds=mean * (after[7] - before[7]) / watched / rounds,
             steps=self.steps,
-            attempts=sum(self._records[r].record.body.attempt for r in records),
+            attempts=sum(self._records[r].record.body.attempt for r in records if r in self._records),
             cpu_seconds=cpu,
             reports=dict(self.reports),
             by_event={k: 1e6 * s for k, s in by_event.items()},
