@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from peer.node import network as network_module
 from peer.node import outbox as outbox_module
 from peer.node.exchange import Exchange, ExchangeTimes, RoundTimes
 from peer.node.inbox import MAX_KINDS_OF_REFUSAL, Inbox
@@ -20,7 +21,7 @@ from protocol.ids import Digest, PeerKey, Round, short_id
 from protocol.messages import Goodbye, KeySigner, Signed, encode_certificate
 from protocol.rounds.events import CertificateHeard, Heard
 from protocol.wire import swarm_pb2 as wire
-from tests.signed import CERTIFICATE, HEADERS, PEERS, RUN, SPEC, VOTES, heartbeat, opener, raw, vote
+from tests.signed import CERTIFICATE, HEADERS, PEERS, RECORD, RUN, SPEC, VOTES, heartbeat, opener, raw, vote
 from tests.specs import admission, identity
 
 A, B, C = (p.key for p in PEERS[1:4])
@@ -210,9 +211,9 @@ class FakeSwarm:
 
 
 class FakeMembership:
-    def __init__(self):
+    def __init__(self, me=PEERS[0]):
         self.spec = SPEC
-        self.identity = PEERS[0]
+        self.identity = me
         self.addresses: list[str] = []
         self.learnt: list[str] = []
 
@@ -220,10 +221,10 @@ class FakeMembership:
         self.learnt = list(addresses)
 
 
-def network() -> tuple[Network, FakeSwarm]:
+def network(me=PEERS[0]) -> tuple[Network, FakeSwarm]:
     handlers = Handlers(on_packet=cast(Any, None), on_chain_request=cast(Any, None), may_serve=cast(Any, None))
     net = Network(
-        cast(Any, FakeMembership()), handlers, listen=(), announce=(), discovered=cast(Any, SimpleNamespace())
+        cast(Any, FakeMembership(me)), handlers, listen=(), announce=(), discovered=cast(Any, SimpleNamespace())
     )  # fmt: skip
     swarm = FakeSwarm()
     net._swarm = cast(Any, swarm)
@@ -299,6 +300,62 @@ async def test_strangers_are_not_introduced_to_everybody_but_hear_of_everybody()
     assert watcher.sent not in swarm.wire.messages(A)
     assert heartbeat(PEERS[1]).sent in swarm.wire.messages(B)
     await net.stop(0.1)
+
+
+async def test_in_a_crowd_a_few_introduce_whom_others_tell_of(monkeypatch):
+    monkeypatch.setattr(network_module, "CROWD", 2)
+    monkeypatch.setattr(network_module, "INTRODUCERS", 2)
+    newcomer = heartbeat(PEERS[6], addresses=("/n",))
+    introducers = 0
+    for me in PEERS[:6]:
+        net, swarm = network(me)
+        for other in PEERS[:6]:
+            if other is not me:
+                hear(net, heartbeat(other))
+        await net.outbox.flush(1)
+        swarm.wire.sent.clear()
+        net.note(newcomer, next(p.key for p in PEERS if p is not me))
+        await asyncio.sleep(0)
+        await net.outbox.flush(1)
+        told = {to for to, p in swarm.wire.sent if newcomer.sent in p.messages} - {newcomer.author}
+        assert len(told) in (0, 5) and bool(told) == bool(swarm.wire.messages(newcomer.author))
+        assert ("/n",) in swarm.dialled
+        introducers += bool(told)
+        await net.stop(0.1)
+    assert introducers == 2
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+async def test_in_a_crowd_who_enters_by_us_is_introduced_unless_two_others_do_it(monkeypatch, others):
+    monkeypatch.setattr(network_module, "CROWD", 2)
+    monkeypatch.setattr(network_module, "INTRODUCERS", 0)
+    net, swarm = network()
+    soon = SPEC.model_copy(update={"round": SPEC.round.model_copy(update={"heartbeat_seconds": 0.05})})
+    cast(Any, net._membership).spec = soon
+    for other in PEERS[1:5]:
+        hear(net, heartbeat(other))
+    newcomer = heartbeat(PEERS[6])
+    hear(net, newcomer)
+    for other in PEERS[1 : 1 + others]:
+        net.note(heartbeat(PEERS[6], sequence=2), other.key)
+    assert newcomer.sent not in swarm.wire.messages(A)
+    await asyncio.sleep(0.1)
+    await net.outbox.flush(1)
+    assert (newcomer.sent in swarm.wire.messages(A)) == (others < 2)
+    await net.stop(0.1)
+
+
+def test_whom_others_told_of_is_remembered_within_a_bound(monkeypatch):
+    monkeypatch.setattr(network_module, "PASSED_ON_REMEMBERED", 3)
+    net = network()[0]
+    for i in range(10):
+        net._told[identity(i).key] = set()
+    net.note(vote(PEERS[1], RECORD), PEERS[2].key)
+    assert len(net._told) == 10  # only a heartbeat introduces
+    net.directory._limit = 0  # nobody is taken in: no task is started
+    for other in PEERS[2:]:
+        net.note(heartbeat(PEERS[1]), other.key)
+    assert len(net._told) == 3 and len(net._told[PEERS[1].key]) == 2
 
 
 async def test_who_said_goodbye_is_sent_nothing_more():

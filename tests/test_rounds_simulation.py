@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from protocol.exchange import GATHER
-from protocol.messages import Vote
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.messages import Heartbeat, Vote
+from protocol.rounds import machine, members
 from tests.simulation.checkers import Broken, check_sizes
-from tests.simulation.hostile import HOSTILE_REDUCERS
+from tests.simulation.hostile import HOSTILE_REDUCERS, Withholder
 from tests.simulation.network import Weather
 from tests.simulation.node import RETRY, Node
 from tests.simulation.scenario import Scenario
-from tests.simulation.world import REDUCE
+from tests.simulation.world import REDUCE, World, policy_for
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -126,3 +128,52 @@ def test_the_checkers_catch_a_peer_that_breaks_a_rule(control, words):
             break
     assert found, f"{control.__name__} was not caught in 20 seeds"
     assert any(part in found[0] for part in words.split("|")), found[0]
+
+
+# -- what many members say less often: the same promises hold ----------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 4, 8])
+def test_swarms_agree_though_few_repeat_others_messages_and_known_headers_are_told_now_and_then(monkeypatch, seed):
+    monkeypatch.setattr(members, "REPEATERS", 1)
+    monkeypatch.setattr(machine, "TELL_ALWAYS", 0)
+    assert Scenario(seed, peers=6, fault_seconds=60.0).run().rounds > 5
+
+
+def test_who_has_announced_and_does_not_say_which_headers_it_knows_is_not_sent_them_all(monkeypatch):
+    monkeypatch.setattr(machine, "TELL_ALWAYS", 0)
+    world = World(3, 5, Weather(delay=0.02, jitter=0.001))
+    beats, helped = [], []
+
+    class Listening(Node):
+        def broadcast(self, message):
+            if isinstance(message.body, Heartbeat) and message.body.phase == "exchanging":
+                beats.append(len(message.body.known))
+            super().broadcast(message)
+
+        def send(self, to, messages, certificates):
+            helped.extend(messages)
+            super().send(to, messages, certificates)
+
+    for i in range(5):
+        world.add(Listening if i else Withholder, speed=2.0)
+        world.clock.at(0.0, world.nodes[i].boot)
+    world.clock.run_until(30.0)  # rounds take their time: an update is not to be had
+    assert world.height() >= 2 and beats.count(0) > len(beats) / 2 and max(beats) > 0
+    assert not helped
+
+
+@pytest.mark.parametrize("count, few", [(3, 3), (15, 15), (160, 8)])
+def test_of_many_members_a_few_repeat_what_others_said_and_others_each_time(count, few):
+    keys = [PeerKey(sha256(b"m", bytes([i]))) for i in range(count)]
+    of, turns = Digest(sha256(b"record")), []
+    for turn in range(40):
+        mine = set()
+        for key in keys:
+            m = members.Members(policy_for(count), key)
+            m._members = dict.fromkeys(keys[:-1])  # type: ignore[arg-type]
+            if m.is_my_turn(of, turn):
+                mine.add(key)
+        turns.append(mine)
+    assert few / 2 <= sum(map(len, turns)) / len(turns) <= 2 * few
+    assert set().union(*turns) == set(keys)

@@ -87,6 +87,11 @@ class Directory:
         """Everyone known."""
         return list(self._entries)
 
+    def is_member(self, key: PeerKey) -> bool:
+        """Whether this is a known peer that was admitted."""
+        entry = self._entries.get(key)
+        return entry is not None and bool(entry.heartbeat.body.admission)
+
     def entries(self) -> dict[PeerKey, Entry]:
         """A copy of what is known."""
         return dict(self._entries)

@@ -10,9 +10,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 from peer.errors import PeerError
+from peer.node.briefs import Briefs
 from peer.node.directory import Directory
 from peer.node.membership import Membership
 from peer.node.outbox import NETWORK_ERRORS, Outbox
@@ -21,7 +25,7 @@ from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
 from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey, short_id
+from protocol.ids import Digest, PeerKey, sha256, short_id
 from protocol.messages import MAX_UNHEARD, Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
@@ -39,6 +43,16 @@ UNHEARD_BEATS = 3.0
 
 PASSED_ON = 16
 """Messages of one author that are passed on within the time of a heartbeat: an honest one says a few a round."""
+
+CROWD = 32
+"""Among more members than so many not everyone introduces a newcomer: of a thousand, each would send 700 KB to it, and
+its heartbeat to everyone."""
+
+INTRODUCERS = 4
+"""Who introduces it all the same when another has: that one may lose a packet, or leave."""
+
+TOLD_BY = 2
+"""So many others must have told us of a newcomer before we leave its introduction to them: one may be a liar."""
 
 PASSED_ON_REMEMBERED = 8192
 """Messages that were passed on and are not passed on again."""
@@ -59,7 +73,15 @@ class Network:
         """`discovered` takes a packet of heartbeats that the DHT gave: unchecked, like any other packet."""
         spec = membership.spec
         self._membership = membership
-        self._handlers = handlers
+        self._on_packet = handlers.on_packet
+        self.briefs = Briefs(
+            ask=lambda of, names: self.swarm.ask_headers(of, names),
+            take=self._take_packet,
+            spawn=self._spawn,
+            is_member=lambda key: self.directory.is_member(key),
+            charge=lambda sender, size: self.swarm.charge(sender, size),
+        )
+        self._handlers = replace(handlers, on_packet=self._take_packet, on_headers_asked=self.briefs.answer)
         self._listen = listen or DEFAULT_LISTEN
         self._announce = announce
         self._discovered = discovered
@@ -68,14 +90,16 @@ class Network:
         """Up and down, of the swarms before this one."""
         # Who comes back finds its own address among those that others told it.
         self._entry_peers = [k for k in _peers_of(membership.addresses) if k != membership.identity.key]
-        self._dialling: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._heartbeat: Signed[Heartbeat] | None = None
         self._relaying, self._relaying_due = Relaying({}), 0.0
         self._passed: Counter[PeerKey] = Counter()
         self._passed_on: dict[Digest, None] = {}
+        self._told: dict[PeerKey, set[PeerKey]] = {}
+        """Who has told us of a peer: TOLD_BY of them at most."""
         self._unheard: tuple[int, ...] = ()
         self._unheard_due = 0.0
-        self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds))
+        self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds), self.briefs.encode)
         self.directory = Directory(
             membership.identity.key,
             forget_seconds=max(60.0, 3 * spec.round.member_seconds),
@@ -132,9 +156,9 @@ class Network:
         if self._swarm is not None:
             await self.outbox.flush(seconds)
         await self.outbox.close()
-        for task in list(self._dialling):
+        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._dialling, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._save_addresses(self.directory.addresses())
         if self._swarm is not None:
             await self._swarm.stop()
@@ -168,10 +192,17 @@ class Network:
         """Learn from a verified message who is there; introduce newcomers; pass on what others do not hear."""
         direct = sender == message.author
         news = None
+        self.briefs.heard(message)
         if isinstance(message.body, Heartbeat):
             news = self.directory.hear(message, time.monotonic(), direct=direct)
         if direct and (news is not None or not isinstance(message.body, Heartbeat)):
             self._pass_on(message)
+        if isinstance(message.body, Heartbeat) and sender not in (message.author, self._membership.identity.key):
+            told = self._told.setdefault(message.author, set())
+            if len(told) < TOLD_BY:
+                told.add(sender)
+            while len(self._told) > PASSED_ON_REMEMBERED:
+                del self._told[next(iter(self._told))]
         if isinstance(message.body, Goodbye):
             self.directory.goodbye(message.author, message.body.sequence)
         if not news or not isinstance(message.body, Heartbeat):
@@ -179,15 +210,33 @@ class Network:
         # The first is the way in; after that, hundreds may come and go.
         level = logging.INFO if len(self.directory.peers()) == 1 else logging.DEBUG
         log.log(level, "in the swarm: heard of %s", message.author.short)
+        if len(self.directory.peers()) <= CROWD or self._is_introducer(message.author):
+            self._introduce(message)
+        elif direct:
+            self._spawn(self._introduce_if_nobody_does(message))
+        self._spawn(self._dial(message.body.addresses))
+
+    def _introduce(self, message: Signed[Heartbeat]) -> None:
+        """Tell a newcomer of the others, and the others of it."""
         self.outbox.send(message.author, self.directory.heartbeats())
         if message.body.admission:
             # Not of strangers, whom anybody can make: they would crowd out what matters. They speak for themselves.
             for key in self.directory.peers():
                 if key != message.author:
                     self.outbox.send(key, (message,))
-        task = asyncio.create_task(self._dial(message.body.addresses))
-        self._dialling.add(task)
-        task.add_done_callback(self._dialling.discard)
+
+    def _is_introducer(self, newcomer: PeerKey) -> bool:
+        """Whether we are one of the few whom the newcomer's key chooses."""
+        me = self._membership.identity.key
+        mine = sha256(newcomer, me)
+        nearer = (k for k in self.directory.peers() if k != newcomer and sha256(newcomer, k) < mine)
+        return sum(1 for _ in islice(nearer, INTRODUCERS)) < INTRODUCERS
+
+    async def _introduce_if_nobody_does(self, message: Signed[Heartbeat]) -> None:
+        """It may have entered by us, and be known to nobody else: then nobody tells us of it within a heartbeat."""
+        await asyncio.sleep(self._membership.spec.round.heartbeat_seconds)
+        if len(self._told.get(message.author, ())) < TOLD_BY:
+            self._introduce(message)
 
     def _pass_on(self, message: Signed) -> None:
         """To the members who do not hear its author, if that is for us to do: once, and no more than a member says."""
@@ -225,12 +274,25 @@ class Network:
         except NETWORK_ERRORS as e:
             log.debug("cannot dial: %s", str(e) or type(e).__name__)
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task that ends with the network."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
+        """What came in, with records in the place of their briefs."""
+        done = self._on_packet(sender, self.briefs.unfold(sender, packet))
+        if done is not None:
+            await done
+
     # -- what ------------------------------------------------------------------------------------------------
 
     def broadcast(self, message: Signed) -> None:
         """To everyone heard of; to those whose addresses we entered by while nobody is."""
         if isinstance(message.body, Heartbeat):
             self._heartbeat = message
+        self.briefs.heard(message)
         self.outbox.broadcast(self.directory.peers() or self._entry_peers, message)
 
     async def fetch_blob(

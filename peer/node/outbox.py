@@ -32,8 +32,14 @@ Item = Signed | Certificate
 class Outbox:
     """`transport(to, packet, seconds)` may raise NETWORK_ERRORS: the peer is unreachable then."""
 
-    def __init__(self, transport: Callable[[PeerKey, wire.Packet, float], Awaitable[None]]):
+    def __init__(
+        self,
+        transport: Callable[[PeerKey, wire.Packet, float], Awaitable[None]],
+        encode: Callable[[Signed], bytes] = lambda message: message.sent,
+    ):
+        """`encode`: how a message travels."""
         self._transport = transport
+        self._encode = encode
         self._waiting: dict[PeerKey, deque[Item]] = {}
         self._tasks: dict[PeerKey, asyncio.Task[None]] = {}
         self.failures: dict[PeerKey, str] = {}
@@ -61,7 +67,7 @@ class Outbox:
         queue = self._waiting[to]
         try:
             while queue:
-                packet = _packet_of(queue)
+                packet = _packet_of(queue, self._encode)
                 try:
                     await self._transport(to, packet, SEND_SECONDS)
                     self.failures.pop(to, None)
@@ -93,12 +99,12 @@ class Outbox:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _packet_of(queue: deque[Item]) -> wire.Packet:
+def _packet_of(queue: deque[Item], encode: Callable[[Signed], bytes]) -> wire.Packet:
     """The oldest of what waits, as much as fits into one packet; taken off the queue."""
     packet, size = wire.Packet(), 0
     while queue:
         item = queue[0]
-        data = encode_certificate(item) if isinstance(item, Certificate) else item.sent
+        data = encode_certificate(item) if isinstance(item, Certificate) else encode(item)
         if size and size + len(data) > MAX_PACKET:
             break
         queue.popleft()

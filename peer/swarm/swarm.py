@@ -58,6 +58,8 @@ class Handlers:
     on_chain_request: Callable[[PeerKey, wire.ChainRequest], Awaitable[wire.ChainReply] | wire.ChainReply]
     may_serve: MayServe
     """None: the requester may have the blob; else the reason why not (now). Called for every chunk: keep it cheap."""
+    on_headers_asked: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
+    """Headers that records of ours name (`protocol.brief`), by their names. Raises CairnError."""
     on_warning: Callable[[str], None] = log.warning
     """A fault that the user should hear of; the swarm goes on."""
 
@@ -84,7 +86,7 @@ class Swarm:
         self._handlers = handlers
         self._traffic = Traffic()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="cairn-blobs")
-        self._names = {what: f"cairn/1/{run.hex()[:8]}/{what}" for what in ("packet", "chain", "blob")}
+        self._names = {what: f"cairn/1/{run.hex()[:8]}/{what}" for what in ("packet", "chain", "headers", "blob")}
         self._links = Links(self._open_blob_stream, self._traffic, limits.links)
         self._server = BlobServer(store, handlers.may_serve, self._threads, self._traffic, limits.serve)
         self._calls_out = asyncio.Semaphore(CALLS_OUT)
@@ -125,6 +127,7 @@ class Swarm:
             self._presence = await Presence.start(daemon, run, handlers.on_warning)
             await daemon.add_protobuf_handler(self._names["packet"], self._take_packet, wire.Packet)
             await daemon.add_protobuf_handler(self._names["chain"], self._take_chain_request, wire.ChainRequest)
+            await daemon.add_protobuf_handler(self._names["headers"], self._take_headers_asked, wire.Packet)
             await daemon.accept_streams(self._names["blob"], self._server.handle)
             await self.refresh_addresses()
             if initial and not await self.connect(initial):
@@ -216,6 +219,17 @@ class Swarm:
         """
         return await self._call(to, "chain", request, wire.ChainReply, timeout)
 
+    async def ask_headers(self, of: PeerKey, names: wire.Packet, timeout: float = 10) -> wire.Packet:
+        """Headers of a record that a member sent as a brief. The reply is unchecked, at most MAX_PACKET bytes.
+
+        Raises PeerUnreachable, PeerRefused, PacketTooLarge.
+        """
+        return await self._call(of, "headers", names, wire.Packet, timeout)
+
+    def charge(self, sender: PeerKey, size: int) -> None:
+        """Count bytes against what a sender may send, beside those that it sent."""
+        self._daemon.guard.charge(sender, size)
+
     async def _call(self, to: PeerKey, what: str, message: Message, reply: type[M], timeout: float) -> M:
         data_size = message.ByteSize()
         if data_size > MAX_PACKET:
@@ -258,6 +272,13 @@ class Swarm:
         if reply.ByteSize() > MAX_PACKET:
             raise PacketTooLarge(f"the reply has {reply.ByteSize():,} bytes: at most {MAX_PACKET:,} fit into one")
         self._daemon.guard.charge(sender_key(context.remote_id), reply.ByteSize())
+        self._traffic.up += reply.ByteSize()
+        return reply
+
+    async def _take_headers_asked(self, names: wire.Packet, context: P2PContext) -> wire.Packet:
+        self._traffic.down += names.ByteSize()
+        reply = self._handlers.on_headers_asked(names)
+        self.charge(sender_key(context.remote_id), reply.ByteSize())
         self._traffic.up += reply.ByteSize()
         return reply
 

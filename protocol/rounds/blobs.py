@@ -47,6 +47,8 @@ class Blobs:
         self._held: OrderedDict[Digest, None] = OrderedDict()
         self._bad: OrderedDict[Digest, None] = OrderedDict()
         self._wanted: dict[Digest, _Want] = {}
+        self._waiting: set[Digest] = set()
+        """Of these, those to be asked for again later: few, and looked at in every step."""
 
     def holds(self, blob: Digest) -> bool:
         return blob in self._held
@@ -73,6 +75,7 @@ class Blobs:
         want = self._wanted.get(blob)
         if want is not None:
             want.asked = False
+            self._waiting.add(blob)
             want.retry = now + self._retry * 2 ** min(want.tries, 4)
             want.tries += 1
 
@@ -81,6 +84,7 @@ class Blobs:
         for blob in blobs:
             if (want := self._wanted.get(blob)) is not None:
                 want.asked = False
+                self._waiting.add(blob)
                 want.retry = now
 
     def forget(self, blobs: Iterable[Digest]) -> list[Action]:
@@ -98,6 +102,7 @@ class Blobs:
     ) -> list[Action]:
         """Ask for what is needed and not held; stop asking for what is not needed any more."""
         actions: list[Action] = []
+        self._waiting &= self._wanted.keys()
         for blob in [b for b in self._wanted if b not in needed]:
             del self._wanted[blob]
             actions.append(DropBlob(blob))
@@ -111,6 +116,7 @@ class Blobs:
                 want = self._wanted[blob] = _Want(False, 0, now)
             if not want.asked and want.retry <= now:
                 want.asked = True
+                self._waiting.discard(blob)
                 if isinstance(source, PartOf):
                     actions.append(FetchPart(blob, source.record, source.index, holders(blob, source)))
                 else:
@@ -119,7 +125,7 @@ class Blobs:
 
     def next_retry(self) -> float | None:
         """When the next blob is asked for again."""
-        return min((w.retry for w in self._wanted.values() if not w.asked), default=None)
+        return min((self._wanted[blob].retry for blob in self._waiting if blob in self._wanted), default=None)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What is held, and its bound."""

@@ -391,8 +391,10 @@ class Deciding:
             c.emit(Broadcast(b.proposed))
         if b.last_vote is not None and (p := b.proposals.get(b.last_vote.body.record)) is not None:
             # Others' too: not everyone hears everyone.
-            c.emit(Broadcast(p.record))
-            for vote in b.votes_for(p.record)[:MAX_REPEATED_VOTES]:
+            few = c.members.is_my_turn(p.record.digest, self._repeats)
+            if few or p.record.author == c.me:
+                c.emit(Broadcast(p.record))
+            for vote in b.votes_for(p.record)[:MAX_REPEATED_VOTES] if few else ():
                 if vote.author != c.me:
                     c.emit(Broadcast(vote))
             c.emit(Broadcast(b.last_vote))

@@ -10,6 +10,10 @@ from protocol.rounds.policy import Policy
 
 MAX_STRIKES = 6
 
+REPEATERS = 8
+"""Of more members than twice so many not everyone repeats others' messages: of a thousand, each would send all of them
+to all, a thousand times what one proposer sends."""
+
 
 class Member:
     """An admitted peer that was heard of lately."""
@@ -69,6 +73,11 @@ class Members:
         self._settled: set[PeerKey] = set()
         self.windows = 0
         """Sum of `_counted`."""
+
+    def is_my_turn(self, of: Digest, turn: int) -> bool:
+        """Whether we are one of about REPEATERS members, others each time, who repeat what others have said."""
+        every = max(1, len(self) // REPEATERS)
+        return (int.from_bytes(self._me[:4], "big") + int.from_bytes(of[:4], "big") + turn) % every == 0
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())

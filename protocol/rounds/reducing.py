@@ -230,7 +230,7 @@ class Reducing:
         for word in words:
             if word.author == c.me:
                 c.emit(Broadcast(word))
-        if voted:
+        if voted and c.members.is_my_turn(p.record.digest, count):
             others = [w for w in words if w.author != c.me]
             first = count * MAX_REPEATED_WORDS % max(1, len(others))
             for word in (*others[first:], *others[:first])[:MAX_REPEATED_WORDS]:

@@ -1,0 +1,167 @@
+"""Rounds of 16 to 1,000 peers: the product's round machines on modelled links in virtual time.
+
+Real: every decision (`protocol.rounds`), each message's size as the product encodes it, the outbox's rules (64 calls
+under way), each update's size by its codec. Of more than 32 peers 32 have machines, which hear all the others; those do
+as they do, with their own keys (`shadows.py`). Modelled:
+
+- lines: up and down rates, a delay for each pair (within a fifth); every packet costs 450 bytes beside its content, and
+  a message that arrives 200 us for its signature;
+- blobs: fluids that share 60% of the lines (`--efficiency`: what real processes filled on two overloaded cores) max-min
+  fairly, relayed by all (`fluid.py`);
+- the trainer: a step of 2 s (1B: 131,072 tokens at 40% of an H200) or 0.5 s (25M), 30 asked a round. Of the GPU an
+  update takes 100 bytes a parameter, a round 24 and 16 for each update, at 1 TB/s (estimates: no GPU was measured). The
+  state's digest takes 12 ns a parameter on a core, the check of an update 0.75, on four (docs/results/codec.md);
+- the owner's policy: for an exchange at least 60 s and twice the floor; heartbeats of 2 s or more (`--heartbeat`);
+- reduced: a slice is the 256 KiB chunks of an update that cover a part; a part is made by one core, 3 ns a parameter
+  and update (docs/results/codec.md); its blob is there for all when one of its committee names it.
+
+Floor: the bytes of an exchange into the peer that gets most, and two round trips (reduced: four). Training: the share
+of the GPU's time that is not an update or a round. "No overlap": if training stood still from an announcement to the
+new state.
+
+JSON keys:
+  machine: processor, cores, python, torch, threads, load (before anything ran)
+  rows: a list, each with
+    peers, parameters, codec, exchange, records ("names" or "whole"), heartbeat (s), up, down (bit/s), rtt (s), blob
+    (bytes), efficiency, floor, rounds, and the fields of `world.Counts`: bytes and messages of one peer and round,
+    times in seconds
+  heartbeats: a list, each with peers, seconds, bytes (a second, each way, of one peer), known_bytes (what comes to
+    that while all are exchanging and know all headers)
+  goals: training (at least, of 1B at 16 peers), met
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.scale.shape import Shape
+from benchmarks.scale.sizes import PACKET, Sizes
+from benchmarks.scale.world import World
+from protocol.rounds.machine import TELL_ALWAYS, TELL_EVERY
+
+GOAL = 0.98
+LONGEST = 200_000.0
+"""Seconds of virtual time."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate, print, save. Returns 0 when the goal is met or was not measured."""
+    parser = report.command_line(__doc__ or "", "scale")
+    parser.add_argument("--peers", default="16,100", help="how many, with commas between")
+    parser.add_argument("--parameters", default="1B,25M")
+    parser.add_argument("--codec", default="sparse,sign")
+    parser.add_argument("--exchange", default="gather", help="gather, reduce")
+    parser.add_argument("--records", default="names", choices=("names", "whole"), help="how large records travel")
+    parser.add_argument(
+        "--heartbeat", type=float, default=0.0, metavar="S", help="seconds; 0: 2, or more for many peers"
+    )
+    parser.add_argument("--up", type=float, default=100.0, metavar="MBIT")
+    parser.add_argument("--down", type=float, default=100.0, metavar="MBIT")
+    parser.add_argument("--rtt", type=float, default=100.0, metavar="MS")
+    parser.add_argument("--efficiency", type=float, default=0.6, help="share of the lines that blobs fill")
+    parser.add_argument("--rounds", type=int, default=2, help="after one to warm up; 0: the first one alone")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="rows that were saved before")
+    o = parser.parse_args(argv)
+    if o.quick:
+        o.peers, o.parameters, o.codec, o.rounds = "16,50", "1B", "sparse", 1
+    peers_of = [int(n) for n in o.peers.split(",") if n]
+    rows: list[dict[str, Any]] = []
+    for file in o.add:
+        rows += json.loads(file.read_text())["rows"]
+    results: dict[str, Any] = {"machine": report.machine(), "rows": rows}
+    for parameters in o.parameters.split(","):
+        for codec in o.codec.split(","):
+            for exchange in o.exchange.split(","):
+                for peers in peers_of:
+                    shape = Shape(
+                        peers, parameters, codec, o.up * 1e6, o.down * 1e6, o.rtt / 1e3, exchange,
+                        names=o.records == "names", heartbeat=o.heartbeat, efficiency=o.efficiency,
+                    )  # fmt: skip
+                    row = row_of(shape, o.rounds)
+                    rows[:] = [r for r in rows if _name(r) != _name(row)] + [row]
+                    print(shown([row]), flush=True)
+                    if o.json is not None:
+                        report.save(o.json, finished(results))
+    finished(results)
+    print("\n" + shown(rows) + "\n\n" + heartbeats_shown(results["heartbeats"]))
+    goals = results["goals"]
+    print(f"\n1B, 16 peers: at least {GOAL:.0%} of the time training: {goals['met']}")
+    return 1 if goals["met"] is False else 0
+
+
+def row_of(shape: Shape, rounds: int) -> dict[str, Any]:
+    """Play one row."""
+    counts = World(shape).play(rounds, LONGEST)
+    return {
+        "peers": shape.peers, "parameters": shape.parameters, "codec": shape.codec, "exchange": shape.exchange,
+        "records": "names" if shape.names else "whole", "heartbeat": shape.policy.heartbeat_seconds, "up": shape.up,
+        "down": shape.down, "rtt": shape.rtt, "blob": shape.blob, "efficiency": shape.efficiency,
+        "floor": shape.floor, "rounds": max(1, rounds),
+        **asdict(counts),
+    }  # fmt: skip
+
+
+def _name(row: dict[str, Any]) -> tuple[object, ...]:
+    return tuple(
+        row[k] for k in ("parameters", "codec", "exchange", "peers", "records", "up", "down", "rtt", "efficiency")
+    )
+
+
+def finished(results: dict[str, Any]) -> dict[str, Any]:
+    """With heartbeats and goals."""
+    sizes = Sizes()
+    results["heartbeats"] = [
+        {
+            "peers": n, "seconds": s, "bytes": (n - 1) * (sizes.heartbeat + PACKET) / s,
+            "known_bytes": (n - 1) * 8 * n / s / (TELL_EVERY if n > TELL_ALWAYS else 1),
+        }
+        for n, s in ((16, 2.0), (100, 2.0), (300, 2.0), (1000, 2.0), (1000, 10.0), (1000, 30.0))
+    ]  # fmt: skip
+    of_16 = [r["training"] for r in results["rows"] if r["peers"] == 16 and r["parameters"] == "1B"]
+    results["goals"] = {"training": GOAL, "met": min(of_16) >= GOAL if of_16 else None}
+    return results
+
+
+def shown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table."""
+    columns = (
+        "peers", "model", "codec", "exchange", "records", "round s", "steps", "exchange s", "floor s", "of floor",
+        "blobs MB", "messages", "up kB", "most kB", "training", "no overlap", "us/step", "machine ms",
+    )  # fmt: skip
+    return report.table(
+        columns,
+        [
+            (
+                r["peers"], r["parameters"], r["codec"], r["exchange"], r["records"], f"{r['round_seconds']:.1f}",
+                f"{r['inner_steps']:.0f}", f"{r['exchange_seconds']:.2f}", f"{r['floor']:.2f}",
+                f"{r['exchange_seconds'] / r['floor']:.2f}", f"{r['blob_bytes'] / 1e6:,.1f}", f"{r['messages']:,.0f}",
+                f"{r['message_up'] / 1e3:,.0f}", f"{r['message_most'] / 1e3:,.0f}", f"{r['training']:.1%}",
+                f"{r['training_without_overlap']:.1%}", f"{r['machine_us']:.0f}", f"{1e3 * r['machine_seconds']:,.0f}",
+            )
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def heartbeats_shown(rows: Sequence[dict[str, Any]]) -> str:
+    """What heartbeats alone take of a line."""
+    return report.table(
+        ("peers", "heartbeat s", "Mbit/s each way", "while exchanging"),
+        [
+            (
+                r["peers"], r["seconds"], f"{8 * r['bytes'] / 1e6:.2f}",
+                f"{8 * (r['bytes'] + r['known_bytes']) / 1e6:.2f}",
+            )
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

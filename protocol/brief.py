@@ -1,0 +1,111 @@
+"""A record among those who hold its headers: it names them, and is put together again from them.
+
+A record of a thousand contributors has 600 KB of headers, which every member has heard already, from their authors. In
+a brief each header is replaced by the first NAME_BYTES of the SHA-256 of its envelope: 18 KB. All else is the record's
+own, also its signature, which does not cover the brief: a brief is a hint. Whoever has all headers puts the record's
+envelope together, to the byte, and opens that as ever: a brief that names something else comes to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from protocol.errors import MalformedError
+from protocol.ids import PeerKey, sha256
+from protocol.messages import HEADER_LIMIT, MAX_CONTRIBUTORS, Record, Signed
+from protocol.wire import swarm_pb2 as wire
+
+KIND = "brief"
+NAME_BYTES = 16
+BRIEF_LIMIT = MAX_CONTRIBUTORS * (NAME_BYTES + 2) + 1024
+"""No brief is larger, in bytes."""
+
+_MARK = wire.Envelope(kind=KIND).SerializeToString(deterministic=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """What a brief says, unverified: who claims to have signed the record, and the names of its headers, in order."""
+
+    author: PeerKey
+    names: tuple[bytes, ...]
+    payload: bytes
+    signature: bytes
+
+    def complete(self, headers: Sequence[bytes]) -> bytes:
+        """The record's envelope, from the headers' envelopes in the order of `names`; to be opened like any other.
+
+        Raises MalformedError when they are not the headers that are named.
+        """
+        if tuple(name_of(h) for h in headers) != self.names:
+            raise MalformedError("a record was put together from other headers than it names")
+        record = wire.Record.FromString(self.payload)
+        del record.updates[:]
+        record.updates.extend(headers)
+        return wire.Envelope(
+            kind="record", payload=record.SerializeToString(deterministic=True), key=bytes(self.author),
+            signature=self.signature,
+        ).SerializeToString(deterministic=True)  # fmt: skip
+
+
+def name_of(header: bytes) -> bytes:
+    """The name of a header, from its envelope."""
+    return sha256(header)[:NAME_BYTES]
+
+
+def is_brief(sent: bytes) -> bool:
+    """Whether this claims to be a brief: only for choosing how to open it."""
+    return sent.startswith(_MARK)
+
+
+def abbreviate(record: Signed[Record]) -> bytes | None:
+    """The brief of a verified record; None when the record could not be put together from it to the byte (its payload
+    is written as another version writes it)."""
+    whole = wire.Envelope.FromString(record.sent)
+    body = wire.Record.FromString(whole.payload)
+    headers = list(body.updates)
+    del body.updates[:]
+    body.updates.extend(name_of(h) for h in headers)
+    sent = wire.Envelope(
+        kind=KIND, payload=body.SerializeToString(deterministic=True), key=whole.key, signature=whole.signature
+    ).SerializeToString(deterministic=True)
+    return sent if len(sent) <= BRIEF_LIMIT and parse_brief(sent).complete(headers) == record.sent else None
+
+
+def parse_brief(sent: bytes) -> Brief:
+    """What a brief says. Raises MalformedError."""
+    if len(sent) > BRIEF_LIMIT:
+        raise MalformedError(f"a brief of {len(sent)} bytes: at most {BRIEF_LIMIT} are accepted")
+    try:
+        envelope = wire.Envelope.FromString(sent)
+        body = wire.Record.FromString(envelope.payload)
+    except DecodeError:
+        raise MalformedError("the bytes of a brief do not parse") from None
+    names = tuple(bytes(n) for n in body.updates)
+    if envelope.kind != KIND or len(envelope.signature) != 64:
+        raise MalformedError("a brief without a signature, or of another kind")
+    if not 1 <= len(names) <= MAX_CONTRIBUTORS or any(len(n) != NAME_BYTES for n in names):
+        raise MalformedError(f"a brief names 1 to {MAX_CONTRIBUTORS} headers by {NAME_BYTES} bytes each")
+    if len(set(names)) != len(names):
+        raise MalformedError("a brief names a header twice")
+    return Brief(PeerKey(envelope.key), names, envelope.payload, envelope.signature)
+
+
+def check_names(names: Sequence[bytes]) -> Sequence[bytes]:
+    """Names of headers that somebody asks for. Raises MalformedError."""
+    if len(names) > MAX_CONTRIBUTORS or any(len(n) != NAME_BYTES for n in names):
+        raise MalformedError(f"at most {MAX_CONTRIBUTORS} headers are asked for, by {NAME_BYTES} bytes each")
+    return names
+
+
+def check_headers(names: Sequence[bytes], headers: Sequence[bytes]) -> dict[bytes, bytes]:
+    """The answer to that, by name. Raises MalformedError when it has anything that was not asked for."""
+    if len(headers) > len(names) or any(len(h) > HEADER_LIMIT for h in headers):
+        raise MalformedError("more, or longer, headers than were asked for")
+    found = {name_of(h): h for h in headers}
+    if not found.keys() <= set(names):
+        raise MalformedError("headers that were not asked for")
+    return found
