@@ -41,10 +41,3 @@ class Holder:
     reason: str = "not asked yet"
     bad: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-    have: bytes | None = None
-    """Bitmap of the chunks it has, when it does not have them all."""
-
-    def may_have(self, index: int) -> bool:
-        if self.have is None:
-            return True
-        return index >> 3 < len(self.have) and bool(self.have[index >> 3] >> (index & 7) & 1)
