@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peer.store import Store
+from peer.swarm.errors import PeerUnreachable
 from peer.swarm.fetch import Fetch
 from peer.swarm.links import LinkLimits, Links
 from peer.swarm.serve import BlobServer, ServeLimits
@@ -66,6 +67,22 @@ class _Inline(Executor):
         return done
 
 
+class SlowDisk(Executor):
+    """Everything takes so many seconds, one thing after the other."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._free = 0.0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        loop, done = asyncio.get_running_loop(), Future[Any]()
+        self._free = max(self._free, loop.time()) + self._seconds
+        loop.call_at(self._free, lambda: _Inline().submit(fn, *args, **kwargs).add_done_callback(
+            lambda found: done.set_exception(e) if (e := found.exception()) else done.set_result(found.result())
+        ))  # fmt: skip
+        return done
+
+
 def simulated(main: Coroutine[Any, Any, T]) -> T:
     """Run it in simulated time."""
     loop = _Loop()
@@ -90,6 +107,7 @@ class _Pipe:
         self._room = asyncio.Event()
         self.other: _Pipe
         self.closed = False
+        self.cut = False
 
     def write(self, data: bytes) -> None:
         if self.closed:
@@ -114,7 +132,7 @@ class _Pipe:
         asyncio.get_running_loop().call_later(self._delay(), self._arrive, segment)
 
     def _arrive(self, segment: bytes) -> None:
-        if not self.closed:
+        if not self.closed and not self.cut:
             self._reader.feed_data(segment)
 
     def close(self) -> None:
@@ -136,6 +154,11 @@ class Host:
         self.traffic = Traffic()
         self.bad: list[PeerKey] = []
         self.may_serve: Callable[[Digest, PeerKey], str | None] = lambda digest, peer: None
+        self.pipes: list[_Pipe] = []
+        """Its ends of all streams that were opened to it or by it."""
+
+        self.reachable = True
+        self.executor: Executor = _Inline()
         self._world = world
         self._server = BlobServer(
             self.store, lambda d, p: self.may_serve(d, p), _Inline(), self.traffic, ServeLimits(streams_per_peer=4)
@@ -149,11 +172,22 @@ class Host:
         loop = asyncio.get_running_loop()
         began = loop.time()
         fetch = Fetch(
-            self.links, self.store, _Inline(), digest, size, [h.key for h in holders if h is not self],
+            self.links, self.store, self.executor, digest, size, [h.key for h in holders if h is not self],
             me=self.key, max_size=MAX_BLOB, on_bad=lambda peer, reason: self.bad.append(peer),
         )  # fmt: skip
         await fetch.run(seconds)
         return loop.time() - began
+
+    def hang_up(self) -> None:
+        """All its streams break."""
+        for pipe in self.pipes:
+            pipe.close()
+
+    def lose_power(self) -> None:
+        """It says nothing any more, not even goodbye."""
+        self.reachable = False
+        for pipe in self.pipes:
+            pipe.cut = pipe.other.cut = True
 
     def has_to_send(self, pipe: _Pipe) -> None:
         if pipe not in self._queue:
@@ -173,6 +207,9 @@ class Host:
 
     async def _open(self, peer: PeerKey, seconds: float) -> tuple[Any, Any]:
         other = self._world.hosts[peer]
+        if not other.reachable:
+            await asyncio.sleep(seconds)
+            raise PeerUnreachable(f"peer {peer.short} could not be reached in {seconds:.0f} s")
         await asyncio.sleep(self._world.rtt)
         mine, theirs = asyncio.StreamReader(), asyncio.StreamReader()
         out, back = (
@@ -180,6 +217,8 @@ class Host:
             _Pipe(other, mine, lambda: self._world.rtt / 2),
         )
         out.other, back.other = back, out
+        self.pipes.append(out)
+        other.pipes.append(back)
         self._world.spawn(self._serve(other, theirs, back))
         return mine, out
 
