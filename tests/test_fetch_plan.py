@@ -95,6 +95,15 @@ def test_before_anybody_has_said_what_it_has_the_share_is_asked_for_already():
     assert sorted(f.ask(SOURCE)) == sorted(together([ME, B, C], [])[ME].ask(SOURCE))
 
 
+def test_the_shares_of_another_blob_are_dealt_out_in_another_way():
+    shares = []
+    for turn in (0, 1):
+        f = Fetcher(ME, [SOURCE, B, C], turn=turn)
+        f.plan.learn(SOURCE, ALL, 0.0)
+        shares.append(set(f.ask(SOURCE)))
+    assert not shares[0] & shares[1]
+
+
 def test_of_a_fellow_is_asked_what_few_have_first():
     f = together([ME, B, C], [])[ME]
     f.plan.learn(B, bits([3, 4, 5]), 0.0)

@@ -190,9 +190,9 @@ def main(argv: list[str] | None = None) -> int:
         results["rows"].append(measured(case))
         r = results["rows"][-1]
         print(f"{case.name}: {r['seconds']:.2f} s, floor {r['floor']:.2f}", file=sys.stderr, flush=True)
+        if options.json:
+            report.save(options.json, results)
     print(tables(results["rows"]))
-    if options.json:
-        report.save(options.json, results)
     return 0
 
 

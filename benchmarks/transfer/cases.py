@@ -54,10 +54,10 @@ class Case:
 
 CASES = (
     Case("far", 64 * MB, rtt_ms=200),
-    Case("far-fat", 160 * MB, donor_mbit=500, fetcher_mbit=500, rtt_ms=200),
-    Case("lossy", 48 * MB, rtt_ms=50, loss=0.01),
+    Case("far-fat", 128 * MB, donor_mbit=500, fetcher_mbit=500, rtt_ms=200),
+    Case("lossy", 32 * MB, rtt_ms=50, loss=0.01),
     Case("lossy-cubic", 8 * MB, rtt_ms=50, loss=0.01, tcp="cubic"),
-    Case("author", 24 * MB, donor_mbit=20, fetchers=7),
+    Case("author", 16 * MB, donor_mbit=20, fetchers=7),
     Case("join", 64 * MB, donors=6, donor_mbit=20),
     Case("memory-100", 100 * MB, donor_mbit=1000, fetcher_mbit=1000, rtt_ms=5, kind="memory"),
     Case("memory-1000", 1000 * MB, donor_mbit=1000, fetcher_mbit=1000, rtt_ms=5, kind="memory"),

@@ -45,6 +45,9 @@ HEDGE_SECONDS = 0.5
 """After so long without leaf hashes another holder is asked for them."""
 
 HEDGES = 3
+UNPROVED = 4
+"""Chunks asked of a holder at once before one of them has come."""
+
 IDLE_SECONDS = 0.05
 """How long to wait when there is nothing to ask of a holder."""
 
@@ -285,6 +288,7 @@ class Fetch:
             missing,
             count,
             relayed=count > RELAYED,
+            turn=int.from_bytes(bytes(self._digest)[:4], "big"),
             here=partial.has,
             latency=lambda peer: self._links.latency(peer, lane),
         )
@@ -318,7 +322,9 @@ class Fetch:
     async def _keep(self, holder: Holder, partial: Partial, index: int, data: bytes) -> None:
         try:
             await self._in_thread(partial.write, index, data)
+            holder.proved = True
         except MalformedError:
+            holder.suspected = True
             if len(data) != chunk_size(partial.size, index) and leaf_hash(data) == partial.leaves[index]:
                 raise _WrongSize from None
             await self._suspect(holder, partial.size, f"sent a chunk {index} that is not the blob's")
@@ -363,6 +369,9 @@ class _Worker:
     async def _turn(self) -> None:
         """One more chunk asked for, or a wait."""
         fetch, holder = self._fetch, self._holder
+        if self._running and (holder.suspected or (not holder.proved and len(self._running) >= UNPROVED)):
+            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            return
         try:
             place = await fetch._links.place(holder.peer, self._lane)
         except (LinkLost, PeerUnreachable) as e:

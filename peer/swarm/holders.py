@@ -41,3 +41,8 @@ class Holder:
     reason: str = "not asked yet"
     bad: bool = False
     counts: Counter[str] = field(default_factory=Counter)
+    proved: bool = False
+    """It gave a chunk that is the blob's."""
+
+    suspected: bool = False
+    """It gave one that is not: nothing more is asked of it until it is known whose fault that is."""

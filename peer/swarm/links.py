@@ -162,6 +162,8 @@ class Link:
                 await self._held.acquire()
                 asked = self._asked[0]
                 reply = await self._read_reply(asked.limit)
+                if self._lost is not None:
+                    return  # closed at the same instant
                 self._asked.popleft()
                 self._traffic.down += len(reply.data)
                 self.pace.came(asked.mark, len(reply.data), asyncio.get_running_loop().time())

@@ -76,7 +76,8 @@ class Plan:
     """Of one fetch. `missing` are the chunks that are wanted and not here; `count` is how many the whole blob has.
 
     `here` says whether a chunk has come by another way; `latency` how long a holder's reply takes of late, in seconds.
-    Unless `relayed`, holders are asked without their saying first what they have, and nobody waits for fellows.
+    `turn` is any number that all who fetch this blob agree on, and that is another for another blob. Unless `relayed`,
+    holders are asked without their saying first what they have, and nobody waits for fellows.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Plan:
         count: int,
         *,
         relayed: bool,
+        turn: int = 0,
         here: Callable[[int], bool],
         latency: Callable[[PeerKey], float] = lambda peer: 0.0,
     ):
@@ -96,6 +98,7 @@ class Plan:
         self._todo = set(missing)  # neither here nor asked for
         self._asked: dict[int, list[_Asked]] = {}
         self._relayed = relayed
+        self._turn = turn
         self._here = here
         self._latency = latency
         self._holders = {peer: _Holder(Kind.UNHEARD if relayed else Kind.SOURCE) for peer in peers}
@@ -104,7 +107,7 @@ class Plan:
         self._share: list[int] = []
         self._rest: list[int] = []
         self._shared = False
-        self._fetchers: list[PeerKey] | None = None
+        self._fetchers: list[PeerKey] = []
         self._deal()
 
     @property
@@ -228,16 +231,17 @@ class Plan:
         if fetchers == self._fetchers:
             return
         self._fetchers, self._shared = fetchers, shared
-        mine = fetchers.index(self._me)
-        self._share = [i for i in self._todo if i % len(fetchers) == mine]
-        self._rest = [i for i in self._todo if i % len(fetchers) != mine]
+        self._share = [i for i in self._todo if self._is_ours(i)]
+        self._rest = [i for i in self._todo if not self._is_ours(i)]
         random.shuffle(self._share)
         random.shuffle(self._rest)
 
+    def _is_ours(self, index: int) -> bool:
+        return self._fetchers[(index + self._turn) % len(self._fetchers)] == self._me
+
     def _offer(self, index: int) -> None:
         """It may be asked of anybody who has it."""
-        fetchers = self._fetchers or [self._me]
-        (self._share if fetchers[index % len(fetchers)] == self._me else self._rest).append(index)
+        (self._share if self._is_ours(index) else self._rest).append(index)
         for holder in self._holders.values():
             if holder.kind is Kind.FELLOW and _bit(holder.have, index):
                 holder.stack.append(index)
