@@ -170,15 +170,22 @@ def test_with_as_many_sources_as_fetchers_nobody_waits_for_a_fellow():
             f.get(source, index)
 
 
+def all_have_it(sources: list[PeerKey]) -> Fetcher:
+    f = Fetcher(ME, sources)
+    for source in sources:
+        f.plan.learn(source, ALL, 0.0)
+    return f
+
+
 def test_one_holder_is_asked_for_an_even_part_of_what_is_left():
-    f = Fetcher(ME, [SOURCE, OTHER], relayed=False)
+    f = all_have_it([SOURCE, OTHER])
     assert len(f.ask(SOURCE)) == COUNT // 2
     f.get_all(OTHER)
     assert f.plan.left == COUNT // 2
     for index in list(f.plan._missing)[:10]:
         f.plan.over(SOURCE, index)
     assert len(f.ask(OTHER)) == 10  # of 15
-    f = Fetcher(ME, [SOURCE, OTHER, B, C], relayed=False)
+    f = all_have_it([SOURCE, OTHER, B, C])
     for index in range(COUNT - 3):
         f.here.add(index)
     f.plan.look(0.0)

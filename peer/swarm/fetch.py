@@ -44,7 +44,6 @@ for smaller ones it would only take longer."""
 HEDGE_SECONDS = 0.5
 """After so long without leaf hashes another holder is asked for them."""
 
-HEDGES = 3
 UNPROVED = 4
 """Chunks asked of a holder at once before one of them has come."""
 
@@ -213,7 +212,7 @@ class Fetch:
         running: set[asyncio.Future[T]] = set()
         try:
             while waiting or running:
-                if waiting and len(running) < HEDGES:
+                if waiting:
                     running.add(asyncio.ensure_future(get(waiting.pop(0))))
                 done, running = await asyncio.wait(
                     running, timeout=HEDGE_SECONDS if waiting else None, return_when=asyncio.FIRST_COMPLETED

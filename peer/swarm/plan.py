@@ -140,7 +140,7 @@ class Plan:
     def gives_nothing(self, peer: PeerKey) -> None:
         """It does not answer, refuses, or has nothing of it: for now nobody should wait for its share."""
         holder = self._holders[peer]
-        if holder.kind is not Kind.IDLE:
+        if self._relayed and holder.kind is not Kind.IDLE:
             holder.kind = Kind.IDLE
             self._seen.subtract(i for i in _new_bits(b"", holder.have) if i < self._count)
             holder.have = b""
@@ -217,6 +217,8 @@ class Plan:
 
     def _most(self) -> int:
         """Of one holder at once: an even part of what is left, so that a slow one never holds up much at the end."""
+        if not self._relayed:
+            return self.left  # small: quicker from one than shared out
         active = sum(h.kind in (Kind.SOURCE, Kind.FELLOW) for h in self._holders.values())
         return self.left if active <= 1 else max(LEAST_SHARE, -(-self.left // active))
 
