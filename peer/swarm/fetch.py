@@ -2,23 +2,25 @@
 
 A holder that serves one wrong byte is dropped and reported. One that is silent, busy, or not yet willing is asked
 again, or others are asked in its place. What has arrived is kept when the fetch fails: the next one goes on from there.
+Which chunk is asked of whom says `plan.py`, and how many at once `pace.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from peer.store import BlobMissing, Partial, Store
 from peer.swarm.errors import BlobUnavailable, PeerUnreachable
-from peer.swarm.frames import BITS_PER_PAGE, SIZE_BYTES, Op, Request, Status, encode_size, leaf_pages, parse_size
+from peer.swarm.frames import BITS_PER_PAGE, SIZE_BYTES, Op, Reply, Request, Status, encode_size, leaf_pages, parse_size
 from peer.swarm.holders import LOST, PATIENCE, Holder, Patience
-from peer.swarm.links import LinkLost, Links
+from peer.swarm.links import LinkLost, Links, Place
+from peer.swarm.plan import Plan
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK, check_leaves, chunk_count, chunk_size, leaf_hash
@@ -29,13 +31,30 @@ T = TypeVar("T")
 OnBad = Callable[[PeerKey, str], None]
 
 BULK = 4 * 1024 * 1024
-"""Blobs over this size use the other lane."""
+"""Blobs over this size leave the quick lane to others."""
 
 HOLDERS = 32
-ACTIVE = 6
-SLOTS = 4
+ACTIVE = 8
+"""Holders that chunks are asked of at the same time."""
+
+RELAYED = 4
+"""Of blobs with more chunks than this, fetchers give each other what they have before they ask a scarce source again:
+for smaller ones it would only take longer."""
+
 HEDGE_SECONDS = 0.5
-"""After so long without an answer another holder is asked the same."""
+"""After so long without leaf hashes another holder is asked for them."""
+
+UNPROVED = 4
+"""Chunks asked of a holder at once before one of them has come."""
+
+IDLE_SECONDS = 0.05
+"""How long to wait when there is nothing to ask of a holder."""
+
+MAP_SECONDS = (0.1, 1.0)
+"""How often a holder that fetches too is asked what it has: while that changes, and at the least."""
+
+AGAIN_SECONDS = 3.0
+"""A holder that had nothing of the blob is asked again after so long, while others still give it."""
 
 
 class _Dropped(Exception):
@@ -67,9 +86,11 @@ class Fetch:
         size: int | None,
         holders: Iterable[PeerKey],
         *,
+        me: PeerKey,
         max_size: int,
         on_bad: OnBad,
     ):
+        self._me = me
         self._links = links
         self._store = store
         self._executor = executor
@@ -77,9 +98,7 @@ class Fetch:
         self._size = size
         self._max_size = max_size
         self._on_bad = on_bad
-        self._holders = [Holder(peer) for peer in list(dict.fromkeys(holders))[:HOLDERS]]
-        self._todo: list[int] = []
-        self._asked: dict[int, list[tuple[PeerKey, float]]] = {}
+        self._holders = [Holder(peer) for peer in _spread(list(dict.fromkeys(holders))[:HOLDERS])]
         self._complete = asyncio.Event()
 
     async def run(self, deadline_seconds: float) -> None:
@@ -124,16 +143,25 @@ class Fetch:
         """The data of an OK reply. Raises _Dropped, _Later."""
         if holder.bad:
             raise _Dropped
-        lane = "bulk" if (self._size or self._max_size) > BULK else "quick"
         try:
-            reply = await self._links.ask(holder.peer, lane, request, limit)
-        except LinkLost as e:
-            if e.hostile:
-                self._condemn(holder, str(e))
-                raise _Dropped from None
-            raise self._later(holder, "lost", LOST, str(e)) from None
-        except PeerUnreachable as e:
-            raise self._later(holder, "lost", LOST, str(e)) from None
+            reply = await self._links.ask(holder.peer, self._lane("about"), request, limit)
+        except (LinkLost, PeerUnreachable) as e:
+            raise self._lost(holder, e) from None
+        return self._data(holder, reply)
+
+    def _lane(self, lane: str) -> str:
+        """Small blobs have one lane, and big ones two: what is asked about them need not queue behind their chunks."""
+        return lane if (self._size or self._max_size) > BULK else "quick"
+
+    def _lost(self, holder: Holder, error: LinkLost | PeerUnreachable) -> _Later:
+        """What to do about a stream that broke or could not be had. Raises _Dropped."""
+        if isinstance(error, LinkLost) and error.hostile:
+            self._condemn(holder, str(error))
+            raise _Dropped from None
+        return self._later(holder, "lost", LOST, str(error))
+
+    def _data(self, holder: Holder, reply: Reply) -> bytes:
+        """The data of an OK reply. Raises _Dropped, _Later."""
         if reply.status is Status.OK:
             holder.counts.clear()
             holder.reason = "was still sending"
@@ -161,6 +189,7 @@ class Fetch:
         if not holder.bad:
             holder.bad = True
             holder.reason = reason
+            self._links.hang_up(holder.peer)
             log.warning("peer %s is dropped from blob %s: %s", holder.peer.short, self._digest.short, reason)
             self._on_bad(holder.peer, reason)
 
@@ -239,122 +268,209 @@ class Fetch:
         except MalformedError:  # an empty blob that is not the empty blob
             raise _WrongSize from None
         try:
-            self._todo = partial.missing()
-            self._asked.clear()
-            # Each fetcher in its own order, so that those who fetch at the same time have something for each other.
-            random.shuffle(self._todo)
-            if self._todo:
-                await self._get_chunks(partial)
+            missing = partial.missing()
+            if missing:
+                await self._get_chunks(partial, missing)
             await self._in_thread(partial.finish)
         except BlobMissing:
             raise self._unavailable("it is not wanted any more") from None
         finally:
             partial.close()
 
-    async def _get_chunks(self, partial: Partial) -> None:
+    async def _get_chunks(self, partial: Partial, missing: list[int]) -> None:
         self._complete.clear()
+        count = chunk_count(partial.size)
+        lane = self._lane("bulk")
+        plan = Plan(
+            self._me,
+            [h.peer for h in self._holders],
+            missing,
+            count,
+            relayed=count > RELAYED,
+            turn=int.from_bytes(bytes(self._digest)[:4], "big"),
+            here=partial.has,
+            latency=lambda peer: self._links.latency(peer, lane),
+        )
         waiting = self._usable()
+        again: list[tuple[float, Holder]] = []
         complete = asyncio.ensure_future(self._complete.wait())
-        workers: set[asyncio.Future[None]] = set()
+        workers: dict[asyncio.Future[Any], Holder] = {}
         try:
             while not complete.done():
+                while again and again[0][0] <= _now():
+                    waiting.append(again.pop(0)[1])
                 while waiting and len(workers) < ACTIVE:
-                    workers.add(asyncio.ensure_future(self._work(waiting.pop(0), partial)))
+                    holder = waiting.pop(0)
+                    workers[asyncio.ensure_future(_Worker(self, plan, partial, holder, lane).run())] = holder
                 if not workers:
                     raise self._unavailable("no holder is left" if self._holders else "nobody is known to hold it")
-                done, _ = await asyncio.wait({complete, *workers}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    {complete, *workers}, timeout=AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done - {complete}:
-                    workers.discard(task)
+                    holder = workers.pop(task)
                     try:
                         task.result()
                     except _Dropped:
-                        continue
+                        plan.gives_nothing(holder.peer)
+                        if holder.counts.pop(Status.MISSING.name, 0) and not holder.bad:
+                            again.append((_now() + AGAIN_SECONDS, holder))
         finally:
             await _cancel({complete, *workers})
-
-    async def _work(self, holder: Holder, partial: Partial) -> None:
-        """Chunks from one holder, as fast as it gives them: one to see if it is willing, then SLOTS at a time."""
-        await self._slot(holder, partial, once=True)
-        slots = {asyncio.ensure_future(self._slot(holder, partial)) for _ in range(SLOTS)}
-        try:
-            done, _ = await asyncio.wait(slots, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        finally:
-            await _cancel(slots)
-
-    async def _slot(self, holder: Holder, partial: Partial, *, once: bool = False) -> None:
-        while not self._complete.is_set():
-            index = self._take(holder, partial)
-            if index is None:
-                if not partial.left:
-                    self._complete.set()
-                    return
-                await asyncio.sleep(0.1)  # only faults of others will give us something to do
-                if holder.have is not None:
-                    await self._refresh(holder, partial)
-                continue
-            try:
-                data = await self._ask_once(holder, Request(Op.CHUNK, self._digest, index), CHUNK)
-                await self._keep(holder, partial, index, data)
-            except _Later as later:
-                self._give_back(holder, index, partial)  # somebody else may have it now
-                await asyncio.sleep(later.seconds)
-                if later.absent:
-                    await self._refresh(holder, partial)
-                continue
-            except BaseException:
-                self._give_back(holder, index, partial)
-                raise
-            self._asked.pop(index, None)
-            if not partial.left:
-                self._complete.set()
-            if once:
-                return
 
     async def _keep(self, holder: Holder, partial: Partial, index: int, data: bytes) -> None:
         try:
             await self._in_thread(partial.write, index, data)
+            holder.proved = True
         except MalformedError:
+            holder.suspected = True
             if len(data) != chunk_size(partial.size, index) and leaf_hash(data) == partial.leaves[index]:
                 raise _WrongSize from None
             await self._suspect(holder, partial.size, f"sent a chunk {index} that is not the blob's")
 
-    async def _refresh(self, holder: Holder, partial: Partial) -> None:
-        """Which chunks a holder has whose own copy is still arriving."""
+    async def _get_map(self, holder: Holder, partial: Partial) -> bytes:
+        """Which chunks a holder has. Raises _Dropped, _Later."""
         pages = range(-(-chunk_count(partial.size) // BITS_PER_PAGE))
-        holder.have = b"".join([await self._ask(holder, Request(Op.HAVE, self._digest, p), CHUNK) for p in pages])
+        return b"".join([await self._ask_once(holder, Request(Op.HAVE, self._digest, p), CHUNK) for p in pages])
 
-    def _take(self, holder: Holder, partial: Partial) -> int | None:
-        """The next chunk to ask this holder for: one that nobody was asked for, else one that is late."""
-        now = time.monotonic()
-        while self._todo and partial.has(self._todo[-1]):  # another fetch of the same blob got it
-            self._todo.pop()
-        if holder.have is None and self._todo:
-            index = self._todo.pop()
+
+class _Worker:
+    """Chunks from one holder, as fast as it gives them, until the fetch is complete. Internal."""
+
+    def __init__(self, fetch: Fetch, plan: Plan, partial: Partial, holder: Holder, lane: str):
+        self._fetch = fetch
+        self._plan = plan
+        self._partial = partial
+        self._holder = holder
+        self._lane = lane
+        self._running: set[asyncio.Future[None]] = set()
+        self._pause: _Later | None = None
+        self._failure: BaseException | None = None
+        self._map_due = 0.0
+        self._map_seconds = MAP_SECONDS[0]
+
+    async def run(self) -> None:
+        """Raises _Dropped, _WrongSize, BlobMissing, StoreError."""
+        opening = asyncio.ensure_future(self._open())
+        try:
+            if chunk_count(self._partial.size) > RELAYED:
+                await self._learn()
+            while not self._fetch._complete.is_set():
+                await self._turn()
+        finally:
+            await _cancel({opening, *self._running})
+
+    async def _open(self) -> None:
+        """The stream for chunks is there when the first is asked for; if it cannot be had, that is seen then."""
+        with contextlib.suppress(LinkLost, PeerUnreachable):
+            (await self._fetch._links.place(self._holder.peer, self._lane)).free()
+
+    async def _turn(self) -> None:
+        """One more chunk asked for, or a wait."""
+        fetch, holder = self._fetch, self._holder
+        if self._running and (holder.suspected or (not holder.proved and len(self._running) >= UNPROVED)):
+            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            return
+        try:
+            place = await fetch._links.place(holder.peer, self._lane)
+        except (LinkLost, PeerUnreachable) as e:
+            await self._rest(fetch._lost(holder, e))
+            return
+        index = None
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if holder.bad:
+                raise _Dropped
+            if self._pause is None:
+                index = self._plan.next(holder.peer, _now())
+                if index is not None:
+                    task = asyncio.ensure_future(self._one(place, index))
+                    self._running.add(task)
+                    task.add_done_callback(self._settled)
+        finally:
+            if index is None:
+                place.free()
+        if self._pause is not None:
+            await self._rest(self._pause)
+        elif index is None:
+            await self._idle()
+
+    async def _one(self, place: Place, index: int) -> None:
+        """Ask for a chunk and keep it."""
+        fetch, holder = self._fetch, self._holder
+        try:
+            async with place.asking(Request(Op.CHUNK, fetch._digest, index), CHUNK) as reply:
+                await fetch._keep(holder, self._partial, index, fetch._data(holder, reply))
+            self._plan.came(index, _now())
+            if not self._plan.left:
+                fetch._complete.set()
+        finally:
+            place.free()
+            self._plan.over(holder.peer, index)
+
+    def _settled(self, task: asyncio.Future[None]) -> None:
+        """A chunk came or did not: what the worker has to know of it."""
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        try:
+            if isinstance(error, LinkLost) and self._pause is None:
+                error = self._fetch._lost(self._holder, error)  # all that was under way is lost: that counts once
+        except _Dropped as e:
+            error = e
+        if isinstance(error, _Later):
+            self._pause = self._pause or error
+        elif not isinstance(error, LinkLost):
+            self._failure = self._failure or error
+
+    async def _rest(self, later: _Later) -> None:
+        """The holder gave nothing: once all that was asked of it is settled, wait."""
+        if self._running:
+            await asyncio.wait(self._running)
+        self._pause = None
+        await asyncio.sleep(later.seconds)
+        if later.absent:
+            await self._learn()
+
+    async def _idle(self) -> None:
+        """There is nothing to ask of it now."""
+        self._plan.look(_now())
+        if not self._plan.left:
+            self._fetch._complete.set()
+            return
+        if self._plan.has_more_soon(self._holder.peer) and _now() >= self._map_due:
+            await self._learn()
         else:
-            index = next((i for i in reversed(self._todo) if holder.may_have(i)), None)
-            if index is not None:
-                self._todo.remove(index)
-            else:
-                index = self._late(holder, now)
-        if index is not None:
-            self._asked.setdefault(index, []).append((holder.peer, now))
-        return index
+            await asyncio.sleep(IDLE_SECONDS)
 
-    def _late(self, holder: Holder, now: float) -> int | None:
-        for index, asked in self._asked.items():
-            if len(asked) < 3 and now - asked[-1][1] > HEDGE_SECONDS and holder.may_have(index):
-                if all(peer != holder.peer for peer, _ in asked):
-                    return index
-        return None
+    async def _learn(self) -> None:
+        """What the holder has."""
+        failed = 0
+        while True:
+            try:
+                have = await self._fetch._get_map(self._holder, self._partial)
+                break
+            except _Later as later:
+                failed += 1
+                if failed > 1:  # the first time it may just be about to begin
+                    self._plan.gives_nothing(self._holder.peer)
+                await asyncio.sleep(later.seconds)
+        if self._plan.learn(self._holder.peer, have, _now()):
+            self._map_seconds = MAP_SECONDS[0]
+        else:
+            self._map_seconds = min(MAP_SECONDS[1], 1.5 * self._map_seconds)
+        self._map_due = _now() + self._map_seconds
 
-    def _give_back(self, holder: Holder, index: int, partial: Partial) -> None:
-        asked = [a for a in self._asked.pop(index, []) if a[0] != holder.peer]
-        if asked:
-            self._asked[index] = asked
-        elif not partial.has(index) and index not in self._todo:
-            self._todo.append(index)
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _spread(holders: list[PeerKey]) -> list[PeerKey]:
+    """The likeliest first, the others in any order: those who fetch at once shall not all ask the same few."""
+    others = holders[1:]
+    random.shuffle(others)
+    return holders[:1] + others
 
 
 async def _cancel(tasks: Iterable[asyncio.Future]) -> None:

@@ -41,10 +41,8 @@ class Holder:
     reason: str = "not asked yet"
     bad: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-    have: bytes | None = None
-    """Bitmap of the chunks it has, when it does not have them all."""
+    proved: bool = False
+    """It gave a chunk that is the blob's."""
 
-    def may_have(self, index: int) -> bool:
-        if self.have is None:
-            return True
-        return index >> 3 < len(self.have) and bool(self.have[index >> 3] >> (index & 7) & 1)
+    suspected: bool = False
+    """It gave one that is not: nothing more is asked of it until it is known whose fault that is."""

@@ -1,15 +1,21 @@
-"""The asking side of blob streams: one stream a peer and lane, shared by all fetches, several requests under way."""
+"""The asking side of blob streams: one stream a peer and lane, shared by all fetches.
+
+As many requests are under way as fill the line (see `pace.py`), but only HELD replies are in memory that nobody has
+dealt with yet: the rest wait where they come from.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from peer.swarm.errors import PeerUnreachable, SwarmError
 from peer.swarm.frames import REPLY_HEAD_BYTES, Reply, Request, parse_reply_head
+from peer.swarm.pace import Mark, Pace
 from peer.swarm.traffic import Traffic
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey
@@ -21,13 +27,18 @@ OpenStream = Callable[[PeerKey, float], Awaitable[tuple[asyncio.StreamReader, as
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
-    """`reply_seconds` is for each reply by itself, so a slow link is no dead one: 256 KiB in 15 s is 140 kbit/s."""
+    """A stream is dead when nothing at all comes for `reply_seconds` while a reply is due, or when one reply takes
+    `slow_replies` times as long: 256 KiB in 60 s are 35 kbit/s."""
 
-    window: int = 6
     open_seconds: float = 10
     reply_seconds: float = 15
+    slow_replies: float = 4
     idle_seconds: float = 20
     links: int = 64
+
+
+HELD = 2
+"""Replies of one stream that are in memory at once, besides the one that is coming in."""
 
 
 class LinkLost(SwarmError):
@@ -45,6 +56,7 @@ class _Stale(Exception):
 @dataclass(slots=True)
 class _Asked:
     limit: int
+    mark: Mark
     answer: asyncio.Future[Reply]
 
 
@@ -58,8 +70,11 @@ class Link:
         self._writer = writer
         self._limits = limits
         self._traffic = traffic
-        self._window = asyncio.Semaphore(limits.window)
+        self.pace = Pace()
+        self._places = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._asked: deque[_Asked] = deque()
+        self._held = asyncio.Semaphore(HELD)
         self._wake = asyncio.Event()
         self._lost: LinkLost | None = None
         self._task = asyncio.ensure_future(self._read_replies())
@@ -70,18 +85,69 @@ class Link:
 
     @property
     def idle(self) -> bool:
-        return not self._asked
+        return not self._asked and not self._places
 
-    async def ask(self, request: Request, limit: int) -> Reply:
-        """The reply, of at most `limit` bytes. Raises LinkLost; _Stale when nothing was sent."""
-        async with self._window:
-            if self._lost is not None:
-                raise _Stale
-            answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-            self._asked.append(_Asked(limit, answer))
-            self._writer.write(request.encode())  # no drain: a window of requests is a few hundred bytes
-            self._wake.set()
-            return await answer
+    # -- places: who may have a request under way --------------------------------------------------------------------
+
+    async def take_place(self) -> None:
+        """Wait until one more request may be under way; first come, first served. To be given back with `free`.
+        Raises _Stale."""
+        if self._lost is not None:
+            raise _Stale
+        if self._places < self.pace.window and not self._waiting:
+            self._places += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.free()  # it came at the same instant
+            raise
+
+    def free(self) -> None:
+        """A place is not needed any more."""
+        self._places -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._places < self.pace.window:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._places += 1
+                turn.set_result(None)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def asking(self, request: Request, limit: int) -> AsyncIterator[Reply]:
+        """For who has a place: the reply, of at most `limit` bytes. While it is held, few others are read.
+
+        Raises LinkLost; _Stale when nothing was sent.
+        """
+        if self._lost is not None:
+            raise _Stale
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._asked.append(
+            _Asked(limit, self.pace.sent(asyncio.get_running_loop().time(), len(self._asked) + 1), answer)
+        )
+        self._writer.write(request.encode())  # no drain: a window of requests is a few kilobytes
+        self._wake.set()
+        try:
+            yield await answer
+        finally:
+            if not answer.done():
+                answer.cancel()
+            if answer.cancelled():
+                self._hang_up_if_abandoned()
+            elif answer.exception() is None:
+                self._held.release()
+
+    def _hang_up_if_abandoned(self) -> None:
+        """Much is to come that nobody waits for: it would only be in the way."""
+        if len(self._asked) > HELD and all(a.answer.done() for a in self._asked):
+            self.close("nobody waits for what was asked")
 
     def close(self, reason: str = "closed") -> None:
         self._task.cancel()
@@ -93,11 +159,18 @@ class Link:
                 if not self._asked:
                     self._wake.clear()
                     await asyncio.wait_for(self._wake.wait(), self._limits.idle_seconds)
+                await self._held.acquire()
                 asked = self._asked[0]
-                reply = await asyncio.wait_for(self._read_reply(asked.limit), self._limits.reply_seconds)
+                reply = await self._read_reply(asked.limit)
+                if self._lost is not None:
+                    return  # closed at the same instant
                 self._asked.popleft()
                 self._traffic.down += len(reply.data)
-                if not asked.answer.done():
+                self.pace.came(asked.mark, len(reply.data), asyncio.get_running_loop().time())
+                self._admit()
+                if asked.answer.done():
+                    self._held.release()
+                else:
                     asked.answer.set_result(reply)
         except asyncio.TimeoutError:
             stalled = f"no answer in {self._limits.reply_seconds:.0f} s" if self._asked else "idle"
@@ -108,18 +181,53 @@ class Link:
             self._fail(LinkLost("the stream broke"))
 
     async def _read_reply(self, limit: int) -> Reply:
-        head = await self._reader.readexactly(REPLY_HEAD_BYTES)
-        status, length = parse_reply_head(head, limit)
-        return Reply(status, await self._reader.readexactly(length))
+        """Raises TimeoutError, IncompleteReadError, OSError, MalformedError."""
+        end = asyncio.get_running_loop().time() + self._limits.slow_replies * self._limits.reply_seconds
+        status, length = parse_reply_head(await self._read(REPLY_HEAD_BYTES, end), limit)
+        return Reply(status, await self._read(length, end))
+
+    async def _read(self, size: int, end: float) -> bytes:
+        pieces, left = [], size
+        while left:
+            within = min(self._limits.reply_seconds, end - asyncio.get_running_loop().time())
+            piece = await asyncio.wait_for(self._reader.read(left), within)
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", left)
+            pieces.append(piece)
+            left -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _fail(self, lost: LinkLost) -> None:
         if self._lost is None:
             self._lost = lost
         self._writer.close()
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_exception(_Stale())
+        self._waiting.clear()
         while self._asked:
             asked = self._asked.popleft()
             if not asked.answer.done():
                 asked.answer.set_exception(self._lost)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Room for one request on a stream. Give it back with `free`, whatever became of it."""
+
+    _link: Link
+
+    @asynccontextmanager
+    async def asking(self, request: Request, limit: int) -> AsyncIterator[Reply]:
+        """The reply, for as long as its data are needed. Raises LinkLost."""
+        try:
+            async with self._link.asking(request, limit) as reply:
+                yield reply
+        except _Stale:
+            raise LinkLost("the stream broke") from None
+
+    def free(self) -> None:
+        self._link.free()
 
 
 @dataclass
@@ -133,17 +241,36 @@ class Links:
     _opening: dict[tuple[PeerKey, str], asyncio.Lock] = field(default_factory=dict)
     _closed: bool = False
 
-    async def ask(self, peer: PeerKey, lane: str, request: Request, limit: int) -> Reply:
-        """One request to a peer. Raises LinkLost, PeerUnreachable."""
+    async def place(self, peer: PeerKey, lane: str) -> Place:
+        """Wait until one more request to a peer may be under way. Raises LinkLost, PeerUnreachable."""
         for _ in range(3):
             link = self._links.get((peer, lane))
             if link is None or not link.alive:
                 link = await self._open(peer, lane)
-            try:
-                return await link.ask(request, limit)
-            except _Stale:
-                continue
+            with suppress(_Stale):
+                await link.take_place()
+                return Place(link)
         raise LinkLost("the streams to it end as soon as they are open")
+
+    async def ask(self, peer: PeerKey, lane: str, request: Request, limit: int) -> Reply:
+        """One request to a peer. Raises LinkLost, PeerUnreachable."""
+        place = await self.place(peer, lane)
+        try:
+            async with place.asking(request, limit) as reply:
+                return reply
+        finally:
+            place.free()
+
+    def latency(self, peer: PeerKey, lane: str) -> float:
+        """Seconds that a reply of this peer takes of late; 0 when that is not known."""
+        link = self._links.get((peer, lane))
+        return link.pace.latency if link is not None and link.alive else 0.0
+
+    def hang_up(self, peer: PeerKey) -> None:
+        """Close the streams to a peer: what it still sends is not wanted."""
+        for (other, _), link in self._links.items():
+            if other == peer:
+                link.close("hung up")
 
     async def _open(self, peer: PeerKey, lane: str) -> Link:
         name = (peer, lane)

@@ -303,7 +303,7 @@ class Swarm:
         """
         others = [h for h in holders if h != self.key]
         fetch = Fetch(
-            self._links, self._store, self._threads, digest, size, others, max_size=max_size, on_bad=on_bad
+            self._links, self._store, self._threads, digest, size, others, me=self.key, max_size=max_size, on_bad=on_bad
         )  # fmt: skip
         await fetch.run(deadline_seconds)
 

@@ -1,0 +1,90 @@
+"""How many requests to keep under way on one stream: what fills the line, found out as the replies come. Pure.
+
+After BBR (RFC draft-ietf-ccwg-bbr): the line holds (highest rate of late) x (lowest latency of late), and GAIN times as
+much is asked for. So the window grows as long as the rate does, a long fat line is filled after a few round trips, and
+a holder that is slow, or shared by many, is not asked for more than it gives in a moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.merkle import CHUNK
+
+FIRST, LEAST, MOST = 4, 2, 128
+"""Requests: at first; always (one is read by the other side while it sends the other); whatever the line."""
+
+GAIN = 3.0
+"""TCP doubles in a round trip, and a rate is known one late: with less than this we would hold it up."""
+
+SPARE_SECONDS = 0.25
+"""Asked for on top of one latency, at the least: a short line is not left idle while this process is busy."""
+
+RATE_SECONDS, BASE_SECONDS = 1.0, 30.0
+"""How long the highest rate (or 4 latencies) and the lowest latency are believed, at least; twice that at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A request was sent: when, what had come by then, how many others were under way."""
+
+    at: float
+    delivered: int
+    under_way: int
+
+
+@dataclass(slots=True)
+class _Epochs:
+    """The best value of this epoch and the one before."""
+
+    began: float = 0.0
+    now: float | None = None
+    before: float | None = None
+
+    def turn(self, now: float, seconds: float) -> bool:
+        """Whether a new epoch begins."""
+        if self.now is None or now - self.began < seconds:
+            return False
+        self.began, self.before, self.now = now, self.now, None
+        return True
+
+
+@dataclass
+class Pace:
+    """Of one stream. Times are in seconds of any one clock, sizes in bytes."""
+
+    window: int = FIRST
+    """Requests that may be under way now."""
+
+    latency: float = 0.0
+    """How long a reply takes of late, from its request; 0 before the first."""
+
+    _delivered: int = 0
+    _rate: _Epochs = field(default_factory=_Epochs)
+    _base: _Epochs = field(default_factory=_Epochs)
+    _draining: bool = False
+
+    def sent(self, now: float, under_way: int) -> Mark:
+        """A request goes out, and so many are under way with it."""
+        return Mark(now, self._delivered, under_way)
+
+    def came(self, mark: Mark, size: int, now: float) -> None:
+        """Its reply is here."""
+        self._delivered += size
+        took = max(1e-4, now - mark.at)
+        if self._base.turn(now, BASE_SECONDS):
+            self._draining = True  # our own queue is in every latency: let it run dry to see the line's
+        if self._draining and mark.under_way <= LEAST:
+            self._draining = False
+        if not self._draining:
+            self._base.now = took if self._base.now is None else min(took, self._base.now)
+        if 2 * size < CHUNK:
+            return  # says nothing of the rate
+        self.latency = took if not self.latency else 0.75 * self.latency + 0.25 * took
+        base = min(b for b in (self._base.now, self._base.before, took) if b is not None)
+        self._rate.turn(now, max(RATE_SECONDS, 4 * base))
+        rate = (self._delivered - mark.delivered) / took
+        self._rate.now = rate if self._rate.now is None else max(rate, self._rate.now)
+        best = max(self._rate.now, self._rate.before or 0.0)
+        ahead = best * max(GAIN * base, base + SPARE_SECONDS) / CHUNK
+        self.window = LEAST if self._draining else max(LEAST, min(MOST, round(ahead)))

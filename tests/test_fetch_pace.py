@@ -1,0 +1,101 @@
+"""As many requests are under way as fill the line, and not many more: on lines of every sort, simulated."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from peer.swarm.pace import BASE_SECONDS, FIRST, LEAST, MOST, Pace
+from protocol.merkle import CHUNK
+
+MBIT = 1e6 / 8
+
+
+@dataclass
+class Run:
+    """What one who asks for chunks got: `came` is bytes by the second."""
+
+    pace: Pace
+    seconds: float
+    came: list[int]
+    windows: list[int]
+
+    def rate(self, since: float) -> float:
+        """Bytes a second from then on."""
+        return sum(self.came[int(since) :]) / (self.seconds - since)
+
+
+def line(mbit: float | Callable[[float], float], rtt: float | Callable[[float], float], seconds: float) -> Run:
+    """One holder behind a line of so many Mbit/s and so long a round trip, both of the time if need be: requests are
+    answered in their order, one after the other."""
+    rate_at = mbit if callable(mbit) else lambda _: mbit
+    rtt_at = rtt if callable(rtt) else lambda _: rtt
+    pace, came, windows = Pace(), [0] * int(seconds), []
+    coming: list[tuple[float, int]] = []
+    marks = {}
+    busy_until, now, asked, under_way = 0.0, 0.0, 0, 0
+    while now < seconds:
+        while under_way < pace.window:
+            under_way += 1
+            marks[asked] = pace.sent(now, under_way)
+            starts = max(busy_until, now + rtt_at(now) / 2)
+            busy_until = starts + CHUNK / (rate_at(starts) * MBIT)
+            heapq.heappush(coming, (busy_until + rtt_at(now) / 2, asked))
+            asked += 1
+        now, number = heapq.heappop(coming)
+        under_way -= 1
+        pace.came(marks.pop(number), CHUNK, now)
+        if now < seconds:
+            came[int(now)] += CHUNK
+            windows.append(pace.window)
+    return Run(pace, seconds, came, windows)
+
+
+@pytest.mark.parametrize("mbit", [2, 20, 100, 500])
+@pytest.mark.parametrize("rtt", [0.001, 0.05, 0.2, 0.4])
+def test_a_line_is_filled_whatever_its_rate_and_length(mbit: float, rtt: float):
+    run = line(mbit, rtt, 20)
+    limit = MOST * CHUNK / (rtt + CHUNK / (mbit * MBIT))
+    assert run.rate(5) >= 0.95 * min(mbit * MBIT, limit)
+
+
+@pytest.mark.parametrize(("mbit", "rtt"), [(1, 0.1), (20, 0.05), (100, 0.2)])
+def test_no_more_is_asked_for_than_comes_in_a_few_round_trips(mbit: float, rtt: float):
+    run = line(mbit, rtt, 25)
+    base = rtt + CHUNK / (mbit * MBIT)
+    assert max(run.windows) <= max(FIRST, 2 + 3.2 * max(base, base / 3 + 0.25) * mbit * MBIT / CHUNK)
+    assert run.pace.latency <= 4 * base + 0.5
+
+
+def test_a_long_fat_line_is_full_after_a_few_round_trips():
+    run = line(500, 0.2, 4)
+    assert sum(run.came[:2]) >= 0.5 * 2 * 500 * MBIT
+
+
+def test_the_window_follows_a_line_that_becomes_slower_and_faster_again():
+    run = line(lambda now: 10 if 20 <= now < 40 else 200, 0.1, 60)
+    assert sum(run.came[25:38]) >= 0.9 * 13 * 10 * MBIT
+    assert sum(run.came[45:60]) >= 0.9 * 15 * 200 * MBIT
+    assert min(run.windows) <= 5
+
+
+def test_a_line_that_becomes_longer_is_filled_again_before_long():
+    run = line(100, lambda now: 0.02 if now < 10 else 0.3, 120)
+    assert run.rate(80) >= 0.9 * 100 * MBIT
+
+
+def test_letting_the_queue_run_dry_costs_little_and_keeps_it_from_growing():
+    run = line(100, 0.2, 6 * BASE_SECONDS)
+    assert run.rate(5) >= 0.97 * 100 * MBIT
+    assert LEAST in run.windows
+    assert run.windows[-1] <= 60
+
+
+def test_small_replies_say_nothing_of_the_rate():
+    pace = Pace()
+    for now in range(10):
+        pace.came(pace.sent(now, 1), 8, now + 0.1)
+    assert (pace.window, pace.latency) == (FIRST, 0.0)

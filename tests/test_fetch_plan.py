@@ -1,0 +1,231 @@
+"""Which chunk is asked of whom: a scarce source gives each once, the rarest first, and nobody is waited for long."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from peer.swarm.plan import LATE_SECONDS, LEAST_SHARE, WAIT_SECONDS, Plan
+from protocol.identity import Identity
+from protocol.ids import PeerKey
+
+COUNT = 60
+
+
+def key(n: int) -> PeerKey:
+    return Identity(bytes([n]) * 32).key
+
+
+SOURCE, OTHER, ME, B, C = (key(n) for n in range(1, 6))
+
+
+def bits(chunks) -> bytes:
+    out = bytearray(-(-COUNT // 8))
+    for i in chunks:
+        out[i >> 3] |= 1 << (i & 7)
+    return bytes(out)
+
+
+ALL = bits(range(COUNT))
+
+
+class Fetcher:
+    """One who fetches, and what is here."""
+
+    def __init__(self, me: PeerKey, peers: list[PeerKey], *, latency: dict[PeerKey, float] | None = None, **options):
+        self.here: set[int] = set()
+        slow = latency or {}
+        self.plan = Plan(
+            me, peers, range(COUNT), COUNT, here=self.here.__contains__, latency=lambda p: slow.get(p, 0.0),
+            **({"relayed": True} | options),
+        )  # fmt: skip
+
+    def ask(self, peer: PeerKey, now: float = 0.0, most: int = 1000) -> list[int]:
+        """All that may be asked of it at once."""
+        out = []
+        while len(out) < most and (index := self.plan.next(peer, now)) is not None:
+            out.append(index)
+        return out
+
+    def get_all(self, peer: PeerKey, now: float = 0.0) -> None:
+        """All that it gives."""
+        while asked := self.ask(peer, now):
+            for index in asked:
+                self.get(peer, index, now)
+
+    def get(self, peer: PeerKey, index: int, now: float = 0.0) -> None:
+        self.here.add(index)
+        self.plan.came(index, now)
+        self.plan.over(peer, index)
+
+
+def together(keys: list[PeerKey], peers: list[PeerKey]) -> dict[PeerKey, Fetcher]:
+    """They fetch from one source, and have heard what each of them has: nothing."""
+    fetchers = {k: Fetcher(k, [p for p in [SOURCE, *keys, *peers] if p != k]) for k in keys}
+    for k, f in fetchers.items():
+        f.plan.learn(SOURCE, ALL, 0.0)
+        for other in keys:
+            if other != k:
+                f.plan.learn(other, b"", 0.0)
+    return fetchers
+
+
+def test_those_who_fetch_at_once_ask_a_source_for_each_chunk_once():
+    fetchers = together([ME, B, C], [])
+    asked: Counter[int] = Counter()
+    for f in fetchers.values():
+        while mine := f.ask(SOURCE):
+            asked.update(mine)
+            for index in mine:
+                f.get(SOURCE, index)
+    assert asked == Counter(range(COUNT))
+    assert all(f.plan.left == COUNT * 2 // 3 for f in fetchers.values())
+    for k, f in fetchers.items():
+        for other, of in fetchers.items():
+            if other != k:
+                f.plan.learn(other, bits(of.here), 0.0)
+                f.get_all(other)
+        assert f.plan.left == 0
+
+
+def test_before_anybody_has_said_what_it_has_the_share_is_asked_for_already():
+    f = Fetcher(ME, [SOURCE, B, C])
+    f.plan.learn(SOURCE, ALL, 0.0)
+    assert sorted(f.ask(SOURCE)) == sorted(together([ME, B, C], [])[ME].ask(SOURCE))
+
+
+def test_the_shares_of_another_blob_are_dealt_out_in_another_way():
+    shares = []
+    for turn in (0, 1):
+        f = Fetcher(ME, [SOURCE, B, C], turn=turn)
+        f.plan.learn(SOURCE, ALL, 0.0)
+        shares.append(set(f.ask(SOURCE)))
+    assert not shares[0] & shares[1]
+
+
+def test_of_a_fellow_is_asked_what_few_have_first():
+    f = together([ME, B, C], [])[ME]
+    f.plan.learn(B, bits([3, 4, 5]), 0.0)
+    f.plan.learn(C, bits([4, 5, 6, 7]), 0.0)
+    assert set(f.ask(C, most=2)) == {6, 7}
+
+
+def test_what_a_fellow_has_is_not_asked_of_the_source():
+    f = together([ME, B], [])[ME]
+    share = set(f.ask(SOURCE))
+    for index in share:
+        f.plan.over(SOURCE, index)
+    f.plan.learn(B, bits(sorted(share)[:5]), 0.0)
+    assert set(f.ask(SOURCE)) == set(sorted(share)[5:])
+    assert set(f.ask(B)) == set(sorted(share)[:5])
+
+
+def with_the_share_here(theirs: int) -> Fetcher:
+    """After 10 s ours is here, and the fellow has so many of its own."""
+    f = together([ME, B], [])[ME]
+    share = set(f.ask(SOURCE, 0.0))
+    for index in share:
+        f.get(SOURCE, index, 10.0)
+    f.plan.learn(B, bits(sorted(set(range(COUNT)) - share)[:theirs]), 10.0)
+    f.get_all(B, 10.0)
+    assert f.ask(SOURCE, 10.0) == []
+    return f
+
+
+def test_the_share_of_who_does_not_get_it_is_taken_over_little_by_little():
+    f = with_the_share_here(20)
+    assert len(f.ask(SOURCE, 10.0 + 1.01 * WAIT_SECONDS)) == 1
+    assert len(f.ask(SOURCE, 10.0 + 3.01 * WAIT_SECONDS)) == 2
+
+
+def test_who_gets_on_is_waited_for():
+    f = with_the_share_here(20)
+    for n in range(21, 30):
+        f.plan.learn(B, bits(range(2 * n)), n - 10.5)
+        f.get_all(B, n - 10.5)
+        assert f.ask(SOURCE, n - 10.5 + 0.9 * WAIT_SECONDS) == []
+
+
+def test_a_fast_source_is_not_left_idle_for_a_slow_fellow():
+    f = with_the_share_here(5)
+    assert len(f.ask(SOURCE, 10.0 + 1.01 * WAIT_SECONDS)) >= 10
+
+
+def test_the_share_of_who_gives_nothing_is_everybodys_at_once():
+    f = together([ME, B], [])[ME]
+    before = set(f.ask(SOURCE))
+    f.plan.gives_nothing(B)
+    assert before | set(f.ask(SOURCE)) == set(range(COUNT))
+
+
+def test_with_as_many_sources_as_fetchers_nobody_waits_for_a_fellow():
+    f = Fetcher(ME, [SOURCE, OTHER, B])
+    f.plan.learn(SOURCE, ALL, 0.0)
+    f.plan.learn(B, b"", 0.0)
+    f.plan.learn(OTHER, ALL, 0.0)
+    assert len(f.ask(SOURCE)) + len(f.ask(OTHER)) >= 2 * (COUNT // 3)
+    for source in (SOURCE, OTHER):
+        for index in f.ask(source):
+            f.get(source, index)
+
+
+def all_have_it(sources: list[PeerKey]) -> Fetcher:
+    f = Fetcher(ME, sources)
+    for source in sources:
+        f.plan.learn(source, ALL, 0.0)
+    return f
+
+
+def test_one_holder_is_asked_for_an_even_part_of_what_is_left():
+    f = all_have_it([SOURCE, OTHER])
+    assert len(f.ask(SOURCE)) == COUNT // 2
+    f.get_all(OTHER)
+    assert f.plan.left == COUNT // 2
+    for index in list(f.plan._missing)[:10]:
+        f.plan.over(SOURCE, index)
+    assert len(f.ask(OTHER)) == 10  # of 15
+    f = all_have_it([SOURCE, OTHER, B, C])
+    for index in range(COUNT - 3):
+        f.here.add(index)
+    f.plan.look(0.0)
+    assert len(f.ask(OTHER)) == LEAST_SHARE
+
+
+@pytest.mark.parametrize("mine", [0.0, 0.3])
+def test_what_is_late_is_asked_of_who_has_it_and_gives_it_sooner(mine: float):
+    f = Fetcher(ME, [SOURCE, OTHER, B], latency={SOURCE: 2.0, OTHER: mine}, relayed=False)
+    f.plan.learn(B, b"", 0.0)
+    asked = f.ask(SOURCE, 0.0, most=5)
+    f.get_all(OTHER)
+    assert f.ask(OTHER, 0.9 * LATE_SECONDS) == []
+    assert f.ask(B, 10.0) == []
+    assert set(f.ask(OTHER, 1.1 * LATE_SECONDS)) == set(asked)
+    assert f.ask(OTHER, 20.0) == []
+
+
+def test_a_slow_line_is_not_asked_for_what_a_slow_line_is_late_with():
+    f = Fetcher(ME, [SOURCE, OTHER], latency={SOURCE: 2.0, OTHER: 2.0}, relayed=False)
+    asked = f.ask(SOURCE, 0.0, most=5)
+    f.get_all(OTHER)
+    assert f.ask(OTHER, 2.5) == []
+    assert set(f.ask(OTHER, 3.5)) == set(asked)
+
+
+def test_what_was_not_given_is_asked_for_again_of_anybody_who_has_it():
+    f = together([ME, B], [])[ME]
+    first = f.ask(SOURCE)[0]
+    f.plan.learn(B, bits([first]), 0.0)
+    f.plan.over(SOURCE, first)
+    assert f.ask(B) == [first]
+    f.get(B, first)
+    assert f.plan.left == COUNT - 1
+
+
+def test_a_bitmap_that_lies_is_believed_in_nothing_that_could_be_no_chunk():
+    f = together([ME, B], [])[ME]
+    assert not f.plan.learn(B, b"\0" * 500 + b"\xff" * 500, 0.0)
+    f.plan.learn(B, b"\xff" * 9999, 0.0)
+    assert set(f.ask(B)) <= set(range(COUNT))
+    f.plan.learn(B, b"", 0.0)  # takes it all back
+    assert f.plan.left == COUNT

@@ -1,0 +1,194 @@
+"""How blobs spread over lines of every sort, in simulated time: how long it takes, and what a source sends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer.swarm.errors import BlobUnavailable
+from peer.swarm.fetch import Fetch
+from peer.swarm.links import HELD
+from protocol.merkle import CHUNK
+from tests.fetch_world import MBIT, Host, SlowDisk, World, simulated
+
+
+def data_of(chunks: float, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(int(chunks * CHUNK))
+
+
+@pytest.mark.parametrize("fetchers", [2, 7])
+def test_a_slow_author_sends_each_chunk_about_once(tmp_path: Path, fetchers: int):
+    data = data_of(48)
+
+    async def main() -> tuple[float, float]:
+        world = World(tmp_path, rtt=0.1)
+        author, *others = hosts = [world.host(20 if n == 0 else 100) for n in range(fetchers + 1)]
+        digest = author.store.put(data)
+        took = await asyncio.gather(*(h.fetch(digest, len(data), hosts) for h in others))
+        copies = author.traffic.up / len(data)
+        world.close()
+        return max(took), copies
+
+    took, copies = simulated(main())
+    assert copies <= 1.25
+    assert took <= 1.25 * (len(data) / (20 * MBIT) + 0.2)
+
+
+def test_a_newcomer_is_filled_by_many_slow_donors(tmp_path: Path):
+    data = data_of(160)
+
+    async def main() -> tuple[float, list[int]]:
+        world = World(tmp_path, rtt=0.1)
+        rates = [20, 20, 20, 20, 10, 30]
+        donors = [world.host(r) for r in rates]
+        new = world.host(100)
+        digest = [d.store.put(data) for d in donors][0]
+        took = await new.fetch(digest, len(data), donors)
+        sent = [d.traffic.up for d in donors]
+        world.close()
+        return took, sent
+
+    took, sent = simulated(main())
+    assert took <= 1.25 * (len(data) / (120 * MBIT) + 0.2)
+    assert sent[5] > 2 * sent[4]
+    assert sum(sent) <= 1.05 * len(data)
+
+
+def test_a_far_donor_is_asked_for_what_fills_the_line(tmp_path: Path):
+    data = data_of(200)
+
+    async def main() -> float:
+        world = World(tmp_path, rtt=0.2)
+        donor, new = world.host(200), world.host(200)
+        digest = donor.store.put(data)
+        took = await new.fetch(digest, len(data), [donor])
+        world.close()
+        return took
+
+    took = simulated(main())
+    assert took <= 1.2 * (len(data) / (200 * MBIT) + 0.4) + 0.4
+
+
+def fetched_from(
+    folder: Path,
+    data: bytes,
+    donors: int,
+    spoil: Callable[[World, list[Host], Host], Awaitable[object]],
+    seconds: float,
+) -> tuple[float, list[Host], Host]:
+    """One fetches from so many donors of 20 Mbit/s, while `spoil` does something to them."""
+
+    async def main() -> tuple[float, list[Host], Host]:
+        world = World(folder, rtt=0.05)
+        hosts = [world.host(20) for _ in range(donors)]
+        new = world.host(100)
+        digest = [d.store.put(data) for d in hosts][0]
+        spoiling = asyncio.ensure_future(spoil(world, hosts, new))
+        await asyncio.sleep(0)
+        try:
+            took = await new.fetch(digest, len(data), hosts, seconds)
+            assert new.store.read(digest) == data
+            return took, hosts, new
+        finally:
+            spoiling.cancel()
+            world.close()
+
+    return simulated(main())
+
+
+def test_a_donor_is_dropped_at_its_first_bad_chunk_and_sends_little_more(tmp_path: Path):
+    data = data_of(60)
+
+    async def spoil(world: World, donors: list[Host], new: Host) -> None:
+        real = donors[0].store.read_chunk
+        donors[0].store.read_chunk = lambda digest, index: bytes(1) + real(digest, index)[1:]
+
+    took, donors, new = fetched_from(tmp_path, data, 3, spoil, 60)
+    assert new.bad == [donors[0].key]
+    assert donors[0].traffic.up <= 6 * CHUNK
+    assert new.traffic.down <= len(data) + 4 * CHUNK
+    assert took <= 1.25 * (len(data) / (40 * MBIT) + 0.3)
+
+
+def test_after_a_stream_broke_it_goes_on_where_it_was(tmp_path: Path):
+    data = data_of(60)
+
+    async def spoil(world: World, donors: list[Host], new: Host) -> None:
+        for _ in range(4):
+            await asyncio.sleep(1)
+            donors[0].hang_up()
+
+    took, _, new = fetched_from(tmp_path, data, 1, spoil, 60)
+    assert new.traffic.down <= len(data) + 10 * CHUNK
+    assert took <= len(data) / (20 * MBIT) + 5
+    assert new.bad == []
+
+
+def test_what_was_asked_of_a_donor_that_lost_power_comes_from_others(tmp_path: Path):
+    data = data_of(60)
+
+    async def spoil(world: World, donors: list[Host], new: Host) -> None:
+        await asyncio.sleep(1)
+        donors[0].lose_power()
+
+    took, donors, new = fetched_from(tmp_path, data, 3, spoil, 60)
+    assert took <= len(data) / (40 * MBIT) + 2
+    assert new.bad == []
+
+
+def test_a_refusal_and_a_blob_that_comes_later_are_waited_for(tmp_path: Path):
+    data = data_of(10)
+
+    async def spoil(world: World, donors: list[Host], new: Host) -> None:
+        donors[0].may_serve = lambda blob, peer: "not announced"
+        await asyncio.sleep(3)
+        donors[0].may_serve = lambda blob, peer: None
+
+    took, _, _ = fetched_from(tmp_path, data, 1, spoil, 60)
+    assert 3 <= took <= 6
+
+
+def test_who_gives_nothing_at_all_is_told_at_the_deadline(tmp_path: Path):
+    async def spoil(world: World, donors: list[Host], new: Host) -> None:
+        donors[0].may_serve = lambda blob, peer: "not announced"
+
+    with pytest.raises(BlobUnavailable, match="not announced"):
+        fetched_from(tmp_path, data_of(10), 1, spoil, 5)
+
+
+def test_with_a_slow_disk_few_chunks_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = data_of(30)
+    waiting, most = [0], [0]
+
+    async def spoil(world: World, donors: list[Host], new: Host) -> None:
+        new.executor = SlowDisk(0.2)
+        keep = Fetch._keep
+
+        async def counted(*args: Any) -> None:
+            waiting[0] += 1
+            most[0] = max(most[0], waiting[0])
+            try:
+                await keep(*args)
+            finally:
+                waiting[0] -= 1
+
+        monkeypatch.setattr(Fetch, "_keep", counted)
+
+    fetched_from(tmp_path, data, 2, spoil, 60)
+    assert 1 < most[0] <= 2 * HELD
+
+
+def test_one_blob_fetched_twice_at_once_comes_once(tmp_path: Path):
+    data = data_of(30)
+
+    async def spoil(world: World, donors: list[Host], new: Host) -> None:
+        digest = donors[0].store.put(data)
+        await new.fetch(digest, len(data), donors[1:])
+
+    _, _, new = fetched_from(tmp_path, data, 2, spoil, 60)
+    assert new.traffic.down <= 1.3 * len(data)
