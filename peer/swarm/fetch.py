@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor
 from typing import TypeVar
 
@@ -56,7 +56,10 @@ class _WrongSize(Exception):
 
 
 class Fetch:
-    """One attempt at one blob. `run` returns when the blob is in the store, or raises BlobUnavailable, StoreError."""
+    """One attempt at one blob. `run` returns when the blob is in the store, or raises BlobUnavailable, StoreError.
+
+    With `chunks`, when these are there: in the store's partial blob, unless they are all of it.
+    """
 
     def __init__(
         self,
@@ -69,7 +72,9 @@ class Fetch:
         *,
         max_size: int,
         on_bad: OnBad,
+        chunks: Collection[int] | None = None,
     ):
+        self._chunks = None if chunks is None else frozenset(chunks)
         self._links = links
         self._store = store
         self._executor = executor
@@ -235,17 +240,18 @@ class Fetch:
             if leaves is None:
                 leaves = await self._first(lambda h: self._get_leaves(h, size))
         try:
-            partial = await self._in_thread(self._store.partial, self._digest, size, leaves)
+            partial = await self._in_thread(self._store.partial, self._digest, size, leaves, self._chunks)
         except MalformedError:  # an empty blob that is not the empty blob
             raise _WrongSize from None
         try:
-            self._todo = partial.missing()
+            self._todo = partial.missing(self._chunks)
             self._asked.clear()
             # Each fetcher in its own order, so that those who fetch at the same time have something for each other.
             random.shuffle(self._todo)
             if self._todo:
                 await self._get_chunks(partial)
-            await self._in_thread(partial.finish)
+            if not partial.left:
+                await self._in_thread(partial.finish)
         except BlobMissing:
             raise self._unavailable("it is not wanted any more") from None
         finally:
@@ -287,7 +293,7 @@ class Fetch:
         while not self._complete.is_set():
             index = self._take(holder, partial)
             if index is None:
-                if not partial.left:
+                if not partial.lacks(self._chunks):
                     self._complete.set()
                     return
                 await asyncio.sleep(0.1)  # only faults of others will give us something to do
@@ -307,7 +313,7 @@ class Fetch:
                 self._give_back(holder, index, partial)
                 raise
             self._asked.pop(index, None)
-            if not partial.left:
+            if not partial.lacks(self._chunks):
                 self._complete.set()
             if once:
                 return
