@@ -278,13 +278,14 @@ class Swarm:
 
         `size` is the size that somebody signed for; with None the holders state it, and at most `max_size` is taken.
         A holder that is proved to send wrong bytes is dropped, and `on_bad(holder, reason)` called, once. What arrived
-        of a blob that could not be had whole is kept for the next attempt. With `chunks` only these are fetched, and are
-        then in the store's partial blob (`Store.arriving`), which is served to others like any that arrives.
+        of a blob that could not be had whole is kept for the next attempt. With `chunks` only these are fetched; they
+        are then in the store's partial blob (`Store.arriving`), which is served to others like any that arrives.
         Raises BlobUnavailable (with a reason for each holder), StoreError.
         """
         others = [h for h in holders if h != self.key]
         fetch = Fetch(
-            self._links, self._store, self._threads, digest, size, others, max_size=max_size, on_bad=on_bad, chunks=chunks
+            self._links, self._store, self._threads, digest, size, others,
+            max_size=max_size, on_bad=on_bad, chunks=chunks,
         )  # fmt: skip
         await fetch.run(deadline_seconds)
 
