@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from protocol.errors import ChainError
+from protocol.exchange import GATHER, Exchange
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import Certificate, Final, Signed
 
@@ -48,6 +49,8 @@ class ChainLimits:
 
     keep_at_least: int = 64
     """Records on the head's path that no limit drops."""
+
+    exchange: Exchange = GATHER
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""The messages of the swarm as frozen values: built, signed, and parsed by functions that verify before they decode.
+"""The messages of the swarm (see `bodies`): signed, and opened by functions that verify before they decode.
 
-`Signed` pairs a decoded body with the author and the exact bytes that were signed. `Opener` is the way in for all that
+`Opener` is the way in for all that
 comes from the network; it remembers what it has verified, so that a header that arrives alone, in a record and in a
 certificate is verified once.
 """
@@ -10,11 +10,35 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from protocol.bodies import (
+    MAX_ADDRESS,
+    MAX_ADDRESSES,
+    MAX_CERTIFICATE,
+    MAX_CONTRIBUTORS,
+    MAX_KNOWN,
+    MAX_LACKING,
+    MAX_NAME,
+    MAX_PARTS,
+    MAX_UNHEARD,
+    PHASES,
+    Admission,
+    Body,
+    Certificate,
+    Final,
+    Goodbye,
+    Header,
+    Heartbeat,
+    Record,
+    Reduced,
+    Signed,
+    Vote,
+    parts_digest,
+    votes_needed,
+)
 from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
@@ -22,150 +46,10 @@ from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId, sh
 from protocol.merkle import MAX_BLOB
 from protocol.wire import swarm_pb2 as wire
 
-MAX_NAME = 40
-MAX_ADDRESSES = 16
-MAX_ADDRESS = 200
-MAX_CONTRIBUTORS = 4096
-MAX_KNOWN = 4096
-MAX_UNHEARD = 1024
-MAX_CERTIFICATE = MAX_ENVELOPE
-"""No certificate is larger. The limits of headers and votes (`KINDS`) are such that the largest there can be fits."""
-MAX_REMEMBERED = 32 * 1024 * 1024
-"""About the most memory, in bytes, that an `Opener` spends on the verified messages of one kind."""
-PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving")
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """The owner's word that a peer may contribute, from `not_before` to `not_after` (unix seconds)."""
-
-    run: RunId
-    peer: PeerKey
-    not_before: int
-    not_after: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What an author says of its update: it commits to the blob before anybody may see others' (see DESIGN)."""
-
-    run: RunId
-    round: Round
-    parent: Digest
-    base_state: Digest
-    first_window: int
-    end_window: int
-    inner_steps: int
-    blob: Digest
-    blob_size: int
-    loss: float
-    admission: bytes
-
-    @property
-    def windows(self) -> int:
-        return self.end_window - self.first_window
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What a round accepts: signed headers in canonical order (ascending author key, each author once)."""
-
-    run: RunId
-    round: Round
-    parent: Digest
-    base_state: Digest
-    attempt: int
-    updates: tuple[Signed[Header], ...]
-
-    @property
-    def contributors(self) -> tuple[PeerKey, ...]:
-        return tuple(u.author for u in self.updates)
-
-    @property
-    def windows(self) -> int:
-        """Accepted windows; times the data's window length they are the accepted tokens."""
-        return sum(u.body.windows for u in self.updates)
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """A contributor's word that it holds and has checked every update of a record."""
-
-    run: RunId
-    round: Round
-    record: Digest
-
-
-@dataclass(frozen=True, slots=True)
-class Final:
-    """The owner's word that nothing up to and including this record is ever reverted."""
-
-    run: RunId
-    round: Round
-    record: Digest
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """What a member says of itself, for scheduling and for people. `known` are `short_id`s of the round's headers.
-
-    `state`: after the head, as the author holds it; None for an observer. `unheard`: `short_id`s of members of whom it
-    hears nothing first-hand; others pass their messages on to it.
-    """
-
-    run: RunId
-    sequence: int
-    round: Round
-    head: Digest
-    weight: int
-    windows: int
-    phase: str
-    tokens_per_second: float
-    loss: float
-    bytes_up: int
-    bytes_down: int
-    known: tuple[int, ...]
-    addresses: tuple[str, ...]
-    admission: bytes
-    device: str
-    state: Digest | None = None
-    unheard: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Goodbye:
-    """The author leaves of its own will."""
-
-    run: RunId
-    sequence: int
-
-
-Body = Admission | Header | Record | Vote | Final | Heartbeat | Goodbye
 T = TypeVar("T", bound=Body)
 
-
-@dataclass(frozen=True, slots=True)
-class Signed(Generic[T]):
-    """A verified body, its author, its digest, and the envelope to pass on."""
-
-    body: T
-    author: PeerKey
-    digest: Digest
-    sent: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """A record with votes from more than two thirds of its contributors (ascending author key, each once)."""
-
-    record: Signed[Record]
-    votes: tuple[Signed[Vote], ...]
-
-
-def votes_needed(contributors: int) -> int:
-    """The least number that is more than two thirds of the contributors."""
-    return contributors * 2 // 3 + 1
+MAX_REMEMBERED = 32 * 1024 * 1024
+"""About the most memory, in bytes, that an `Opener` spends on the verified messages of one kind."""
 
 
 # -- encoding ------------------------------------------------------------------------------------------------
@@ -191,7 +75,13 @@ def _encode_record(b: Record) -> Message:
 
 
 def _encode_vote(b: Vote) -> Message:
-    return wire.Vote(run=b.run, round=b.round, record=b.record)
+    return wire.Vote(run=b.run, round=b.round, record=b.record, parts=b.parts or b"")
+
+
+def _encode_reduced(b: Reduced) -> Message:
+    return wire.Reduced(
+        run=b.run, round=b.round, record=b.record, part=b.part, blob=b.blob or b"", lacking=b.lacking
+    )  # fmt: skip
 
 
 def _encode_final(b: Final) -> Message:
@@ -277,7 +167,19 @@ def _decode_record(payload: bytes, opener: Opener) -> Record:
 
 def _decode_vote(payload: bytes, _: Opener) -> Vote:
     m = _parsed(wire.Vote(), payload)
-    return Vote(RunId(m.run), Round(_bounded("round", m.round, MAX_ROUND)), Digest(m.record))
+    number = Round(_bounded("round", m.round, MAX_ROUND))
+    return Vote(RunId(m.run), number, Digest(m.record), Digest(m.parts) if m.parts else None)
+
+
+def _decode_reduced(payload: bytes, _: Opener) -> Reduced:
+    m = _parsed(wire.Reduced(), payload)
+    if len(m.lacking) > MAX_LACKING or bool(m.blob) == bool(m.lacking):
+        raise MalformedError(f"a part is reduced, or 1 to {MAX_LACKING} authors are lacking")
+    lacking = tuple(PeerKey(key) for key in m.lacking)
+    if not _ascending(lacking):
+        raise MalformedError("lacking authors are listed once each, by ascending key")
+    number, part = Round(_bounded("round", m.round, MAX_ROUND)), _bounded("part", m.part, MAX_PARTS - 1)
+    return Reduced(RunId(m.run), number, Digest(m.record), part, Digest(m.blob) if m.blob else None, lacking)
 
 
 def _decode_final(payload: bytes, _: Opener) -> Final:
@@ -331,6 +233,7 @@ KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Any
     Header: ("update", HEADER_LIMIT, _encode_header, _decode_header),
     Record: ("record", MAX_ENVELOPE, _encode_record, _decode_record),
     Vote: ("vote", VOTE_LIMIT, _encode_vote, _decode_vote),
+    Reduced: ("reduced", 4096, _encode_reduced, _decode_reduced),
     Final: ("final", 1024, _encode_final, _decode_final),
     Heartbeat: ("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),
     Goodbye: ("goodbye", 1024, _encode_goodbye, _decode_goodbye),
@@ -458,13 +361,13 @@ class Opener:
         if len(sent) > MAX_CERTIFICATE:
             raise MalformedError(f"a certificate of {len(sent)} bytes: at most {MAX_CERTIFICATE} are accepted")
         m = _parsed(wire.Certificate(), sent)
-        if len(m.votes) > MAX_CONTRIBUTORS:
-            raise MalformedError("a certificate with too many votes")
+        if len(m.votes) > MAX_CONTRIBUTORS or len(m.parts) > MAX_PARTS:
+            raise MalformedError("a certificate with too many votes or parts")
         record = self.open(m.record, Record)
         # Claimed authors and the count before any signature is looked at.
         _check_voters(record.body, [author_of(v, limit=VOTE_LIMIT) for v in m.votes])
         votes = tuple(self.open(v, Vote) for v in m.votes)
-        return check_certificate(Certificate(record, votes))
+        return check_certificate(Certificate(record, votes, tuple(Digest(p) for p in m.parts)))
 
 
 def check_certificate(certificate: Certificate) -> Certificate:
@@ -474,6 +377,9 @@ def check_certificate(certificate: Certificate) -> Certificate:
     ballot = (record.body.run, record.body.round, record.digest)
     if any((v.body.run, v.body.round, v.body.record) != ballot for v in votes):
         raise MalformedError("a certificate with a vote for another record")
+    parts = parts_digest(certificate.parts)
+    if any(v.body.parts != parts for v in votes):
+        raise MalformedError("a certificate with a vote for other parts of the mean, or for none")
     return certificate
 
 
@@ -490,7 +396,7 @@ def _check_voters(record: Record, voters: Sequence[PeerKey]) -> None:
 def encode_certificate(certificate: Certificate) -> bytes:
     """A certificate's bytes for the wire and the disk."""
     return wire.Certificate(
-        record=certificate.record.sent, votes=[v.sent for v in certificate.votes]
+        record=certificate.record.sent, votes=[v.sent for v in certificate.votes], parts=certificate.parts
     ).SerializeToString(deterministic=True)
 
 

@@ -223,6 +223,14 @@ class RoundSpec(Section):
     member_seconds: Seconds = Field(default=20, description="a member not heard of for so long is not waited for")
     max_update_tokens: Count = Field(description="the most tokens one update may claim")
     max_members: Annotated[int, Field(ge=1, le=MAX_CONTRIBUTORS)] = 256
+    exchange: Literal["gather", "reduce", "auto"] = Field(
+        default="gather",
+        description="gather: everyone fetches every update; reduce: each part of the mean is made by a committee, and "
+        "everyone fetches the parts; auto: what is fewer bytes",
+    )
+    committee: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=3, description="contributors that make each part of the mean; more than half must agree (reduce)"
+    )
 
     @model_validator(mode="after")
     def _ordered(self):

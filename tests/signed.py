@@ -17,8 +17,10 @@ from protocol.messages import (
     KeySigner,
     Opener,
     Record,
+    Reduced,
     Signed,
     Vote,
+    parts_digest,
 )
 from protocol.wire import swarm_pb2 as wire
 from tests.specs import OWNER, admission, digest, identity, tiny_spec
@@ -65,9 +67,13 @@ HEADERS = [header(p) for p in PEERS]
 RECORD = record(HEADERS)
 VOTES = [vote(p, RECORD) for p in PEERS]
 CERTIFICATE = Certificate(RECORD, tuple(VOTES[:5]))
+PARTS = tuple(digest(f"part {i}") for i in range(7))
+REDUCED_CERTIFICATE = Certificate(RECORD, tuple(vote(p, RECORD, parts=parts_digest(PARTS)) for p in PEERS[:5]), PARTS)
 ONE_OF_EACH: list[Signed[Any]] = [
     admission(SPEC, PEERS[1]), HEADERS[1], RECORD, VOTES[1], heartbeat(PEERS[1]),
     KeySigner(OWNER).sign(Final(RUN, Round(3), RECORD.digest)), KeySigner(PEERS[1]).sign(Goodbye(RUN, 2)),
+    REDUCED_CERTIFICATE.votes[1], KeySigner(PEERS[1]).sign(Reduced(RUN, Round(3), RECORD.digest, 4, PARTS[4])),
+    KeySigner(PEERS[1]).sign(Reduced(RUN, Round(3), RECORD.digest, 4, None, (PEERS[0].key, PEERS[3].key))),
 ]  # fmt: skip
 
 

@@ -20,15 +20,19 @@ from protocol.messages import (
     MAX_CERTIFICATE,
     MAX_CONTRIBUTORS,
     MAX_KNOWN,
+    MAX_LACKING,
     MAX_NAME,
+    MAX_PARTS,
     VOTE_LIMIT,
     Admission,
     Certificate,
     Heartbeat,
     KeySigner,
     Record,
+    Reduced,
     check_certificate,
     encode_certificate,
+    parts_digest,
     votes_needed,
 )
 from protocol.wire import swarm_pb2 as wire
@@ -36,8 +40,10 @@ from tests.signed import (
     CERTIFICATE,
     HEADERS,
     OTHER_RUN,
+    PARTS,
     PEERS,
     RECORD,
+    REDUCED_CERTIFICATE,
     RUN,
     SENT,
     STRANGER,
@@ -50,7 +56,7 @@ from tests.signed import (
     vote,
     wire_record,
 )
-from tests.specs import OWNER, digest
+from tests.specs import OWNER, digest, identity
 
 # -- records --------------------------------------------------------------------------------------------------
 
@@ -98,6 +104,64 @@ def certified(votes: list[bytes], of: bytes = RECORD.sent) -> bytes:
 def test_a_certificate_survives_the_wire():
     assert opener().certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
     assert check_certificate(CERTIFICATE) is CERTIFICATE
+
+
+def test_a_certificate_with_parts_survives_the_wire():
+    sent = encode_certificate(REDUCED_CERTIFICATE)
+    assert opener().certificate(sent) == REDUCED_CERTIFICATE
+    assert check_certificate(REDUCED_CERTIFICATE) is REDUCED_CERTIFICATE
+    assert encode_certificate(opener().certificate(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    "parts", [(), PARTS[:6], PARTS[::-1], (*PARTS, PARTS[0]), (digest("else"), *PARTS[1:]), (PARTS[0],) * MAX_PARTS]
+)
+def test_votes_for_some_parts_certify_no_others(parts):
+    with pytest.raises(MalformedError, match="other parts"):
+        opener().certificate(encode_certificate(Certificate(RECORD, REDUCED_CERTIFICATE.votes, parts)))
+
+
+def test_votes_for_no_parts_certify_none_and_mixed_votes_nothing():
+    for votes in (VOTES[:5], [*REDUCED_CERTIFICATE.votes[:4], VOTES[4]]):
+        with pytest.raises(MalformedError, match="other parts"):
+            opener().certificate(encode_certificate(Certificate(RECORD, tuple(votes), PARTS)))
+
+
+@pytest.mark.parametrize("parts", [[b""], [bytes(31)], [bytes(32)] * (MAX_PARTS + 1)])
+def test_impossible_parts_are_malformed(parts: list[bytes]):
+    votes = [v.sent for v in REDUCED_CERTIFICATE.votes]
+    with pytest.raises(MalformedError):
+        opener().certificate(wire.Certificate(record=RECORD.sent, votes=votes, parts=parts).SerializeToString())
+
+
+_KEYS = [bytes(p.key) for p in PEERS]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"part": MAX_PARTS},
+        {"part": 2**32 - 1},
+        {"blob": b""},
+        {"blob": b"short"},
+        {"lacking": _KEYS[:1]},
+        {"blob": b"", "lacking": [_KEYS[1], _KEYS[0]]},
+        {"blob": b"", "lacking": [_KEYS[0], _KEYS[0]]},
+        {"blob": b"", "lacking": [b"key"]},
+        {"blob": b"", "lacking": [i.to_bytes(32, "big") for i in range(MAX_LACKING + 1)]},
+        {"record": b""},
+        {"round": 2**64 - 1},
+    ],
+)
+def test_an_impossible_word_on_a_part_is_malformed(changes: dict[str, Any]):
+    def sent(**changes: Any) -> bytes:
+        fields = {"run": RUN, "round": 3, "record": RECORD.digest, "part": 1, "blob": PARTS[1]}
+        return raw(PEERS[0], "reduced", wire.Reduced(**{**fields, **changes}))
+
+    opener().open(sent(), Reduced)
+    opener().open(sent(blob=b"", lacking=_KEYS), Reduced)
+    with pytest.raises(MalformedError):
+        opener().open(sent(**changes), Reduced)
 
 
 @given(st.integers(1, 10**6))
@@ -170,7 +234,8 @@ def test_the_largest_certificate_fits_one_message():
     updates = MAX_CONTRIBUTORS * _len_field(HEADER_LIMIT)
     record_envelope = updates + 400
     assert record_envelope <= KINDS[Record][1] == MAX_ENVELOPE
-    assert _len_field(record_envelope) + MAX_CONTRIBUTORS * _len_field(VOTE_LIMIT) <= MAX_CERTIFICATE
+    votes, parts = MAX_CONTRIBUTORS * _len_field(VOTE_LIMIT), MAX_PARTS * _len_field(32)
+    assert _len_field(record_envelope) + votes + parts <= MAX_CERTIFICATE
 
 
 def test_the_largest_honest_messages_are_within_their_limits():
@@ -182,7 +247,10 @@ def test_the_largest_honest_messages_are_within_their_limits():
     )  # fmt: skip
     assert opener().header(big.sent) == big
     assert len(big.sent) <= HEADER_LIMIT - 64  # a field or two more
-    assert len(vote(PEERS[1], RECORD, round=MAX_ROUND).sent) <= VOTE_LIMIT - 32
+    assert len(vote(PEERS[1], RECORD, round=MAX_ROUND, parts=parts_digest(PARTS)).sent) <= VOTE_LIMIT - 32
+    lacking = tuple(sorted(identity(f"lacking {i}").key for i in range(MAX_LACKING)))
+    word = KeySigner(PEERS[1]).sign(Reduced(RUN, Round(MAX_ROUND), RECORD.digest, MAX_PARTS - 1, None, lacking))
+    assert opener().open(word.sent, Reduced) == word
     beat = heartbeat(
         PEERS[1], known=(2**64 - 1,) * MAX_KNOWN, addresses=("a" * MAX_ADDRESS,) * MAX_ADDRESSES, admission=large.sent
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Certificate, Signed
+from protocol.messages import Certificate, Record, Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,39 @@ class FetchBlob:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchPart:
+    """Get the blob of a part of a record's mean from any of the holders, check it; answered as `FetchBlob`.
+
+    `part` is one of the record's `part_count`; `holders` have signed its digest, or hold all parts.
+    """
+
+    blob: Digest
+    record: Signed[Record]
+    part: int
+    holders: tuple[PeerKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Get the slices of the record's updates that cover a part (from their authors, else from others of the committee),
+    check them, and make the part of the mean: answered by PartReduced, with its blob in the store, or by PartLacking
+    within a share of `exchange_seconds`; by BlobBad too for an update whose slice breaks the codec's rules."""
+
+    record: Signed[Record]
+    part: int
+    committee: tuple[PeerKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropReduce:
+    """Nothing of this record is to be reduced any more: stop fetching slices for it, forget them."""
+
+    record: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class DropBlob:
-    """Nobody needs this blob any more: stop fetching it, forget it."""
+    """Nobody needs this blob any more (an update's, or a part's): stop fetching it, forget it."""
 
     blob: Digest
 
@@ -75,6 +106,7 @@ class KeepFinal:
 class Apply:
     """Trainer: the one record after the state that it holds. Answered by Applied or ApplyFailed.
 
+    What is applied are the certificate's `parts` where it has any, else the record's updates.
     `missed` are own blobs that this decided round leaves out: they go back into the error feedback. `regained` are own
     blobs that went back into it before, and that the chain has after all: they are taken out of it again.
     `next_window` is the end of the own windows that the chain has accepted; `weight` is the chain's accepted windows
@@ -128,6 +160,9 @@ Action = (
     | Send
     | MakeUpdate
     | FetchBlob
+    | FetchPart
+    | Reduce
+    | DropReduce
     | DropBlob
     | RequestChain
     | KeepCertificate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Final, Goodbye, Header, Heartbeat, Record, Signed, Vote
+from protocol.messages import Certificate, Final, Goodbye, Header, Heartbeat, Record, Reduced, Signed, Vote
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,15 @@ class Tick:
 class Heard:
     """A message arrived: from its author, or passed on by another member."""
 
-    message: Signed[Heartbeat] | Signed[Goodbye] | Signed[Header] | Signed[Record] | Signed[Vote] | Signed[Final]
+    message: (
+        Signed[Heartbeat]
+        | Signed[Goodbye]
+        | Signed[Header]
+        | Signed[Record]
+        | Signed[Vote]
+        | Signed[Reduced]
+        | Signed[Final]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +77,15 @@ class UpdateReady:
 
 @dataclass(frozen=True, slots=True)
 class BlobHeld:
-    """A blob that was asked for by `FetchBlob` is in the store, and passed every check."""
+    """A blob that was asked for by `FetchBlob` or `FetchPart` is in the store, and passed every check."""
 
     blob: Digest
 
 
 @dataclass(frozen=True, slots=True)
 class BlobBad:
-    """The blob's bytes are what its digest names, and they break the codec's rules: its author is at fault."""
+    """The blob's bytes are what its digest names, and they break the codec's rules: its author, or who signed the part,
+    is at fault."""
 
     blob: Digest
     reason: str
@@ -87,6 +96,24 @@ class BlobMissing:
     """Nobody gave the blob in time. It may be asked for again."""
 
     blob: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class PartReduced:
+    """`Reduce` was done: the part's blob is in the store."""
+
+    record: Digest
+    part: int
+    blob: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class PartLacking:
+    """`Reduce` cannot be done in time: nobody gives the slices of these authors' updates."""
+
+    record: Digest
+    part: int
+    authors: tuple[PeerKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +148,8 @@ Event = (
     | BlobHeld
     | BlobBad
     | BlobMissing
+    | PartReduced
+    | PartLacking
     | Applied
     | ApplyFailed
     | Leave

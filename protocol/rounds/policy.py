@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.chain import ChainLimits
+from protocol.exchange import GATHER, Exchange
 from protocol.spec import RunSpec
 
 
@@ -26,6 +27,7 @@ class Policy:
 
     checkpoint_every: int = 10
     checkpoint_keep: int = 2
+    exchange: Exchange = GATHER
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
@@ -44,12 +46,15 @@ class Policy:
             total_windows=-(-spec.total_tokens // window),
             checkpoint_every=spec.checkpoint.every,
             checkpoint_keep=spec.checkpoint.keep,
+            exchange=Exchange.of(spec),
         )
 
     @property
     def chain_limits(self) -> ChainLimits:
         """Limits for the chain of this run."""
-        return ChainLimits(max_update_windows=self.max_update_windows, max_members=self.max_members)
+        return ChainLimits(
+            max_update_windows=self.max_update_windows, max_members=self.max_members, exchange=self.exchange
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,22 +74,42 @@ class Record(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("run", "round", "record")
+    __slots__ = ("run", "round", "record", "parts")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     record: bytes
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ...) -> None: ...
+    parts: bytes
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., parts: _Optional[bytes] = ...) -> None: ...
+
+class Reduced(_message.Message):
+    __slots__ = ("run", "round", "record", "part", "blob", "lacking")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    round: int
+    record: bytes
+    part: int
+    blob: bytes
+    lacking: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., part: _Optional[int] = ..., blob: _Optional[bytes] = ..., lacking: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Certificate(_message.Message):
-    __slots__ = ("record", "votes")
+    __slots__ = ("record", "votes", "parts")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     VOTES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     record: bytes
     votes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, record: _Optional[bytes] = ..., votes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    parts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, record: _Optional[bytes] = ..., votes: _Optional[_Iterable[bytes]] = ..., parts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("run", "round", "record")

@@ -1,0 +1,183 @@
+"""What the members of a swarm say to each other, as frozen values. `messages` signs and opens them.
+
+`Signed` pairs a body with its author and the exact bytes that were signed; a `Certificate` is a record with its votes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from protocol.envelope import MAX_ENVELOPE
+from protocol.ids import Digest, PeerKey, Round, RunId, sha256
+
+MAX_NAME = 40
+MAX_ADDRESSES = 16
+MAX_ADDRESS = 200
+MAX_CONTRIBUTORS = 4096
+MAX_KNOWN = 4096
+MAX_UNHEARD = 1024
+MAX_PARTS = 1024
+MAX_LACKING = 64
+MAX_CERTIFICATE = MAX_ENVELOPE
+"""No certificate is larger. The limits of headers and votes (`KINDS`) are such that the largest there can be fits."""
+PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving")
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The owner's word that a peer may contribute, from `not_before` to `not_after` (unix seconds)."""
+
+    run: RunId
+    peer: PeerKey
+    not_before: int
+    not_after: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an author says of its update: it commits to the blob before anybody may see others' (see DESIGN)."""
+
+    run: RunId
+    round: Round
+    parent: Digest
+    base_state: Digest
+    first_window: int
+    end_window: int
+    inner_steps: int
+    blob: Digest
+    blob_size: int
+    loss: float
+    admission: bytes
+
+    @property
+    def windows(self) -> int:
+        return self.end_window - self.first_window
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a round accepts: signed headers in canonical order (ascending author key, each author once)."""
+
+    run: RunId
+    round: Round
+    parent: Digest
+    base_state: Digest
+    attempt: int
+    updates: tuple[Signed[Header], ...]
+
+    @property
+    def contributors(self) -> tuple[PeerKey, ...]:
+        return tuple(u.author for u in self.updates)
+
+    @property
+    def windows(self) -> int:
+        """Accepted windows; times the data's window length they are the accepted tokens."""
+        return sum(u.body.windows for u in self.updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """A contributor's word that it holds and has checked every update of a record; in a round that is reduced: every
+    part of the mean, of which `parts` is the `parts_digest`."""
+
+    run: RunId
+    round: Round
+    record: Digest
+    parts: Digest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A committee member's word on one part of a record's mean: the digest of the part's blob, or None and the authors
+    (ascending keys, 1 to MAX_LACKING) whose updates it could not get or could not use."""
+
+    run: RunId
+    round: Round
+    record: Digest
+    part: int
+    blob: Digest | None
+    lacking: tuple[PeerKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The owner's word that nothing up to and including this record is ever reverted."""
+
+    run: RunId
+    round: Round
+    record: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a member says of itself, for scheduling and for people. `known` are `short_id`s of the round's headers.
+
+    `state`: after the head, as the author holds it; None for an observer. `unheard`: `short_id`s of members of whom it
+    hears nothing first-hand; others pass their messages on to it.
+    """
+
+    run: RunId
+    sequence: int
+    round: Round
+    head: Digest
+    weight: int
+    windows: int
+    phase: str
+    tokens_per_second: float
+    loss: float
+    bytes_up: int
+    bytes_down: int
+    known: tuple[int, ...]
+    addresses: tuple[str, ...]
+    admission: bytes
+    device: str
+    state: Digest | None = None
+    unheard: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """The author leaves of its own will."""
+
+    run: RunId
+    sequence: int
+
+
+Body = Admission | Header | Record | Vote | Reduced | Final | Heartbeat | Goodbye
+T = TypeVar("T", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class Signed(Generic[T]):
+    """A verified body, its author, its digest, and the envelope to pass on."""
+
+    body: T
+    author: PeerKey
+    digest: Digest
+    sent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A record with votes from more than two thirds of its contributors (ascending author key, each once).
+
+    `parts`: of a round that was reduced, the digests of all parts of the mean, in order: what is applied, and what the
+    votes name. Empty when the updates themselves are applied.
+    """
+
+    record: Signed[Record]
+    votes: tuple[Signed[Vote], ...]
+    parts: tuple[Digest, ...] = ()
+
+
+def votes_needed(contributors: int) -> int:
+    """The least number that is more than two thirds of the contributors."""
+    return contributors * 2 // 3 + 1
+
+
+def parts_digest(parts: Sequence[Digest]) -> Digest | None:
+    """What votes name of a reduced mean: SHA-256 over the digests of its parts in order. None when there are none."""
+    return Digest(sha256(b"cairn/v1/parts", *parts)) if parts else None

@@ -1,0 +1,119 @@
+"""How a round's updates reach everybody: gathered, or reduced in parts by committees. Pure rules that all agree on.
+
+*Gather*: everyone fetches every update, so a peer's bytes grow with the number of contributors. *Reduce*: the mean is
+cut into parts; each is made by a small committee drawn by hash, which alone fetches the slices of the updates that it
+needs; everyone fetches the parts that more than half of each committee agree on, and their bytes do not grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from protocol.bodies import MAX_PARTS, Record
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.layout import CODEC_CHUNK, Layout
+from protocol.merkle import chunk_count
+from protocol.spec import CodecSpec, RunSpec
+
+HEADER = 40
+"""Bytes before the records of every blob of a codec."""
+
+
+def part_count(contributors: int, update_size: int) -> int:
+    """Into how many parts the mean of so many updates, of `update_size` bytes each, is cut: a part is a blob's chunk of
+    every update, or more, and there are no more parts than contributors."""
+    return max(1, min(contributors, chunk_count(update_size), MAX_PARTS))
+
+
+def committees(
+    parent: Digest, attempt: int, contributors: Iterable[PeerKey], parts: int, size: int
+) -> tuple[tuple[PeerKey, ...], ...]:
+    """For each part the contributors that make it, by ascending key: `size` of them, or all when there are fewer.
+
+    Contributors sit in the order of SHA-256 of parent, attempt and key, and parts are dealt round the table. So nobody
+    has more than its share of the work (`size` parts when there are as many parts as contributors); and another
+    attempt seats them anew, so that a committee that cannot agree does not stop the round for ever.
+    """
+    place = b"cairn/v1/committee" + parent + attempt.to_bytes(4, "big")
+    seated = sorted(contributors, key=lambda key: sha256(place, key))
+    size = min(size, len(seated))
+    return tuple(
+        tuple(sorted(seated[seat % len(seated)] for seat in range(part * size, (part + 1) * size)))
+        for part in range(parts)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The run's choice, with the sizes in bytes that `auto` decides by: of an update, and of the whole mean."""
+
+    kind: str = "gather"
+    committee: int = 3
+    update_size: int = 0
+    mean_size: int = 0
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Exchange:
+        """From a run spec."""
+        layout, r = spec.model.layout, spec.round
+        return cls(r.exchange, r.committee, blob_size(spec.codec, layout), blob_size(mean_codec(spec.codec), layout))
+
+    def reduces(self, contributors: int) -> bool:
+        """Whether the round after a record with so many contributors (0: the genesis) is reduced."""
+        if self.kind != "auto":
+            return self.kind == "reduce"
+        # A member gets (and gives) about `committee` times an update for its own parts, and then the whole mean.
+        return (contributors - 1) * self.update_size > 2 * (self.committee * self.update_size + self.mean_size)
+
+    def part_count(self, contributors: int) -> int:
+        """The parts of the mean of a record with so many contributors."""
+        return part_count(contributors, self.update_size)
+
+    def committees(self, record: Record) -> tuple[tuple[PeerKey, ...], ...]:
+        """The committee of each part of a record's mean."""
+        keys = record.contributors
+        return committees(record.parent, record.attempt, keys, self.part_count(len(keys)), self.committee)
+
+
+GATHER = Exchange()
+"""Every round is gathered."""
+
+
+def mean_codec(codec: CodecSpec) -> CodecSpec:
+    """The codec of the parts of the mean: as many coordinates as a few updates together have, in 8 bits when dense."""
+    if codec.kind == "sparse":
+        return codec.model_copy(update={"k": min(CODEC_CHUNK, 4 * codec.k)})
+    return codec.model_copy(update={"kind": "none" if codec.kind == "none" else "int8"})
+
+
+def blob_size(codec: CodecSpec, layout: Layout) -> int:
+    """Bytes of every update under a codec: what `Codec.size` says, known without building the codec."""
+    size = HEADER
+    for tensor in layout.tensors:
+        whole, rest = divmod(tensor.numel, CODEC_CHUNK)
+        size += whole * _record_size(codec, CODEC_CHUNK) + (_record_size(codec, rest) if rest else 0)
+    return size
+
+
+def _record_size(codec: CodecSpec, width: int) -> int:
+    """Bytes of the record of a chunk of `width` coordinates (docs/codec.md)."""
+    match codec.kind:
+        case "none":
+            return 4 * width
+        case "int8":
+            return 2 + width
+        case "sign":
+            return 2 + -(-width // 8)
+        case _:
+            kept = -(-width * codec.k // CODEC_CHUNK)
+            return 4 + _positions_size(width, kept) + -(-2 * kept // 8)
+
+
+def _positions_size(m: int, k: int) -> int:
+    """Bytes of k positions below m: none, Elias-Fano's or a bitmap's."""
+    if k == m:
+        return 0
+    low = (m // k).bit_length() - 1
+    elias_fano = -(-k * low // 8) + -(-(k + ((m - 1) >> low)) // 8)
+    return min(elias_fano, -(-m // 8))
