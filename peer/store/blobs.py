@@ -192,7 +192,7 @@ class Blobs:
         """Room for a blob whose chunks will come; goes on from what an earlier attempt left, checked again.
 
         With `chunks` there is room for these (and those asked for before), which are all that is wanted of the blob.
-        Raises MalformedError when the leaves are not those of this digest and size, or a chunk is none of it, StoreFull.
+        Raises MalformedError for leaves that are not those of this digest and size, and for such chunks; StoreFull.
         """
         if not 0 <= size <= MAX_BLOB:
             raise MalformedError(f"a blob of {size} bytes: at most {MAX_BLOB} are accepted")
