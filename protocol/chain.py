@@ -14,21 +14,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from protocol.errors import ChainError
+from protocol.errors import ChainError, RivalOfFinal, UnknownParent
 from protocol.exchange import GATHER, Exchange
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import Certificate, Final, Signed
 
 FLATTEN = 32
 """Every so many rounds a record keeps a whole map of next windows; those between keep only what they changed."""
-
-
-class UnknownParent(ChainError):
-    """The certificate's parent is not in the tree: ask its source for what comes before it, unless too old."""
-
-
-class RivalOfFinal(ChainError):
-    """The certificate contradicts what the owner has signed as final: its source does not know the final yet."""
 
 
 def genesis_digest(run: RunId) -> Digest:
@@ -64,12 +56,16 @@ class Anchor:
     """State after the record, where known: children must name it as their base."""
 
     next_windows: Mapping[PeerKey, int]
+    contributors: int = 0
+    """Of the record; 0 for the genesis. How the next round is exchanged may follow from it."""
 
 
 class _Link:
     """One record in the tree."""
 
-    __slots__ = ("digest", "parent", "height", "weight", "certificate", "ends", "flat", "children", "size")
+    __slots__ = (
+        "digest", "parent", "height", "weight", "certificate", "contributors", "ends", "flat", "children", "size",
+    )  # fmt: skip
 
     def __init__(self, digest: Digest, parent: _Link | None, height: int, weight: int, certificate: Certificate | None):
         self.digest = digest
@@ -78,6 +74,7 @@ class _Link:
         """The round that follows: 0 for the genesis, r + 1 for a record of round r."""
         self.weight = weight
         self.certificate = certificate
+        self.contributors = 0 if certificate is None else len(certificate.record.body.updates)
         self.ends: dict[PeerKey, int] = {}
         self.flat = False
         self.children: list[_Link] = []
@@ -97,6 +94,7 @@ class Chain:
         anchor = anchor or Anchor(self.genesis, 0, 0, genesis_state, {})
         self._root_state = anchor.state
         self._root = _Link(anchor.record, None, anchor.height, anchor.weight, None)
+        self._root.contributors = anchor.contributors
         self._root.ends = dict(anchor.next_windows)
         self._root.flat = True
         self._links: dict[Digest, _Link] = {anchor.record: self._root}
@@ -167,6 +165,10 @@ class Chain:
                 return 0
             link = link.parent
         return 0
+
+    def reduces(self, parent: Digest) -> bool:
+        """Whether the round after a record is reduced, not gathered (see `exchange`)."""
+        return self.limits.exchange.reduces(self._link(parent).contributors)
 
     def is_ancestor(self, ancestor: Digest, record: Digest) -> bool:
         """Whether `ancestor` is the record or comes before it; False when either is not in the tree."""
@@ -265,7 +267,7 @@ class Chain:
     def anchor(self, record: Digest, state: Digest | None) -> Anchor:
         """What a tree can be started from later without the records before this one."""
         link = self._link(record)
-        return Anchor(record, link.height, link.weight, state, self._ends_at(link))
+        return Anchor(record, link.height, link.weight, state, self._ends_at(link), link.contributors)
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -295,8 +297,10 @@ class Chain:
         if parent is self._root and self._root_state not in (None, body.base_state):
             raise ChainError(f"record {record.digest.short} starts from another state than the run's")
         self._check_updates(certificate, parent)
+        if (flaw := self.limits.exchange.flaw(certificate, parent.contributors)) is not None:
+            raise ChainError(f"record {record.digest.short}: {flaw}")
         link = _Link(record.digest, parent, parent.height + 1, parent.weight + body.windows, certificate)
-        link.size = len(record.sent) + sum(len(v.sent) for v in certificate.votes)
+        link.size = len(record.sent) + sum(len(v.sent) for v in certificate.votes) + 32 * len(certificate.parts)
         link.ends = {u.author: u.body.end_window for u in body.updates}
         if link.height % FLATTEN == 0:
             link.ends = self._ends_at(link)

@@ -25,6 +25,14 @@ class ChainError(ProtocolError):
     """A record or certificate that cannot be part of the chain."""
 
 
+class UnknownParent(ChainError):
+    """The certificate's parent is not in the tree: ask its source for what comes before it, unless too old."""
+
+
+class RivalOfFinal(ChainError):
+    """The certificate contradicts what the owner has signed as final: its source does not know the final yet."""
+
+
 class CodecError(ProtocolError):
     """An encoded update that does not decode under the run's codec and layout."""
 

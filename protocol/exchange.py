@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from protocol.bodies import MAX_PARTS, Record
+from protocol.bodies import MAX_PARTS, Certificate, Record
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import CODEC_CHUNK, Layout
 from protocol.merkle import chunk_count
@@ -69,6 +69,15 @@ class Exchange:
     def part_count(self, contributors: int) -> int:
         """The parts of the mean of a record with so many contributors."""
         return part_count(contributors, self.update_size)
+
+    def flaw(self, certificate: Certificate, before: int) -> str | None:
+        """Why a certificate does not fit after a record with `before` contributors; None when it does."""
+        found, wanted = len(certificate.parts), 0
+        if self.reduces(before):
+            wanted = self.part_count(len(certificate.record.body.updates))
+        if found == wanted:
+            return None
+        return f"it is certified with {found} parts of the mean, and should be with {wanted}"
 
     def committees(self, record: Record) -> tuple[tuple[PeerKey, ...], ...]:
         """The committee of each part of a record's mean."""

@@ -1,4 +1,4 @@
-"""The undecided round: headers announced for one parent, records proposed, votes for them. Data and pure rules."""
+"""The undecided round: headers announced for one parent, records proposed, words on parts, votes. Data, pure rules."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Certificate, Header, Record, Signed, Vote, votes_needed
+from protocol.messages import Certificate, Header, Record, Reduced, Signed, Vote, parts_digest, votes_needed
 from protocol.rounds.policy import Policy
+from protocol.rounds.slate import Slate
 
 RECORDS_PER_AUTHOR = 4
 MAX_RECORDS = 64
 MAX_RECORD_BYTES = 128 * 1024 * 1024
 VOTES_PER_AUTHOR = 4
+MAX_WORD_BYTES = 64 * 1024 * 1024
 MAX_ATTEMPT = 2**20
 MAX_JUMP = 1024
 
@@ -20,15 +22,21 @@ MAX_JUMP = 1024
 class Proposal:
     """A record, and what is known of it."""
 
-    __slots__ = ("record", "seen", "lacking", "bad", "equivocal")
+    __slots__ = ("record", "seen", "lacking", "bad", "equivocal", "slate", "over")
 
-    def __init__(self, record: Signed[Record], seen: float, lacking: set[Digest], bad: bool):
+    def __init__(
+        self, record: Signed[Record], seen: float, lacking: set[Digest], bad: bool, slate: Slate | None = None
+    ):
         self.record = record
         self.seen = seen
         self.lacking = lacking
-        """Its blobs that are not held here yet."""
+        """Its blobs (of a slate: the blobs of the parts that are agreed on) that are not held here yet."""
         self.bad = bad
         self.equivocal = False
+        self.slate = slate
+        """In a round that is reduced."""
+        self.over = False
+        """Worked on and given up."""
 
 
 class Ballot:
@@ -59,10 +67,23 @@ class Ballot:
         """The last three records that we voted for."""
         self.proposed: Signed[Record] | None = None
         self.proposed_attempt = -1
+        self.reduces = chain.reduces(parent)
+        self.unheard: dict[PeerKey, dict[tuple[Digest, int], Signed[Reduced]]] = {}
+        """Words on records that are not here yet."""
+        self.left_out: set[PeerKey] = set()
+        """Contributors that no record of ours lists any more in this round: their slices are lacking, or their words
+        on parts were wrong."""
+        self.silent: set[PeerKey] = set()
+        """Who said nothing on a part of the last slate that was given up for lack of words."""
+        self.given_up = 0
+        """Slates worked on in vain."""
+        self.evidence: tuple[Signed, ...] = ()
+        """Why the last of them was hopeless: for those who still work on it."""
         self.reported: set[PeerKey] = set()
         """Authors whose equivocation was reported."""
         self._ranks: tuple[PeerKey, ...] | None = None
         self._record_bytes = 0
+        self._word_bytes = 0
         self._jumped: tuple[int, float] | None = None
 
     # -- headers ---------------------------------------------------------------------------------------------
@@ -127,13 +148,9 @@ class Ballot:
                 return state
         return None
 
-    def announced_windows(self, holds: Callable[[Digest], bool], now: float) -> int:
-        """Windows seen announced. What was not to be had for `exchange_seconds` does not count: anyone can claim."""
-        return sum(
-            h.body.windows
-            for a, h in self.headers.items()
-            if a not in self.excluded and (holds(h.body.blob) or now - self.heard[a] <= self.policy.exchange_seconds)
-        )
+    def announced_windows(self, counts: Callable[[Signed[Header]], bool]) -> int:
+        """Windows seen announced, of those that count. Anyone can claim: what is not to be had should not."""
+        return sum(h.body.windows for a, h in self.headers.items() if a not in self.excluded and counts(h))
 
     def rebase(self, state: Digest | None) -> None:
         """Our state after the parent turned out to be this."""
@@ -159,21 +176,90 @@ class Ballot:
         if self._record_bytes + len(record.sent) > MAX_RECORD_BYTES:
             return None
         blobs = [u.body.blob for u in record.body.updates]
-        p = Proposal(record, now, {b for b in blobs if not holds(b)}, any(bad(b) for b in blobs))
+        slate = Slate(self.policy.exchange.committees(record.body)) if self.reduces else None
+        lacking = set() if self.reduces else {b for b in blobs if not holds(b)}
+        p = Proposal(record, now, lacking, any(bad(b) for b in blobs), slate)
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
                 other.equivocal = p.equivocal = True
         self.proposals[record.digest] = p
         self._record_bytes += len(record.sent)
+        for author, words in list(self.unheard.items()):
+            for key in [key for key in words if key[0] == record.digest]:
+                word = words.pop(key)
+                self._word_bytes -= len(word.sent)
+                self._add_to_slate(p, word, holds, bad)
+            if not words:
+                del self.unheard[author]
         return p
 
     def forget_record(self, record: Digest) -> None:
         gone = self.proposals.pop(record, None)
         if gone is not None:
             self._record_bytes -= len(gone.record.sent)
+            if gone.slate is not None:
+                self._word_bytes -= sum(len(w.sent) for w in gone.slate.said())
+
+    def add_word(
+        self,
+        word: Signed[Reduced],
+        known: Callable[[PeerKey], bool],
+        holds: Callable[[Digest], bool],
+        bad: Callable[[Digest], bool],
+    ) -> bool:
+        """Take a word on a part, also of a record that is not here yet. False when it does not count: its author has
+        said something on the part before, has no seat in its committee, or there is no room."""
+        if not self.reduces or self._word_bytes + len(word.sent) > MAX_WORD_BYTES:
+            return False
+        if (p := self.proposals.get(word.body.record)) is not None:
+            return self._add_to_slate(p, word, holds, bad)
+        mine = self.unheard.get(word.author)
+        if mine is None:
+            if word.author not in self.headers and not known(word.author):
+                return False
+            if len(self.unheard) >= 2 * self.policy.max_members:
+                return False
+            mine = self.unheard[word.author] = {}
+        key = (word.body.record, word.body.part)
+        if key in mine:
+            return False
+        if len(mine) >= self._words_per_author:
+            self._word_bytes -= len(mine.pop(next(iter(mine))).sent)
+        mine[key] = word
+        self._word_bytes += len(word.sent)
+        return True
+
+    @property
+    def _words_per_author(self) -> int:
+        return RECORDS_PER_AUTHOR * self.policy.exchange.committee
+
+    def _add_to_slate(
+        self, p: Proposal, word: Signed[Reduced], holds: Callable[[Digest], bool], bad: Callable[[Digest], bool]
+    ) -> bool:
+        slate, part = p.slate, word.body.part
+        if slate is None or not slate.seats(word.author, part) or word.author in slate.words[part]:
+            return False
+        self._word_bytes += len(word.sent)
+        if slate.hear(word) and (blob := slate.parts[part]) is not None:
+            p.bad = p.bad or bad(blob)
+            if not holds(blob):
+                p.lacking.add(blob)
+        return True
+
+    def signers_of(self, blob: Digest) -> set[PeerKey]:
+        """Who has named a blob as a part, in a word that counts."""
+        slates = [p.slate for p in self.proposals.values() if p.slate is not None]
+        return {w.author for slate in slates for w in slate.said() if w.body.blob == blob}
+
+    def parts(self) -> set[Digest]:
+        """The blobs of all parts that somebody named in a word that counts."""
+        slates = [p.slate for p in self.proposals.values() if p.slate is not None]
+        return {w.body.blob for slate in slates for w in slate.said() if w.body.blob is not None}
 
     def add_vote(self, vote: Signed[Vote], known: Callable[[PeerKey], bool]) -> bool:
         """Take a vote, also for a record that is not here yet. False when it is known, or there is no room."""
+        if (vote.body.parts is not None) != self.reduces:
+            return False
         mine = self.votes.get(vote.author)
         if mine is None:
             if vote.author not in self.headers and not known(vote.author):
@@ -181,19 +267,21 @@ class Ballot:
             if len(self.votes) >= 2 * self.policy.max_members:
                 return False
             mine = self.votes[vote.author] = {}
-        if vote.body.record in mine:
-            return False
+        if (old := mine.get(vote.body.record)) is not None:
+            if old.body.parts == vote.body.parts:
+                return False
+            del mine[vote.body.record]
         if len(mine) >= VOTES_PER_AUTHOR:
             del mine[next(iter(mine))]
         mine[vote.body.record] = vote
         return True
 
-    def votes_for(self, record: Signed[Record]) -> list[Signed[Vote]]:
-        """Votes by its contributors, by ascending key."""
+    def votes_for(self, record: Signed[Record], parts: Digest | None = None) -> list[Signed[Vote]]:
+        """Votes by its contributors, by ascending key; of a slate, those that name these parts."""
         found = []
         for author in record.body.contributors:
             vote = self.votes.get(author, {}).get(record.digest)
-            if vote is not None:
+            if vote is not None and (not self.reduces or parts in (None, vote.body.parts)):
                 found.append(vote)
         return found
 
@@ -201,10 +289,11 @@ class Ballot:
         """The first of these records that has the votes it needs."""
         for digest in records:
             p = self.proposals.get(digest)
-            if p is not None and not p.bad:
-                votes = self.votes_for(p.record)
+            if p is not None and not p.bad and (p.slate is None or not p.slate.open):
+                parts = () if p.slate is None else tuple(part for part in p.slate.parts if part is not None)
+                votes = self.votes_for(p.record, parts_digest(parts))
                 if len(votes) >= votes_needed(len(p.record.body.updates)):
-                    return Certificate(p.record, tuple(votes))
+                    return Certificate(p.record, tuple(votes), parts)
         return None
 
     def blob_held(self, blob: Digest) -> None:
@@ -214,6 +303,7 @@ class Ballot:
     def blob_bad(self, blob: Digest) -> None:
         for p in self.proposals.values():
             p.bad = p.bad or any(u.body.blob == blob for u in p.record.body.updates)
+            p.bad = p.bad or (p.slate is not None and blob in p.slate.parts)
 
     # -- time ------------------------------------------------------------------------------------------------
 
@@ -254,4 +344,7 @@ class Ballot:
             "voters": (len(self.votes), 2 * top),
             "votes": (sum(len(v) for v in self.votes.values()), 2 * top * VOTES_PER_AUTHOR),
             "excluded": (len(self.excluded), 2 * top),
+            "words ahead": (sum(len(w) for w in self.unheard.values()), 2 * top * self._words_per_author),
+            "word bytes": (self._word_bytes, MAX_WORD_BYTES),
+            "left out": (len(self.left_out | self.silent), 2 * top),
         }

@@ -7,13 +7,32 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Header, Signed
-from protocol.rounds.actions import Action, DropBlob, FetchBlob
+from protocol.messages import Certificate, Header, Record, Signed
+from protocol.rounds.actions import Action, DropBlob, FetchBlob, FetchPart
+
+
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """A part of the mean of a record's updates."""
+
+    record: Signed[Record]
+    index: int
+
+
+Source = Signed[Header] | PartOf
+"""What a blob is: somebody's update, or a part."""
+
+
+def contents(certificate: Certificate) -> dict[Digest, Source]:
+    """The blobs that a certificate's record is applied with."""
+    record = certificate.record
+    if certificate.parts:
+        return {blob: PartOf(record, i) for i, blob in enumerate(certificate.parts)}
+    return {u.body.blob: u for u in record.body.updates}
 
 
 @dataclass(slots=True)
 class _Want:
-    header: Signed[Header]
     asked: bool
     tries: int
     retry: float
@@ -68,25 +87,27 @@ class Blobs:
         return actions
 
     def want(
-        self, needed: dict[Digest, Signed[Header]], holders: Callable[[Signed[Header]], tuple[PeerKey, ...]], now: float
+        self, needed: dict[Digest, Source], holders: Callable[[Digest, Source], tuple[PeerKey, ...]], now: float
     ) -> list[Action]:
         """Ask for what is needed and not held; stop asking for what is not needed any more."""
         actions: list[Action] = []
         for blob in [b for b in self._wanted if b not in needed]:
             del self._wanted[blob]
             actions.append(DropBlob(blob))
-        for blob, header in needed.items():
+        for blob, source in needed.items():
             if blob in self._held or blob in self._bad:
                 continue
             want = self._wanted.get(blob)
             if want is None:
                 if len(self._wanted) >= self._bound:
                     break
-                want = self._wanted[blob] = _Want(header, False, 0, now)
+                want = self._wanted[blob] = _Want(False, 0, now)
             if not want.asked and want.retry <= now:
                 want.asked = True
-                body = header.body
-                actions.append(FetchBlob(blob, body.blob_size, header.author, holders(header)))
+                if isinstance(source, PartOf):
+                    actions.append(FetchPart(blob, source.record, source.index, holders(blob, source)))
+                else:
+                    actions.append(FetchBlob(blob, source.body.blob_size, source.author, holders(blob, source)))
         return actions
 
     def next_retry(self) -> float | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Header, Record, Signed, Vote
+from protocol.messages import Certificate, Header, Record, Reduced, Signed, Vote, parts_digest
 from protocol.rounds.actions import Broadcast, MakeUpdate
 from protocol.rounds.ballot import Ballot, Proposal
+from protocol.rounds.blobs import PartOf, Source
 from protocol.rounds.context import Context
 from protocol.rounds.events import Progress, UpdateReady
 from protocol.rounds.position import Position
+from protocol.rounds.reducing import Reducing
 
 MAX_REPEATED_VOTES = 64
-
-
 MAX_HOLDERS = 8
 
 
@@ -25,6 +25,7 @@ class Deciding:
         self._c = context
         self._position = position
         self.ballot: Ballot | None = None
+        self.reducing = Reducing(context)
         self.work = Progress(0, 0.0, 0.0)
         """The own trainer's work that no update covers yet."""
         self.finished = False
@@ -42,6 +43,7 @@ class Deciding:
     def open(self, parent: Digest) -> Ballot:
         """Begin the round after a record."""
         c = self._c
+        self.reducing.stop()
         self.ballot = Ballot(c.policy, c.chain, parent, self._position.state, c.now)
         self._repeats = 0
         self._struck = False
@@ -118,6 +120,13 @@ class Deciding:
             return None
         return b.certified([vote.body.record])
 
+    def word(self, word: Signed[Reduced]) -> Certificate | None:
+        """Somebody's word on a part; a certificate when all votes were here before the parts were agreed on."""
+        b = self.ballot
+        if b is None or not self.reducing.heard(b, word):
+            return None
+        return b.certified([word.body.record])
+
     def update_ready(self, event: UpdateReady, admission: bytes) -> None:
         """The own trainer made an update, or has nothing to make one of."""
         c, b = self._c, self.ballot
@@ -172,6 +181,7 @@ class Deciding:
         """Do what is due. A certificate when the own vote was the last one needed."""
         b = self.ballot
         if b is None or not self.working or self.finished:
+            self.reducing.stop()
             return None
         if self._check_drift(b):
             return None
@@ -182,7 +192,10 @@ class Deciding:
                 self._c.emit(MakeUpdate(b.number, b.parent))
             return None
         self._look_if_ready(b)
-        certificate = self._propose(b) or self._vote(b)
+        if b.reduces:
+            certificate = self._reduce(b) or self._propose(b) or self._reduce(b)
+        else:
+            certificate = self._propose(b) or self._vote(b)
         self._repeat(b)
         return certificate
 
@@ -220,7 +233,7 @@ class Deciding:
             return False
         header, member = b.headers.get(key), c.members.get(key)
         if header is not None:
-            return b.is_candidate(header) and not c.blobs.holds(header.body.blob)
+            return not b.reduces and b.is_candidate(header) and not c.blobs.holds(header.body.blob)
         if member is None:
             return False
         if member.heard >= b.began:
@@ -255,7 +268,9 @@ class Deciding:
         attempt = b.attempt(c.now)
         if attempt <= b.proposed_attempt or c.me not in b.ranks or b.ranks[attempt % len(b.ranks)] != c.me:
             return None
-        listed = [h for h in b.candidates() if c.blobs.holds(h.body.blob)]
+        if self.reducing.current is not None:
+            return None  # others may still finish what they, and we, are working on
+        listed = self._listed(b)
         if attempt >= 1:
             listed = [h for h in listed if h.author == c.me or self._answers(b, h.author, attempt)]
         b.proposed_attempt = attempt
@@ -267,8 +282,23 @@ class Deciding:
         c.emit(Broadcast(record))
         return self.record(record)
 
+    def _listed(self, b: Ballot) -> list[Signed[Header]]:
+        """What a record of ours would list: what is held, or, in a round that is reduced, what should be to be had."""
+        c = self._c
+        if not b.reduces:
+            return [h for h in b.candidates() if c.blobs.holds(h.body.blob)]
+        return [h for h in b.candidates() if h.author == c.me or self._expected(b, h)]
+
+    def _expected(self, b: Ballot, header: Signed[Header]) -> bool:
+        c, author = self._c, header.author
+        known_bad = c.blobs.is_bad(header.body.blob) or author in b.left_out or author in b.silent
+        return not known_bad and not c.members.withheld.holds(author, b.number)
+
     def _answers(self, b: Ballot, author: PeerKey, attempt: int) -> bool:
         """Whether to count on a contributor's vote, when an earlier attempt did not get the votes it needed."""
+        if b.reduces:
+            # Attempts go by while a slate is worked on: what counts is how many were in vain.
+            attempt = min(attempt, 1 + b.given_up)
         if attempt >= 4 and b.voted_for:
             # Those that voted as we did lately: who has fallen silent, or hears other records than we, is left out.
             return any(record in b.votes.get(author, ()) for record in b.voted_for)
@@ -283,7 +313,19 @@ class Deciding:
         c = self._c
         if not b.proposals or (b.last_vote is not None and c.now < b.voted_at + c.policy.propose_seconds):
             return None
-        ranks = b.ranks
+        best = self._best(b)
+        return None if best is None else self._vote_for(b, best)
+
+    def _reduce(self, b: Ballot) -> Certificate | None:
+        """Work on the slate whose turn it is; vote for it when all its parts are held."""
+        p = self.reducing.follow(b, lambda: self._best(b))
+        if p is None or p.slate is None or p.slate.open or p.lacking:
+            return None
+        return self._vote_for(b, p)
+
+    def _best(self, b: Ballot) -> Proposal | None:
+        """The proposal that our vote goes to, when we vote now."""
+        c, ranks = self._c, b.ranks
         best: tuple | None = None
         for p in b.proposals.values():
             if not self._votable(b, p):
@@ -295,22 +337,24 @@ class Deciding:
             key = (ranked, body.attempt, body.windows, p.record.digest)
             if best is None or key > best[0]:
                 best = (key, p)
-        if best is None:
+        return None if best is None else best[1]
+
+    def _vote_for(self, b: Ballot, p: Proposal) -> Certificate | None:
+        c, record = self._c, p.record
+        if b.last_vote is not None and b.last_vote.body.record == record.digest:
             return None
-        record = best[1].record
-        if b.last_vote is None or b.last_vote.body.record != record.digest:
-            b.last_vote = c.signer.sign(Vote(c.run, b.number, record.digest))
-            b.voted_at = c.now
-            b.voted_for = (*b.voted_for[-2:], record.digest)
-            c.emit(Broadcast(b.last_vote))
-            return self.vote(b.last_vote)
-        return None
+        parts = () if p.slate is None else tuple(part for part in p.slate.parts if part is not None)
+        b.last_vote = c.signer.sign(Vote(c.run, b.number, record.digest, parts_digest(parts)))
+        b.voted_at = c.now
+        b.voted_for = (*b.voted_for[-2:], record.digest)
+        c.emit(Broadcast(b.last_vote))
+        return self.vote(b.last_vote)
 
     def _votable(self, b: Ballot, p: Proposal) -> bool:
         c, body = self._c, p.record.body
-        if p.bad or p.equivocal or p.lacking or body.base_state != b.state:
+        if p.bad or p.equivocal or body.base_state != b.state or c.me not in body.contributors:
             return False
-        if c.me not in body.contributors:
+        if not self.reducing.may_follow(p) if b.reduces else p.lacking:
             return False
         return self.is_heavy_enough(body.windows)
 
@@ -319,7 +363,15 @@ class Deciding:
         c, b = self._c, self.ballot
         if b is None or b.first_heard is None or c.now >= b.first_heard + c.policy.patience_seconds:
             return True
-        return 2 * windows >= b.announced_windows(c.blobs.holds, c.now)
+        return 2 * windows >= self.announced_windows(b)
+
+    def announced_windows(self, b: Ballot) -> int:
+        """Windows seen announced. What was not to be had for `exchange_seconds`, or by a committee, does not count."""
+        c = self._c
+        if b.reduces:
+            return b.announced_windows(lambda h: self._expected(b, h))
+        longest = c.policy.exchange_seconds
+        return b.announced_windows(lambda h: c.blobs.holds(h.body.blob) or c.now - b.heard[h.author] <= longest)
 
     def _repeat(self, b: Ballot) -> None:
         """While the round is undecided: what may have been lost, again; less often each time."""
@@ -330,7 +382,9 @@ class Deciding:
         self._repeat_at = c.now + c.policy.heartbeat_seconds * 2 ** min(1 + self._repeats, 3)
         if c.me in b.headers:
             c.emit(Broadcast(b.headers[c.me]))
-        if b.proposed is not None and (b.last_vote is None or b.last_vote.body.record != b.proposed.digest):
+        if b.reduces:
+            self.reducing.repeat(b, self._repeats)
+        elif b.proposed is not None and (b.last_vote is None or b.last_vote.body.record != b.proposed.digest):
             c.emit(Broadcast(b.proposed))
         if b.last_vote is not None and (p := b.proposals.get(b.last_vote.body.record)) is not None:
             # Others' too: not everyone hears everyone.
@@ -342,12 +396,14 @@ class Deciding:
 
     # -- blobs and time --------------------------------------------------------------------------------------
 
-    def needed(self) -> dict[Digest, Signed[Header]]:
+    def needed(self) -> dict[Digest, Source]:
         """Blobs of the round to fetch. Nobody gives them to us before we have announced."""
         b = self.ballot
         if b is None or b.announced is None or not self.working:
             return {}
-        found = {h.body.blob: h for h in b.candidates()}
+        if b.reduces:
+            return dict(self.reducing.needed())
+        found: dict[Digest, Source] = {h.body.blob: h for h in b.candidates()}
         for p in b.proposals.values():
             if p.lacking and not p.bad and p.record.body.base_state == b.state:
                 found.update((u.body.blob, u) for u in p.record.body.updates if u.body.blob in p.lacking)
@@ -360,7 +416,7 @@ class Deciding:
             return []
         if b.announced is None:
             return [b.began + policy.max_seconds]
-        found = [self._repeat_at, b.announced + policy.exchange_seconds]
+        found = [self._repeat_at, b.announced + policy.exchange_seconds, *self.reducing.times()]
         if b.first_heard is not None:
             found.append(b.first_heard + policy.patience_seconds)
         if (following := b.next_attempt_at(self._c.now)) is not None:
@@ -370,14 +426,22 @@ class Deciding:
         found += [p.seen + policy.propose_seconds / 2 for p in b.proposals.values()]
         return found
 
-    def holders(self, header: Signed[Header]) -> tuple[PeerKey, ...]:
-        """Who is likely to have a blob: its author, who voted for it, who announced in its round."""
+    def holders(self, blob: Digest, source: Source) -> tuple[PeerKey, ...]:
+        """Who is likely to have a blob: its author, who voted for it, who announced in its round. Of a part: who signed
+        it, who voted for its record."""
         c, b = self._c, self.ballot
-        found: dict[PeerKey, None] = {header.author: None}
-        decided = c.chain.ancestor_at(c.chain.head, header.body.round + 1)
+        found: dict[PeerKey, None] = {}
+        if isinstance(source, PartOf):
+            number = source.record.body.round
+            if b is not None:
+                found.update((a, None) for a in self.reducing.holders(b, blob, source))
+        else:
+            number = source.body.round
+            found[source.author] = None
+        decided = c.chain.ancestor_at(c.chain.head, number + 1)
         if decided is not None and decided != c.chain.root:
             found.update((v.author, None) for v in c.chain.certificate(decided).votes)
-        if b is not None:
+        if b is not None and not isinstance(source, PartOf):
             found.update((a, None) for a in b.votes)
             found.update((a, None) for a in b.headers)
         found.pop(c.me, None)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from protocol.ids import PeerKey
-from protocol.messages import Header, Record, Signed, Vote
+from protocol.messages import Header, Record, Reduced, Signed, Vote
 
-Ballot = Signed[Header] | Signed[Record] | Signed[Vote]
+Ballot = Signed[Header] | Signed[Record] | Signed[Vote] | Signed[Reduced]
 
 AHEAD = 4
 """Rounds ahead of our own from which messages are kept."""
 
 PER_AUTHOR = 6
+WORDS_PER_AUTHOR = 12
+"""Words on parts, beside the rest: they never push out a header or a vote."""
+
 MAX_BYTES = 32 * 1024 * 1024
 
 
@@ -31,13 +34,16 @@ class Early:
             mine = self._kept[message.author] = []
         if any(m.digest == message.digest for m in mine) or self._bytes + len(message.sent) > MAX_BYTES:
             return
-        if len(mine) >= PER_AUTHOR:
-            self._bytes -= len(mine.pop(0).sent)
+        is_word = isinstance(message.body, Reduced)
+        alike = [m for m in mine if isinstance(m.body, Reduced) == is_word]
+        if len(alike) >= (WORDS_PER_AUTHOR if is_word else PER_AUTHOR):
+            mine.remove(alike[0])
+            self._bytes -= len(alike[0].sent)
         mine.append(message)
         self._bytes += len(message.sent)
 
     def take(self, number: int) -> list[Ballot]:
-        """All that was kept of round `number`, headers first, then records, then votes; older ones are forgotten."""
+        """All that was kept of round `number`, headers first, words on parts last; older ones are forgotten."""
         now: list[Ballot] = []
         for author, messages in list(self._kept.items()):
             now += [m for m in messages if m.body.round == number]
@@ -47,10 +53,11 @@ class Early:
             else:
                 del self._kept[author]
         self._bytes = sum(len(m.sent) for messages in self._kept.values() for m in messages)
-        order = {Header: 0, Record: 1, Vote: 2}
+        order = {Header: 0, Record: 1, Vote: 2, Reduced: 3}
         return sorted(now, key=lambda m: order[type(m.body)])
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What is held, and its bound."""
         count = sum(len(m) for m in self._kept.values())
-        return {"early": (count, self._max_authors * PER_AUTHOR), "early bytes": (self._bytes, MAX_BYTES)}
+        top = self._max_authors * (PER_AUTHOR + WORDS_PER_AUTHOR)
+        return {"early": (count, top), "early bytes": (self._bytes, MAX_BYTES)}

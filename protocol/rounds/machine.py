@@ -21,6 +21,7 @@ from protocol.messages import (
     Header,
     Heartbeat,
     Record,
+    Reduced,
     Signed,
     Signer,
     Vote,
@@ -36,6 +37,7 @@ from protocol.rounds.actions import (
     RequestChain,
     Send,
 )
+from protocol.rounds.blame import blob_bad
 from protocol.rounds.context import Context
 from protocol.rounds.deciding import Deciding
 from protocol.rounds.early import AHEAD, Early
@@ -51,9 +53,6 @@ LEAVE_SECONDS = 6.0
 """How long a leaver waits for its last update's round."""
 
 MAX_TURNS = 100
-
-REPLAYED = 64
-"""Records before the head, for each checkpoint kept, among which the record of a bad blob is looked for."""
 
 
 class RoundMachine:
@@ -133,7 +132,10 @@ class RoundMachine:
                 if self._deciding.ballot is not None:
                     self._deciding.ballot.blob_held(blob)
             case ev.BlobBad(blob, reason):
-                self._blob_bad(blob, reason)
+                blob_bad(c, self._deciding, blob, reason)
+                self._forget_dropped()
+            case ev.PartReduced() | ev.PartLacking():
+                self._part_done(event)
             case ev.BlobMissing(blob):
                 c.blobs.missing(blob, c.now)
             case ev.Applied(record, state):
@@ -142,7 +144,10 @@ class RoundMachine:
             case ev.ApplyFailed(_, reason):
                 self._position.failed(reason)
             case ev.Leave():
-                self._leave_at = c.now + LEAVE_SECONDS
+                b = self._deciding.ballot
+                # Committees need a leaver's update for longer.
+                wait = c.policy.exchange_seconds if b is not None and b.reduces else 0.0
+                self._leave_at = c.now + max(LEAVE_SECONDS, wait)
         self._advance()
         return c.out
 
@@ -155,6 +160,7 @@ class RoundMachine:
         listed = any(h.body.blob == blob for h in b.headers.values()) or any(
             u.body.blob == blob for p in b.proposals.values() for u in p.record.body.updates
         )
+        listed = listed or (b.reduces and bool(b.signers_of(blob)))
         return f"you have not announced an update in round {b.number} yet" if listed else None
 
     # -- messages --------------------------------------------------------------------------------------------
@@ -168,9 +174,13 @@ class RoundMachine:
                 self._follower.forget(message.author)
         elif isinstance(body, Final):
             self._final(message)
-        elif isinstance(body, Header | Record | Vote):
+        elif isinstance(body, Header | Record | Vote | Reduced):
             b = self._deciding.ballot
-            if b is not None and body.round == b.number and (isinstance(body, Vote) or body.parent == b.parent):
+            if (
+                b is not None
+                and body.round == b.number
+                and (isinstance(body, Vote | Reduced) or body.parent == b.parent)
+            ):
                 self._ballot(message)
             elif (-1 if b is None else b.number) < body.round <= (c.chain.height(c.chain.head) + AHEAD):
                 self._early.keep(message)
@@ -180,8 +190,20 @@ class RoundMachine:
             self._deciding.header(message)
         elif isinstance(message.body, Record):
             self._decided(self._deciding.record(message))
-        else:
+        elif isinstance(message.body, Vote):
             self._decided(self._deciding.vote(message))
+        else:
+            self._decided(self._deciding.word(message))
+
+    def _part_done(self, event: ev.PartReduced | ev.PartLacking) -> None:
+        b, reducing = self._deciding.ballot, self._deciding.reducing
+        if b is None:
+            return
+        if isinstance(event, ev.PartReduced):
+            reducing.reduced(b, event.record, event.part, event.blob)
+        else:
+            reducing.lacking(b, event.record, event.part, event.authors)
+        self._decided(b.certified([event.record]))
 
     def _heartbeat(self, message: Signed[Heartbeat]) -> None:
         c, beat, source = self._c, message.body, message.author
@@ -273,7 +295,7 @@ class RoundMachine:
             self._c.report("info", "light", f"record {record.digest.short} lists less than half of what was announced")
             p.set_aside(record.digest, b.first_heard + self._c.policy.patience_seconds)
         elif record.body.parent != b.parent:
-            p.reconsider(record.digest, b.announced_windows(self._c.blobs.holds, self._c.now) // 2)
+            p.reconsider(record.digest, d.announced_windows(b) // 2)
 
     def _chain_heard(self, event: ev.ChainHeard) -> None:
         c = self._c
@@ -289,40 +311,6 @@ class RoundMachine:
         if onwards and self._follower.asked is None:
             self._follower.ask(event.source, c.now)
             c.emit(RequestChain(event.source, (last, *c.chain.locator())))
-
-    def _blob_bad(self, blob: Digest, reason: str) -> None:
-        c, b = self._c, self._deciding.ballot
-        c.blobs.condemn(blob)
-        certified, header = self._certified_with(blob)
-        if b is not None:
-            b.blob_bad(blob)
-            for h in b.headers.values():
-                if h.body.blob == blob:
-                    header = h
-            if header is not None and b.headers.get(header.author) is header:
-                b.exclude(header.author)
-        author = None if header is None else header.author
-        if author is not None:
-            c.members.strike(author, 0 if b is None else b.number)
-        c.report("warning", "bad-blob", f"an update breaks the codec's rules: {reason}", author)
-        if certified is not None:
-            c.report(
-                "error", "bad-record", f"record {certified.short} was certified with a bad update: dropped", author
-            )
-            c.chain.condemn(certified)
-            self._forget_dropped()
-
-    def _certified_with(self, blob: Digest) -> tuple[Digest | None, Signed[Header] | None]:
-        """The record on the head's path, of those that a member may still have to apply, that lists a blob."""
-        chain, policy = self._c.chain, self._c.policy
-        top = chain.height(chain.head)
-        for height in range(top, max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * REPLAYED), -1):
-            record = chain.on_main(height)
-            if record is not None:
-                for u in chain.certificate(record).record.body.updates:
-                    if u.body.blob == blob:
-                        return record, u
-        return None, None
 
     # -- one thing after the other ---------------------------------------------------------------------------
 
@@ -366,17 +354,22 @@ class RoundMachine:
             self._beat()
             return
         if parent != c.chain.root:
-            listed = c.chain.certificate(parent).record.body.updates
+            decided = c.chain.certificate(parent)
+            listed = decided.record.body.updates
             c.members.contributed(u.author for u in listed)
+            if decided.parts:
+                for u in listed:
+                    c.members.withheld.forgive(u.author)
             if old is not None:
                 known = {h.body.blob for h in old.headers.values()}
                 known |= {u.body.blob for p in old.proposals.values() for u in p.record.body.updates}
-                known -= {u.body.blob for u in listed}
+                known |= old.parts()
+                known -= {u.body.blob for u in listed} | set(decided.parts)
                 for action in c.blobs.forget(b for b in known if b not in c.own):
                     c.emit(action)
         ballot = d.open(parent)
         for message in self._early.take(ballot.number):
-            if isinstance(message.body, Vote) or message.body.parent == parent:
+            if isinstance(message.body, Vote | Reduced) or message.body.parent == parent:
                 self._ballot(message)
         total = c.policy.total_windows
         if total and c.chain.weight(parent) >= total and not d.finished:
@@ -391,7 +384,7 @@ class RoundMachine:
         b = d.ballot
         key = (c.chain.head, p.applied, p.target, p.joined, id(b), d.working)
         if b is not None:
-            key += (len(b.headers), len(b.proposals), b.announced, len(b.excluded))
+            key += (len(b.headers), len(b.proposals), b.announced, len(b.excluded), d.reducing.changes)
         retry = c.blobs.next_retry()
         if key == self._blobs_for and (retry is None or retry > c.now):
             return

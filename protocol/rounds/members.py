@@ -27,6 +27,30 @@ class Member:
         return self.beat.head == parent and self.beat.phase in ("training", "exchanging", "leaving")
 
 
+class Strikes:
+    """Who let a round down, and until which round that counts: twice as long each time. Bounded."""
+
+    def __init__(self, bound: int):
+        self._bound = bound
+        self._strikes: dict[PeerKey, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._strikes)
+
+    def strike(self, key: PeerKey, number: int) -> None:
+        strikes = min(MAX_STRIKES, self._strikes.pop(key, (0, 0))[0] + 1)
+        self._strikes[key] = (strikes, number + 2**strikes)
+        while len(self._strikes) > self._bound:
+            del self._strikes[next(iter(self._strikes))]
+
+    def forgive(self, key: PeerKey) -> None:
+        self._strikes.pop(key, None)
+
+    def holds(self, key: PeerKey, number: int) -> bool:
+        """Whether it still counts in round `number`."""
+        return number <= self._strikes.get(key, (0, -1))[1]
+
+
 class Members:
     """Bounded by the policy's `max_members`. Newcomers never evict contributors of the last round, nor each other."""
 
@@ -36,7 +60,9 @@ class Members:
         self._members: dict[PeerKey, Member] = {}
         self._veterans: frozenset[PeerKey] = frozenset()
         self._gone: dict[PeerKey, int] = {}
-        self._strikes: dict[PeerKey, tuple[int, int]] = {}
+        self._late = Strikes(policy.max_members)
+        self.withheld = Strikes(policy.max_members)
+        """Of those whose updates committees could not get, or not use: records of ours do not list them for a while."""
         self._parent: Digest | None = None
         self._counted: dict[PeerKey, int] = {}
         """Members that train in the watched round and have not announced: their windows."""
@@ -147,17 +173,14 @@ class Members:
 
     def strike(self, key: PeerKey, number: int) -> None:
         """It kept round `number` waiting until the deadline: the next rounds, twice as many each time, do not wait."""
-        strikes = min(MAX_STRIKES, self._strikes.pop(key, (0, 0))[0] + 1)
-        self._strikes[key] = (strikes, number + 2**strikes)
-        while len(self._strikes) > self._policy.max_members:
-            del self._strikes[next(iter(self._strikes))]
+        self._late.strike(key, number)
 
     def forgive(self, key: PeerKey) -> None:
         """It delivered in time."""
-        self._strikes.pop(key, None)
+        self._late.forgive(key)
 
     def is_waited_for(self, key: PeerKey, number: int) -> bool:
-        return number > self._strikes.get(key, (0, -1))[1]
+        return not self._late.holds(key, number)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What is held, and its bound."""
@@ -165,7 +188,8 @@ class Members:
         return {
             "members": (len(self._members), top),
             "goodbyes": (len(self._gone), top),
-            "strikes": (len(self._strikes), top),
+            "strikes": (len(self._late), top),
+            "withheld": (len(self.withheld), top),
             "counted": (len(self._counted), top),
             "settled": (len(self._settled), 2 * top),
         }

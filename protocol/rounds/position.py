@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.ids import Digest
-from protocol.messages import Certificate, Header, Signed
+from protocol.messages import Certificate
 from protocol.rounds.actions import Apply, Resync
+from protocol.rounds.blobs import PartOf, Source, contents
 from protocol.rounds.context import Context
 
 MAX_PAUSE = 60.0
@@ -49,7 +50,7 @@ class Position:
         self._waiting: tuple[Digest, float] | None = None
         self._unavailable: Digest | None = None
         self._needed_for: tuple | None = None
-        self._needed: dict[Digest, Signed[Header]] = {}
+        self._needed: dict[Digest, Source] = {}
 
     @property
     def busy(self) -> bool:
@@ -68,14 +69,14 @@ class Position:
 
     # -- what is needed --------------------------------------------------------------------------------------
 
-    def needed(self) -> dict[Digest, Signed[Header]]:
+    def needed(self) -> dict[Digest, Source]:
         """Blobs to hold before the trainer is moved to the head: of the records since where it stands, or since the
-        newest checkpoint on another branch."""
+        newest checkpoint on another branch. Of a round that was reduced, the parts of its mean."""
         chain = self._c.chain
         key = (self.applied, chain.head, self._failures, self.joined)
         if key != self._needed_for:
             self._needed_for = key
-            self._needed = {u.body.blob: u for c in self._way() for u in c.record.body.updates}
+            self._needed = {blob: source for c in self._way() for blob, source in contents(c).items()}
         return self._needed
 
     def _way(self) -> tuple[Certificate, ...]:
@@ -118,7 +119,7 @@ class Position:
             first = way[0].record.body
             if first.base_state != self.state:
                 return self.drift(first.base_state)
-            if all(c.blobs.holds(u.body.blob) for u in first.updates):
+            if all(c.blobs.holds(blob) for blob in contents(way[0])):
                 return self._apply(way[0])
         elif all(c.blobs.holds(blob) for blob in self.needed()):
             if chain.is_ancestor(self.applied, head):
@@ -162,10 +163,13 @@ class Position:
         if waited < 2 * c.policy.heartbeat_seconds:
             return False
         for certificate in way:
-            for u in certificate.record.body.updates:
-                if not c.blobs.holds(u.body.blob):
-                    # Who let us wait in vain before is given little time.
-                    if waited < c.policy.patience_seconds and c.members.is_waited_for(u.author, u.body.round):
+            for blob, source in contents(certificate).items():
+                if not c.blobs.holds(blob):
+                    # Of parts, who proposed the record answers for them. Who let us wait in vain before is given little
+                    # time.
+                    author = source.record.author if isinstance(source, PartOf) else source.author
+                    number = certificate.record.body.round
+                    if waited < c.policy.patience_seconds and c.members.is_waited_for(author, number):
                         return False
                     record = certificate.record.digest
                     final = c.chain.final
@@ -174,9 +178,12 @@ class Position:
                         if waited >= min(UNAVAILABLE * c.policy.patience_seconds, UNAVAILABLE_MOST):
                             self._report_unavailable(record)
                         return False
-                    c.members.strike(u.author, u.body.round)
-                    text = f"nobody gives the update of {u.author.short} that record {record.short} lists: "
-                    c.report("warning", "withheld", text + "going on without that branch for a while", u.author)
+                    c.members.strike(author, number)
+                    what = f"the update of {author.short} that record {record.short} lists"
+                    if isinstance(source, PartOf):
+                        what = f"part {source.index} of the mean of record {record.short}"
+                    text = f"nobody gives {what}: going on without that branch for a while"
+                    c.report("warning", "withheld", text, author)
                     self.set_aside(record, None)
                     return True
         return False

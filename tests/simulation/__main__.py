@@ -7,16 +7,22 @@ import multiprocessing
 import sys
 import time
 
+from protocol.exchange import GATHER
 from tests.simulation.checkers import Broken
 from tests.simulation.scenario import Outcome, Scenario
+from tests.simulation.world import REDUCE
+
+EXCHANGES = {"gather": GATHER, "reduce": REDUCE}
 
 
-def run_seed(seed: int) -> Outcome | str:
+def run_seed(job: tuple[int, str]) -> Outcome | str:
     """The outcome, or what was broken and how to see it again."""
+    seed, exchange = job
     try:
-        return Scenario(seed).run()
+        return Scenario(seed, exchange=EXCHANGES[exchange]).run()
     except Broken as e:
-        return f"seed {seed}: {e}\n    replay: python -m tests.simulation --seed {seed} --verbose"
+        replay = f"python -m tests.simulation --seed {seed} --exchange {exchange} --verbose"
+        return f"seed {seed}, {exchange}: {e}\n    replay: {replay}"
 
 
 def main() -> int:
@@ -24,11 +30,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=340, help="how many seeds to run (340 are about 10,000 rounds)")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="replay this one")
+    parser.add_argument(
+        "--exchange", choices=("gather", "reduce", "both"), default="both", help="both: seeds take turns"
+    )
     parser.add_argument("--verbose", action="store_true", help="print every move and report (with --seed)")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     if args.seed is not None:
-        scenario = Scenario(args.seed, verbose=args.verbose)
+        scenario = Scenario(args.seed, verbose=args.verbose, exchange=EXCHANGES.get(args.exchange, GATHER))
         try:
             print(scenario.run())
         except Broken as e:
@@ -39,7 +48,9 @@ def main() -> int:
         return 0
     began = time.monotonic()
     with multiprocessing.Pool(args.processes) as pool:
-        results = list(pool.imap_unordered(run_seed, range(args.first, args.first + args.seeds), chunksize=4))
+        kinds = tuple(EXCHANGES) if args.exchange == "both" else (args.exchange,)
+        jobs = [(seed, kinds[seed % len(kinds)]) for seed in range(args.first, args.first + args.seeds)]
+        results = list(pool.imap_unordered(run_seed, jobs, chunksize=4))
     failures = [r for r in results if isinstance(r, str)]
     good = [r for r in results if isinstance(r, Outcome)]
     rounds = sum(o.rounds for o in good)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protocol.chain import genesis_digest
 from protocol.ids import Digest
+from tests.simulation.committee import bad_slice, part_of
 from tests.simulation.node import Node
 from tests.simulation.world import World
 
@@ -52,6 +53,24 @@ def check_counted_once(world: World) -> None:
                         f"carries {len(seen & content)} windows that the chain has already"
                     )
                 seen |= content
+
+
+def check_parts(world: World) -> None:
+    """A part of a certified mean is what the listed updates give, and those are good where it was looked at: but for
+    parts of whose committee more than half lie, and records that nobody honest voted for."""
+    for certificate in world.records.values():
+        body = certificate.record.body
+        if not certificate.parts or not any(world.by_key[v.author].honest for v in certificate.votes):
+            continue
+        for part, committee in enumerate(world.policy.exchange.committees(body)):
+            if 2 * sum(not world.by_key[k].honest for k in committee) > len(committee):
+                continue
+            where = f"round {body.round}, record {certificate.record.digest.short}, part {part}"
+            if certificate.parts[part] != part_of(body, len(certificate.parts), part):
+                raise Broken(f"{where} is not the mean of its updates, and most of its committee is honest")
+            for u in body.updates:
+                if u.body.blob in world.bad_blobs and bad_slice(u.body.blob, len(certificate.parts)) == part:
+                    raise Broken(f"{where} has a bad update in it, and most of its committee is honest")
 
 
 def check_account(world: World, node: Node) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from protocol.ids import Digest, PeerKey
-from protocol.messages import Heartbeat, Record, Vote
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.messages import Heartbeat, Record, Reduced, Signed, Vote
 from protocol.rounds import events as ev
 from tests.simulation.node import Node
 
@@ -38,6 +38,9 @@ class Withholder(Node):
     def gives(self, blob: Digest, to: PeerKey) -> bool:
         return False
 
+    def gives_slice(self, blob: Digest, parts: int, part: int, to: PeerKey) -> bool:
+        return False
+
 
 class Poisoner(Node):
     """Every update of its own breaks the codec's rules."""
@@ -63,3 +66,90 @@ class Boaster(Node):
 
 
 HOSTILE = (Equivocator, Withholder, Poisoner, Boaster)
+
+
+def lie(word: Reduced) -> Digest:
+    """The wrong digest that all liars agree on."""
+    return Digest(sha256(b"lie", word.record, bytes([word.part])))
+
+
+class Liar(Node):
+    """Signs a wrong digest for every part that it makes, the same as other liars, and gives its blob to who asks."""
+
+    honest = False
+
+    def broadcast(self, message) -> None:
+        if _own_word(self, message) and message.body.blob is not None:
+            body = replace(message.body, blob=lie(message.body))
+            self.blobs.add(lie(message.body))
+            message = self.signer.sign(body)
+        super().broadcast(message)
+
+
+class Spoiler(Liar):
+    """A liar whose parts break the codec's rules."""
+
+    def broadcast(self, message) -> None:
+        if _own_word(self, message) and message.body.blob is not None:
+            self.world.bad_blobs.add(lie(message.body))
+        super().broadcast(message)
+
+
+class TwoTongued(Node):
+    """Signs the right digest of a part for every second peer, a wrong one for the others."""
+
+    honest = False
+
+    def broadcast(self, message) -> None:
+        if not (_own_word(self, message) and message.body.blob is not None):
+            super().broadcast(message)
+            return
+        other = self.signer.sign(replace(message.body, blob=lie(message.body)))
+        for node in self.world.nodes:
+            if node is not self and node.alive:
+                told = message if node.index % 2 else other
+                self.world.network.send(self.index, node.index, node.hear, told)
+
+
+class Silent(Node):
+    """Says nothing on any part."""
+
+    honest = False
+
+    def broadcast(self, message) -> None:
+        if not _own_word(self, message):
+            super().broadcast(message)
+
+
+class Accuser(Node):
+    """Says of every part that nobody else's update can be had."""
+
+    honest = False
+
+    def broadcast(self, message) -> None:
+        if _own_word(self, message):
+            ballot = self.machine._deciding.ballot
+            if ballot is None:
+                return
+            record = ballot.proposals[message.body.record].record
+            others = tuple(key for key in record.body.contributors if key != self.key)
+            if others:
+                message = self.signer.sign(replace(message.body, blob=None, lacking=others))
+        super().broadcast(message)
+
+
+class Miser(Node):
+    """Gives its update to everybody but the committee of one part."""
+
+    honest = False
+
+    def gives_slice(self, blob: Digest, parts: int, part: int, to: PeerKey) -> bool:
+        return part != self.key[0] % parts and super().gives_slice(blob, parts, part, to)
+
+
+def _own_word(node: Node, message: Signed) -> bool:
+    return isinstance(message.body, Reduced) and message.author == node.key
+
+
+HOSTILE_REDUCERS = (Liar, Spoiler, TwoTongued, Silent, Accuser, Miser)
+"""Beside the others, in worlds whose rounds are reduced."""

@@ -9,8 +9,10 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Certificate, Final, Signed
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
+from protocol.rounds.blobs import contents
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import Facts
+from tests.simulation.committee import CommitteeWork
 from tests.simulation.signer import FakeSigner
 from tests.simulation.trainer import Trainer, state_after
 
@@ -46,6 +48,8 @@ class Node:
         self.certificates: list[Certificate] = []
         self.final: Signed[Final] | None = None
         self.blobs: set[Digest] = set()
+        self.slices: set[tuple[Digest, int, int]] = set()
+        """Of others' updates: blob, number of parts, part."""
         self.checkpoints: set[Digest] = {world.genesis_state}
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -78,6 +82,7 @@ class Node:
         self.queue: list = []
         self.working = False
         self.fetching: set[Digest] = set()
+        self.committee_work = CommitteeWork(self)
         self.done = False
         self.carry_out(self.machine.start(w.clock.now))
         self.progress(self.incarnation)
@@ -119,7 +124,11 @@ class Node:
                     self.broadcast(message)
                 case do.Send(to, messages, certificates):
                     self.send(to, messages, certificates)
-                case do.FetchBlob():
+                case do.Reduce():
+                    self.committee_work.begin(action)
+                case do.DropReduce(record):
+                    self.committee_work.drop(record)
+                case do.FetchBlob() | do.FetchPart():
                     if action.blob not in self.fetching:
                         self.fetching.add(action.blob)
                         self.fetch(self.incarnation, action, w.clock.now + FETCH_DEADLINE)
@@ -168,12 +177,16 @@ class Node:
         """Whether this node serves a blob to a peer now."""
         return self.alive and blob in self.blobs and self.machine.may_serve(blob, to) is None
 
-    def fetch(self, incarnation: int, action: do.FetchBlob, deadline: float) -> None:
+    def gives_slice(self, blob: Digest, parts: int, part: int, to: PeerKey) -> bool:
+        """Whether this node serves the slice of an update that a part needs."""
+        return self.committee_work.gives(blob, parts, part, to)
+
+    def fetch(self, incarnation: int, action: do.FetchBlob | do.FetchPart, deadline: float) -> None:
         w = self.world
         if not self.alive or incarnation != self.incarnation or action.blob not in self.fetching:
             return
         found = action.blob in self.blobs
-        for key in (action.author, *action.holders):
+        for key in action.holders if isinstance(action, do.FetchPart) else (action.author, *action.holders):
             node = w.by_key[key]
             if found or (
                 w.network.connected(self.index, node.index) and node is not self and node.gives(action.blob, self.key)
@@ -253,14 +266,15 @@ class Node:
         record = action.certificate.record
         trainer, w = self.trainer, self.world
         trainer.run(self.world.clock.now)
-        missing = [u for u in record.body.updates if u.body.blob not in self.blobs]
-        if any(u.body.blob in w.bad_blobs and u.author != self.key for u in record.body.updates):
+        missing = [blob for blob in contents(action.certificate) if blob not in self.blobs]
+        own = {u.body.blob for u in record.body.updates if u.author == self.key}
+        if any(blob in w.bad_blobs and blob not in own for blob in contents(action.certificate)):
             raise AssertionError(f"peer {self.index} was told to apply a bad update")
         if missing or self.trainer_record != record.body.parent:
             self.step(ev.ApplyFailed(record.digest, "a blob is not in the store, or this is the wrong state"))
             return
         assert trainer.state is not None
-        state = state_after(trainer.state, record.digest)
+        state = state_after(trainer.state, action.certificate)
         self.reached(action, record.digest, state)
 
     def reached(self, action: do.Apply | do.Resync, record: Digest, state: Digest) -> None:
@@ -269,7 +283,7 @@ class Node:
             self.checkpoints.add(state)
         if self.drifts:
             self.drifts = False
-            state = state_after(state, record)
+            state = Digest(sha256(b"drifted", state))
         self.trainer_record = record
         for blob in action.missed:
             self.made.pop(blob, None)
@@ -302,17 +316,18 @@ class Node:
             if record.body.base_state != state:
                 self.step(ev.ApplyFailed(head, "the path names another state than it leads to"))
                 return
-            for u in record.body.updates:
-                if u.body.blob not in self.blobs:
-                    if not any(n.gives(u.body.blob, self.key) for n in reachable if n is not self):
+            own = {u.body.blob for u in record.body.updates if u.author == self.key}
+            for blob in contents(certificate):
+                if blob not in self.blobs:
+                    if not any(n.gives(blob, self.key) for n in reachable if n is not self):
                         self.step(ev.ApplyFailed(head, "a blob cannot be had"))
                         return
-                    if u.body.blob in w.bad_blobs and u.author != self.key:
-                        self.step(ev.BlobBad(u.body.blob, "chunk 3: a scale that is not finite"))
+                    if blob in w.bad_blobs and blob not in own:
+                        self.step(ev.BlobBad(blob, "chunk 3: a scale that is not finite"))
                         self.step(ev.ApplyFailed(head, "an update on the path is bad"))
                         return
-                    self.blobs.add(u.body.blob)
-            state = state_after(state, record.digest)
+                    self.blobs.add(blob)
+            state = state_after(state, certificate)
             if (record.body.round + 1) % w.policy.checkpoint_every == 0:
                 self.checkpoints.add(state)
         self.reached(action, head, state)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tests.simulation.checkers import Broken, check_account, check_counted_once, check_sizes, disagreement
-from tests.simulation.hostile import HOSTILE
+from protocol.exchange import GATHER, Exchange
+from tests.simulation.checkers import Broken, check_account, check_counted_once, check_parts, check_sizes, disagreement
+from tests.simulation.hostile import HOSTILE, HOSTILE_REDUCERS
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.world import World, policy_for
@@ -35,7 +36,7 @@ class Scenario:
 
     def __init__(
         self, seed: int, *, peers: int | None = None, calm: bool = False, verbose: bool = False, node_type=Node,
-        fault_seconds: float = 120.0, hostile: bool = True,
+        fault_seconds: float = 120.0, hostile: bool = True, exchange: Exchange = GATHER,
     ):  # fmt: skip
         rng = self.rng = random.Random(seed)
         if peers is None:
@@ -45,12 +46,14 @@ class Scenario:
             delay=rng.uniform(0.005, 0.15), jitter=rng.choice((0.005, 0.05, 0.3)),
         )  # fmt: skip
         self.calm = Weather(delay=weather.delay, jitter=0.02)
-        self.world = World(seed, peers, self.calm if calm else weather, policy=policy_for(peers), verbose=verbose)
+        self.world = World(
+            seed, peers, self.calm if calm else weather, policy=policy_for(peers, exchange=exchange), verbose=verbose
+        )
         self.fault_seconds = 0.0 if calm else fault_seconds if peers <= 12 else fault_seconds / 4
         hostiles = 0 if calm or not hostile else rng.randint(0, (peers - 1) // 3)
         for i in range(peers):
             if i >= peers - hostiles:
-                self.world.add(rng.choice(HOSTILE))
+                self.world.add(rng.choice(HOSTILE if exchange == GATHER else HOSTILE + HOSTILE_REDUCERS))
             else:
                 speed = rng.choice((0.0, 0.05, 0.3)) if rng.random() < 0.1 else rng.uniform(1.0, 3.0)
                 self.world.add(node_type, speed=speed if i else 2.0)
@@ -96,6 +99,7 @@ class Scenario:
         if (problem := disagreement(world.honest)) is not None:
             raise Broken(f"honest peers do not agree at the end: {problem}")
         check_counted_once(world)
+        check_parts(world)
         rounds = world.height()
         forks = len(world.records) - rounds
         return Outcome(world.seed, len(world.nodes), rounds, clock.steps, agreed[1], agreed[0], forks)

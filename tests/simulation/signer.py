@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Certificate, Final, Goodbye, Header, Heartbeat, Record, Signed, Vote
+from protocol.messages import (
+    Certificate,
+    Final,
+    Goodbye,
+    Header,
+    Heartbeat,
+    Record,
+    Reduced,
+    Signed,
+    Vote,
+    parts_digest,
+)
 
 
 def number(value: int) -> bytes:
@@ -24,15 +35,19 @@ class FakeSigner:
                 content = (body.parent, body.blob, body.base_state, number(body.first_window), number(body.end_window))
             case Record():
                 content = (body.parent, number(body.attempt), *(u.digest for u in body.updates))
-            case Vote() | Final():
+            case Vote():
+                content = (body.record, number(body.round), body.parts or b"")
+            case Final():
                 content = (body.record, number(body.round))
+            case Reduced():
+                content = (body.record, number(body.part), body.blob or b"", *body.lacking)
             case _:
                 raise TypeError(f"the simulator signs no {type(body).__name__}")
         digest = Digest(sha256(type(body).__name__.encode(), self.key, *content))
         return Signed(body, self.key, digest, bytes(digest))
 
 
-def certificate(record: Signed[Record], keys) -> Certificate:
+def certificate(record: Signed[Record], keys, parts: tuple[Digest, ...] = ()) -> Certificate:
     """With votes of these contributors."""
-    vote = Vote(record.body.run, record.body.round, record.digest)
-    return Certificate(record, tuple(FakeSigner(k).sign(vote) for k in sorted(keys)))
+    vote = Vote(record.body.run, record.body.round, record.digest, parts_digest(parts))
+    return Certificate(record, tuple(FakeSigner(k).sign(vote) for k in sorted(keys)), parts)

@@ -7,11 +7,13 @@ feedback; a state is the hash chain of applied records.
 from __future__ import annotations
 
 from protocol.ids import Digest, sha256
+from protocol.messages import Certificate
 from protocol.rounds.actions import Apply, Resync
 
 
-def state_after(state: Digest, record: Digest) -> Digest:
-    return Digest(sha256(b"state", state, record))
+def state_after(state: Digest, certificate: Certificate) -> Digest:
+    """What a record makes of a state: by its updates, or by the parts of their mean."""
+    return Digest(sha256(b"state", state, certificate.record.digest, *certificate.parts))
 
 
 class Trainer:

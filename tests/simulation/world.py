@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 
+from protocol.exchange import Exchange
 from protocol.ids import Digest, PeerKey, RunId, sha256
+from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Final
 from protocol.rounds.actions import Report
+from protocol.rounds.blobs import contents
 from protocol.rounds.policy import Policy
 from tests.simulation.network import Clock, Network, Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner
 
 OWNER = FakeSigner(PeerKey(sha256(b"owner")))
+
+
+REDUCE = Exchange("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUNK)
 
 
 def policy_for(peers: int, **changes) -> Policy:
@@ -100,6 +106,10 @@ class World:
                     f"    record {p.record.digest.short} by {by}, attempt {attempt}, lists {who}, votes {votes}, "
                     f"lacking {len(p.lacking)}, bad {p.bad}, equivocal {p.equivocal}"
                 )
+                for i, committee in enumerate(() if p.slate is None else p.slate.committees):
+                    words = {} if p.slate is None else p.slate.words[i]
+                    said = {names[a]: w.body.blob or [names[k] for k in w.body.lacking] for a, w in words.items()}
+                    lines.append(f"        part {i} by {[names[k] for k in committee]}: {said}")
         return lines
 
     # -- called by nodes -------------------------------------------------------------------------------------
@@ -127,14 +137,14 @@ class World:
             print(f"{self.clock.now:8.2f} {node.index:3d} {report.level}: {report.kind}: {report.text}")
 
     def _available(self, observer: Node, record: Digest) -> bool:
-        """Whether every update of the rounds that a member may have to replay up to a record is given by somebody."""
+        """Whether all that a member may have to replay the rounds up to a record with is given by somebody."""
         chain = observer.machine.chain
         givers = [n for n in self.nodes if n.alive and self.network.connected(observer.index, n.index)]
         since = chain.height(record) - 2 * self.policy.checkpoint_every
         for height in range(max(chain.height(chain.root), since) + 1, chain.height(record) + 1):
             at = chain.on_main(height)
-            for u in () if at is None else chain.certificate(at).record.body.updates:
-                if not any(n.gives(u.body.blob, observer.key) for n in givers):
+            for blob in () if at is None else contents(chain.certificate(at)):
+                if not any(n.gives(blob, observer.key) for n in givers):
                     return False
         return True
 

@@ -1,0 +1,64 @@
+"""What follows from a blob that breaks the codec's rules: whom to leave out, and which records cannot stand."""
+
+from __future__ import annotations
+
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Header, Signed
+from protocol.rounds.blobs import PartOf, Source, contents
+from protocol.rounds.context import Context
+from protocol.rounds.deciding import Deciding
+
+REPLAYED = 64
+"""Records before the head, for each checkpoint kept, among which the record of a bad blob is looked for."""
+
+
+def blob_bad(c: Context, d: Deciding, blob: Digest, reason: str) -> None:
+    """The author of a bad update is left out of the round, and who signed a bad part; nobody here votes for their
+    record. A certified record that is applied with the blob is dropped.
+
+    A reduced record stands although it lists a bad update: what is applied are its parts, and only the committee of
+    some part saw what is wrong.
+    """
+    b = d.ballot
+    c.blobs.condemn(blob)
+    certified, source = _certified_with(c, blob)
+    header = None if isinstance(source, PartOf) else source
+    if b is not None:
+        signers = b.signers_of(blob)
+        b.blob_bad(blob)
+        for h in b.headers.values():
+            if h.body.blob == blob:
+                header = h
+        if header is not None and b.headers.get(header.author) is header:
+            b.exclude(header.author)
+        if b.reduces:
+            d.reducing.bad_update(b, blob)
+            for author in signers:
+                d.reducing.accuse(b, author, "bad-part", f"peer {author.short} signed a part that breaks the rules")
+    if header is not None:
+        c.members.strike(header.author, 0 if b is None else b.number)
+    _report(c, header, certified, source, reason)
+    if certified is not None:
+        c.chain.condemn(certified)
+
+
+def _report(
+    c: Context, header: Signed[Header] | None, certified: Digest | None, source: Source | None, reason: str
+) -> None:
+    author: PeerKey | None = None if header is None else header.author
+    what = "a part of a mean" if isinstance(source, PartOf) else "an update"
+    c.report("warning", "bad-blob", f"{what} breaks the codec's rules: {reason}", author)
+    if certified is not None:
+        text = f"record {certified.short} was certified with a bad {'part' if author is None else 'update'}: dropped"
+        c.report("error", "bad-record", text, author)
+
+
+def _certified_with(c: Context, blob: Digest) -> tuple[Digest | None, Source | None]:
+    """The record on the head's path, of those that a member may still have to apply, that is applied with a blob."""
+    chain, policy = c.chain, c.policy
+    top = chain.height(chain.head)
+    for height in range(top, max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * REPLAYED), -1):
+        record = chain.on_main(height)
+        if record is not None and (source := contents(chain.certificate(record)).get(blob)) is not None:
+            return record, source
+    return None, None
