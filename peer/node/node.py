@@ -42,7 +42,9 @@ MAX_EVENTS = 20_000
 
 SNAPSHOT_SECONDS = 1.0
 CHAIN_SECONDS = 15.0
-LEAVE_SECONDS = 3.0
+LEAVE_SECONDS, LEAVE_REDUCING_SECONDS = 3.0, 6.0
+"""What a leaver gives the last round: where it is reduced, an update is asked for only when a record lists it."""
+
 SEE_OUT_SECONDS = 600.0
 QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 """After a run's last round a node stays until it has sent less than this in that time, and nobody is behind."""
@@ -179,7 +181,8 @@ class Node:
             self._finish("left before it had begun")
             return
         self.post(events.Leave())
-        asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._finish, "left")
+        seconds = LEAVE_SECONDS if self._spec.round.exchange == "gather" else LEAVE_REDUCING_SECONDS
+        asyncio.get_running_loop().call_later(seconds, self._finish, "left")
 
     def _over(self, reason: str) -> None:
         """The machine has nothing left to do. A run that is over still needs those who have its last state."""
@@ -226,6 +229,7 @@ class Node:
                 self.network,
                 self._updates,
                 self._keeping,
+                part_kind=self._reducing.kind,
                 post=self.post,
                 spawn=self._spawn,
                 undecided=self._undecided,
