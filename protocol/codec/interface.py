@@ -179,11 +179,18 @@ class Codec(ABC):
         if len(blob) != self.size:
             raise CodecError(f"an update of {len(blob)} bytes: under this run's codec and model it has {self.size}")
 
-    def add_to(self, blob: Blob, into: Mapping[str, Tensor], parts: Sequence[Part] | None = None) -> None:
+    def add_to(
+        self,
+        blob: Blob,
+        into: Mapping[str, Tensor],
+        parts: Sequence[Part] | None = None,
+        only: Callable[[Run], Tensor] | None = None,
+    ) -> None:
         """into <- into + decode(blob): puts an update that missed its round back into the error feedback.
 
-        The tensors of `into` are all on one device; with `parts`, they are these parts (see `held`). Raises CodecError
-        before anything is changed.
+        The tensors of `into` are all on one device; with `parts`, they are these parts (see `held`). `only`: for each
+        run, which of the values that the blob lists, zeros and ones [run.count, values that a chunk lists], on that
+        device. Raises CodecError before anything is changed.
         """
         mine = held(into, self.layout, parts)
         self.check(blob)
@@ -191,6 +198,8 @@ class Codec(ABC):
         for run in self.runs(parts=parts, device=device):
             decoded = self.decode_run(blob, run, device)
             values = decoded.values.view(run.count, -1)
+            if only is not None:
+                values = values * only(run)
             for p in run.pieces:
                 start, tensor = mine[p.index]
                 part, rows = tensor[run.source(p, start)], slice(p.row, p.row + p.count)
