@@ -8,7 +8,9 @@ import pytest
 
 from protocol.chain import Chain, ChainLimits, UnknownParent, genesis_digest
 from protocol.errors import ChainError
+from protocol.exchange import Exchange
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
+from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Final, Header, Record
 from tests.simulation.signer import FakeSigner, certificate
 
@@ -20,7 +22,7 @@ LIMITS = ChainLimits(max_update_windows=100, max_members=5)
 
 
 def make(
-    parent: Digest, number: int, claims: dict[int, tuple[int, int]], *, by=None, state=STATE, run=RUN
+    parent: Digest, number: int, claims: dict[int, tuple[int, int]], *, by=None, state=STATE, run=RUN, parts=0
 ) -> Certificate:
     """A certificate whose contributors claim these windows."""
     updates = []
@@ -31,7 +33,9 @@ def make(
         )
     author = KEYS[min(claims)] if by is None else by
     record = FakeSigner(author).sign(Record(run, Round(number), parent, state, 0, tuple(updates)))
-    return certificate(record, [KEYS[i] for i in claims])
+    return certificate(
+        record, [KEYS[i] for i in claims], tuple(Digest(sha256(b"part", bytes([i]))) for i in range(parts))
+    )
 
 
 def final(record: Certificate):
@@ -53,6 +57,47 @@ def line(chain: Chain, parent: Digest, number: int, length: int, who: int, step:
 def new(**limits) -> Chain:
     values = {"max_update_windows": 100, "max_members": 5, **limits}
     return Chain(RUN, STATE, ChainLimits(**values))
+
+
+REDUCE = Exchange("reduce", committee=3, update_size=3 * CHUNK, mean_size=CHUNK)
+AUTO = Exchange("auto", committee=1, update_size=2 * CHUNK, mean_size=1)
+
+
+@pytest.mark.parametrize(
+    "contributors, parts, fits", [(1, 1, True), (2, 2, True), (5, 3, True), (1, 0, False), (5, 2, False), (2, 3, False)]
+)
+def test_a_reduced_round_has_the_parts_that_its_contributors_make(contributors, parts, fits):
+    chain = new(exchange=REDUCE)
+    made = make(chain.genesis, 0, {i: (0, 1) for i in range(contributors)}, parts=parts)
+    if fits:
+        assert chain.add(made) and chain.certificate(chain.head).parts == made.parts
+    else:
+        with pytest.raises(ChainError, match="parts of the mean"):
+            chain.add(made)
+
+
+def test_a_gathered_round_has_no_parts():
+    chain = new()
+    with pytest.raises(ChainError, match="1 parts of the mean, and should be with 0"):
+        chain.add(make(chain.genesis, 0, {0: (0, 1)}, parts=1))
+
+
+def test_auto_follows_the_contributors_of_the_record_before_on_each_branch_and_after_an_anchor():
+    # Reduced after four and more: (n - 1) * 2 chunks against 2 * (2 chunks and a byte).
+    chain = new(exchange=AUTO)
+    few, many = ({i: (n, n + 1) for i in range(n)} for n in (3, 4))
+    a, b = make(chain.genesis, 0, few), make(chain.genesis, 0, many)
+    chain.add(a)
+    chain.add(b)
+    assert [chain.reduces(x) for x in (chain.genesis, a.record.digest, b.record.digest)] == [False, False, True]
+    assert chain.add(make(a.record.digest, 1, {5: (0, 1)}))
+    with pytest.raises(ChainError, match="parts of the mean"):
+        chain.add(make(b.record.digest, 1, {5: (0, 1)}))
+    after = make(b.record.digest, 1, {4: (0, 1), 5: (0, 1)}, parts=2)
+    assert chain.add(after)
+    anchor = chain.anchor(b.record.digest, STATE)
+    later = Chain(RUN, STATE, chain.limits, anchor=anchor)
+    assert later.reduces(later.root) and later.add(after) and not later.reduces(later.head)
 
 
 def test_an_empty_chain_is_its_genesis():

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from protocol.exchange import GATHER
 from protocol.messages import Vote
 from tests.simulation.checkers import Broken, check_sizes
+from tests.simulation.hostile import HOSTILE_REDUCERS
 from tests.simulation.network import Weather
 from tests.simulation.node import RETRY, Node
 from tests.simulation.scenario import Scenario
+from tests.simulation.world import REDUCE
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -19,10 +22,30 @@ def test_all_promises_hold_under_faults(seed):
     Scenario(seed).run()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_all_promises_hold_when_rounds_are_reduced(seed):
+    """And each part of a certified mean is what the updates give, unless most of its committee lies."""
+    Scenario(seed, exchange=REDUCE).run()
+
+
+@pytest.mark.parametrize("liar", HOSTILE_REDUCERS)
+def test_rounds_are_reduced_though_one_of_five_is_hostile(liar):
+    """Without any other fault: the run goes on, and no part of any certified mean is wrong."""
+    scenario = Scenario(4, peers=5, calm=True, exchange=REDUCE)
+    hostile = liar(scenario.world, 4, 2.0)
+    scenario.world.nodes[4] = scenario.world.by_key[hostile.key] = hostile
+    outcome = scenario.run()
+    honest = [n.key for n in scenario.world.nodes[:4]]
+    assert outcome.rounds >= 4
+    listed = [key for c in scenario.world.records.values() for key in c.record.body.contributors]
+    assert all(listed.count(key) >= outcome.rounds - 2 for key in honest)
+
+
+@pytest.mark.parametrize("exchange", [GATHER, REDUCE])
 @pytest.mark.parametrize("peers", [1, 2, 3, 5, 8])
-def test_a_healthy_swarm_decides_a_round_without_waiting_for_a_timer(peers):
+def test_a_healthy_swarm_decides_a_round_without_waiting_for_a_timer(peers, exchange):
     """From the first announcement to everyone having applied: network delays only, no timer of the policy."""
-    scenario = Scenario(1, peers=peers, calm=True)
+    scenario = Scenario(1, peers=peers, calm=True, exchange=exchange)
     world = scenario.world
     scenario.calm = world.network.weather = Weather(delay=0.01, jitter=0.002)
     outcome = scenario.run()
@@ -32,8 +55,9 @@ def test_a_healthy_swarm_decides_a_round_without_waiting_for_a_timer(peers):
         if world.announced_at[c.record.body.parent] > 10.0  # the first rounds, while peers still join, may wait
     ]
     # Six one-way delays (header, blob there and back, record, vote), a refused fetch, and two answers of the trainer,
-    # with room for jitter.
-    assert took and max(took) < 1.5 * (6 * 0.01 + RETRY + 2 * world.trainer_seconds) < world.policy.propose_seconds
+    # with room for jitter. When reduced: header, record, slices, words, parts there and back, vote.
+    delays = 6 if exchange == GATHER else 9
+    assert took and max(took) < 1.5 * (delays * 0.01 + RETRY + 2 * world.trainer_seconds) < world.policy.propose_seconds
     assert outcome.forks == 0 and outcome.rounds >= 8
     assert {c.record.body.attempt for c in world.records.values()} == {0}
 

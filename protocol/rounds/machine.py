@@ -209,8 +209,11 @@ class RoundMachine:
         c, beat, source = self._c, message.body, message.author
         if source == c.me:
             return
+        returns = source not in c.members
         if beat.admission and not c.members.heard(message, c.now):
             return
+        if returns and source in c.members:
+            self._position.returned(beat.head)
         self._follower.claim(source, beat.head, beat.weight, c.chain, c.now)
         b = self._deciding.ballot
         if b is not None and beat.head == b.parent and self._deciding.working:
@@ -384,7 +387,7 @@ class RoundMachine:
         b = d.ballot
         key = (c.chain.head, p.applied, p.target, p.joined, id(b), d.working)
         if b is not None:
-            key += (len(b.headers), len(b.proposals), b.announced, len(b.excluded), d.reducing.changes)
+            key += (len(b.headers), len(b.proposals), b.announced, len(b.excluded), *d.reducing.stage)
         retry = c.blobs.next_retry()
         if key == self._blobs_for and (retry is None or retry > c.now):
             return

@@ -269,6 +269,13 @@ class Position:
                 ):
                     a.until = self._c.now
 
+    def returned(self, head: Digest) -> None:
+        """A member came (back) that is at this head: a branch up to there that nobody gave can perhaps be had again."""
+        chain = self._c.chain
+        for aside, a in self._aside.items():
+            if a.active and a.tries > 0 and aside in chain and head in chain and chain.is_ancestor(aside, head):
+                a.until = self._c.now
+
     def _end_asides(self) -> None:
         for record, a in list(self._aside.items()):
             if record not in self._c.chain:

@@ -25,8 +25,7 @@ class Reducing:
         self._c = context
         self.current: Proposal | None = None
         """The slate that is worked on."""
-        self.changes = 0
-        """Grows with all that changes what is to be fetched."""
+        self._changes = 0
 
     # -- which slate -----------------------------------------------------------------------------------------
 
@@ -46,7 +45,7 @@ class Reducing:
         if self.current is not None:
             self._c.emit(DropReduce(self.current.record.digest))
             self.current = None
-            self.changes += 1
+            self._changes += 1
 
     def may_follow(self, p: Proposal) -> bool:
         """Whether a slate can be begun, or gone on with."""
@@ -62,7 +61,7 @@ class Reducing:
 
     def _begin(self, p: Proposal) -> None:
         c, slate = self._c, p.slate
-        self.changes += 1
+        self._changes += 1
         if slate is None:
             return
         for part in slate.duties(c.me):
@@ -81,7 +80,7 @@ class Reducing:
             b.evidence = tuple(slate.words[slate.hopeless].values())
         elif p.equivocal:
             b.evidence = tuple(q.record for q in b.proposals.values() if q.record.author == p.record.author)
-        for author in sorted(slate.lacking() & b.headers.keys()):
+        for author in sorted(slate.lacking(c.me) & b.headers.keys()):
             if author not in b.left_out and author != c.me:
                 b.left_out.add(author)
                 c.members.withheld.strike(author, b.number)
@@ -136,7 +135,7 @@ class Reducing:
         if not b.add_word(word, self._has_room, c.blobs.holds, c.blobs.is_bad):
             self._look_for_a_second_word(b, p, word)
             return False
-        self.changes += 1
+        self._changes += 1
         if p is not None:
             self._compare(b, p, word.body.part)
         return True
@@ -181,12 +180,21 @@ class Reducing:
 
     # -- what is fetched and repeated ------------------------------------------------------------------------
 
+    @property
+    def stage(self) -> tuple[int, bool]:
+        """Changes with all that changes what is needed."""
+        return self._changes, self.current is not None and self._is_late(self.current)
+
+    def _is_late(self, p: Proposal) -> bool:
+        """Others were faster with the parts that we make too: take theirs."""
+        return self._c.now >= p.seen + self._c.policy.propose_seconds
+
     def needed(self) -> dict[Digest, PartOf]:
         """Parts of the slate to fetch: those that are agreed on, and that we do not make ourselves in a moment."""
-        p, c = self.current, self._c
+        p = self.current
         if p is None or p.slate is None:
             return {}
-        mine = set() if c.now >= p.seen + c.policy.propose_seconds else set(p.slate.duties(c.me))
+        mine = set() if self._is_late(p) else set(p.slate.duties(self._c.me))
         parts = enumerate(p.slate.parts)
         return {d: PartOf(p.record, i) for i, d in parts if d is not None and d in p.lacking and i not in mine}
 

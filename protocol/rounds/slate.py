@@ -52,9 +52,9 @@ class Slate:
             self.hopeless = part
         return False
 
-    def lacking(self) -> set[PeerKey]:
-        """Authors whose updates more than half of some part's committee cannot get."""
-        found: set[PeerKey] = set()
+    def lacking(self, me: PeerKey) -> set[PeerKey]:
+        """Authors whose updates more than half of some part's committee, or I myself, cannot get."""
+        found = {author for said in self.words if me in said for author in said[me].body.lacking}
         for seated, said in zip(self.committees, self.words, strict=True):
             counts = Counter(author for w in said.values() for author in w.body.lacking)
             found |= {author for author, count in counts.items() if 2 * count > len(seated)}
