@@ -14,12 +14,9 @@ from protocol.codec.sign import SignCodec
 from protocol.codec.sparse import SparseCodec
 from protocol.codec.sparse8 import Sparse8Codec
 from protocol.layout import CODEC_CHUNK, Layout
-from protocol.spec import CodecSpec
+from protocol.spec import SUM_KEEPS, CodecSpec
 
 __all__ = ["Codec", "Decoded", "Run", "make_codec", "make_sum_codec"]
-
-SUM_KEEPS = 4
-"""A sum of sparse updates keeps so many times the coordinates of one: peers choose different ones."""
 
 
 def make_codec(spec: CodecSpec, layout: Layout) -> Codec:
