@@ -5,5 +5,6 @@ clock, randomness or tensor is allowed in here: the time is an argument, signing
 the machine (asyncio in a peer, the seeded simulator in tests) carries out the actions.
 
 Read in this order: `policy`, `events`, `actions`, `ballot` (the undecided round), `deciding` (announce, propose, vote),
-`own`, `position` (where the trainer stands and how it is moved), `follower` (whom to ask), `machine`.
+`slate` and `reducing` (rounds whose mean committees make in parts), `own`, `position` (where the trainer stands and
+how it is moved), `follower` (whom to ask), `blame` (what follows from a bad blob), `machine`.
 """

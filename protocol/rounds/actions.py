@@ -68,7 +68,8 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class DropReduce:
-    """Nothing of this record is to be reduced any more: stop fetching slices for it, forget them."""
+    """Nothing of this record is worked on any more: stop with its slices and its parts, forget the slices. Parts that
+    are needed all the same, because the record was certified, are asked for again."""
 
     record: Digest
 

@@ -73,6 +73,9 @@ class Ballot:
         self.left_out: set[PeerKey] = set()
         """Contributors that no record of ours lists any more in this round: their slices are lacking, or their words
         on parts were wrong."""
+        self.lost: set[PeerKey] = set()
+        """Those of them whom more than half of a committee could not get: nor does anybody's record that lists them get
+        our work and our vote."""
         self.silent: set[PeerKey] = set()
         """Who said nothing on a part of the last slate that was given up for lack of words."""
         self.given_up = 0
@@ -346,5 +349,5 @@ class Ballot:
             "excluded": (len(self.excluded), 2 * top),
             "words ahead": (sum(len(w) for w in self.unheard.values()), 2 * top * self._words_per_author),
             "word bytes": (self._word_bytes, MAX_WORD_BYTES),
-            "left out": (len(self.left_out | self.silent), 2 * top),
+            "left out": (len(self.left_out | self.lost | self.silent), 2 * top),
         }

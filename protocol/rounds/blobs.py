@@ -76,6 +76,13 @@ class Blobs:
             want.retry = now + self._retry * 2 ** min(want.tries, 4)
             want.tries += 1
 
+    def ask_again(self, blobs: Iterable[Digest], now: float) -> None:
+        """Whoever drives us was told to stop with these: when they are still needed, they are asked for anew."""
+        for blob in blobs:
+            if (want := self._wanted.get(blob)) is not None:
+                want.asked = False
+                want.retry = now
+
     def forget(self, blobs: Iterable[Digest]) -> list[Action]:
         """Nobody needs these any more."""
         actions: list[Action] = []

@@ -218,7 +218,9 @@ class Deciding:
         if total >= target or not b.headers:
             return total >= target
         # Others have seen enough. Those who kept earlier rounds waiting in vain are not believed.
-        announced = sum(c.members.is_waited_for(a, b.number) for a in b.headers)
+        announced = sum(
+            c.members.is_waited_for(a, b.number) and not c.members.withheld.holds(a, b.number) for a in b.headers
+        )
         present = 1 + len(b.headers) + c.members.training
         return announced > 0 and (announced * 3 > present or total * 2 >= target)
 
@@ -354,7 +356,7 @@ class Deciding:
         c, body = self._c, p.record.body
         if p.bad or p.equivocal or body.base_state != b.state or c.me not in body.contributors:
             return False
-        if not self.reducing.may_follow(p) if b.reduces else p.lacking:
+        if not self.reducing.may_follow(b, p) if b.reduces else p.lacking:
             return False
         return self.is_heavy_enough(body.windows)
 

@@ -42,14 +42,16 @@ class Reducing:
 
     def stop(self) -> None:
         """There is no slate to work on here and now: the round is decided, or our state is lost."""
-        if self.current is not None:
-            self._c.emit(DropReduce(self.current.record.digest))
+        p, c = self.current, self._c
+        if p is not None:
+            c.emit(DropReduce(p.record.digest))
+            c.blobs.ask_again([] if p.slate is None else [d for d in p.slate.parts if d is not None], c.now)
             self.current = None
             self._changes += 1
 
-    def may_follow(self, p: Proposal) -> bool:
-        """Whether a slate can be begun, or gone on with."""
-        return p.slate is None or (not p.over and self._is_open(p))
+    def may_follow(self, b: Ballot, p: Proposal) -> bool:
+        """Whether a slate can be begun: nothing is known yet that makes it fail."""
+        return not p.over and self._is_open(p) and b.lost.isdisjoint(p.record.body.contributors)
 
     def ends(self, p: Proposal) -> float:
         """When the time of a slate is over."""
@@ -80,14 +82,13 @@ class Reducing:
             b.evidence = tuple(slate.words[slate.hopeless].values())
         elif p.equivocal:
             b.evidence = tuple(q.record for q in b.proposals.values() if q.record.author == p.record.author)
-        for author in sorted(slate.lacking(c.me) & b.headers.keys()):
-            if author not in b.left_out and author != c.me:
-                b.left_out.add(author)
-                c.members.withheld.strike(author, b.number)
-                text = (
-                    f"a committee cannot get the update of {author.short}, or cannot use it: the round goes on without"
-                )
-                c.report("warning", "withheld", text, author)
+        b.left_out |= slate.lacking_to(c.me) & b.headers.keys()
+        for author in sorted(slate.lacking() & b.headers.keys() - b.lost - {c.me}):
+            b.lost.add(author)
+            b.left_out.add(author)
+            c.members.withheld.strike(author, b.number)
+            text = f"a committee cannot get, or use, the update of {author.short}: the round goes on without it"
+            c.report("warning", "withheld", text, author)
         if not p.bad and not p.equivocal and slate.hopeless is None:
             b.silent = (slate.silent() & b.headers.keys()) - {c.me}
 
@@ -135,8 +136,9 @@ class Reducing:
         if not b.add_word(word, self._has_room, c.blobs.holds, c.blobs.is_bad):
             self._look_for_a_second_word(b, p, word)
             return False
-        self._changes += 1
         if p is not None:
+            if p is self.current and p.slate is not None and p.slate.parts[word.body.part] is not None:
+                self._changes += 1
             self._compare(b, p, word.body.part)
         return True
 

@@ -52,13 +52,17 @@ class Slate:
             self.hopeless = part
         return False
 
-    def lacking(self, me: PeerKey) -> set[PeerKey]:
-        """Authors whose updates more than half of some part's committee, or I myself, cannot get."""
-        found = {author for said in self.words if me in said for author in said[me].body.lacking}
+    def lacking(self) -> set[PeerKey]:
+        """Authors whose updates more than half of some part's committee cannot get, or use."""
+        found: set[PeerKey] = set()
         for seated, said in zip(self.committees, self.words, strict=True):
             counts = Counter(author for w in said.values() for author in w.body.lacking)
             found |= {author for author, count in counts.items() if 2 * count > len(seated)}
         return found
+
+    def lacking_to(self, member: PeerKey) -> set[PeerKey]:
+        """Authors whose updates one member cannot get, by its own words."""
+        return {author for said in self.words if member in said for author in said[member].body.lacking}
 
     def silent(self) -> set[PeerKey]:
         """Members who said nothing on a part that is not agreed on."""

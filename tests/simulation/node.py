@@ -83,6 +83,7 @@ class Node:
         self.working = False
         self.fetching: set[Digest] = set()
         self.committee_work = CommitteeWork(self)
+        self.parts_asked: dict[Digest, set[Digest]] = {}
         self.done = False
         self.carry_out(self.machine.start(w.clock.now))
         self.progress(self.incarnation)
@@ -128,9 +129,12 @@ class Node:
                     self.committee_work.begin(action)
                 case do.DropReduce(record):
                     self.committee_work.drop(record)
+                    self.fetching -= self.parts_asked.pop(record, set())
                 case do.FetchBlob() | do.FetchPart():
                     if action.blob not in self.fetching:
                         self.fetching.add(action.blob)
+                        if isinstance(action, do.FetchPart):
+                            self.parts_asked.setdefault(action.record.digest, set()).add(action.blob)
                         self.fetch(self.incarnation, action, w.clock.now + FETCH_DEADLINE)
                 case do.DropBlob(blob):
                     self.fetching.discard(blob)
