@@ -7,14 +7,14 @@ needs; everyone fetches the parts that more than half of each committee agree on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from protocol.bodies import MAX_PARTS, Certificate, Record
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import CODEC_CHUNK, Layout
 from protocol.merkle import chunk_count
-from protocol.spec import CodecSpec, RunSpec
+from protocol.spec import SUM_KEEPS, CodecSpec, RunSpec
 
 HEADER = 40
 """Bytes before the records of every blob of a codec."""
@@ -57,7 +57,7 @@ class Exchange:
     def of(cls, spec: RunSpec) -> Exchange:
         """From a run spec."""
         layout, r = spec.model.layout, spec.round
-        return cls(r.exchange, r.committee, blob_size(spec.codec, layout), blob_size(mean_codec(spec.codec), layout))
+        return cls(r.exchange, r.committee, blob_size(spec.codec, layout), mean_size(spec.codec, layout))
 
     def reduces(self, contributors: int) -> bool:
         """Whether the round after a record with so many contributors (0: the genesis) is reduced."""
@@ -89,34 +89,46 @@ GATHER = Exchange()
 """Every round is gathered."""
 
 
-def mean_codec(codec: CodecSpec) -> CodecSpec:
-    """The codec of the parts of the mean: as many coordinates as a few updates together have, in 8 bits when dense."""
-    if codec.kind == "sparse":
-        return codec.model_copy(update={"k": min(CODEC_CHUNK, 4 * codec.k)})
-    return codec.model_copy(update={"kind": "none" if codec.kind == "none" else "int8"})
+def mean_size(codec: CodecSpec, layout: Layout) -> int:
+    """Bytes of the whole mean as its parts have it, but for their headers: what `Reduction.total(1)` says."""
+    match codec.kind:
+        case "sparse":
+            k = min(CODEC_CHUNK, SUM_KEEPS * codec.k)
+            return _size(layout, lambda width: 2 + _kept(width, k) + _positions_size(width, _kept(width, k)))
+        case "none":
+            return blob_size(codec, layout)
+        case _:
+            return blob_size(codec.model_copy(update={"kind": "int8"}), layout)
 
 
 def blob_size(codec: CodecSpec, layout: Layout) -> int:
-    """Bytes of every update under a codec: what `Codec.size` says, known without building the codec."""
+    """Bytes of every update under a codec: what `Codec.size` says, known without building the codec (docs/codec.md)."""
+    match codec.kind:
+        case "none":
+            return _size(layout, lambda width: 4 * width)
+        case "int8":
+            return _size(layout, lambda width: 2 + width)
+        case "sign":
+            return _size(layout, lambda width: 2 + -(-width // 8))
+        case _:
+            k = codec.k
+            return _size(
+                layout,
+                lambda width: 4 + _positions_size(width, _kept(width, k)) + -(-2 * _kept(width, k) // 8),
+            )
+
+
+def _size(layout: Layout, record_size: Callable[[int], int]) -> int:
     size = HEADER
     for tensor in layout.tensors:
         whole, rest = divmod(tensor.numel, CODEC_CHUNK)
-        size += whole * _record_size(codec, CODEC_CHUNK) + (_record_size(codec, rest) if rest else 0)
+        size += whole * record_size(CODEC_CHUNK) + (record_size(rest) if rest else 0)
     return size
 
 
-def _record_size(codec: CodecSpec, width: int) -> int:
-    """Bytes of the record of a chunk of `width` coordinates (docs/codec.md)."""
-    match codec.kind:
-        case "none":
-            return 4 * width
-        case "int8":
-            return 2 + width
-        case "sign":
-            return 2 + -(-width // 8)
-        case _:
-            kept = -(-width * codec.k // CODEC_CHUNK)
-            return 4 + _positions_size(width, kept) + -(-2 * kept // 8)
+def _kept(width: int, k: int) -> int:
+    """Coordinates that are kept of a chunk, when k are of a full one."""
+    return -(-width * k // CODEC_CHUNK)
 
 
 def _positions_size(m: int, k: int) -> int:

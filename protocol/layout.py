@@ -59,6 +59,11 @@ class Part:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def chunks(self) -> int:
+        """Codec chunks that cover it."""
+        return -(-self.numel // CODEC_CHUNK)
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -22,7 +22,7 @@ from protocol.codec.interface import Blob, Codec
 from protocol.codec.runs import Run
 from protocol.errors import CodecError
 from protocol.ids import PeerKey
-from protocol.layout import MOMENTUM, Part
+from protocol.layout import MOMENTUM, Layout, Part
 from protocol.spec import OuterSpec
 from protocol.state import held
 
@@ -60,30 +60,52 @@ def apply(
     have in the whole: several processes can hold a state together (see `held`). Raises CodecError for blobs of another
     run before anything is changed; a blob that never passed `check` can raise it half way: the state is then lost.
     """
+    for c in contributions:
+        codec.check_header(c.blob)
+    target = Target(state, codec.layout, outer, parts)
+    ordered = in_order(contributions)
+    if not ordered or not target.values:
+        return
+    mean = RobustMean(ordered, codec, outer, target.device, parts, run_chunks=run_chunks)
+    for run in mean.runs:
+        target.step(run, mean.over(run))
+
+
+def in_order(contributions: Sequence[Contribution]) -> list[Contribution]:
+    """In canonical order. Raises CodecError unless each author is there once."""
     ordered = sorted(contributions, key=lambda c: c.author)
     if any(a.author == b.author for a, b in zip(ordered, ordered[1:], strict=False)):
         raise CodecError("two updates by one author in a round: a record lists each author once")
-    for c in ordered:
-        codec.check_header(c.blob)
-    values = held(state, codec.layout, parts)
-    momenta: dict[int, tuple[int, Tensor]] = {}
-    if outer.optimiser == "nesterov":
-        momenta = held(state, codec.layout, parts, MOMENTUM)
-    if not ordered or not values:
-        return
-    weights = shares([c.windows for c in ordered], outer.weight_cap)
-    by_senders = outer.mean == "senders" and not codec.everyone_sends
-    device = next(iter(values.values()))[1].device
-    factors = _factors(ordered, weights, codec, outer, device)
-    runs = list(codec.runs(run_chunks, parts=parts, device=device))
-    scratch = _Scratch(max(run.numel for run in runs), device, by_senders)
-    for run in runs:
-        mean = _mean(ordered, weights, factors, codec, run, scratch)
+    return ordered
+
+
+class Target:
+    """The state that a step changes in place: all of it, or some parts (see `held`). Raises MalformedError."""
+
+    def __init__(self, state: Mapping[str, Tensor], layout: Layout, outer: OuterSpec, parts: Sequence[Part] | None):
+        self.outer = outer
+        self.values = held(state, layout, parts)
+        self.momenta: dict[int, tuple[int, Tensor]] = {}
+        if outer.optimiser == "nesterov":
+            self.momenta = held(state, layout, parts, MOMENTUM)
+
+    @property
+    def device(self) -> torch.device:
+        return next((value.device for _, value in self.values.values()), torch.device("cpu"))
+
+    def step(self, run: Run, mean: Tensor) -> None:
+        """One optimiser step on a run of the layout; `mean`, fp32 [run.numel], is used up."""
+        lr, mu = fp32(self.outer.lr), fp32(self.outer.momentum)
         for piece in run.pieces:
-            start, value = values[piece.index]
-            here = run.source(piece, start)
-            momentum = momenta[piece.index][1][here] if momenta else None
-            _step(value[here], momentum, mean[run.within(piece)], outer)
+            start, value = self.values[piece.index]
+            here, change = run.source(piece, start), mean[run.within(piece)]
+            if self.momenta:
+                momentum = self.momenta[piece.index][1][here]
+                momentum.mul_(mu).add_(change)
+                change.add_(momentum.mul(mu))
+            if lr != 1.0:
+                change.mul_(lr)
+            value[here].sub_(change)
 
 
 def shares(windows: Sequence[int], cap: float) -> list[float]:
@@ -122,56 +144,62 @@ def clip_factors(norms: Sequence[float]) -> list[float]:
     return [min(1.0, median / norm) if norm else 1.0 for norm in norms]
 
 
-def _factors(
-    ordered: Sequence[Contribution],
-    weights: Sequence[float],
-    codec: Codec,
-    outer: OuterSpec,
-    device: torch.device,
-) -> list[Tensor]:
-    """By what each update's values count, weight times clip factor: for each update fp32 [tensors]."""
-    tensors = len(codec.layout.tensors)
-    clips = [[1.0] * tensors] * len(ordered)
-    if outer.clip == "median" and len(ordered) > 1:
-        energies = [codec.energies(c.blob, device) for c in ordered]
-        by_tensor = [clip_factors([math.sqrt(e) for e in each]) for each in zip(*energies, strict=True)]
-        clips = list(zip(*by_tensor, strict=True))
-    products = [[w * c for c in clip] for w, clip in zip(weights, clips, strict=True)]
-    return [torch.tensor(p, dtype=torch.float64).to(torch.float32).to(device) for p in products]
+class RobustMean:
+    """The mean of a round's updates, run by run: the numbers that `apply` and a committee step by."""
 
+    def __init__(
+        self,
+        ordered: Sequence[Contribution],
+        codec: Codec,
+        outer: OuterSpec,
+        device: torch.device,
+        parts: Sequence[Part] | None = None,
+        *,
+        clip_parts: bool = False,
+        run_chunks: int | None = None,
+    ):
+        """Of one or more updates of this codec (headers checked), in canonical order, over `parts` (None: everything).
 
-class _Scratch:
-    """Sums over one run, allocated once for the largest run: fresh memory would cost more than the arithmetic."""
+        `clip_parts`: norms are those of the parts, of which nothing else is looked at; else of whole tensors. Raises
+        CodecError.
+        """
+        self._ordered = ordered
+        self._codec = codec
+        self._weights = shares([c.windows for c in ordered], outer.weight_cap)
+        self._factors = self._weighed(outer, device, parts if clip_parts else None)
+        self.runs: list[Run] = list(codec.runs(run_chunks, parts=parts, device=device))
+        # Sums over one run, allocated once for the largest: fresh memory would cost more than the arithmetic.
+        by_senders = outer.mean == "senders" and not codec.everyone_sends
+        self._total = torch.empty(max(run.numel for run in self.runs), dtype=torch.float32, device=device)
+        self._weight = torch.empty_like(self._total) if by_senders else None
 
-    def __init__(self, largest: int, device: torch.device, by_senders: bool):
-        self.total = torch.empty(largest, dtype=torch.float32, device=device)
-        self.weight = torch.empty_like(self.total) if by_senders else None
+    def _weighed(self, outer: OuterSpec, device: torch.device, parts: Sequence[Part] | None) -> list[Tensor]:
+        """By what each update's values count, weight times clip factor: for each update fp32 [tensors]."""
+        clips: Sequence[Sequence[float]] = [[1.0] * len(self._codec.layout.tensors)] * len(self._ordered)
+        if outer.clip == "median" and len(self._ordered) > 1:
+            energies = [self._codec.energies(c.blob, device, parts) for c in self._ordered]
+            by_tensor = [clip_factors([math.sqrt(e) for e in each]) for each in zip(*energies, strict=True)]
+            clips = list(zip(*by_tensor, strict=True))
+        products = [[w * c for c in clip] for w, clip in zip(self._weights, clips, strict=True)]
+        return [torch.tensor(p, dtype=torch.float64).to(torch.float32).to(device) for p in products]
 
-
-def _mean(
-    ordered: Sequence[Contribution],
-    weights: Sequence[float],
-    factors: Sequence[Tensor],
-    codec: Codec,
-    run: Run,
-    scratch: _Scratch,
-) -> Tensor:
-    """The robust mean over one run: fp32 [run.numel], a view of the scratch."""
-    total = scratch.total[: run.numel].zero_()
-    weight = None if scratch.weight is None else scratch.weight[: run.numel].zero_()
-    # The tensor of each chunk.
-    tensors = torch.tensor([p.index for p in run.pieces]).repeat_interleave(torch.tensor([p.count for p in run.pieces]))
-    tensors = tensors.to(total.device)
-    for update, share, factor in zip(ordered, weights, factors, strict=True):
-        decoded = codec.decode_run(update.blob, run, total.device)
+    def over(self, run: Run) -> Tensor:
+        """Over one of `runs`: fp32 [run.numel], which the caller may use up before it asks for the next."""
+        total = self._total[: run.numel].zero_()
+        weight = None if self._weight is None else self._weight[: run.numel].zero_()
+        # The tensor of each chunk.
+        counts = torch.tensor([p.count for p in run.pieces])
+        tensors = torch.tensor([p.index for p in run.pieces]).repeat_interleave(counts).to(total.device)
+        for update, share, factor in zip(self._ordered, self._weights, self._factors, strict=True):
+            decoded = self._codec.decode_run(update.blob, run, total.device)
+            if weight is not None:
+                # A coordinate that a sparse codec lists with a scale of 0 was not sent.
+                _add(weight, decoded.positions, decoded.values.ne(0).to(torch.float32).mul_(fp32(share)))
+            values = decoded.values.view(run.count, -1).mul_(factor[tensors].unsqueeze(1)).view(-1)
+            _add(total, decoded.positions, values)
         if weight is not None:
-            # A coordinate that a sparse codec lists with a scale of 0 was not sent.
-            _add(weight, decoded.positions, decoded.values.ne(0).to(torch.float32).mul_(fp32(share)))
-        values = decoded.values.view(run.count, -1).mul_(factor[tensors].unsqueeze(1)).view(-1)
-        _add(total, decoded.positions, values)
-    if weight is not None:
-        total.div_(weight.clamp_min_(TINY_WEIGHT))
-    return total
+            total.div_(weight.clamp_min_(TINY_WEIGHT))
+        return total
 
 
 def _add(total: Tensor, positions: Tensor | None, values: Tensor) -> None:
@@ -182,17 +210,6 @@ def _add(total: Tensor, positions: Tensor | None, values: Tensor) -> None:
         total.index_add_(0, positions, values)  # the same addition in half the time; on CUDA it would be an atomic one
     else:
         total[positions] = total.take(positions).add_(values)
-
-
-def _step(values: Tensor, momentum: Tensor | None, mean: Tensor, outer: OuterSpec) -> None:
-    """One optimiser step on a run, in place; `mean` is used up."""
-    lr, mu = fp32(outer.lr), fp32(outer.momentum)
-    if momentum is not None:
-        momentum.mul_(mu).add_(mean)
-        mean.add_(momentum.mul(mu))
-    if lr != 1.0:
-        mean.mul_(lr)
-    values.sub_(mean)
 
 
 def fp32(value: float) -> float:

@@ -186,6 +186,10 @@ class InnerSpec(Section):
     schedule: Schedule = Schedule()
 
 
+SUM_KEEPS = 4
+"""A mean of sparse updates keeps so many times the coordinates of one: peers choose different ones."""
+
+
 class CodecSpec(Section):
     """How pseudo-gradients are compressed."""
 

@@ -391,3 +391,37 @@ async def test_frames_refuse_what_they_must():
             parse_reply_head(head, 8)
     with pytest.raises(MalformedError):
         parse_size(b"\xff" * 8)
+
+
+# -- slices --------------------------------------------------------------------------------------------------------
+
+
+async def test_only_the_chunks_that_are_wanted_are_fetched_and_those_are_served_to_others(pool, tmp_path):
+    data = data_of(9.5)
+    async with pool.borrow(3, tmp_path) as (a, b, c):
+        digest = a.store.put(data)
+        before = b.swarm.bytes_down
+        await b.fetch(digest, len(data), [a], chunks=[0, 4, 9])
+        assert b.swarm.bytes_down - before < 3 * CHUNK
+        assert not b.store.has(digest) and b.store.used_bytes == int(2.5 * CHUNK)
+        asked = len(a.served)
+        await b.fetch(digest, len(data), [a], chunks=[4, 9])  # they are there: nobody is asked
+        assert len(a.served) == asked
+        # Of two who hold it in parts, each gives what it has.
+        await c.fetch(digest, len(data), [b], chunks=[4])
+        arriving = c.store.arriving(digest)
+        assert arriving is not None and arriving.read_chunk(4) == data[4 * CHUNK : 5 * CHUNK]
+        assert b.served.count(digest) > 0 and len(a.served) == asked
+        with pytest.raises(BlobUnavailable):
+            await c.fetch(digest, len(data), [b], seconds=1, chunks=[4, 5])
+        await c.fetch(digest, len(data), [b, a])
+        assert c.store.read(digest) == data and c.bad == []
+
+
+async def test_slices_of_one_blob_that_are_fetched_at_once_end_well_each(pool, tmp_path):
+    data = data_of(12)
+    async with pool.borrow(2, tmp_path) as (a, b):
+        digest = a.store.put(data)
+        wanted = [[0, 1, 2], [0, 2, 3, 4], [0, 11], list(range(12))]
+        await asyncio.gather(*(b.fetch(digest, len(data), [a], chunks=chunks) for chunks in wanted))
+        assert b.store.read(digest) == data  # the last of them was all of it

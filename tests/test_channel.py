@@ -44,13 +44,16 @@ from protocol.ids import Digest, PeerKey
 
 D, K, P = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33))), Path("/a folder/b")
 ROUND = RoundUpdates(7, D, (UpdateFile(K, 3, P), UpdateFile(K, 0, P)))
+REDUCED = RoundUpdates(8, D, (UpdateFile(K, 3, P),), (P, P))
 EVERY_MESSAGE = [
     Start(P, P, K, P, "cuda:0", 2, {"aa": "/x", "bb": ""}),
     Start(P, P, K, P, "cpu", 1, {}, "dp=2", "on", "off"),
     Load(P, D, D, 3, (ROUND, ROUND), (P,), 4, 5, P),
     Load(P, D, D, 0, (), (), 0, 0),
+    Load(P, D, D, 3, (REDUCED,), (), 4, 5, P, (P,), (REDUCED,)),
     MakeUpdate(1, D, P),
     Apply(ROUND, (P, P), True, 1, 2, None),
+    Apply(REDUCED, (), True, 1, 2, None),
     Save(),
     Stop(),
     Ready("NVIDIA H200", 10**9, 4, 5),

@@ -19,7 +19,7 @@ from benchmarks.convergence.local_steps import Alone, DeMo, DiLoCo, dct_matrix
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.replica import Replica
 from benchmarks.convergence.setting import PROFILES, Setting
-from benchmarks.convergence.studies import BASE, MAIN, PEOPLE_ROWS, STATELESS, STUDIES, Row
+from benchmarks.convergence.studies import BASE, MAIN, OWN_ROWS, SIGNS, STATELESS, STUDIES, Row
 from benchmarks.convergence.swarm import Cairn
 from benchmarks.convergence.synchronous import PowerSGD, Synchronous
 from benchmarks.convergence.variants import Choice, Variant
@@ -74,6 +74,17 @@ def test_an_update_is_counted_as_many_bytes_as_it_has(setting: Setting):
     ours = trained(Cairn(setting, LR, h=6, k=256))
     assert ours.payload == 2 * codec.size
     assert ours.up == 3 * 2 * codec.size
+
+
+@pytest.mark.parametrize("changes", [{**SIGNS, "h": 4}, {"h": 4, "k": 256}], ids=["signs", "largest"])
+def test_reduced_rounds_lead_nearly_where_gathered_ones_do_for_their_own_bytes(setting: Setting, changes):
+    gathered = trained(Cairn(setting, LR, **changes))
+    ours = Cairn(setting, LR, **changes, reduce=True)
+    trained(ours)
+    assert 0 < apart(setting, gathered, ours) < 0.25  # norms are of parts, too
+    assert ours.reduction is not None
+    assert ours.payload == gathered.payload
+    assert ours.up == 3 * (3 * ours.codec.size + ours.reduction.total(4))
 
 
 @pytest.mark.parametrize("width", [1, 64, 2816, 4096])
@@ -161,7 +172,7 @@ def test_overlap_applies_later_and_loses_nothing(setting: Setting):
 
 
 def test_every_row_of_every_study_is_of_a_method_and_its_options(setting: Setting):
-    rows = [*MAIN, *PEOPLE_ROWS, *(r for study in STUDIES.values() for r in study)]
+    rows = [*MAIN, *(r for study in (*STUDIES.values(), *OWN_ROWS.values()) for r in study)]
     for row in rows:
         if row.method == "variant":
             Choice(**row.options)

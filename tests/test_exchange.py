@@ -7,10 +7,11 @@ from collections import Counter
 import pytest
 
 from protocol.codec import make_codec
-from protocol.exchange import Exchange, blob_size, committees, mean_codec, part_count
+from protocol.exchange import Exchange, blob_size, committees, mean_size, part_count
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import Layout
 from protocol.merkle import CHUNK
+from protocol.reduce import Reduction
 from protocol.spec import CodecSpec
 
 PARENT = Digest(sha256(b"parent"))
@@ -57,5 +58,5 @@ def test_the_spec_or_the_bytes_choose():
 def test_sizes_are_those_of_the_codecs(kind, k):
     layout = Layout.of({"a": (3, 5000), "b": (7,), "c": (4096,), "d": (2, 4097), "e": (1,), "f": (130, 33)})
     spec = CodecSpec(kind=kind, k=k)
-    for codec in (spec, mean_codec(spec)):
-        assert blob_size(codec, layout) == make_codec(codec, layout).size
+    assert blob_size(spec, layout) == make_codec(spec, layout).size
+    assert mean_size(spec, layout) == Reduction(spec, layout).total(1)

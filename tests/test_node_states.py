@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,10 +60,17 @@ class World:
         self.error: Exception | None = None
         self.gate: asyncio.Event | None = None
         self.sent = asyncio.Event()
+        self.kinds: dict[Digest, Any] = {}
+        self.missing: set[Digest] = set()
         self.states = States(
             self.spec, SIZE, cast(Any, self.store), self, cast(Updates, self), self._send,
             me=peer(1).key, everyone=lambda: [], failed=self._failed,
+            part_kind=lambda contributors, part: cast(Any, f"{part} of {contributors}"), back_from=self._back_from,
         )  # fmt: skip
+
+    def _back_from(self, record: Digest):
+        known = [c.record.digest for c in self.chain.certificates]
+        return reversed(self.chain.certificates[: known.index(record) + 1] if record in known else [])
 
     async def _send(self, message) -> None:
         if isinstance(self.error, TrainerDied):
@@ -80,7 +88,10 @@ class World:
             raise PeerError(f"nobody has {digest.short}")
         self.store.held.add(digest)
 
-    async def ensure(self, blob, holders, seconds) -> Path:
+    async def ensure(self, blob, holders, seconds, kind=None) -> Path:
+        self.kinds[blob] = kind
+        if blob in self.missing:
+            raise PeerError(f"nobody has {blob.short}")
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
@@ -288,3 +299,63 @@ async def test_an_update_that_the_own_disk_damaged_is_fetched_again_and_its_auth
         )  # fmt: skip
         path = await updates.ensure(digest, [], 5.0)
         assert fetched == [digest] and path.read_bytes() == good and answers == []
+
+
+# -- rounds that were reduced --------------------------------------------------------------------------------------
+
+
+def parts(number: int, count: int = 2) -> tuple[Digest, ...]:
+    return tuple(Digest(bytes([number, part]) * 16) for part in range(count))
+
+
+def reduce(w: World, *rounds: int) -> None:
+    """As if these rounds had been reduced."""
+    w.chain.certificates = [
+        replace(c, parts=parts(i)) if i in rounds else c for i, c in enumerate(w.chain.certificates)
+    ]
+
+
+def own(w: World, number: int) -> Digest:
+    updates = w.chain.certificates[number].record.body.updates
+    return next(u.body.blob for u in updates if u.author == peer(1).key)
+
+
+async def test_of_a_round_that_was_reduced_the_trainer_gets_the_parts_and_our_own_update():
+    async with world(3) as (w, _):
+        reduce(w, 2)
+        w.store.held.add(own(w, 2))
+        w.states.apply(Apply(w.chain.certificates[2], (), 7, 70))
+        await w.next()
+        update = w.asked[0].update
+        assert [f.name for f in update.parts] == [d.short for d in parts(2)]
+        assert [(u.author, u.windows) for u in update.updates] == [(peer(1).key, 2)]
+        assert [w.kinds[d] for d in parts(2)] == ["0 of 2", "1 of 2"] and len(w.kinds) == 2
+        assert w.states._given == parts(2)
+
+
+async def test_a_replay_takes_each_round_as_it_was_made_and_lacks_no_own_update_that_was_lost(caplog):
+    async with world(12) as (w, _):
+        reduce(w, 11)
+        w.store.held.add(state(10))
+        w.states.resync(w.resync(12))
+        await w.next()
+        (load,) = w.asked
+        assert [len(r.parts) for r in load.replay] == [0, 2] and [len(r.updates) for r in load.replay] == [2, 0]
+        assert "is gone from the store" in caplog.text and load.reduced == ()
+
+
+async def test_a_reload_says_of_which_rounds_what_was_dropped_may_still_be_outside():
+    async with world(12) as (w, _):
+        reduce(w, 3, 5, 7, 9)
+        w.store.held |= {state(10)} | {own(w, n) for n in range(12)}
+        regained = (own(w, 2), own(w, 5))
+        w.states.resync(replace(w.resync(12), regained=regained))
+        await w.next()
+        # Up to the checkpoint, which is after round 9: the last that accepted one, and those that are regained.
+        assert [r.round for r in w.asked[0].reduced] == [5, 9]
+        assert all(len(r.parts) == 2 and len(r.updates) == 1 for r in w.asked[0].reduced)
+        # Parts that nobody has any more cost what was dropped, and nothing else.
+        w.missing.update(parts(5))
+        w.states.resync(replace(w.resync(12), regained=regained))
+        await w.next()
+        assert [r.round for r in w.asked[1].reduced] == [9] and w.failed == []

@@ -72,6 +72,14 @@ def test_of_a_young_run_nothing_is_dropped():
     assert set.union(*map(blobs, chain)) <= to_keep(SPEC, chain, [], [])
 
 
+def test_of_a_round_that_was_reduced_its_parts_are_kept_and_not_its_updates():
+    chain = maker(7).certificates
+    parts = (Digest(b"p" * 32), Digest(b"q" * 32))
+    reduced = [replace(c, parts=parts) if i == 5 else c for i, c in enumerate(chain)]
+    keep = to_keep(SPEC, reduced, [], [])
+    assert keep >= {*parts} and not keep & blobs(chain[5]) and blobs(chain[4]) <= keep
+
+
 async def test_pruning_removes_the_rest_and_half_fetched_blobs_that_nobody_wants(store):
     made = maker(5 * (KEEP + 3))
     chain = Chain(SPEC.run_id, SPEC.genesis.name, LIMITS)

@@ -17,12 +17,15 @@ from peer.training.parallel.group import Group
 from peer.training.parallel.model import build_rank_model, make_mesh
 from peer.training.parallel.outer import Share
 from protocol.codec import make_codec
+from protocol.codec.none import RawCodec
+from protocol.dropped import dropped
 from protocol.errors import CodecError
 from protocol.ids import PeerKey, sha256
 from protocol.layout import Layout
 from protocol.merkle import blob_digest
 from protocol.model import build_model, model_layout, parameters_of, plain_config
 from protocol.outer import Contribution
+from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
 from tests.parallel_world import join, run_ranks, write_json
@@ -51,8 +54,8 @@ def noise(seed: int, of: Layout, scale: float = 0.01) -> dict[str, Tensor]:
     return {t.name: torch.randn(t.shape, generator=made) * scale for t in of.tensors}
 
 
-def life(side, learn, digest, rubbish) -> list[str]:
-    """What happens to an outer side, and the digests of all that comes of it."""
+def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
+    """What happens to an outer side, and the digests of all that comes of it. `folder`: of this process."""
     seen = []
     others = [Contribution(KEYS[1], 2, dense(10)), Contribution(KEYS[2], 5, dense(11))]
     for r in range(3):
@@ -67,10 +70,39 @@ def life(side, learn, digest, rubbish) -> list[str]:
         side.restore(dense(20 + r))
         if r == 1:
             side.withdraw(dense(20), BETA)
+    sums = sums_of([*others, Contribution(KEYS[0], 1, dense(30))], side.spec, folder)
+    side.advance_reduced(sums)
+    side.rebase()
+    seen.append(digest())
+    assert _codec is not None
+    if not _codec.everyone_sends:
+        selection = dropped(dense(30), [p.read_bytes() for p in sums], Reduction.of(_codec))
+        assert selection is not None
+        side.restore(dense(30), selection.packed())
+        side.restore(dense(31), selection.packed())
+        side.withdraw(dense(31), 0.5, selection.packed())
+    blob = side.announce()
+    seen.append(blob_digest(blob).hex() if blob else "")
+    # What one rank alone finds, all are told.
+    if _codec.everyone_sends:
+        sums[2].write_bytes(sums[2].read_bytes()[:-40] + (b"\xff" if isinstance(_codec, RawCodec) else b"\x80") * 40)
     with pytest.raises(CodecError):
-        side.advance([others[0], Contribution(KEYS[0], 1, rubbish)])
+        if _codec.everyone_sends:
+            side.advance_reduced(sums)
+        else:
+            side.advance([others[0], Contribution(KEYS[0], 1, rubbish)])
     assert side.base is None
     return seen
+
+
+def sums_of(contributions: list[Contribution], outer: OuterSpec, folder: Path) -> list[Path]:
+    """The reduced parts of a round, as files."""
+    assert _codec is not None
+    folder.mkdir()
+    paths = [folder / f"{part}" for part in range(3)]
+    for part, path in enumerate(paths):
+        path.write_bytes(Reduction.of(_codec).reduce(contributions, outer, 3, part))
+    return paths
 
 
 _codec = _passed = None
@@ -137,7 +169,7 @@ def one_process(name: str, folder: Path) -> tuple[list[str], bytes]:
         last = b"".join(checkpoint_chunks(state_layout(of, outer), side.base))
         return state_digest(state_layout(of, outer), side.base).hex()
 
-    return life(side, learn, digest, spoilt(_codec)), last
+    return life(side, learn, digest, spoilt(_codec), folder / f"one-{name}"), last
 
 
 def rank(me: int, world: int, folder: Path) -> None:
@@ -171,7 +203,7 @@ def rank(me: int, world: int, folder: Path) -> None:
             return found.hex() if found else ""
 
         _passed = passed
-        seen = life(share, learn, digest, spoilt(_codec))
+        seen = life(share, learn, digest, spoilt(_codec), folder / f"{name}-{me}")
         share.load(folder / f"last-{name}")  # after a failure all goes on
         share.rebase()
         if me == 0:

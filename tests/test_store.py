@@ -370,3 +370,79 @@ def test_what_was_acknowledged_survives_kill_9_and_nothing_else_is_damaged(tmp_p
             assert head is not None and int(head) >= len(acknowledged) - 1
             assert store.notices == []
             assert list(store.scratch.iterdir()) == []
+
+
+# -- slices: blobs of which only some chunks are wanted ------------------------------------------------------------
+
+
+def slice_of(store: Store, data: bytes, chunks: list[int]):
+    return store.partial(blob_digest(data), len(data), blob_leaves(data), chunks)
+
+
+def fill(partial, data: bytes, chunks: list[int]) -> None:
+    for index in chunks:
+        partial.write(index, data[index * CHUNK : (index + 1) * CHUNK])
+
+
+def test_a_slice_takes_the_room_of_its_chunks_only_and_is_read_while_nobody_fetches_it(store):
+    data = data_of(6 * CHUNK + 5)
+    digest = blob_digest(data)
+    partial = slice_of(store, data, [1, 6])
+    assert store.used_bytes == CHUNK + 5 and partial.missing([1, 6]) == [1, 6]
+    fill(partial, data, [1, 6])
+    assert not partial.lacks([1, 6]) and partial.lacks() and partial.left == 5
+    assert partial.path.stat().st_size == len(data)
+    partial.close()
+    arriving = store.arriving(digest)
+    assert arriving is not None and not store.has(digest)
+    assert arriving.read_chunk(6) == data[6 * CHUNK :] and arriving.bitmap() == b"\x42"
+    with pytest.raises(BlobMissing):
+        arriving.read_chunk(0)
+    with pytest.raises(BlobMissing):
+        arriving.write(0, data[:CHUNK])  # whoever closed it has no room in it any more
+
+
+def test_a_slice_grows_by_what_others_want_of_the_blob_and_becomes_the_blob_when_that_is_all(store):
+    data = data_of(4 * CHUNK)
+    digest = blob_digest(data)
+    first = slice_of(store, data, [0])
+    fill(first, data, [0])
+    first.close()
+    second = slice_of(store, data, [0, 2])
+    assert second is first and store.used_bytes == 2 * CHUNK and second.missing([0, 2]) == [2]
+    fill(second, data, [2])
+    second.close()
+    with pytest.raises(MalformedError):
+        slice_of(store, data, [4])
+    assert store.used_bytes == 2 * CHUNK
+    whole = store.partial(digest, len(data), blob_leaves(data))
+    assert store.used_bytes == len(data) and whole.missing() == [1, 3]
+    fill(whole, data, [1, 3])
+    whole.finish()
+    whole.close()
+    assert store.read(digest) == data and store.used_bytes == len(data)
+
+
+def test_a_slice_outlives_a_restart_and_is_pruned_unless_it_is_to_be_kept(tmp_path):
+    data = data_of(5 * CHUNK)
+    digest = blob_digest(data)
+    with Store(tmp_path, BIG) as store:
+        fill(slice_of(store, data, [1, 3]), data, [1, 3])
+    with Store(tmp_path, BIG) as store:
+        assert store.used_bytes <= 3 * CHUNK < len(data)  # as much of the disk as it takes
+        partial = slice_of(store, data, [1, 2])
+        assert partial.missing([1, 2]) == [2] and store.used_bytes == 2 * CHUNK
+        partial.close()
+        assert store.prune({digest}) == [] and store.arriving(digest) is partial
+        assert store.prune(set()) == [digest] and store.arriving(digest) is None
+        assert store.used_bytes == 0 and list((store.folder / "partial").iterdir()) == []
+
+
+def test_a_slice_counts_towards_what_the_store_may_use(tmp_path):
+    data = data_of(8 * CHUNK)
+    with Store(tmp_path, 3 * CHUNK) as store:
+        slice_of(store, data, [0, 1]).close()
+        with pytest.raises(StoreFull):
+            slice_of(store, data, [2, 3])
+        slice_of(store, data, [7])
+        assert store.used_bytes == 3 * CHUNK

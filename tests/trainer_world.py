@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,12 +50,21 @@ class World:
     genesis: Path
 
     @classmethod
-    def make(cls, folder: Path, *, codec: CodecSpec | None = None, outer: OuterSpec | None = None, **inner) -> World:
+    def make(
+        cls,
+        folder: Path,
+        *,
+        codec: CodecSpec | None = None,
+        outer: OuterSpec | None = None,
+        config: Mapping[str, Any] | None = None,
+        **inner,
+    ) -> World:
+        """`config`: fields of the model's, over those of a tiny one; `inner`: of the spec's."""
         config = plain_config(
             {
                 "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
                 "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-                "max_position_embeddings": 64, "tie_word_embeddings": False,
+                "max_position_embeddings": 64, "tie_word_embeddings": False, **(config or {}),
             }
         )  # fmt: skip
         tokens = (np.arange(4096, dtype=np.uint32) * 7 % 64).astype("<u2").tobytes()

@@ -32,10 +32,10 @@ from benchmarks.convergence import goals, measure, pool, tables
 from benchmarks.convergence.corpus import FOLDER, ROOT, corpus
 from benchmarks.convergence.measure import Measured
 from benchmarks.convergence.setting import PROFILES, Profile, Setting
-from benchmarks.convergence.studies import MAIN, PEOPLE_ROWS, QUICK, STATELESS, STUDIES, Row
+from benchmarks.convergence.studies import MAIN, OWN_ROWS, QUICK, STATELESS, STUDIES, Row
 from protocol.errors import CairnError
 
-NAMES = ("main", *STUDIES, "people")
+NAMES = ("main", *STUDIES, *OWN_ROWS)
 QUICK_STEPS = 60
 REAL = {
     "hivemind Optimizer, fp32": "fp32",
@@ -125,8 +125,8 @@ def _compared(
         for name in studies:
             if name == "inner":
                 sections[name] = _tuned(STUDIES[name], profile, study_seeds, rate, run)
-            elif name == "people":
-                sections[name] = measure.at_rate(PEOPLE_ROWS, lr, profile, study_seeds, None, run)
+            elif name in OWN_ROWS:
+                sections[name] = measure.at_rate(OWN_ROWS[name], lr, profile, study_seeds, None, run)
             elif name != "base":
                 sections[name] = measure.at_rate(STUDIES[name], lr, profile, study_seeds, None, run)
     return sections
@@ -139,8 +139,8 @@ def _tuned(rows: Sequence[Row], profile: str, seeds: Sequence[int], rate: float 
 
 
 def _base(name: str, sections: Mapping[str, list[Measured]]) -> Measured:
-    """What a study's rows are set beside: the sparse method's base, or for people the clean run."""
-    return sections["people"][0] if name == "people" else sections["base"][0]
+    """What a study's rows are set beside: the sparse method's base, or the first of its own rows."""
+    return sections[name if name in OWN_ROWS else "base"][0]
 
 
 def _shown(sections: Mapping[str, list[Measured]], profile: Profile, parameters: int) -> list[goals.Goal]:

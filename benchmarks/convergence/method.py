@@ -14,7 +14,7 @@ class Method(ABC):
 
     Counters, for one peer (the mean over peers): `payload` bytes of what it says (its gradient or update, once);
     `up` bytes that leave it when everyone must hear (the other peers by direct sends for updates, a ring for
-    all-reduces); `exchanges`, how often it waits for the others.
+    all-reduces, committees for reduced rounds); `exchanges`, how often it waits for the others.
     """
 
     def __init__(self, setting: Setting):
@@ -48,4 +48,10 @@ class Method(ABC):
         """Each peer's `size` bytes went to each other peer."""
         self.payload += size
         self.up += (self.setting.profile.peers - 1) * size
+        self.exchanges += waits
+
+    def reduced(self, size: float, sums: float, committee: int, *, waits: bool = True) -> None:
+        """Each peer's `size` bytes went, part by part, to committees of so many; all had the `sums` from each other."""
+        self.payload += size
+        self.up += min(committee, self.setting.profile.peers - 1) * size + sums
         self.exchanges += waits

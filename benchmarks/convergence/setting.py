@@ -65,6 +65,7 @@ PROFILES = {
     for p in (
         Profile("tiny", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=4, steps=1500, lr=4e-3),
         Profile("broad", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=750, lr=4e-3),
+        Profile("many", _llama(64, 172, 2, 4, 64), 512, 64, peers=16, batch=4, steps=750, lr=4e-3),
         Profile("long", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=3000, lr=4e-3),
         Profile("longer", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=7200, lr=8e-3),
         Profile("small", _llama(192, 512, 2, 6, 128), 1024, 128, peers=4, batch=4, steps=900, lr=2e-3),
@@ -73,7 +74,7 @@ PROFILES = {
         Profile("gpu150m", _llama(768, 2048, 16, 12, 1024), 32768, 1024, 8, 16, 5000, 6e-4, device="cuda"),
     )
 }
-"""0.13 (small batches; large ones; these four times and ten times as long), 1.1, 5.4, 20 and 150 million parameters."""
+"""0.13 (small batches; large ones; of many peers; long; longer), 1.1, 5.4, 20 and 150 million parameters."""
 
 WARMUP = 0.04
 """Share of the training over which the learning rate rises; then a cosine to MIN_RATIO."""

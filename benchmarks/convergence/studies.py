@@ -127,6 +127,15 @@ STUDIES: dict[str, tuple[Row, ...]] = {
     ),
 }
 
+SPARSE_ROUNDS: dict[str, Any] = {"h": 17, "k": 256, "beta": 0.5, "inner": "muon"}
+REDUCED_ROWS = (
+    Row("signs, H 32", "cairn", SIGNS),
+    Row("signs, H 32, reduced", "cairn", {**SIGNS, "reduce": True}),
+    Row("the 256 largest, H 17", "cairn", SPARSE_ROUNDS),
+    Row("the 256 largest, H 17, reduced", "cairn", {**SPARSE_ROUNDS, "reduce": True}),
+)
+"""What it costs that a round's sums are rounded, and that what they leave out comes a round later."""
+
 SPEEDS = (1.0, 0.5, 0.25, 0.125)
 PEOPLE = (
     ("clean", {}),
@@ -140,6 +149,9 @@ PEOPLE = (
 """Conditions of the `people` study. A round is taken as a minute."""
 
 PEOPLE_ROWS = tuple(Row(label, "cairn", {**SIGNS, "conditions": there}) for label, there in PEOPLE)
+
+OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS}
+"""Studies of Cairn's own rounds, as they are: each is set beside its first row."""
 
 QUICK = (
     REFERENCE,

@@ -21,10 +21,15 @@ from benchmarks.convergence.replica import Replica, split
 from benchmarks.convergence.setting import Setting
 from peer.training.outer import OuterSide
 from protocol.codec import make_codec
+from protocol.dropped import dropped
 from protocol.layout import MOMENTUM
 from protocol.outer import Contribution, apply
+from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_layout
+
+COMMITTEE = 3
+"""Members who reduce a part."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,10 @@ class Peer:
 
 
 class Cairn(Method):
-    """`h`: inner steps of a peer of full speed that fill a round. `overlap`: ticks from announcing to applying."""
+    """`h`: inner steps of a peer of full speed that fill a round. `overlap`: ticks from announcing to applying.
+
+    `reduce`: rounds are reduced, in a part for each peer.
+    """
 
     def __init__(
         self,
@@ -78,6 +86,7 @@ class Cairn(Method):
         outer: Mapping[str, Any] | None = None,
         overlap: int = 0,
         inner: str = "adamw",
+        reduce: bool = False,
         conditions: Mapping[str, Any] | None = None,
     ):
         super().__init__(setting)
@@ -85,6 +94,7 @@ class Cairn(Method):
         self.codec_spec = CodecSpec.model_validate({"kind": kind, "k": k, "beta": beta})
         self.outer = OuterSpec.model_validate({"optimiser": "plain", **(outer or {})})
         self.codec = make_codec(self.codec_spec, setting.layout)
+        self.reduction = Reduction.of(self.codec) if reduce else None
         self.conditions = Conditions(**(conditions or {}))
         self.chance = np.random.default_rng(setting.seed)
         self.fleet = Fleet(setting, lr, setting.profile.peers, inner) if self.conditions.alike else None
@@ -149,18 +159,36 @@ class Cairn(Method):
                 made.append(Contribution(self.setting.key(peer.number), peer.waiting, peer.side.announce()))
                 peer.waiting = 0
         self.announced = (self.tick + self.overlap, made)
-        self.gathered(self.codec.size * len(made) / self.setting.profile.peers, waits=not self.overlap)
+        size = self.codec.size * len(made) / self.setting.profile.peers
+        if self.reduction is None:
+            self.gathered(size, waits=not self.overlap)
+        else:
+            sums = self.reduction.total(self.setting.profile.peers)
+            self.reduced(size, sums, COMMITTEE, waits=not self.overlap)
 
     def _apply(self) -> None:
         if self.announced is None:
             return
         _, updates = self.announced
         self.announced = None
-        apply(self.base, updates, self.codec, self.outer)
+        if self.reduction is None:
+            apply(self.base, updates, self.codec, self.outer)
+        else:
+            self._apply_reduced(self.reduction, updates)
         self.accepted += sum(u.windows for u in updates)
         for peer in self.peers:
             peer.side.load(self.base)
         self._people_come_and_go()
+
+    def _apply_reduced(self, by: Reduction, updates: list[Contribution]) -> None:
+        count = self.setting.profile.peers
+        sums = [by.reduce(updates, self.outer, count, part) for part in range(count)]
+        apply_reduced(self.base, sums, by, self.outer)
+        made = {u.author: bytes(u.blob) for u in updates}
+        for peer in self.peers:
+            blob = made.get(self.setting.key(peer.number))
+            if blob is not None and (left := dropped(blob, sums, by)) is not None:
+                peer.side.restore(blob, left.packed())
 
     def _people_come_and_go(self) -> None:
         there, profile = self.conditions, self.setting.profile

@@ -72,11 +72,16 @@ class UpdateFile(_Message):
 
 @dataclass(frozen=True, slots=True)
 class RoundUpdates(_Message):
-    """What one record accepts. `round` is the record's own number; `record` its digest."""
+    """What one record accepts. `round` is the record's own number; `record` its digest.
+
+    Of a round that was reduced: `parts` are the files of the reduced parts, all and in order (which the node has
+    checked), and `updates` has this peer's own update alone, when it is among the accepted.
+    """
 
     round: Count
     record: DigestField
     updates: tuple[UpdateFile, ...]
+    parts: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,9 @@ class Load(_Message):
     updates that no longer count: they go back into the error feedback. `next_window`, `accepted_windows`: after the
     replay, the end of the own windows that the chain has accepted, and the windows it has accepted of all.
     `write_checkpoint`: where to write the state that results. `withdraw`: blobs of own updates that were put back once,
-    and that the checkpoint holds after all. Answered by Applied or Failed("load").
+    and that the checkpoint holds after all. `reduced`: of the records that the checkpoint is after, in order, those
+    that reduced and accepted an own update of `withdraw`, and the last that accepted one, if it reduced: what was
+    dropped of these goes back into the error feedback, when it has not yet. Answered by Applied or Failed("load").
     """
 
     checkpoint: Path
@@ -148,6 +155,7 @@ class Load(_Message):
     accepted_windows: Count
     write_checkpoint: Path | None = None
     withdraw: tuple[Path, ...] = ()
+    reduced: tuple[RoundUpdates, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ MAX_MESSAGES = 2048
 MAX_CERTIFICATES = 256
 MAX_KINDS_OF_REFUSAL = 1000
 _NUMBERS = re.compile(r"[0-9a-f]{8,}|[0-9]+")
-SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "vote", "final")
+SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "final")
 
 
 class Inbox:

@@ -1,4 +1,5 @@
-"""Decides what stays on disk: the last checkpoints, every blob since the oldest of them, and what the spec names."""
+"""Decides what stays on disk: the last checkpoints, every blob that was applied since the oldest of them, and what the
+spec names."""
 
 from __future__ import annotations
 
@@ -80,8 +81,13 @@ def to_keep(
     keep |= {path[i].record.body.base_state for i in recent}
     since = recent[0] if len(marks) > wanted else 0
     for certificate in path[since:]:
-        keep |= {u.body.blob for u in certificate.record.body.updates}
+        keep.update(applied_blobs(certificate))
     return keep
+
+
+def applied_blobs(certificate: Certificate) -> tuple[Digest, ...]:
+    """The blobs that a round's state is made of: the parts of the mean where it was reduced, else the updates."""
+    return certificate.parts or tuple(u.body.blob for u in certificate.record.body.updates)
 
 
 def _back(chain: Chain, height: int) -> Digest:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -296,10 +296,18 @@ class Network:
         self.outbox.broadcast(self.directory.peers() or self._entry_peers, message)
 
     async def fetch_blob(
-        self, digest: Digest, size: int | None, holders: Sequence[PeerKey], *, deadline_seconds: float
+        self,
+        digest: Digest,
+        size: int | None,
+        holders: Sequence[PeerKey],
+        *,
+        deadline_seconds: float,
+        chunks: Collection[int] | None = None,
     ) -> None:
-        """A blob into the store (see `Swarm.fetch_blob`). Raises CairnError."""
-        await self.swarm.fetch_blob(digest, size, holders, deadline_seconds=deadline_seconds, on_bad=_log_bad_chunk)
+        """A blob, or these chunks of it, into the store (see `Swarm.fetch_blob`). Raises CairnError."""
+        await self.swarm.fetch_blob(
+            digest, size, holders, deadline_seconds=deadline_seconds, on_bad=_log_bad_chunk, chunks=chunks
+        )
 
     def _save_addresses(self, fresh: Sequence[str]) -> None:
         """Keep the addresses of members for the next start."""

@@ -21,6 +21,7 @@ from peer.node.keeping import Keeping
 from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.outbox import NETWORK_ERRORS
+from peer.node.reducing import Reducing
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.training import LEVELS, Training
 from peer.node.updates import Updates
@@ -28,6 +29,7 @@ from peer.swarm import Handlers
 from protocol.codec import make_codec
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Header, KeySigner
+from protocol.reduce import Reduction
 from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import Facts, Policy
@@ -40,7 +42,9 @@ MAX_EVENTS = 20_000
 
 SNAPSHOT_SECONDS = 1.0
 CHAIN_SECONDS = 15.0
-LEAVE_SECONDS = 3.0
+LEAVE_SECONDS, LEAVE_REDUCING_SECONDS = 3.0, 6.0
+"""What a leaver gives the last round: where it is reduced, an update is asked for only when a record lists it."""
+
 SEE_OUT_SECONDS = 600.0
 QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 """After a run's last round a node stays until it has sent less than this in that time, and nobody is behind."""
@@ -105,6 +109,18 @@ class Node:
             answer=self.post,
             spawn=self._spawn,
         )
+        reduction = Reduction(self._spec.codec, self._spec.model.layout)
+        self._reducing = Reducing(
+            self.store,
+            self.network,
+            self._updates,
+            reduction,
+            self._codec.size,
+            self._spec.outer,
+            exchange_seconds=self._spec.round.exchange_seconds,
+            answer=self.post,
+            spawn=self._spawn,
+        )
         self.chainlog = ChainLog(self.store, membership.opener, self._spec)
         limits = Policy.of(self._spec).chain_limits
         if options.observer:
@@ -165,7 +181,8 @@ class Node:
             self._finish("left before it had begun")
             return
         self.post(events.Leave())
-        asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._finish, "left")
+        seconds = LEAVE_SECONDS if self._spec.round.exchange == "gather" else LEAVE_REDUCING_SECONDS
+        asyncio.get_running_loop().call_later(seconds, self._finish, "left")
 
     def _over(self, reason: str) -> None:
         """The machine has nothing left to do. A run that is over still needs those who have its last state."""
@@ -212,6 +229,7 @@ class Node:
                 self.network,
                 self._updates,
                 self._keeping,
+                part_kind=self._reducing.kind,
                 post=self.post,
                 spawn=self._spawn,
                 undecided=self._undecided,
@@ -278,7 +296,7 @@ class Node:
             event = await self._events.get()
             if isinstance(event, events.Tick):
                 self._tick_waits = False
-            elif isinstance(event, events.BlobHeld):
+            elif isinstance(event, events.BlobHeld | events.PartReduced):
                 self._exchange.held(time.monotonic())
             elif isinstance(event, events.Applied) and event.record in self.chain and event.record != self.chain.root:
                 self._exchange.applied(self.chain.parent(event.record), time.monotonic())
@@ -316,9 +334,15 @@ class Node:
                 case actions.MakeUpdate():
                     self._trainers_side.make_update(action)
                 case actions.FetchBlob(blob, size, author, holders):
-                    self._updates.fetch(blob, size, author, holders)
+                    self._updates.fetch(blob, size, (author, *holders))
                 case actions.DropBlob(blob):
                     self._updates.drop(blob)
+                case actions.Reduce(record, part, committee):
+                    self._reducing.reduce(record, part, committee)
+                case actions.FetchPart(blob, record, part, holders):
+                    self._reducing.fetch(blob, record, part, holders)
+                case actions.DropReduce(record):
+                    self._reducing.drop(record)
                 case actions.RequestChain(to, have):
                     self._spawn(self._request_chain(to, have), "chain request")
                 case actions.KeepCertificate(certificate):
@@ -359,8 +383,9 @@ class Node:
         self._updates.forget(await self._keeping.prune(self._undecided()))
 
     def _undecided(self) -> list[Digest]:
-        """The blobs of the open round."""
-        return [h.body.blob for h in self.machine.summary(time.monotonic()).headers]
+        """The blobs of the open round: updates, slices of them, and parts of their mean."""
+        updates = [h.body.blob for h in self.machine.summary(time.monotonic()).headers]
+        return updates + self._reducing.undecided()
 
     # -- views -----------------------------------------------------------------------------------------------
 

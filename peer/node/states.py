@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -13,7 +14,8 @@ from rich.filesize import decimal
 from peer.channel import Apply as ApplyMessage
 from peer.channel import Load, RoundUpdates, ToTrainer, UpdateFile
 from peer.errors import PeerError, TrainerDied
-from peer.node.updates import BlobSource, Updates
+from peer.node.keeping import OWN_BLOBS, applied_blobs
+from peer.node.updates import BlobSource, Kind, Updates
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
@@ -27,6 +29,9 @@ log = logging.getLogger("peer.states")
 
 VERIFY_CHUNKS = 256
 """Chunks that are checked at a time: an end waits for no more."""
+
+AT_ONCE = 32
+"""Blobs that are asked for at the same time: a round may have a thousand parts."""
 
 
 class States:
@@ -44,7 +49,11 @@ class States:
         me: PeerKey,
         everyone: Callable[[], list[PeerKey]],
         failed: Callable[[ApplyFailed], None],
+        part_kind: Callable[[int, int], Kind],
+        back_from: Callable[[Digest], Iterator[Certificate]],
     ):
+        """`part_kind(contributors, part)`: what a part of a reduced round's mean is. `back_from(record)`: its
+        certificate, its parent's, and so on as far as is known."""
         self._spec = spec
         self._run = spec.run_id
         self._checkpoint_size = checkpoint_size
@@ -55,6 +64,9 @@ class States:
         self._me = me
         self._everyone = everyone
         self._failed = failed
+        self._part_kind = part_kind
+        self._back_from = back_from
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self._queue: asyncio.Queue[Apply | Resync] = asyncio.Queue(maxsize=64)
         self._current: asyncio.Task[None] | None = None
         self._given: tuple[Digest, ...] = ()
@@ -130,7 +142,7 @@ class States:
     async def _apply(self, action: Apply) -> None:
         record = action.certificate.record.body
         update = await self._round(action.certificate)
-        self._given = _blobs(action.certificate)
+        self._given = applied_blobs(action.certificate)
         await self._send(
             ApplyMessage(
                 update=update,
@@ -151,8 +163,9 @@ class States:
         else:
             record, number, base = genesis_digest(self._run), Round(0), self._spec.genesis.name
         replay = tuple([await self._round(c) for c in path[start:]])
+        reduced = await self._reduced_before(record, action.regained)
         end = Round(path[-1].record.body.round + 1) if path else Round(0)
-        self._given = (base, *(blob for c in path[start:] for blob in _blobs(c)), *action.regained)
+        self._given = (base, *(blob for c in path[start:] for blob in applied_blobs(c)), *action.regained)
         await self._send(
             Load(
                 checkpoint=checkpoint,
@@ -165,6 +178,7 @@ class States:
                 accepted_windows=action.weight,
                 write_checkpoint=self._checkpoint_path(end, action.weight),
                 withdraw=self._own(action.regained),
+                reduced=reduced,
             )
         )
 
@@ -199,19 +213,55 @@ class States:
         return self._store.path(state)
 
     async def _round(self, certificate: Certificate) -> RoundUpdates:
-        """A record's updates as files; those that are not here yet are fetched."""
+        """What a record's state is made of, as files; those that are not here yet are fetched.
+
+        These are its updates; or, of a round that was reduced, the parts of their mean, and our own update if there is
+        one, since what the mean has dropped of it goes back into the feedback.
+        """
         record = certificate.record
-        holders = list(record.body.contributors)
-        seconds = self._spec.round.exchange_seconds
-        files = await asyncio.gather(
-            *(self._updates.ensure(u.body.blob, [u.author, *holders], seconds) for u in record.body.updates)
-        )
-        updates = zip(record.body.updates, files, strict=True)
-        return RoundUpdates(
-            round=record.body.round,
-            record=record.digest,
-            updates=tuple(UpdateFile(u.author, u.body.windows, f) for u, f in updates),
-        )
+        listed, holders = record.body.updates, list(record.body.contributors)
+        if certificate.parts:
+            kinds = [self._part_kind(len(listed), part) for part in range(len(certificate.parts))]
+            wanted = [(blob, holders, kind) for blob, kind in zip(certificate.parts, kinds, strict=True)]
+        else:
+            wanted = [(u.body.blob, [u.author, *holders], None) for u in listed]
+        files = tuple(await asyncio.gather(*(self._ensure(*one) for one in wanted)))
+        if not certificate.parts:
+            updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in zip(listed, files, strict=True))
+            return RoundUpdates(record.body.round, record.digest, updates)
+        own = [(u, f) for u in listed if u.author == self._me for f in self._own([u.body.blob])]
+        updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in own)
+        return RoundUpdates(record.body.round, record.digest, updates, files)
+
+    async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], kind: Kind | None) -> Path:
+        async with self._turns:
+            return await self._updates.ensure(blob, holders, self._spec.round.exchange_seconds, kind)
+
+    async def _reduced_before(self, record: Digest, regained: Sequence[Digest]) -> tuple[RoundUpdates, ...]:
+        """Of the records up to this one, those of which the trainer may still have to put back what was dropped of our
+        update: the last that accepted one, and those that accepted one of `regained`. Oldest first.
+
+        What cannot be had any more is left out: it costs what was dropped, not the state.
+        """
+        found: list[RoundUpdates] = []
+        wanted, last = set(regained), True
+        for certificate in islice(self._back_from(record), OWN_BLOBS):
+            own = next((u.body.blob for u in certificate.record.body.updates if u.author == self._me), None)
+            if own is None or not (last or own in wanted):
+                continue
+            last = False
+            if certificate.parts and self._store.has(own):
+                try:
+                    found.append(await self._round(certificate))
+                except StoreFull:
+                    raise
+                except (CairnError, asyncio.TimeoutError) as e:
+                    number = certificate.record.body.round
+                    log.warning("what round %d dropped of our update is lost: %s", number, e)
+            wanted.discard(own)
+            if not wanted:
+                break
+        return tuple(reversed(found))
 
     def _own(self, blobs: Sequence[Digest]) -> tuple[Path, ...]:
         """Own updates that go back into the error feedback; one that the disk lost is reported, not papered over."""
@@ -227,10 +277,6 @@ class States:
         if number == 0 or (number % self._spec.checkpoint.every and not last):
             return None
         return self._store.scratch / f"state-{number}.safetensors"
-
-
-def _blobs(certificate: Certificate) -> tuple[Digest, ...]:
-    return tuple(u.body.blob for u in certificate.record.body.updates)
 
 
 def _target(action: Apply | Resync, run: RunId) -> Digest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from peer.channel import (
@@ -30,11 +30,12 @@ from peer.node.keeping import Keeping
 from peer.node.network import Network
 from peer.node.states import States
 from peer.node.trainer import Trainer
-from peer.node.updates import Updates
+from peer.node.updates import Kind, Updates
 from peer.node.usage import UsageLog
 from peer.store import Store, StoreError
 from protocol.chain import Chain
 from protocol.ids import Digest
+from protocol.messages import Certificate
 from protocol.rounds import actions, events
 from protocol.spec import RunSpec
 from protocol.state import state_layout
@@ -47,8 +48,8 @@ LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERR
 class Training:
     """Made once what the trainer needs is in the store; `begin`, then `stop`.
 
-    `post` takes events for the machine, `spawn` makes tasks whose errors end the node, `undecided` are the blobs of the
-    open round.
+    `part_kind`: as in `States`. `post` takes events for the machine, `spawn` makes tasks whose errors end the node,
+    `undecided` are the blobs of the open round.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Training:
         updates: Updates,
         keeping: Keeping,
         *,
+        part_kind: Callable[[int, int], Kind],
         post: Callable[[events.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         undecided: Callable[[], Iterable[Digest]],
@@ -84,12 +86,21 @@ class Training:
             me=start.identity_key,
             everyone=network.everyone,
             failed=post,
+            part_kind=part_kind,
+            back_from=self._back_from,
         )
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._usage = UsageLog()
         self._look: asyncio.Task[None] | None = None
         self.made = self.missed = 0
         """Own updates that were made, and that a round left out."""
+
+    def _back_from(self, record: Digest) -> Iterator[Certificate]:
+        """A record's certificate, its parent's, and so on as far as memory goes."""
+        if record in self._chain:
+            for digest in self._chain.ancestors(record):
+                if digest != self._chain.root:
+                    yield self._chain.certificate(digest)
 
     def begin(self) -> None:
         """Start the trainer."""

@@ -9,7 +9,7 @@ import re
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class Blobs:
     def used_bytes(self) -> int:
         """Bytes of all blobs, and of all room made for blobs that are arriving."""
         with self._mutex:
-            arriving = sum(p.size for p in self._partials.values())
+            arriving = sum(p.room for p in self._partials.values())
             return sum(self._sizes.values()) + arriving + sum(self._waiting.values())
 
     def has(self, digest: Digest) -> bool:
@@ -173,7 +173,7 @@ class Blobs:
     def dispensable(self, keep: set[Digest]) -> list[Digest]:
         """Every blob, and every partial blob that is not arriving now, but those in `keep`."""
         with self._mutex:
-            arriving = {d for d, p in self._partials.items() if not p.done}  # somebody fetches it now
+            arriving = {d for d, p in self._partials.items() if not p.done and not p.idle}  # somebody fetches it now
             return sorted((self._sizes.keys() | self._waiting.keys() | self._partials.keys()) - keep - arriving)
 
     def prune(self, keep: set[Digest]) -> list[Digest]:
@@ -186,27 +186,32 @@ class Blobs:
 
     # -- blobs that are arriving ---------------------------------------------------------------------------------
 
-    def partial(self, digest: Digest, size: int, leaves: Sequence[bytes]) -> Partial:
+    def partial(
+        self, digest: Digest, size: int, leaves: Sequence[bytes], chunks: Collection[int] | None = None
+    ) -> Partial:
         """Room for a blob whose chunks will come; goes on from what an earlier attempt left, checked again.
 
-        Raises MalformedError when the leaves are not those of this digest and size, StoreFull.
+        With `chunks` there is room for these (and those asked for before), which are all that is wanted of the blob.
+        Raises MalformedError for leaves that are not those of this digest and size, and for such chunks; StoreFull.
         """
         if not 0 <= size <= MAX_BLOB:
             raise MalformedError(f"a blob of {size} bytes: at most {MAX_BLOB} are accepted")
         check_leaves(digest, size, leaves)
         with self._mutex:
             known = self._partials.get(digest)
-            if known is not None and known.share():
-                return known
+            if known is not None and (chunks is not None or not known.idle):
+                self._check_room(known.more_room(chunks), digest)
+                if known.share(chunks):
+                    return known
             # The room that an attempt before this one left is this one's.
-            left = self._waiting.pop(digest, 0) or (known.size if known is not None else 0)
+            left = self._waiting.pop(digest, 0) or (known.room if known is not None else 0)
             self._partials.pop(digest, None)
             try:
-                self._check_room(size, digest)
+                self._check_room(size if chunks is None else sum(chunk_size(size, i) for i in set(chunks)), digest)
                 path = self.folder / "partial" / digest.hex()
                 with disk(f"making room for blob {digest.short}"):
                     write_loosely(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
-                made = Partial(path, digest, size, leaves, mutex=self._mutex, finished=self._finished)
+                made = Partial(path, digest, size, leaves, mutex=self._mutex, finished=self._finished, chunks=chunks)
             except BaseException:
                 if left:
                     self._waiting[digest] = left
@@ -215,7 +220,7 @@ class Blobs:
             return made
 
     def arriving(self, digest: Digest) -> Partial | None:
-        """The partial blob of this digest, when one is open."""
+        """The partial blob of this digest, when there is one since the start: its chunks can be had."""
         partial = self._partials.get(digest)
         return partial if partial is not None and not partial.done else None
 
@@ -263,7 +268,8 @@ class Blobs:
                 if digest in self._sizes:
                     self._remove_partial_files(digest)
                 else:
-                    self._waiting[digest] = entry.stat().st_size
+                    found = entry.stat()
+                    self._waiting[digest] = min(found.st_size, 512 * found.st_blocks)  # of a slice most is a hole
             elif entry.name.endswith(".leaves") and not (self.folder / "partial" / entry.name[:64]).exists():
                 os.unlink(entry.path)  # its blob was finished; the crash came just before this
 

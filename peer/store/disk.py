@@ -62,18 +62,20 @@ def remove(path: Path) -> None:
         os.unlink(path)
 
 
-def reserve(fd: int, size: int) -> None:
-    """Give a file its size, with the space on disk where the file system can: a full disk shows now, not half-way."""
+def reserve(fd: int, size: int, start: int = 0) -> None:
+    """Make a file at least `start + size` bytes long, with the space on disk from `start` on where the file system can:
+    a full disk shows now, not half-way."""
     if size == 0:
         return
     if hasattr(os, "posix_fallocate"):
         try:
-            os.posix_fallocate(fd, 0, size)
+            os.posix_fallocate(fd, start, size)
             return
         except OSError as e:
             if e.errno not in _NO_RESERVE:
                 raise
-    os.ftruncate(fd, size)
+    if os.fstat(fd).st_size < start + size:
+        os.ftruncate(fd, start + size)
 
 
 _NO_RESERVE = {22, 38, 95}

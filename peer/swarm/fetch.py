@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -75,7 +75,10 @@ class _WrongSize(Exception):
 
 
 class Fetch:
-    """One attempt at one blob. `run` returns when the blob is in the store, or raises BlobUnavailable, StoreError."""
+    """One attempt at one blob. `run` returns when the blob is in the store, or raises BlobUnavailable, StoreError.
+
+    With `chunks`, when these are there: in the store's partial blob, unless they are all of it.
+    """
 
     def __init__(
         self,
@@ -89,8 +92,10 @@ class Fetch:
         me: PeerKey,
         max_size: int,
         on_bad: OnBad,
+        chunks: Collection[int] | None = None,
     ):
         self._me = me
+        self._chunks = None if chunks is None else frozenset(chunks)
         self._links = links
         self._store = store
         self._executor = executor
@@ -264,14 +269,15 @@ class Fetch:
             if leaves is None:
                 leaves = await self._first(lambda h: self._get_leaves(h, size))
         try:
-            partial = await self._in_thread(self._store.partial, self._digest, size, leaves)
+            partial = await self._in_thread(self._store.partial, self._digest, size, leaves, self._chunks)
         except MalformedError:  # an empty blob that is not the empty blob
             raise _WrongSize from None
         try:
-            missing = partial.missing()
+            missing = partial.missing(self._chunks)
             if missing:
                 await self._get_chunks(partial, missing)
-            await self._in_thread(partial.finish)
+            if not partial.left:
+                await self._in_thread(partial.finish)
         except BlobMissing:
             raise self._unavailable("it is not wanted any more") from None
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -293,17 +293,20 @@ class Swarm:
         deadline_seconds: float,
         on_bad: OnBad = lambda peer, reason: None,
         max_size: int = MAX_BLOB,
+        chunks: Collection[int] | None = None,
     ) -> None:
         """Get a blob into the store from these holders, the likeliest first. Returns at once when it is there.
 
         `size` is the size that somebody signed for; with None the holders state it, and at most `max_size` is taken.
         A holder that is proved to send wrong bytes is dropped, and `on_bad(holder, reason)` called, once. What arrived
-        of a blob that could not be had whole is kept for the next attempt.
+        of a blob that could not be had whole is kept for the next attempt. With `chunks` only these are fetched; they
+        are then in the store's partial blob (`Store.arriving`), which is served to others like any that arrives.
         Raises BlobUnavailable (with a reason for each holder), StoreError.
         """
         others = [h for h in holders if h != self.key]
         fetch = Fetch(
-            self._links, self._store, self._threads, digest, size, others, me=self.key, max_size=max_size, on_bad=on_bad
+            self._links, self._store, self._threads, digest, size, others,
+            me=self.key, max_size=max_size, on_bad=on_bad, chunks=chunks,
         )  # fmt: skip
         await fetch.run(deadline_seconds)
 

@@ -8,7 +8,7 @@ announcement, or the base since the last round); `feedback`, what was learnt and
                blob = encode(feedback); feedback <- feedback - decode(blob)
     advance    base <- apply(base, accepted)
     rebase     local <- base + (local - anchor); anchor <- base
-    restore    feedback <- feedback + decode(blob)          (an update that missed its round)
+    restore    feedback <- feedback + decode(blob)          (an update that missed its round, what was dropped of one)
 
 Nothing but these two looks at `base`: the inner loop goes on while the base advances, and is moved onto it afterwards.
 With beta = 1 nothing is ever lost: decoded updates + feedback + (anchor - local) is all that was learnt.
@@ -19,13 +19,17 @@ which work on whole flattened tensors by chunks. A rank that owns a range of chu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from protocol.codec import Codec
+from peer.training.mapped import mapped
+from protocol.codec import Codec, Run
+from protocol.dropped import Selection
 from protocol.outer import Contribution, apply
+from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
 
 
@@ -63,6 +67,16 @@ class OuterSide:
             self.base = None
             raise
 
+    def advance_reduced(self, parts: Sequence[Path]) -> None:
+        """The same by the files of a round's reduced parts, all and in order. Raises CodecError or OSError."""
+        if self.base is None:
+            raise ValueError("advance before a state was loaded")
+        try:
+            apply_reduced(self.base, mapped(parts), Reduction.of(self.codec), self.spec)
+        except BaseException:
+            self.base = None
+            raise
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Another state instead of the held one; progress since the anchor is moved onto it. Takes `state` over."""
         self.base = dict(state)
@@ -77,17 +91,20 @@ class OuterSide:
             local.sub_(self.anchor[name]).add_(self.base[name])
             self.anchor[name].copy_(self.base[name])
 
-    def restore(self, blob: bytes) -> None:
-        """An own update that was not accepted: back into the feedback. Raises CodecError."""
+    def restore(self, blob: bytes, only: bytes | None = None) -> None:
+        """An own update that was not accepted: back into the feedback. Raises CodecError.
+
+        `only`: a packed `Selection`: what the round that accepted it dropped.
+        """
         self.codec.check(blob)
-        self.codec.add_to(blob, self.feedback)
+        self.codec.add_to(blob, self.feedback, only=chosen(self.codec, only, self.feedback))
 
     @torch.no_grad()
-    def withdraw(self, blob: bytes, factor: float) -> None:
-        """An own update that was restored, then accepted after all: it leaves the feedback. `factor`: decay since."""
+    def withdraw(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
+        """What was restored leaves the feedback: its update was accepted after all. `factor`: decay since."""
         self.codec.check(blob)
         decoded = {n: torch.zeros_like(t) for n, t in self.feedback.items()}
-        self.codec.add_to(blob, decoded)
+        self.codec.add_to(blob, decoded, only=chosen(self.codec, only, decoded))
         for name, e in self.feedback.items():
             e.sub_(decoded[name].mul_(factor))
 
@@ -107,3 +124,11 @@ class OuterSide:
         for name, local in self.local.items():
             self.feedback[name].copy_(feedback[name])
             local.copy_(self.anchor[name]).add_(progress[name].to(local.device))
+
+
+def chosen(codec: Codec, only: bytes | None, into: Mapping[str, Tensor]) -> Callable[[Run], Tensor] | None:
+    """What `Codec.add_to` is to add of an update, from a packed `Selection`. Raises CodecError."""
+    if only is None:
+        return None
+    device = next((t.device for t in into.values()), torch.device("cpu"))
+    return Selection.unpacked(codec, only, device).over

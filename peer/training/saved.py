@@ -7,13 +7,13 @@ What is read back is checked (digest, run, peer, layout, shapes, finiteness); no
 Beside them lie, on disk before its header can be signed, the update that is not decided yet (`update-DIGEST.blob`) and
 what was known when it was made (`update.json`): a peer that signed two updates for one parent would be reported. The
 update that a saved state has as announced stays as long as that state: should it be missed, what it carried is nowhere
-else in it.
+else in it. `dropped-DIGEST.bits` say what of own updates was put back that were accepted in rounds that were reduced.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -31,7 +31,7 @@ from peer.training.durable import publish, write_durably
 from peer.training.inner import MOMENTS
 from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
 from protocol.layout import Layout
-from protocol.merkle import CHUNK, leaf_hash, tree_hash
+from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 
 SHEET = "trainer.json"
 UPDATE_SHEET = "update.json"
@@ -58,6 +58,7 @@ class _Update(_Strict):
 class _Restored(_Strict):
     blob: DigestField
     factor: Annotated[float, Field(ge=0, le=1)]
+    only: DigestField | None = None
 
 
 class _Known(_Strict):
@@ -80,14 +81,25 @@ class _Sheet(_Known):
     digest: DigestField
 
 
+@dataclass(frozen=True, slots=True)
+class Back:
+    """What the feedback holds of an own update.
+
+    `factor`: what decay has left of it. `only`: which of its values, by the digest of a kept selection; None: all.
+    """
+
+    factor: float
+    only: Digest | None = None
+
+
 @dataclass(frozen=True)
 class Known:
-    """What was held and counted at a time. `restored`: own updates put back, with the decay since."""
+    """What was held and counted at a time. `restored`: of which own updates the feedback holds something."""
 
     record: Digest
     round: int
     claims: Claims
-    restored: Mapping[Digest, float]
+    restored: Mapping[Digest, Back]
 
     @property
     def announced_blob(self) -> Digest | None:
@@ -114,8 +126,8 @@ class SavedFolder:
 
     def __init__(self, folder: Path, run: RunId, peer: PeerKey, layout: Layout):
         self.folder, self.run, self.peer, self.layout = folder, run, peer, layout
-        self._announced: Digest | None = None
-        """The update that the state on disk has as announced."""
+        self._needed: frozenset[Path] = frozenset()
+        """The update and the selections that the state on disk refers to."""
 
     def write(self, state: Saved, by: Callable[[Path], Digest]) -> None:
         """Replace what is saved. Raises SavedStateError, and then the old state is still there.
@@ -145,7 +157,7 @@ class SavedFolder:
         publish(temporary, path)
         sheet = self._sheet(state, path.name, digest)
         write_durably(self.folder / SHEET, [sheet.model_dump_json(indent=1).encode()])
-        self._announced = state.announced_blob
+        self._needed = frozenset(self._files_of(state))
         self.drop_rest()
 
     def not_saved(self, why: OSError) -> SavedStateError:
@@ -160,7 +172,7 @@ class SavedFolder:
         """What is saved; None when nothing is. Raises SavedStateError when it cannot be used."""
         sheet = self._read(SHEET, _Sheet)
         saved = sheet and self._state(sheet, self._tensors(sheet))
-        self._announced = saved and saved.announced_blob
+        self._needed = frozenset(self._files_of(saved)) if saved else frozenset()
         update = self._read(UPDATE_SHEET, _Known)
         if update is None or update.announced is None:
             return saved
@@ -210,17 +222,51 @@ class SavedFolder:
     def update_file(self, name: Digest) -> Path:
         return self.folder / f"update-{name}.blob"
 
-    def drop_updates(self, undecided: Digest | None, needed: Iterable[Digest | None] = ()) -> None:
-        """Forget the updates that are decided, and unfinished ones. Raises OSError.
+    def keep_selection(self, packed: bytes) -> Digest:
+        """Keep what says which values of an own update were put back. Its digest. Raises OSError.
 
-        `needed`: what states that are about to be saved have as announced.
+        Whoever reads it checks it: it is not worth waiting for the disk.
+        """
+        name = blob_digest(packed)
+        path = self._selection_file(name)
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.part")
+            temporary.write_bytes(packed)
+            temporary.replace(path)
+        return name
+
+    def selection(self, name: Digest) -> bytes:
+        """One that was kept. Raises OSError, and SavedStateError for a damaged one."""
+        packed = self._selection_file(name).read_bytes()
+        if blob_digest(packed) != name:
+            raise SavedStateError(f"{self._selection_file(name)} is damaged")
+        return packed
+
+    def _selection_file(self, name: Digest) -> Path:
+        return self.folder / f"dropped-{name}.bits"
+
+    def _files_of(self, known: Known) -> Iterator[Path]:
+        """The update and the selections that it refers to."""
+        if (blob := known.announced_blob) is not None:
+            yield self.update_file(blob)
+        yield from (self._selection_file(b.only) for b in known.restored.values() if b.only is not None)
+
+    def tidy(self, undecided: Digest | None, back: Mapping[Digest, Back], unsaved: Iterable[Known] = ()) -> None:
+        """Forget updates that are decided, selections of what is not in the feedback, unfinished files. Raises OSError.
+
+        `back`: what is in the feedback now. `unsaved`: states that are about to be saved.
         """
         if undecided is None:
             (self.folder / UPDATE_SHEET).unlink(missing_ok=True)
-        keep = {self.update_file(blob) for blob in (undecided, self._announced, *needed) if blob is not None}
-        for path in (*self.folder.glob("update-*"), *self.folder.glob(".update*.part")):
-            if path not in keep:
-                path.unlink(missing_ok=True)
+        keep = {path for known in unsaved for path in self._files_of(known)} | self._needed
+        keep |= {self._selection_file(b.only) for b in back.values() if b.only is not None}
+        if undecided is not None:
+            keep.add(self.update_file(undecided))
+        for pattern in ("update-*", ".update*.part", "dropped-*", ".dropped-*.part"):
+            for path in self.folder.glob(pattern):
+                if path not in keep:
+                    path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
         return [p for p in self.folder.glob("trainer-*.safetensors") if p.stem.split("-")[1].isdigit()]
@@ -254,7 +300,7 @@ class SavedFolder:
             "claimed_from": claims.claimed_from,
             "steps": claims.steps,
             "announced": a and _Update(**asdict(a)),
-            "restored": [_Restored(blob=b, factor=f) for b, f in known.restored.items()],
+            "restored": [_Restored(blob=b, factor=f.factor, only=f.only) for b, f in known.restored.items()],
         }
 
     def _tensors(self, sheet: _Sheet) -> dict[str, Tensor]:
@@ -295,7 +341,7 @@ def _announced(u: _Update | None) -> Announced | None:
 
 def _known(sheet: _Known) -> Known:
     claims = Claims(sheet.counter, sheet.claimed_from, sheet.steps, _announced(sheet.announced))
-    return Known(sheet.record, sheet.round, claims, {r.blob: r.factor for r in sheet.restored})
+    return Known(sheet.record, sheet.round, claims, {r.blob: Back(r.factor, r.only) for r in sheet.restored})
 
 
 def _file_digest(path: Path) -> Digest:

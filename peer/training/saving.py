@@ -93,10 +93,10 @@ class Saving:
         return self._kept is None and self._under_way is None
 
     @property
-    def announced(self) -> tuple[Digest | None, ...]:
-        """What the states that are not saved yet have as announced: these updates must stay."""
+    def unsaved(self) -> tuple[Saved, ...]:
+        """The states that are not saved yet: the files that they refer to must stay."""
         states = (self._kept and self._kept[0], self._under_way and self._under_way.state)
-        return tuple(state.announced_blob for state in states if state is not None)
+        return tuple(state for state in states if state is not None)
 
     # -- beside the training ---------------------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ from peer.training.flops import flops_per_token, peak_flops
 from peer.training.gate import Gate
 from peer.training.inner import Step
 from peer.training.layers import LayerOptions, Report, compiles, keep_compiled
+from peer.training.mapped import mapped
+from peer.training.own import Accepted, OwnUpdates
 from peer.training.pace import Pace
 from peer.training.parallel.degrees import Degrees
 from peer.training.parallel.setup import resolve
@@ -46,6 +48,7 @@ from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 from protocol.model import build_model, model_layout
 from protocol.outer import Contribution
+from protocol.reduce import Reduction
 from protocol.spec import MAX_SPEC, RunSpec, parse_spec
 from protocol.state import state_layout
 
@@ -55,8 +58,6 @@ if TYPE_CHECKING:
 NON_FINITE_MOST = 10
 """So many steps in a row without a finite loss and gradient, and training stops."""
 
-RESTORED_MOST = 64
-
 Lost = Callable[[str], None]
 
 
@@ -65,15 +66,17 @@ class Move:
     """What the base's move to another state leaves for `settle`: the state after `record`, from which `round` starts.
 
     `back`: blobs of own updates that do not count, None for one that is gone; `accepted`: own updates that the state
-    holds. The rest is as in the messages.
+    holds; `anew`: the last of them, when the feedback is empty as none was saved: what its round dropped is nowhere
+    else. The rest is as in the messages.
     """
 
     record: Digest
     round: int
     back: tuple[bytes | None, ...]
-    accepted: Mapping[Digest, bytes]
+    accepted: Mapping[Digest, Accepted]
     next_window: int
     accepted_windows: int
+    anew: Digest | None = None
 
 
 class Trainer:
@@ -108,8 +111,6 @@ class Trainer:
         self.flops_per_token = flops_per_token(model, self.spec.data.window)
         self.peak_flops = peak_flops(self.work.devices)
         self.claims = Claims()
-        self.restored: dict[Digest, float] = {}
-        """Own updates that were put back into the feedback, and how much of them is left by decay."""
         self.record: Digest | None = None
         """The record whose state is held: None before the first load."""
         self.round = 0
@@ -121,6 +122,7 @@ class Trainer:
         self.pace = Pace(time.monotonic())
         self.batches = self._batches(start)
         self.folder = SavedFolder(start.state_folder, self.spec.run_id, self.me, self.layout)
+        self.own = OwnUpdates(self.outer, Reduction.of(self.codec), self.folder, self.device, report)
         self._saved = self._read_saved()
         self.saving = Saving(self.folder, self.work, self._state, report)
 
@@ -261,16 +263,16 @@ class Trainer:
             blob = self.outer.announce()
             self.pace.new_span()
             claims = replace(self.claims)
-        self.restored = {b: f * self.spec.codec.beta for b, f in self.restored.items() if f > 1e-3}
+        self.own.decay(self.spec.codec.beta)
         first, end, steps = claim
         made = Announced(ask.parent, blob_digest(blob), len(blob), first, end, steps, loss)
-        known = Known(ask.parent, self.round, replace(claims, announced=made), dict(self.restored))
+        known = Known(ask.parent, self.round, replace(claims, announced=made), dict(self.own.back))
         try:
             give(self.folder.keep_update(blob, known), ask.out)
         except OSError:
             self.outer.restore(blob)
             with contextlib.suppress(OSError):
-                self.folder.drop_updates(None, self.saving.announced)
+                self.folder.tidy(None, self.own.back, self.saving.unsaved)
             raise
         self.claims.announced = made
         return _made(made, ask.out)
@@ -287,13 +289,20 @@ class Trainer:
             raise TrainingError("a record was to be applied, and no state is held: load one first")
         if ask.update.round != self.round:
             raise TrainingError(f"a record of round {ask.update.round} was to be applied to the state of {self.round}")
-        contributions = self._contributions(ask.update)
-        # Read now: once the node knows that the round is applied, it may drop the files.
+        # Read, or opened, now: once the node knows that the round is applied, it may drop the files.
         back = tuple(map(self._missed, ask.missed))
-        mine = self._own(contributions)
-        self.usual_windows = sum(c.windows for c in contributions if c.author == self.me) or self.usual_windows
-        self.outer.advance(contributions)
+        mine = self._apply(ask.update)
+        self.usual_windows = sum(u.windows for u in ask.update.updates if u.author == self.me) or self.usual_windows
         return Move(ask.update.record, self.round + 1, back, mine, ask.next_window, ask.accepted_windows)
+
+    def _apply(self, update: RoundUpdates) -> dict[Digest, Accepted]:
+        """The base goes on by one record. Own updates that it accepts, by digest."""
+        contributions = self._contributions(update)
+        if update.parts:
+            self.outer.advance_reduced(update.parts)
+        else:
+            self.outer.advance(contributions)
+        return self._own(contributions, update.parts)
 
     def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
         """The answer: the base, which is the state after `record`, has this digest. Writes its checkpoint, if asked."""
@@ -314,37 +323,44 @@ class Trainer:
         record, number = ask.record, ask.round
         try:
             self.work.open(ask.checkpoint)
-            mine = {blob_digest(blob): blob for blob in map(self._blob, ask.withdraw)}
+            mine = {blob_digest(blob): Accepted(blob) for blob in map(self._blob, ask.withdraw)}
+            last: Digest | None = None
+            for update in ask.reduced:
+                found = self._own(self._contributions(update), update.parts)
+                mine, last = mine | found, next(iter(found), last)
             for update in ask.replay:
                 if update.round != number:
                     raise TrainingError(
                         f"the records to replay are not in order: {update.round} where {number} was due"
                     )
-                contributions = self._contributions(update)
-                mine |= self._own(contributions)
-                self.outer.advance(contributions)
+                found = self._apply(update)
+                mine, last = mine | found, next(iter(found), last)
                 record, number = update.record, number + 1
         except BaseException:
             self.outer.base = None
             raise
-        self._take_up_saved(ask.next_window)
+        taken_up = self.record is not None or self._take_up_saved(ask.next_window)
         self.outer.rebase()
         back = tuple(map(self._missed, ask.restore))
-        self._settle(Move(record, number, back, mine, ask.next_window, ask.accepted_windows))
+        anew = None if taken_up else last
+        self._settle(Move(record, number, back, mine, ask.next_window, ask.accepted_windows, anew))
         return self.applied(began, record, ask.write_checkpoint)
 
     def _settle(self, move: Move) -> None:
         """What a new state means for own updates, windows and the learning rate. The model is on it already."""
-        for name, blob in move.accepted.items():
-            if (factor := self.restored.pop(name, None)) is not None:
-                self.outer.withdraw(blob, factor)
-        put_back = [self._put_back(blob) for blob in move.back]
         mine = self.claims.announced
+        # What became of all others was settled before.
+        open_ones = {*self.own.back, move.anew, mine and mine.blob}
+        for name, update in move.accepted.items():
+            if name in open_ones:
+                self.own.accepted(name, update)
+        put_back = [blob is not None and self.own.missed(blob) for blob in move.back]
         open_still = False
-        if mine is not None and mine.end > move.next_window and mine.blob not in self.restored:
+        if mine is not None and mine.end > move.next_window and not self.own.is_back(mine.blob):
             open_still = mine.parent == move.record
             if not open_still:
-                put_back.append(self._put_back(self._missed(self.folder.update_file(mine.blob))))
+                blob = self._missed(self.folder.update_file(mine.blob))
+                put_back.append(blob is not None and self.own.missed(blob))
                 if not put_back[-1]:
                     self.claims.lost()  # its windows are claimed by nobody: their work is in nothing that is sent
         self.claims.decided(move.next_window, kept=bool(put_back) and all(put_back), undecided=open_still)
@@ -352,7 +368,8 @@ class Trainer:
         self.accepted_windows = move.accepted_windows
         self._set_rate()
         try:
-            self.folder.drop_updates(mine.blob if mine is not None and open_still else None, self.saving.announced)
+            undecided = mine.blob if mine is not None and open_still else None
+            self.folder.tidy(undecided, self.own.back, self.saving.unsaved)
         except OSError as e:
             self.report("warning", "saved-state", f"{self.folder.folder} cannot be tidied: {e}")
 
@@ -368,32 +385,13 @@ class Trainer:
         try:
             return self._blob(path)
         except (OSError, CodecError) as e:
-            self._cannot_put_back(e)
+            self.own.lost(e)
             return None
 
-    def _put_back(self, blob: bytes | None) -> bool:
-        """An own update that does not count goes back into the feedback, once. False when that cannot be."""
-        if blob is None:
-            return False
-        name = blob_digest(blob)
-        if name not in self.restored:
-            try:
-                self.outer.restore(blob)
-            except CodecError as e:
-                self._cannot_put_back(e)
-                return False
-            self.restored[name] = 1.0
-        while len(self.restored) > RESTORED_MOST:
-            self.restored.pop(next(iter(self.restored)))
-        return True
-
-    def _cannot_put_back(self, why: Exception) -> None:
-        self.report("warning", "lost-update", f"an own update that missed its round cannot be put back: {why}")
-
-    def _own(self, contributions: Sequence[Contribution]) -> dict[Digest, bytes]:
+    def _own(self, contributions: Sequence[Contribution], parts: Sequence[Path]) -> dict[Digest, Accepted]:
         """Own updates among those accepted, by digest."""
         mine = [bytes(c.blob) for c in contributions if c.author == self.me]
-        return {blob_digest(blob): blob for blob in mine}
+        return {blob_digest(blob): Accepted(blob, mapped(parts)) for blob in mine}
 
     def _contributions(self, update: RoundUpdates) -> list[Contribution]:
         return [Contribution(u.author, u.windows, self._blob(u.blob)) for u in update.updates]
@@ -428,13 +426,16 @@ class Trainer:
         if self.record is None:
             return None
         steps = self.work.steps_taken
-        return Saved(self.record, self.round, replace(self.claims), dict(self.restored), steps, {}, {}, {})
+        return Saved(self.record, self.round, replace(self.claims), dict(self.own.back), steps, {}, {}, {})
 
-    def _take_up_saved(self, next_window: int) -> None:
-        """At the first load: go on from what was saved, as far as it still fits what the chain has accepted."""
+    def _take_up_saved(self, next_window: int) -> bool:
+        """At the first load: go on from what was saved, as far as it still fits what the chain has accepted.
+
+        False when of the feedback nothing is left.
+        """
         saved, self._saved = self._saved, None
         if saved is None:
-            return
+            return False
         claims, mine = saved.claims, saved.claims.announced
         if next_window > claims.claimed_from and not (mine and next_window == mine.end):
             # Updates made after it was saved were accepted: its feedback is in them already. To send it again would
@@ -442,13 +443,14 @@ class Trainer:
             text = "the saved state is older than the last accepted update: only its optimiser's moments are used"
             self.report("info", "saved-state", text)
             self.work.set_moments(saved)
-            return
+            return False
         self.claims = claims
-        self.restored = dict(saved.restored)
+        self.own.take_up(saved.restored)
         if saved.feedback:
             self.work.resume(saved)
         else:
             self.work.set_moments(saved)
+        return True
 
 
 def _no_more(why: str) -> None:

@@ -12,10 +12,11 @@ from protocol.codec.none import RawCodec
 from protocol.codec.runs import Run
 from protocol.codec.sign import SignCodec
 from protocol.codec.sparse import SparseCodec
-from protocol.layout import Layout
-from protocol.spec import CodecSpec
+from protocol.codec.sparse8 import Sparse8Codec
+from protocol.layout import CODEC_CHUNK, Layout
+from protocol.spec import SUM_KEEPS, CodecSpec
 
-__all__ = ["Codec", "Decoded", "Run", "make_codec"]
+__all__ = ["Codec", "Decoded", "Run", "make_codec", "make_sum_codec"]
 
 
 def make_codec(spec: CodecSpec, layout: Layout) -> Codec:
@@ -27,3 +28,13 @@ def make_codec(spec: CodecSpec, layout: Layout) -> Codec:
     if spec.kind == "int8":
         return Int8Codec(layout)
     return RawCodec(layout)
+
+
+def make_sum_codec(codec: Codec, layout: Layout) -> Codec:
+    """What a mean of updates of this codec is sent by, once it is summed up (see `protocol.reduce`).
+
+    Encoding with it gives the same bytes on every machine, whatever the device and the number of threads.
+    """
+    if isinstance(codec, SparseCodec):
+        return Sparse8Codec(layout, min(CODEC_CHUNK, SUM_KEEPS * codec.kept))
+    return RawCodec(layout) if isinstance(codec, RawCodec) else Int8Codec(layout)

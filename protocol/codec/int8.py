@@ -25,30 +25,46 @@ class Int8Codec(Codec):
         return SCALE + width
 
     def _encode(self, x: Tensor) -> Tensor:
-        largest = x.abs().amax(1, keepdim=True)
-        refuse(~(largest.view(-1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
-        scale = not_below(largest / torch.full_like(largest, LEVELS))
-        # Chunks with a scale of 0 hold nothing near 1: divided by that, everything rounds to 0. No ratio reaches 127.5.
-        codes = (x / torch.where(scale > 0, scale, 1)).round_().to(torch.int8)
-        # From the int8, as the decoder: it knows no -0.
-        x.sub_(codes.to(torch.float32) * scale)
+        scale, codes = quantised(x)
+        x.sub_(exact(scale, codes))
         return torch.cat([to_wire(scale), codes.view(torch.uint8)], 1)
 
     def _decode(self, records: Tensor, width: int) -> Decoded:
-        scale, codes = _parts(records)
-        return Decoded((codes.to(torch.float32) * scale).view(-1), None)
+        return Decoded(exact(*read(records[:, :SCALE], records[:, SCALE:])).view(-1), None)
 
     def _energies(self, records: Tensor, width: int) -> Tensor:
-        scale, codes = _parts(records)
-        wide = codes.to(torch.int32)
-        squares = (wide * wide).sum(1, dtype=torch.int64)
-        scale = scale.view(-1).to(torch.float64)
-        return torch.mul(scale * scale, squares)  # 16 bits times 27: exact
+        return squares(*read(records[:, :SCALE], records[:, SCALE:]))
 
 
-def _parts(records: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales, fp32 [n, 1], and codes, int8 [n, width]. Raises RecordError."""
-    scale = from_wire(records[:, :SCALE], MAX_SCALE)
-    codes = records[:, SCALE:].view(torch.int8)
-    refuse(codes.amin(1) < -LEVELS, "a value is -128")
-    return scale, codes
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest scales that cover the rows of fp32 [n, c], fp32 [n, 1], and codes, int8 [n, c], -127 to 127.
+
+    Every operation is exact or correctly rounded: the same bits on every device. Raises RecordError for values that are
+    not finite or above MAX_INPUT.
+    """
+    largest = x.abs().amax(1, keepdim=True)
+    refuse(~(largest.view(-1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
+    scale = not_below(largest / torch.full_like(largest, LEVELS))
+    # Rows with a scale of 0 hold nothing near 1: divided by that, everything rounds to 0. No ratio reaches 127.5.
+    return scale, (x / torch.where(scale > 0, scale, 1)).round_().to(torch.int8)
+
+
+def exact(scale: Tensor, codes: Tensor) -> Tensor:
+    """What the codes stand for, fp32 [n, c], which knows no -0."""
+    return codes.to(torch.float32) * scale
+
+
+def read(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales, fp32 [n, 1], and codes, int8 [n, c], of uint8 from a stranger. Raises RecordError."""
+    scale = from_wire(scales, MAX_SCALE)
+    wanted = codes.view(torch.int8)
+    refuse(wanted.amin(1) < -LEVELS, "a value is -128")
+    return scale, wanted
+
+
+def squares(scale: Tensor, codes: Tensor) -> Tensor:
+    """The sum of squares of each row's values: fp64 [n], exact."""
+    wide = codes.to(torch.int32)
+    total = (wide * wide).sum(1, dtype=torch.int64)
+    scale = scale.view(-1).to(torch.float64)
+    return torch.mul(scale * scale, total)  # 16 bits times 27

@@ -118,7 +118,7 @@ class Codec(ABC):
         blob = bytearray(self.size)
         blob[:HEADER] = self.header
         for run in self.runs(device=parts[0].device):
-            self._encode_run(run, [parts[p.index][run.source(p)] for p in run.pieces], blob)
+            self.encode_run(run, [parts[p.index][run.source(p)] for p in run.pieces], blob)
         return blob
 
     def encode_chunks(self, index: int, first: int, values: Tensor) -> bytearray:
@@ -135,11 +135,14 @@ class Codec(ABC):
         span = Span(index, start, stop, 0)
         for run in cut([span], _most(values.device), self.record_size(CODEC_CHUNK)):
             here = [run.source(p) for p in run.pieces]
-            self._encode_run(run, [values[h.start - start : h.stop - start] for h in here], records)
+            self.encode_run(run, [values[h.start - start : h.stop - start] for h in here], records)
         return records
 
-    def _encode_run(self, run: Run, parts: Sequence[Tensor], into: bytearray) -> None:
-        """Encode the coordinates of a run's pieces, in place, and put the records where they belong in `into`."""
+    def encode_run(self, run: Run, parts: Sequence[Tensor], into: bytearray) -> None:
+        """Encode a run's coordinates, in place, and put the records where they belong in `into`, a blob.
+
+        `parts`: fp32, each of the run's pieces; or one tensor of all of them. Raises CodecError.
+        """
         x = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         try:
             records = self._encode(x.view(run.count, run.width))
@@ -158,21 +161,36 @@ class Codec(ABC):
     def check(self, blob: Blob) -> None:
         """Raises CodecError, with the place, unless every byte is as the format wants it. Memory is bounded."""
         self.check_header(blob)
-        for run in self.runs():
+        self.check_records(blob)
+
+    def check_records(self, blob: Blob, parts: Sequence[Part] | None = None) -> None:
+        """Raises CodecError unless the records of some parts (None: all) are valid. Of a blob of the right size."""
+        for run in self.runs(parts=parts):
             self.decode_run(blob, run)
 
     def check_header(self, blob: Blob) -> None:
         """Raises CodecError unless the blob has the right size and header: what `decode_run` takes for granted."""
-        if len(blob) != self.size:
-            raise CodecError(f"an update of {len(blob)} bytes: under this run's codec and model it has {self.size}")
+        self.check_size(blob)
         if bytes(blob[:HEADER]) != self.header:
             raise CodecError("an update for another codec, format or model: its header is not the run's")
 
-    def add_to(self, blob: Blob, into: Mapping[str, Tensor], parts: Sequence[Part] | None = None) -> None:
+    def check_size(self, blob: Blob) -> None:
+        """Raises CodecError unless the blob has as many bytes as every other."""
+        if len(blob) != self.size:
+            raise CodecError(f"an update of {len(blob)} bytes: under this run's codec and model it has {self.size}")
+
+    def add_to(
+        self,
+        blob: Blob,
+        into: Mapping[str, Tensor],
+        parts: Sequence[Part] | None = None,
+        only: Callable[[Run], Tensor] | None = None,
+    ) -> None:
         """into <- into + decode(blob): puts an update that missed its round back into the error feedback.
 
-        The tensors of `into` are all on one device; with `parts`, they are these parts (see `held`). Raises CodecError
-        before anything is changed.
+        The tensors of `into` are all on one device; with `parts`, they are these parts (see `held`). `only`: for each
+        run, which of the values that the blob lists, zeros and ones [run.count, values that a chunk lists], on that
+        device. Raises CodecError before anything is changed.
         """
         mine = held(into, self.layout, parts)
         self.check(blob)
@@ -180,6 +198,8 @@ class Codec(ABC):
         for run in self.runs(parts=parts, device=device):
             decoded = self.decode_run(blob, run, device)
             values = decoded.values.view(run.count, -1)
+            if only is not None:
+                values = values * only(run)
             for p in run.pieces:
                 start, tensor = mine[p.index]
                 part, rows = tensor[run.source(p, start)], slice(p.row, p.row + p.count)
@@ -207,20 +227,23 @@ class Codec(ABC):
         """What a blob whose header was checked says of one run. Raises CodecError."""
         return self._read(blob, run, device, self._decode)
 
-    def energies(self, blob: Blob, device: torch.device | str = "cpu") -> list[float]:
-        """The sum of squares of each tensor's decoded values, for exact norms. Raises CodecError.
+    def energies(
+        self, blob: Blob, device: torch.device | str = "cpu", parts: Sequence[Part] | None = None
+    ) -> list[float]:
+        """The sum of squares of each tensor's decoded values, for exact norms; with `parts`, of these parts of them.
 
-        Of a blob whose header was checked. The sum over a tensor's chunks is correctly rounded (fsum): neither order
-        nor grouping can change it.
+        Of a blob whose header was checked. `parts`: at most one of a tensor; tensors without have 0. The sum over
+        chunks is correctly rounded (fsum): neither order nor grouping can change it. Raises CodecError.
         """
         sums = [0.0] * len(self.layout.tensors)
+        left = {p.index: p.chunks for p in (self.layout.whole if parts is None else parts)}
         chunks: dict[int, list[float]] = {}  # of tensors that have been seen in part
-        for run in self.runs(device=device):
+        for run in self.runs(parts=parts, device=device):
             found = self._read(blob, run, device, self._energies).tolist()
             for p in run.pieces:
                 seen = chunks.setdefault(p.index, [])
                 seen += found[p.row : p.row + p.count]
-                if len(seen) == self.layout.tensors[p.index].chunks:
+                if len(seen) == left[p.index]:
                     sums[p.index] = fsum(chunks.pop(p.index))
         return sums
 

@@ -25,8 +25,9 @@ SAMPLE = 512
 
 
 @lru_cache(maxsize=8192)
-def _positions(m: int, k: int) -> Positions:
-    return Positions(m, k)
+def positions_of(width: int, kept: int) -> Positions:
+    """The coding of positions in a chunk of `width` coordinates, when `kept` of a full one are kept."""
+    return Positions(width, -(-width * kept // CODEC_CHUNK))
 
 
 class SparseCodec(Codec):
@@ -41,7 +42,7 @@ class SparseCodec(Codec):
 
     def positions(self, width: int) -> Positions:
         """The coding of positions in a chunk of `width` coordinates."""
-        return _positions(width, -(-width * self.kept // CODEC_CHUNK))
+        return positions_of(width, self.kept)
 
     def record_size(self, width: int) -> int:
         coding = self.positions(width)

@@ -13,14 +13,16 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from benchmarks.convergence.wan_run_file import toml
 from cairn.demo.processes import Process, free_ports, stop_all
 from cairn.serving import coordinator_folder
 from coordinator.authoring.resolve import SPEC
+from coordinator.authoring.runfile import tomllib
 from peer.coordinator_client import CoordinatorClient, Status
 from peer.node.membership import ADMISSION, run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
@@ -76,8 +78,16 @@ final_depth = 3
 """
 
 
-def write_run(folder: Path, *, total_tokens: int = 0, target_tokens: int = 32_768, tied: bool = True) -> Path:
-    """A run.toml and its text: a few hundred kB of made-up sentences, the same each time."""
+def write_run(
+    folder: Path,
+    *,
+    total_tokens: int = 0,
+    target_tokens: int = 32_768,
+    tied: bool = True,
+    tables: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Path:
+    """A run.toml, with these fields of its tables instead of its own, and its text: a few hundred kB of made-up
+    sentences, the same each time."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(7)
     words = ["".join(draw.choices("aeioubcdlmnrst", k=draw.randint(2, 8))) for _ in range(400)]
@@ -86,19 +96,30 @@ def write_run(folder: Path, *, total_tokens: int = 0, target_tokens: int = 32_76
             text = " ".join(draw.choice(words) for _ in range(800))
             file.write(json.dumps({"text": text}) + "\n")
     path = folder / "run.toml"
-    path.write_text(RUN_FILE.format(total_tokens=total_tokens, target_tokens=target_tokens, tied=str(tied).lower()))
+    text = RUN_FILE.format(total_tokens=total_tokens, target_tokens=target_tokens, tied=str(tied).lower())
+    merged = tomllib.loads(text)
+    for name, fields in (tables or {}).items():
+        merged[name] = {**merged.get(name, {}), **fields}
+    path.write_text(toml(merged))
     return path
 
 
 class World:
     """Use with `with`: at the end no process of it is left, and nothing of its folder."""
 
-    def __init__(self, *, total_tokens: int = 0, target_tokens: int = 32_768, tied: bool = True):
+    def __init__(
+        self,
+        *,
+        total_tokens: int = 0,
+        target_tokens: int = 32_768,
+        tied: bool = True,
+        tables: Mapping[str, Mapping[str, Any]] | None = None,
+    ):
         self.folder = Path(tempfile.mkdtemp(prefix="cairn-e2e-"))
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir()
         self.run_file = write_run(
-            self.folder / "run", total_tokens=total_tokens, target_tokens=target_tokens, tied=tied
+            self.folder / "run", total_tokens=total_tokens, target_tokens=target_tokens, tied=tied, tables=tables
         )
         self.grpc, self.page, self.swarm = free_ports(3)
         self.processes: dict[str, Process] = {}

@@ -37,6 +37,7 @@ from peer.training.parallel.hands import (
     Order,
     Result,
     contributions_to,
+    part_of_update_to,
     windows_to,
 )
 from peer.training.parallel.passes import Pass, Passes
@@ -378,11 +379,14 @@ class CrewOuter:
     def advance(self, contributions: Sequence[Contribution]) -> None:
         self._crew.do(Order.ADVANCE, contributions_to(contributions))
 
+    def advance_reduced(self, parts: Sequence[Path]) -> None:
+        self._crew.do(Order.ADVANCE_REDUCED, json.dumps([str(p) for p in parts]).encode())
+
     def rebase(self) -> None:
         self._crew.do(Order.REBASE)
 
-    def restore(self, blob: bytes) -> None:
-        self._crew.do(Order.RESTORE, blob)
+    def restore(self, blob: bytes, only: bytes | None = None) -> None:
+        self._crew.do(Order.RESTORE, part_of_update_to(blob, only))
 
-    def withdraw(self, blob: bytes, factor: float) -> None:
-        self._crew.do(Order.WITHDRAW, struct.pack("<d", factor) + blob)
+    def withdraw(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
+        self._crew.do(Order.WITHDRAW, struct.pack("<d", factor) + part_of_update_to(blob, only))

@@ -48,9 +48,9 @@ class Order(IntEnum):
     """[a checkpoint's path]"""
     REBASE = 10
     RESTORE = 11
-    """[blob]"""
+    """[as `part_of_update_to`]"""
     WITHDRAW = 12
-    """[decay since, fp64; blob]"""
+    """[decay since, fp64; as `part_of_update_to`]"""
     STORE = 13
     """[where to write the checkpoint; nothing: only digest it]"""
     SAVE = 14
@@ -65,6 +65,8 @@ class Order(IntEnum):
     """Wait until all have written it."""
     GIVE_UP = 19
     """What was kept, or is being written."""
+    ADVANCE_REDUCED = 20
+    """[JSON: the reduced parts' paths]"""
 
 
 STEPPING = frozenset({Order.PIECE, Order.END})
@@ -121,14 +123,17 @@ class Hands:
                 return self.share.announce()
             case Order.ADVANCE:
                 self.share.advance(contributions_from(payload, self.codec.size))
+            case Order.ADVANCE_REDUCED:
+                self.share.advance_reduced([Path(p) for p in json.loads(payload)])
             case Order.LOAD:
                 self.share.load(Path(payload.decode()))
             case Order.REBASE:
                 self.share.rebase()
             case Order.RESTORE:
-                self.share.restore(payload)
+                self.share.restore(*part_of_update_from(payload))
             case Order.WITHDRAW:
-                self.share.withdraw(payload[8:], struct.unpack("<d", payload[:8])[0])
+                blob, only = part_of_update_from(payload[8:])
+                self.share.withdraw(blob, struct.unpack("<d", payload[:8])[0], only)
             case Order.STORE:
                 return self.share.store(Path(payload.decode()) if payload else None)
             case Order.SAVE:
@@ -176,3 +181,13 @@ def contributions_from(payload: bytes, size: int) -> list[Contribution]:
         )
         for at in range(0, len(payload), each)
     ]
+
+
+def part_of_update_to(blob: bytes, only: bytes | None) -> bytes:
+    """An own update as a payload, and what of it is meant (see `OuterSide.restore`)."""
+    return struct.pack("<q", -1 if only is None else len(only)) + (only or b"") + blob
+
+
+def part_of_update_from(payload: bytes) -> tuple[bytes, bytes | None]:
+    size = struct.unpack("<q", payload[:8])[0]
+    return (payload[8:], None) if size < 0 else (payload[8 + size :], payload[8 : 8 + size])

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from peer.training.durable import publish
+from peer.training.mapped import mapped
+from peer.training.outer import chosen
 from peer.training.parallel.file import PartFile
 from peer.training.parallel.group import Group
 from peer.training.parallel.model import RankModel
@@ -25,6 +27,7 @@ from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.layout import CODEC_CHUNK, Layout, Part
 from protocol.outer import Contribution, apply
+from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
 from protocol.state import state_layout
 
@@ -105,6 +108,15 @@ class Share:
             apply(base, contributions, self.codec, self.spec, parts=self.parts)
         self.base = base
 
+    def advance_reduced(self, parts: Sequence[Path]) -> None:
+        """The same by the files of a round's reduced parts. Raises CodecError or OSError on all ranks."""
+        base, self.base = self.base, None
+        with self.group.together():
+            if base is None:
+                raise MalformedError("a round was to be applied, and no state is held")
+            apply_reduced(base, mapped(parts), Reduction.of(self.codec), self.spec, parts=self.parts)
+        self.base = base
+
     def load(self, path: Path) -> None:
         """The state in a checkpoint, whose digest was checked; `rebase` is then due. Raises OSError on all ranks."""
         self.base = None
@@ -125,17 +137,17 @@ class Share:
 
         self._change(moved)
 
-    def restore(self, blob: bytes) -> None:
-        """An own update that was not accepted: back into the feedback. Raises CodecError on all ranks."""
+    def restore(self, blob: bytes, only: bytes | None = None) -> None:
+        """As `OuterSide.restore`. Raises CodecError on all ranks."""
         with self.group.together():
-            self.codec.add_to(blob, self.feedback, self.parts)
+            self.codec.add_to(blob, self.feedback, self.parts, chosen(self.codec, only, self.feedback))
 
     @torch.no_grad()
-    def withdraw(self, blob: bytes, factor: float) -> None:
-        """An own update that was restored, then accepted after all, leaves the feedback. `factor`: decay since."""
+    def withdraw(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
+        """As `OuterSide.withdraw`. Raises CodecError on all ranks."""
         decoded = self._empty()
         with self.group.together():
-            self.codec.add_to(blob, decoded, self.parts)
+            self.codec.add_to(blob, decoded, self.parts, chosen(self.codec, only, decoded))
         for name, e in self.feedback.items():
             e.sub_(decoded[name].mul_(factor))
 

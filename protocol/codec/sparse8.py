@@ -1,0 +1,64 @@
+"""The `sparse8` codec, of sums of sparse updates: the k largest of each 4096 coordinates, each an int8.
+
+A record is a bfloat16 scale, the positions (see `positions`), then an int8 a value, -127 to 127. Unlike `sparse` it can
+say 0, which is not sent: a sum may have fewer coordinates than are kept. And what is rounded off a sum is in nobody's
+error feedback, so values are close. Encoding gives the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from protocol.codec.int8 import SCALE, exact, quantised, read, squares
+from protocol.codec.interface import Codec, Decoded
+from protocol.codec.positions import Positions
+from protocol.codec.rows import largest
+from protocol.codec.scales import to_wire
+from protocol.codec.sparse import positions_of
+from protocol.layout import Layout
+
+
+class Sparse8Codec(Codec):
+    """Keeps `k` of each full chunk, 1 <= k <= 4096, and the same share, rounded up, of a shorter one."""
+
+    identifier = 5
+    everyone_sends = False
+
+    def __init__(self, layout: Layout, k: int):
+        self.kept = k
+        super().__init__(layout)
+
+    def positions(self, width: int) -> Positions:
+        """The coding of positions in a chunk of `width` coordinates."""
+        return positions_of(width, self.kept)
+
+    def record_size(self, width: int) -> int:
+        coding = self.positions(width)
+        return SCALE + coding.size + coding.k
+
+    def _encode(self, x: Tensor) -> Tensor:
+        coding = self.positions(x.shape[1])
+        chosen = None if coding.dense else largest(x, coding.k)  # NaN is taken for the largest of all
+        values = x if chosen is None else x.gather(1, chosen)
+        scale, codes = quantised(values)
+        rest = values - exact(scale, codes)
+        if chosen is None:
+            x.copy_(rest)
+        else:
+            x.scatter_(1, chosen, rest)
+        positions = [] if chosen is None else [coding.encode(chosen)]
+        return torch.cat([to_wire(scale), *positions, codes.view(torch.uint8)], 1)
+
+    def _decode(self, records: Tensor, width: int) -> Decoded:
+        coding = self.positions(width)
+        at = SCALE + coding.size
+        values = exact(*read(records[:, :SCALE], records[:, at:])).view(-1)
+        if coding.dense:
+            return Decoded(values, None)
+        positions = coding.decode(records[:, SCALE:at])
+        starts = torch.arange(0, records.shape[0] * width, width, device=records.device)
+        return Decoded(values, positions.add_(starts.unsqueeze(1)).view(-1))
+
+    def _energies(self, records: Tensor, width: int) -> Tensor:
+        return squares(*read(records[:, :SCALE], records[:, SCALE + self.positions(width).size :]))

@@ -1,0 +1,97 @@
+"""What the reduced parts of a round leave out of an update: values at coordinates that the sums do not have.
+
+The author puts these back into its error feedback, so nothing is lost and no committee holds state. Which they are is a
+`Selection`: a bit for each value that the update lists, in the order of its records. It takes a thirtieth of the model
+at most, and says later what was put back, should the round be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from protocol.codec import Codec, Run
+from protocol.codec.bits import pack, packed_size, unpack
+from protocol.codec.interface import Blob
+from protocol.codec.sparse import SparseCodec
+from protocol.errors import CodecError
+from protocol.layout import CODEC_CHUNK
+from protocol.reduce import Reduction
+
+
+class Selection:
+    """Some of the values that an update of `codec` lists. Only sparse codecs list some, and drop any."""
+
+    def __init__(self, codec: Codec, device: torch.device | str = "cpu"):
+        """None of them. Raises CodecError for a codec that is not sparse."""
+        if not isinstance(codec, SparseCodec):
+            raise CodecError("under this run's codec every update says all: nothing of one is ever dropped")
+        self._codec = codec
+        self._starts = list(accumulate((self._listed(t.numel) for t in codec.layout.tensors), initial=0))
+        self._bits = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
+
+    @classmethod
+    def unpacked(cls, codec: Codec, data: bytes, device: torch.device | str = "cpu") -> Selection:
+        """The one that `packed` made these bytes of. Raises CodecError when they are of another size."""
+        made = cls(codec, device)
+        count = len(made._bits)
+        if len(data) != packed_size(count, 1):
+            raise CodecError(f"a selection of {len(data)} bytes: of an update of this run it has {-(-count // 8)}")
+        packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        made._bits = unpack(packed.unsqueeze(0), count, 1).view(-1)[:count]
+        return made
+
+    def packed(self) -> bytes:
+        """A bit a value, least significant first."""
+        return pack(self._bits.unsqueeze(0), 1).cpu().numpy().tobytes()
+
+    @property
+    def is_empty(self) -> bool:
+        return not bool(self._bits.any())
+
+    def _listed(self, numel: int) -> int:
+        """How many values an update lists of a tensor's first `numel` coordinates."""
+        whole, rest = divmod(numel, CODEC_CHUNK)
+        return whole * self._codec.kept + (self._codec.positions(rest).k if rest else 0)
+
+    def _places(self, run: Run) -> list[tuple[slice, slice]]:
+        """Of each piece of a run: rows of the run, and where their bits are."""
+        each = self._codec.positions(run.width).k
+        starts = [self._starts[p.index] + self._listed(p.start) for p in run.pieces]
+        return [
+            (slice(p.row, p.row + p.count), slice(at, at + p.count * each))
+            for p, at in zip(run.pieces, starts, strict=True)
+        ]
+
+    def put(self, run: Run, chosen: Tensor) -> None:
+        """Set those of a run: bool [run.count, values that a chunk lists]."""
+        for rows, at in self._places(run):
+            self._bits[at] = chosen[rows].reshape(-1).to(torch.uint8)
+
+    def over(self, run: Run) -> Tensor:
+        """Those of a run: uint8 of zeros and ones, [run.count, values that a chunk lists]."""
+        return torch.cat([self._bits[at].view(rows.stop - rows.start, -1) for rows, at in self._places(run)])
+
+
+def dropped(
+    own: Blob, sums: Sequence[Blob], reduction: Reduction, device: torch.device | str = "cpu"
+) -> Selection | None:
+    """What a round that accepted the update `own` and was reduced to `sums` left out of it; None: nothing.
+
+    Raises CodecError for blobs of another run, and for such as never passed a check.
+    """
+    codec = reduction.codec
+    if not isinstance(codec, SparseCodec):
+        return None
+    codec.check_header(own)
+    reduction.check_headers(sums)
+    device = torch.device(device)
+    found = Selection(codec, device)
+    for run, mean in reduction.runs(sums, device):
+        said = codec.decode_run(own, run, device)
+        has = (mean if said.positions is None else mean[said.positions]).ne(0)
+        found.put(run, (said.values.ne(0) & ~has).view(run.count, -1))
+    return None if found.is_empty else found
