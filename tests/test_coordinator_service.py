@@ -169,7 +169,7 @@ async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(t
     (tmp_path / "b").mkdir()
     async with running(tmp_path / "a") as (a, _), running(tmp_path / "b") as (b, _):
         ask = client(a)
-        channel = await ask._channel(Endpoint("127.0.0.1", a.grpc_port))
+        channel = await ask._channel(ask._places[0])
         pem = await asyncio.to_thread(_certificate_of, Endpoint("127.0.0.1", a.grpc_port))
         import ssl
 
@@ -181,7 +181,7 @@ async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(t
             await stubs.CoordinatorStub(wrong).GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=5)
         assert e.value.code() is grpc.StatusCode.UNAVAILABLE
         await wrong.close()
-        assert channel is await ask._channel(Endpoint("127.0.0.1", a.grpc_port))
+        assert channel is await ask._channel(ask._places[0])
         await ask.close()
 
 

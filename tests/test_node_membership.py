@@ -38,6 +38,7 @@ class Client:
         self.ahead = 0.0
         self.asked = 0
         self.closed = False
+        self.places: list[Any] = []
 
     async def get_run(self) -> RunInfo:
         if self.run is not None:
@@ -50,6 +51,9 @@ class Client:
             raise self.admission
         given = admission(RUN, who, not_after=int(time.time()) + self.seconds)
         return Admitted(given, ("/ip4/3.3.3.3/tcp/3",), self.ahead)
+
+    def moved(self, to) -> None:
+        self.places.append(to)
 
     async def close(self) -> None:
         self.closed = True

@@ -191,6 +191,7 @@ async def test_a_chain_reply_is_taken_whole_or_not_at_all():
 class FakeSwarm:
     def __init__(self):
         self.dialled: list[tuple[str, ...]] = []
+        self.addresses: list[str] = []
         self.wire = Wire()
         self.bytes_up, self.bytes_down = 5, 7
         self.stopped = False
@@ -215,8 +216,9 @@ class FakeMembership:
         self.identity = PEERS[0]
         self.addresses: list[str] = []
         self.learnt: list[str] = []
+        self.locator = SimpleNamespace(newest=None)
 
-    def learn(self, addresses) -> None:
+    def learn(self, addresses, own=()) -> None:
         self.learnt = list(addresses)
 
 
