@@ -190,10 +190,10 @@ class CoordinatorClient:
 
     # -- the calls -------------------------------------------------------------------------------------------
 
-    async def get_run(self) -> RunInfo:
-        """The spec, verified against the invite's run id. Raises CairnError."""
+    async def get_run(self, *, attempts: int | None = None) -> RunInfo:
+        """The spec, verified against the invite's run id. `attempts`: if not the usual number. Raises CairnError."""
         request = wire.GetRunRequest(run=bytes(self._invite.run))
-        reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t))
+        reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t), attempts)
         self._spec = open_spec(reply.spec, self._invite.run)
         return RunInfo(self._spec, reply.spec, usable_addresses(reply.addresses))
 
@@ -245,10 +245,12 @@ class CoordinatorClient:
 
     # -- how they are made -----------------------------------------------------------------------------------
 
-    async def _call(self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]]) -> T:
+    async def _call(
+        self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]], attempts: int | None = None
+    ) -> T:
         """The answer of the first coordinator that gives one; each is tried `attempts` times, with growing pauses."""
         failures: dict[_Place, CairnError] = {}
-        for attempt in range(self._attempts):
+        for attempt in range(attempts or self._attempts):
             if attempt:
                 # Spread out, so that a swarm whose coordinator comes back does not ask all at once.
                 await asyncio.sleep(min(4.0, 0.25 * 2**attempt) * random.uniform(0.5, 1.5))

@@ -44,7 +44,7 @@ class Client:
         self.places: list[Any] = []
         self.found: Found | None = None
 
-    async def get_run(self) -> RunInfo:
+    async def get_run(self, *, attempts=None) -> RunInfo:
         if self.run is not None:
             raise self.run
         return RunInfo(RUN, sign_spec(OWNER, RUN).sent, ("/ip4/2.2.2.2/tcp/2",))
@@ -137,7 +137,7 @@ async def test_the_first_visit_needs_the_coordinator(store, client, tmp_path):
 async def test_a_spec_of_another_run_is_not_taken(store, client, tmp_path, monkeypatch):
     other = tiny_spec(seed=2)
 
-    async def get_run() -> RunInfo:
+    async def get_run(*, attempts=None) -> RunInfo:
         return RunInfo(other, sign_spec(OWNER, other).sent, ())
 
     monkeypatch.setattr(client, "get_run", get_run)

@@ -101,25 +101,28 @@ class Membership:
             except ProtocolError as e:
                 log.warning("the stored spec is left out: %s", e)
         addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
-        sent, found = stored if before is not None else None, None
+        sent = stored if before is not None else None
+        may_go_on = before is not None and before.seconds_left() > 0
+        found: Found | None = None
         absent: CairnError | None = None
         try:
-            reply = await client.get_run()
+            # Members may know better than to try there for long.
+            reply = await client.get_run(attempts=None if may_go_on else 1)
             sent, addresses = reply.sent, [*reply.addresses, *addresses]
         except ABSENT as e:
             absent = e
-            if before is None or before.seconds_left() <= 0:
-                log.info("%s. Asking members where it is now", e)
-                found = await find(invite.run, addresses)
-        if found is not None:
-            sent, addresses = found.sent, [*addresses, *found.addresses]
-            if found.whereabouts is not None:
-                client.moved(found.whereabouts.body)
-                try:
-                    reply = await client.get_run()
-                    absent, addresses = None, [*reply.addresses, *addresses]
-                except ABSENT as e:
-                    absent = e
+        if absent is not None and not may_go_on:
+            log.info("%s. Asking members where it is now", absent)
+            found = await find(invite.run, addresses)
+            if found is not None:
+                sent, addresses = found.sent, [*addresses, *found.addresses]
+                if found.whereabouts is not None:
+                    client.moved(found.whereabouts.body)
+            try:
+                reply = await client.get_run(attempts=None if found is None else 1)
+                sent, absent, addresses = reply.sent, None, [*reply.addresses, *addresses]
+            except ABSENT as e:
+                absent = e
         if sent is None:
             raise type(absent or PeerError())(
                 f"{absent}. Nor does any member at the addresses in the invite: ask the run's owner for the current "

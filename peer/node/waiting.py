@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from contextlib import suppress
@@ -24,7 +25,7 @@ from protocol.messages import Signed
 
 log = logging.getLogger("peer.waiting")
 
-RETRY_SECONDS = 15.0
+FIRST_SECONDS, RETRY_SECONDS = 3.0, 15.0
 SAY_SECONDS = 30.0
 
 
@@ -50,37 +51,36 @@ async def wait_until_admitted(membership: Membership, options: NodeOptions) -> N
         await asyncio.gather(fetching, return_exceptions=True)
         with suppress(CairnError):
             await running
-        membership.learn(there.addresses)
+            membership.learn(there.addresses)
 
 
 async def _ask_again(
     membership: Membership, there: Membership, node: Node, running: asyncio.Future[None], fresh: asyncio.Event
 ) -> None:
-    said = -SAY_SECONDS
+    said, pause = -math.inf, min(RETRY_SECONDS, FIRST_SECONDS)
     while True:
         news = asyncio.ensure_future(fresh.wait())
-        pause = RETRY_SECONDS * random.uniform(0.75, 1.25)  # not all who wait ask at once
         await asyncio.wait([running, news], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         news.cancel()
         if running.done():
             running.result()
             raise PeerError("the peer ended before it was admitted; the same command tries again")
         fresh.clear()
-        try:
-            await membership.renew_wherever(there.ask)
-            log.info("admitted: the coordinator is back")
-            return
-        except ABSENT as e:
-            log.debug("not admitted yet: %s", e)
         if time.monotonic() >= said + SAY_SECONDS:
-            said = time.monotonic()
-            s = node.latest
+            said, s = time.monotonic(), node.snapshot()
             log.info(
                 "waiting for the coordinator: it is away, and nobody else can admit a peer. This one follows the chain "
                 "meanwhile (round %d, %d members), and begins when the coordinator is back; Ctrl-C stops",
                 s.round,
                 s.members,
             )
+        try:
+            await membership.renew_wherever(there.ask)
+            log.info("admitted: the coordinator is back")
+            return
+        except ABSENT as e:
+            log.debug("not admitted yet: %s", e)
+        pause = RETRY_SECONDS * random.uniform(0.75, 1.25)  # not all who wait ask at once
 
 
 async def _fetch_meanwhile(there: Membership, node: Node, running: asyncio.Future[None]) -> None:

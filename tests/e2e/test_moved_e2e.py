@@ -116,8 +116,12 @@ async def test_who_brings_the_invite_of_the_first_day_enters_wherever_the_coordi
         await world.round_reached(["coordinator"], world.branch("ada").height)
         check_same({n: world.branch(n) for n in [*everybody, "donald", "coordinator"]})
         async with CoordinatorClient(world.invite) as client:
-            for name in [*everybody, "donald"]:
+
+            async def credited(name: str) -> bool:
                 account = await client.account(world.key(name))
-                assert account.micro_credits_settled + account.micro_credits_pending > 0, name
+                return account.micro_credits_settled + account.micro_credits_pending > 0
+
+            for name in [*everybody, "donald"]:
+                await world.until(f"{name} is credited", lambda n=name: credited(n), 20)
         await asyncio.to_thread(world.stop, *everybody, "donald", "coordinator")
     assert world.left == ([], [])
