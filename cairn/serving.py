@@ -19,7 +19,7 @@ from cairn.logs import set_up_logging
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest
-from protocol.invite import Endpoint
+from protocol.invite import Endpoint, Invite
 from protocol.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ log = logging.getLogger("cairn.coordinator")
 
 OBSERVER_BYTES = 200 * 10**9
 
-INVITE_SECONDS = 20.0
+INVITE_SECONDS = 10.0
 """How often the invite in the folder is brought up to date."""
 
 
@@ -170,25 +170,26 @@ async def _coordinate(
         await coordinator.stop()
 
 
-def _invite(coordinator: Coordinator, config: CoordinatorConfig) -> str:
-    return str(coordinator.invite(config.codes[0] if config.codes else ""))
+def _invite(coordinator: Coordinator, config: CoordinatorConfig) -> Invite:
+    return coordinator.invite(config.codes[0] if config.codes else "")
 
 
 async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> None:
     """For ever: the invite in the file names members who are there now. By them a newcomer gets in when the coordinator
-    has moved since: the more of the newest invite is published, the better. Raises CairnError."""
-    written = ""
+    has moved since. Raises CairnError."""
+    written: set[str] = set()
     while True:
         await asyncio.sleep(INVITE_SECONDS)
-        if (invite := _invite(coordinator, config)) != written:
-            _write_private(config.folder / "invite", invite + "\n")
-            written = invite
+        invite = _invite(coordinator, config)
+        if set(invite.addresses) != written:  # who was heard of last is no news
+            _write_private(config.folder / "invite", f"{invite}\n")
+            written = set(invite.addresses)
 
 
 def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
     """What the owner needs to know, in the terminal and (the invite) in a file for scripts."""
     invite = _invite(coordinator, config)
-    _write_private(config.folder / "invite", invite + "\n")
+    _write_private(config.folder / "invite", f"{invite}\n")
     click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
     click.echo(f"page     {coordinator.page_url}")
     click.echo(f"folder   {config.folder}  (owner.key in it is the run: keep a copy)")

@@ -14,6 +14,7 @@ import grpc.aio
 import httpx
 import pytest
 
+from cairn import status
 from coordinator import admission, announcing, rpc
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
@@ -26,6 +27,7 @@ from peer.coordinator_client import (
     WrongCoordinator,
     _certificate_of,
 )
+from peer.node import finding
 from protocol.envelope import seal
 from protocol.errors import CairnError
 from protocol.ids import Digest
@@ -267,6 +269,26 @@ async def test_a_client_goes_where_the_owner_says_and_back_to_the_invites_addres
                 assert (await later.status()).name == "tiny"
         with pytest.raises(CairnError, match=str(now.coordinators[0].port)):
             await ask.status()
+
+
+async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, monkeypatch):
+    async with running(tmp_path) as (c, swarm):
+        old = replace(c.invite(), coordinators=(Endpoint("127.0.0.1", 1),))
+        await told(swarm, 1)
+        asked: list[list[str]] = []
+        known = finding.Found(sign_spec(OWNER, SPEC).sent, swarm.words[0], (), 1)
+
+        async def find(run, addresses):
+            asked.append(list(addresses))
+            return known
+
+        monkeypatch.setattr(finding, "find", find)
+        monkeypatch.setattr(asyncio, "sleep", lambda _, sleep=asyncio.sleep: sleep(0))
+        assert (await status._ask(old, ["/via"])).name == "tiny"
+        assert asked == [["/via", *old.addresses]]
+        known = replace(known, whereabouts=None)
+        with pytest.raises(CairnError, match="1 members answer, and know of no other address"):
+            await status._ask(old, [])
 
 
 async def test_at_the_place_that_the_owner_names_another_certificate_is_refused(tmp_path):

@@ -253,6 +253,17 @@ async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_d
     await net.stop(0.1)
 
 
+async def test_a_newcomer_is_told_where_the_coordinator_is_as_far_as_that_is_known():
+    net, swarm = network()
+    hear(net, heartbeat(PEERS[1]))
+    net._membership.locator.newest = word = VOTES[3]  # any message: what it says is not the network's
+    hear(net, heartbeat(PEERS[2]))
+    hear(net, heartbeat(PEERS[2], sequence=2))
+    await net.outbox.flush(1)
+    assert swarm.wire.messages(B).count(word.sent) == 1 and word.sent not in swarm.wire.messages(A)
+    await net.stop(0.1)
+
+
 async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else():
     net, swarm = network()
     deaf = heartbeat(PEERS[1], unheard=(short_id(PEERS[2].key),))
