@@ -330,7 +330,7 @@ class Play:
     async def _(self, step: script.Joined) -> str:
         told = []
         for name in self._peers(step):
-            ready = self.seen.ready[name]
+            ready = await self.swarm.until(f"{name} trains", lambda n=name: self.seen.ready.get(n), step.seconds)
 
             def first(n: str = name, since: int = ready) -> int | None:
                 return next((r + 1 for r in self.swarm.rounds_with(self._alive(n)) if r >= since), None)
