@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("cairn.peer")
 
 MAX_NAME_BYTES = 40
+VIA = re.compile(r"/[a-z0-9]+/[^/ ]+/(tcp|udp)/[0-9]+(/quic(-v1)?)?/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 CREDIT_SECONDS = 15.0
 """How often the coordinator is asked what this peer has earned."""
 
@@ -44,6 +47,7 @@ class JoinOptions:
     announce: tuple[str, ...]
     disk_bytes: int
     plain: bool
+    via: tuple[str, ...] = ()
 
 
 def join_run(options: JoinOptions) -> None:
@@ -54,7 +58,18 @@ def join_run(options: JoinOptions) -> None:
         invite = Invite.parse(options.invite)
     except MalformedError as e:
         raise CairnError(str(e)) from None
+    check_via(options.via)
     asyncio.run(_join(options, invite))
+
+
+def check_via(addresses: Iterable[str]) -> None:
+    """Raises CairnError unless these could be members' addresses."""
+    for address in addresses:
+        if not VIA.fullmatch(address):
+            raise CairnError(
+                f"--via: {address[:80]!r} is not a member's address: want /ip4/192.0.2.1/tcp/4001/p2p/12D3KooW..., as "
+                "one logs it after 'listening at'"
+            )
 
 
 async def _join(options: JoinOptions, invite: Invite) -> None:
@@ -67,13 +82,35 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from cairn.view import PeerView
     from peer.node.membership import Membership, run_folder
     from peer.node.node import Node, NodeOptions
+    from peer.node.waiting import wait_until_admitted
     from peer.store import Store
 
     folder = run_folder(options.home, RunId(invite.run))
     view = PeerView(live=not options.plain and sys.stdout.isatty())
     set_up_logging(folder / "peer.log", terminal=view.handler)
+    node_options = NodeOptions(
+        folder=folder,
+        listen=options.listen,
+        announce=options.announce,
+        device=options.device,
+        parallel=options.parallel,
+        recompute=options.recompute,
+        compile=options.compile,
+        threads=options.threads or os.cpu_count() or 1,
+    )
     with Store(folder / "store", options.disk_bytes) as store:
-        entering = asyncio.ensure_future(Membership.enter(invite, options.home, store, name=options.name))
+
+        async def enter() -> Membership:
+            membership = await Membership.enter(invite, options.home, store, name=options.name, via=options.via)
+            if not membership.seconds_left():
+                try:
+                    await wait_until_admitted(membership, node_options)
+                except BaseException:
+                    await membership.close()
+                    raise
+            return membership
+
+        entering = asyncio.ensure_future(enter())
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait([entering, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not entering.done():
@@ -85,19 +122,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         key = membership.identity.key
         log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
                  f' "{options.name}"' if options.name else "")  # fmt: skip
-        node = Node(
-            membership,
-            NodeOptions(
-                folder=folder,
-                listen=options.listen,
-                announce=options.announce,
-                device=options.device,
-                parallel=options.parallel,
-                recompute=options.recompute,
-                compile=options.compile,
-                threads=options.threads or os.cpu_count() or 1,
-            ),
-        )
+        node = Node(membership, node_options)
         running = asyncio.create_task(node.run())
         asking = asyncio.create_task(_ask_for_credits(membership, view))
         with view.showing(lambda: node.latest):  # drawn by another thread

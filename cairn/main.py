@@ -47,6 +47,15 @@ def _home(f):
     )(f)
 
 
+def _via(f):
+    return click.option(
+        "--via",
+        multiple=True,
+        metavar="MULTIADDR",
+        help="A member to ask where the coordinator is, should it have moved; may be repeated.",
+    )(f)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="cairn")
 def main() -> None:
@@ -105,7 +114,10 @@ def peer() -> None:
 @click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to tell others, if not those found.")
 @click.option("--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
-def join(invite, home, name, device, parallel, recompute, compiled, threads, listen, announce, disk, plain) -> None:
+@_via
+def join(
+    invite, home, name, device, parallel, recompute, compiled, threads, listen, announce, disk, plain, via
+) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
     Ctrl-C announces what is done, saves the rest and leaves; the same command resumes.
@@ -126,8 +138,22 @@ def join(invite, home, name, device, parallel, recompute, compiled, threads, lis
             announce=tuple(announce),
             disk_bytes=_size(disk, "--disk"),
             plain=plain,
+            via=via,
         )
     )
+
+
+@peer.command("invite")
+@click.argument("invite")
+@_home
+def fresh_invite(invite, home) -> None:
+    """Print INVITE anew: with where the coordinator is now, and the addresses of members that this peer knows.
+
+    For a newcomer whose invite is old, or whose coordinator is away. The peer may be running.
+    """
+    from cairn.inviting import renewed_invite
+
+    click.echo(renewed_invite(invite, home))
 
 
 @main.group(cls=_Commands)
@@ -153,11 +179,12 @@ def serve(run_file, home, grpc, page, swarm, public, code) -> None:
 @main.command()
 @click.argument("invite")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
-def status(invite, as_json) -> None:
+@_via
+def status(invite, as_json, via) -> None:
     """Show the swarm of the run that INVITE names."""
     from cairn.status import show_status
 
-    show_status(invite, as_json=as_json)
+    show_status(invite, as_json=as_json, via=via)
 
 
 @main.group(cls=_Commands)

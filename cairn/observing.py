@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from coordinator.archive import Archive, Archived
 from coordinator.follower import wait_at_most
@@ -65,6 +66,17 @@ class ObserverView:
     async def publish_final(self, final: Signed[Final]) -> None:
         self._node.post(events.Heard(final))
         self._node.network.broadcast(final)
+
+    def own_addresses(self) -> Sequence[str]:
+        return self._node.network.addresses
+
+    @property
+    def whereabouts(self) -> Signed[Any] | None:
+        return self._node.locator.newest
+
+    async def publish_whereabouts(self, word: Signed[Any]) -> None:
+        if not self._node.locator.take(word.sent):  # else the node passes it on by itself
+            self._node.network.outbox.broadcast(self._node.network.directory.peers(), word)
 
     def held_state(self) -> int:
         chain = self._node.chain

@@ -19,7 +19,7 @@ from cairn.logs import set_up_logging
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest
-from protocol.invite import Endpoint
+from protocol.invite import Endpoint, Invite
 from protocol.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("cairn.coordinator")
 
 OBSERVER_BYTES = 200 * 10**9
+
+INVITE_SECONDS = 10.0
+"""How often the invite in the folder is brought up to date."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ async def _serve(
     from coordinator.archive import Archive
     from coordinator.service import Coordinator
     from peer.keyfile import load_or_make
+    from peer.node.locator import SPEC
     from peer.node.membership import Membership, known_addresses
     from peer.node.node import Node, NodeOptions
     from protocol.chain import genesis_digest
@@ -106,6 +110,7 @@ async def _serve(
             return
         if not store.has(digest):
             await asyncio.to_thread(_put, store, digest, path)
+    store.write_value(SPEC, resolved.spec_envelope)  # for whoever asks the observer
     archive = Archive(folder / "checkpoints", spec)
     genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
     begin = genesis_digest(spec.run_id)
@@ -151,25 +156,45 @@ async def _coordinate(
     """Serve until one of these tasks ends. Raises CairnError when it cannot start."""
     await coordinator.start()
     keeping = asyncio.create_task(view.keep_archive())
+    inviting = asyncio.create_task(_keep_invite(coordinator, config))
     try:
         _announce(coordinator, spec, config)
-        await asyncio.wait([keeping, *ends], return_when=asyncio.FIRST_COMPLETED)
-        if keeping.done():
-            keeping.result()
+        await asyncio.wait([keeping, inviting, *ends], return_when=asyncio.FIRST_COMPLETED)
+        for task in (keeping, inviting):
+            if task.done():
+                task.result()
     finally:
         keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        inviting.cancel()
+        await asyncio.gather(keeping, inviting, return_exceptions=True)
         await coordinator.stop()
+
+
+def _invite(coordinator: Coordinator, config: CoordinatorConfig) -> Invite:
+    return coordinator.invite(config.codes[0] if config.codes else "")
+
+
+async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> None:
+    """For ever: the invite in the file names members who are there now. By them a newcomer gets in when the coordinator
+    has moved since. Raises CairnError."""
+    written: set[str] = set()
+    while True:
+        await asyncio.sleep(INVITE_SECONDS)
+        invite = _invite(coordinator, config)
+        if set(invite.addresses) != written:  # who was heard of last is no news
+            _write_private(config.folder / "invite", f"{invite}\n")
+            written = set(invite.addresses)
 
 
 def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
     """What the owner needs to know, in the terminal and (the invite) in a file for scripts."""
-    invite = str(coordinator.invite(config.codes[0] if config.codes else ""))
-    _write_private(config.folder / "invite", invite + "\n")
+    invite = _invite(coordinator, config)
+    _write_private(config.folder / "invite", f"{invite}\n")
     click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
     click.echo(f"page     {coordinator.page_url}")
     click.echo(f"folder   {config.folder}  (owner.key in it is the run: keep a copy)")
     click.echo(f"join     cairn peer join {invite}")
+    click.echo(f"         ({config.folder / 'invite'} always has the newest, with members to enter by)")
     click.echo("Ctrl-C stops the coordinator; peers go on without it, and it catches up when it is back.")
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from cairn.figures import byte_size, count, credits
+from cairn.joining import check_via
 from protocol.errors import CairnError, MalformedError
 from protocol.invite import Invite
 
 
-def show_status(text: str, *, as_json: bool) -> None:
+def show_status(text: str, *, as_json: bool, via: Sequence[str] = ()) -> None:
     """Ask once and print. Raises CairnError."""
     from rich.console import Console
     from rich.markup import escape
@@ -21,7 +23,8 @@ def show_status(text: str, *, as_json: bool) -> None:
         invite = Invite.parse(text)
     except MalformedError as e:
         raise CairnError(str(e)) from None
-    status = asyncio.run(_ask(invite))
+    check_via(via)
+    status = asyncio.run(_ask(invite, via))
     if as_json:
         print(json.dumps(dataclasses.asdict(status), default=_plain, indent=1))
         return
@@ -37,10 +40,21 @@ def show_status(text: str, *, as_json: bool) -> None:
     console.print(peer_table(status))
 
 
-async def _ask(invite: Invite):
+async def _ask(invite: Invite, via: Sequence[str]):
     from peer.coordinator_client import CoordinatorClient
+    from peer.node.finding import find
+    from peer.node.membership import ABSENT
 
     async with CoordinatorClient(invite) as client:
+        try:
+            return await client.status()
+        except ABSENT as e:
+            found = await find(invite.run, [*via, *invite.addresses])
+            if found is None:
+                raise
+            if found.whereabouts is None:
+                raise CairnError(f"{e} ({found.members} members answer, and know of no other address)") from None
+            client.moved(found.whereabouts.body)
         return await client.status()
 
 

@@ -13,6 +13,7 @@ import grpc.aio
 
 from coordinator import tls
 from coordinator.admission import Admitter
+from coordinator.announcing import Announcer
 from coordinator.credits import Balance
 from coordinator.errors import CoordinatorError
 from coordinator.follower import Follower, wait_at_most
@@ -29,7 +30,7 @@ from coordinator.rpc import Service, start_server
 from coordinator.swarm import SwarmView
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
-from protocol.invite import MAX_SWARM_ADDRESSES, Endpoint, Invite
+from protocol.invite import MAX_SWARM_ADDRESSES, Endpoint, Invite, one_of_each
 from protocol.messages import MAX_ADDRESSES
 from protocol.spec import RunSpec
 from protocol.wire import coordinator_pb2 as wire
@@ -87,7 +88,8 @@ class Coordinator:
         self._metrics = Metrics(self.overview, lambda: len(self.feed))
         self._page = PageServer(make_app(self))
         self._news = asyncio.Event()
-        self._publisher: asyncio.Task[None] | None = None
+        self._announcer = Announcer(owner, view, self.invite, now)
+        self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._charts: tuple[Digest | None, bytes] | None = None
         self._overview: tuple[float, Overview] | None = None
@@ -117,14 +119,15 @@ class Coordinator:
         service = Service(self, self._metrics.counted)
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
         self.page_port = await self._page.start(c.page_host, c.page_port)
-        self._publisher = asyncio.create_task(self._publish_on(), name="publisher")
+        self._tasks.append(asyncio.create_task(self._publish_on(), name="publisher"))
+        self._tasks.append(asyncio.create_task(self._announcer.announce_on(), name="announcer"))
 
     async def stop(self) -> None:
         """Within seconds: what is under way is answered or cut, what was settled is on disk."""
         self.feed.close()
-        if self._publisher is not None:
-            self._publisher.cancel()
-            await asyncio.gather(self._publisher, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         stops = [self._page.stop(), self._follower.stop()]
         if self._server is not None:
             stops.append(self._server.stop(STOP_SECONDS))
@@ -151,7 +154,7 @@ class Coordinator:
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
         public = self._config.public or (Endpoint(host, self.grpc_port),)
-        found = tuple(self._view.addresses() if addresses is None else addresses)[:MAX_SWARM_ADDRESSES]
+        found = one_of_each(self._view.addresses() if addresses is None else addresses)[:MAX_SWARM_ADDRESSES]
         return Invite(self.run, self.fingerprint, public, code, found)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Final, Heartbeat, Signed
@@ -57,6 +57,19 @@ class SwarmView(Protocol):
 
     async def publish_final(self, final: Signed[Final]) -> None:
         """Tell the swarm, and keep telling newcomers. The same final may be published again."""
+        ...
+
+    def own_addresses(self) -> Sequence[str]:
+        """Of these, the observer's own."""
+        ...
+
+    @property
+    def whereabouts(self) -> Signed[Any] | None:
+        """The owner's newest word on where the coordinator is (body: Whereabouts), as the observer heard or kept it."""
+        ...
+
+    async def publish_whereabouts(self, word: Signed[Any]) -> None:
+        """Tell the swarm, and keep it for the next start. The same word may be published again."""
         ...
 
     def held_state(self) -> int:

@@ -1,8 +1,9 @@
 """Asks a run's coordinator: the spec, admission, how the swarm is, what a peer has earned.
 
-The coordinator is known by the fingerprint of its TLS certificate in the invite, and what it says is checked all the
-same: the spec against the run id, the admission against the owner's key. All four calls may be repeated without harm,
-so one that got no answer is tried again, at the next coordinator of the invite if there is one.
+The coordinator is known by the fingerprint of its TLS certificate in the invite (or in the owner's newer word on where
+it is, see `protocol.whereabouts`), and what it says is checked all the same: the spec against the run id, the admission
+against the owner's key. All four calls may be repeated without harm, so one that got no answer is tried again, at the
+next address if there is one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import TLS_NAME, Endpoint, Invite
 from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Opener, Signed
 from protocol.spec import RunSpec, open_spec
+from protocol.whereabouts import Whereabouts
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
 
@@ -148,15 +150,24 @@ class Account:
     newest: tuple[AccountEntry, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a coordinator may be, and the certificate that it must show there."""
+
+    endpoint: Endpoint
+    fingerprint: Digest
+
+
 class CoordinatorClient:
-    """The coordinators of one invite. Use with `async with`, or close it."""
+    """The coordinators of one invite, wherever they have moved to. Use with `async with`, or close it."""
 
     def __init__(self, invite: Invite, *, timeout: float = 10.0, attempts: int = 3):
         self._invite = invite
         self._timeout = timeout
         self._attempts = attempts
-        self._channels: dict[Endpoint, grpc.aio.Channel] = {}
-        self._first = 0  # which coordinator answered last
+        self._places = self._of_invite = tuple(_Place(e, invite.fingerprint) for e in invite.coordinators)
+        self._channels: dict[_Place, grpc.aio.Channel] = {}
+        self._answered: _Place | None = None  # which did last
         self._lock = asyncio.Lock()
         self._spec: RunSpec | None = None
 
@@ -171,14 +182,20 @@ class CoordinatorClient:
         for channel in channels:
             await channel.close(None)
 
+    def moved(self, to: Whereabouts) -> None:
+        """From now on ask there first, and at the invite's addresses if nobody answers there."""
+        there = tuple(_Place(e, to.fingerprint) for e in to.coordinators)
+        self._places = tuple(dict.fromkeys((*there, *self._of_invite)))
+        self._answered = None
+
     # -- the calls -------------------------------------------------------------------------------------------
 
-    async def get_run(self) -> RunInfo:
-        """The spec, verified against the invite's run id. Raises CairnError."""
+    async def get_run(self, *, attempts: int | None = None) -> RunInfo:
+        """The spec, verified against the invite's run id. `attempts`: if not the usual number. Raises CairnError."""
         request = wire.GetRunRequest(run=bytes(self._invite.run))
-        reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t))
+        reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t), attempts)
         self._spec = open_spec(reply.spec, self._invite.run)
-        return RunInfo(self._spec, reply.spec, _addresses(reply.addresses))
+        return RunInfo(self._spec, reply.spec, usable_addresses(reply.addresses))
 
     async def admit(self, identity: Identity, name: str = "", *, code: str | None = None) -> Admitted:
         """An admission for this identity, or its renewal. `code`: the invite's, unless another is given.
@@ -201,7 +218,7 @@ class CoordinatorClient:
         ahead = time.time() - reply.time
         # By the coordinator's clock, which the admission was made by; this one may be off.
         opener.admission_at(reply.admission, identity.key, float(reply.time))
-        return Admitted(opener.open(reply.admission, Admission), _addresses(reply.addresses), ahead)
+        return Admitted(opener.open(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
 
     async def status(self) -> Status:
         """How the swarm is. Raises CairnError."""
@@ -228,33 +245,32 @@ class CoordinatorClient:
 
     # -- how they are made -----------------------------------------------------------------------------------
 
-    async def _call(self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]]) -> T:
+    async def _call(
+        self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]], attempts: int | None = None
+    ) -> T:
         """The answer of the first coordinator that gives one; each is tried `attempts` times, with growing pauses."""
-        endpoints = self._invite.coordinators
-        failures: dict[Endpoint, CairnError] = {}
-        for attempt in range(self._attempts):
+        failures: dict[_Place, CairnError] = {}
+        for attempt in range(attempts or self._attempts):
             if attempt:
                 # Spread out, so that a swarm whose coordinator comes back does not ask all at once.
                 await asyncio.sleep(min(4.0, 0.25 * 2**attempt) * random.uniform(0.5, 1.5))
-            for i in range(len(endpoints)):
-                which = (self._first + i) % len(endpoints)
-                endpoint = endpoints[which]
-                if isinstance(failures.get(endpoint), WrongCoordinator):
+            for place in sorted(self._places, key=lambda p: p != self._answered):
+                if isinstance(failures.get(place), WrongCoordinator):
                     continue
                 try:
-                    reply = await self._ask(endpoint, ask)
+                    reply = await self._ask(place, ask)
                 except (CoordinatorUnreachable, WrongCoordinator) as e:
-                    failures[endpoint] = e
+                    failures[place] = e
                     continue
-                self._first = which
+                self._answered = place
                 return reply
         if len(failures) == 1:
             raise next(iter(failures.values()))
         wrong = [e for e in failures.values() if isinstance(e, WrongCoordinator)]
         raise (wrong[0] if wrong else CoordinatorUnreachable("; ".join(str(e) for e in failures.values())))
 
-    async def _ask(self, endpoint: Endpoint, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]]) -> T:
-        channel = await self._channel(endpoint)
+    async def _ask(self, place: _Place, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]]) -> T:
+        channel, endpoint = await self._channel(place), place.endpoint
         try:
             return await ask(stubs.CoordinatorStub(channel), self._timeout)
         except grpc.aio.AioRpcError as e:
@@ -263,27 +279,28 @@ class CoordinatorClient:
                 raise CoordinatorRefused(f"the coordinator at {endpoint} refused: {said or e.code().name}") from None
             if e.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise CoordinatorUnreachable(f"the coordinator at {endpoint} is busy: {said}") from None
-            await self._drop(endpoint)
+            await self._drop(place)
             raise _silent(endpoint, said) from None
 
-    async def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+    async def _channel(self, place: _Place) -> grpc.aio.Channel:
         async with self._lock:
-            if (channel := self._channels.get(endpoint)) is None:
+            if (channel := self._channels.get(place)) is None:
+                endpoint, expected = place.endpoint, place.fingerprint
                 der = await asyncio.to_thread(_certificate_of, endpoint)
-                if sha256(der) != self._invite.fingerprint:
+                if sha256(der) != expected:
                     raise WrongCoordinator(
                         f"the coordinator at {endpoint} shows another certificate than the invite names "
-                        f"({sha256(der).hex()[:16]}, not {self._invite.fingerprint.hex()[:16]}): the invite is old, or "
+                        f"({sha256(der).hex()[:16]}, not {expected.hex()[:16]}): the invite is old, or "
                         "someone answers in the coordinator's place; ask the run's owner for the current invite"
                     )
                 pem = ssl.DER_cert_to_PEM_cert(der).encode()
                 credentials = grpc.ssl_channel_credentials(root_certificates=pem)
                 channel = grpc.aio.secure_channel(str(endpoint), credentials, options=_OPTIONS)
-                self._channels[endpoint] = channel
+                self._channels[place] = channel
             return channel
 
-    async def _drop(self, endpoint: Endpoint) -> None:
-        if (channel := self._channels.pop(endpoint, None)) is not None:
+    async def _drop(self, place: _Place) -> None:
+        if (channel := self._channels.pop(place, None)) is not None:
             # Another call may be on it: let that one end by its own deadline.
             await channel.close(self._timeout)
 
@@ -340,6 +357,6 @@ def _number(value: float) -> float:
     return value
 
 
-def _addresses(sent) -> tuple[str, ...]:
+def usable_addresses(sent: Sequence[str]) -> tuple[str, ...]:
     """Multiaddresses are hints: what is none, or too long, is dropped."""
     return tuple(a for a in sent[:MAX_ADDRESSES] if len(a) <= MAX_ADDRESS and a.startswith("/") and a.isprintable())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.errors import MalformedError
@@ -121,6 +122,13 @@ class Invite:
         if len(data) < 4 or sha256(data[:-4])[:4] != data[-4:]:
             raise MalformedError(f"this invite is cut off or altered: {_REMEDY}")
         return _decode(_Reader(data[:-4]))
+
+
+def one_of_each(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Multiaddresses in their order, but first one of each peer: an invite has room for few, and peers come and go."""
+    unique = list(dict.fromkeys(addresses))
+    first = {a.rpartition("/p2p/")[2]: a for a in reversed(unique)}
+    return tuple(sorted(unique, key=lambda a: first[a.rpartition("/p2p/")[2]] != a))
 
 
 def check_code(code: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from coordinator.swarm import Heard
 from protocol.chain import genesis_digest
@@ -96,6 +97,7 @@ class FakeSwarm:
         self.spec = spec
         self.chain = ChainMaker(spec)
         self.finals: list[Signed[Final]] = []
+        self.words: list[Signed[Any]] = []
         self.heard: dict[PeerKey, Heard] = {}
         self.blobs: set[Digest] = set()
         self.held: int | None = None
@@ -131,6 +133,16 @@ class FakeSwarm:
 
     async def publish_final(self, final: Signed[Final]) -> None:
         self.finals.append(final)
+
+    def own_addresses(self) -> Sequence[str]:
+        return self.addresses()[:1]
+
+    @property
+    def whereabouts(self) -> Signed[Any] | None:
+        return max(self.words, key=lambda w: w.body.sequence, default=None)
+
+    async def publish_whereabouts(self, word: Signed[Any]) -> None:
+        self.words.append(word)
 
     def held_state(self) -> int:
         return len(self.chain.certificates) if self.held is None else self.held

@@ -48,6 +48,8 @@ class Member:
         self.packets: list[tuple[PeerKey, wire.Packet]] = []
         self.chain = wire.ChainReply(more=True)
         self.on_packet: Callable[[PeerKey, wire.Packet], Any] = lambda sender, p: self.packets.append((sender, p))
+        self.on_whereabouts: Callable[[wire.WhereaboutsRequest], wire.WhereaboutsReply]
+        self.on_whereabouts = lambda request: wire.WhereaboutsReply(spec=b"spec" * request.spec)
         self.may_serve: Callable[[Digest, PeerKey], Any] = lambda blob, requester: None
         self.served: list[Digest] = []
         self.warnings: list[str] = []
@@ -64,6 +66,7 @@ class Member:
             on_chain_request=lambda sender, request: self.chain,
             may_serve=serve,
             on_warning=self.warnings.append,
+            on_whereabouts=lambda request: self.on_whereabouts(request),
         )
         kwargs = {"listen": LOOPBACK, "run": RUN, "limits": IMPATIENT} | kwargs
         self.swarm = await Swarm.start(self.identity, store=self.store, handlers=handlers, **kwargs)

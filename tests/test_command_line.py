@@ -273,3 +273,25 @@ def test_ctrl_c_while_entering_ends_at_once(tmp_path: Path):
         _, errors = peer.communicate(timeout=10)
         connection.close()
         assert "Traceback" not in errors
+
+
+def an_invite() -> Invite:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return Invite(RunId(digest("run")), Digest(bytes(32)), (Endpoint("127.0.0.1", port),))
+
+
+@pytest.mark.parametrize("command", [("peer", "join"), ("status",)])
+def test_a_member_to_ask_that_is_no_address_is_named(command):
+    said = refused(*command, str(an_invite()), "--via", "192.0.2.1:4001")
+    assert "--via" in said and "/p2p/" in said
+
+
+def test_without_coordinator_and_members_it_says_whom_to_ask_for_a_current_invite(tmp_path):
+    said = refused("peer", "join", str(an_invite()), "--home", tmp_path, "--plain")
+    assert "does not answer" in said and "cairn peer invite" in said
+
+
+def test_who_never_was_in_a_run_prints_no_invite_to_it(tmp_path):
+    assert "join it first" in refused("peer", "invite", str(an_invite()), "--home", tmp_path)

@@ -14,7 +14,8 @@ import grpc.aio
 import httpx
 import pytest
 
-from coordinator import admission, rpc
+from cairn import status
+from coordinator import admission, announcing, rpc
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
 from coordinator.overview import amount, duration
@@ -26,11 +27,13 @@ from peer.coordinator_client import (
     WrongCoordinator,
     _certificate_of,
 )
+from peer.node import finding
 from protocol.envelope import seal
 from protocol.errors import CairnError
 from protocol.ids import Digest
 from protocol.invite import TLS_NAME, Endpoint, Invite
 from protocol.spec import sign_spec
+from protocol.whereabouts import Whereabouts
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer
@@ -169,7 +172,7 @@ async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(t
     (tmp_path / "b").mkdir()
     async with running(tmp_path / "a") as (a, _), running(tmp_path / "b") as (b, _):
         ask = client(a)
-        channel = await ask._channel(Endpoint("127.0.0.1", a.grpc_port))
+        channel = await ask._channel(ask._places[0])
         pem = await asyncio.to_thread(_certificate_of, Endpoint("127.0.0.1", a.grpc_port))
         import ssl
 
@@ -181,7 +184,7 @@ async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(t
             await stubs.CoordinatorStub(wrong).GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=5)
         assert e.value.code() is grpc.StatusCode.UNAVAILABLE
         await wrong.close()
-        assert channel is await ask._channel(Endpoint("127.0.0.1", a.grpc_port))
+        assert channel is await ask._channel(ask._places[0])
         await ask.close()
 
 
@@ -212,6 +215,87 @@ async def test_a_client_finds_its_coordinator_again_after_a_restart(tmp_path):
     async with running(tmp_path, listen_port=port):
         assert (await ask.status()).name == "tiny"
     await ask.close()
+
+
+# -- it moves ----------------------------------------------------------------------------------------------------
+
+
+async def told(swarm: FakeSwarm, count: int) -> Whereabouts:
+    """What the swarm is told of the coordinator, once it has been told so often."""
+    for _ in range(200):
+        if len(swarm.words) >= count:
+            return swarm.words[-1].body
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"the swarm was told {len(swarm.words)} times")
+
+
+async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(announcing, "AGAIN_SECONDS", 0.05)
+    swarm = FakeSwarm(SPEC)
+    async with running(tmp_path, swarm=swarm) as (c, _):
+        first = await told(swarm, 3)
+        assert first.coordinators == c.invite().coordinators and first.fingerprint == c.fingerprint
+        assert first.addresses == tuple(swarm.own_addresses()) and len({w.digest for w in swarm.words}) == 1
+        port = c.grpc_port
+    swarm.words = swarm.words[:1]
+    async with running(tmp_path, swarm=swarm, listen_port=port):
+        assert await told(swarm, 3) == first
+    swarm.words = swarm.words[:1]
+    public = (Endpoint("new.example", 1),)
+    # Its clock was set back meanwhile: what it says is newer all the same.
+    async with running(tmp_path, swarm=swarm, public=public, now=lambda: 1000.0):
+        moved = await told(swarm, 2)
+    assert moved.coordinators == public and moved.sequence == first.sequence + 1
+    (tmp_path / "tls.pem").unlink()
+    async with running(tmp_path, swarm=swarm, public=public):
+        again = await told(swarm, len(swarm.words) + 1)
+    assert again.fingerprint != moved.fingerprint and again.sequence > moved.sequence
+
+
+async def test_a_client_goes_where_the_owner_says_and_back_to_the_invites_address_when_that_is_old(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    async with running(tmp_path, swarm=swarm) as (c, _):
+        old, before = c.invite(), await told(swarm, 1)
+    async with CoordinatorClient(old, attempts=1) as ask:
+        with pytest.raises(CoordinatorUnreachable):
+            await ask.status()
+        (tmp_path / "tls.pem").unlink()  # and the certificate that the old invite names is lost
+        async with running(tmp_path, swarm=swarm) as (c, _):
+            ask.moved(await told(swarm, len(swarm.words) + 1))
+            assert (await ask.get_run()).spec == SPEC and (await ask.admit(peer(1))).admission.body.peer == peer(1).key
+            now = c.invite()
+            async with CoordinatorClient(now, attempts=1) as later:
+                later.moved(before)  # an old word, which a member replays: nobody is there any more
+                assert (await later.status()).name == "tiny"
+        with pytest.raises(CairnError, match=str(now.coordinators[0].port)):
+            await ask.status()
+
+
+async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, monkeypatch):
+    async with running(tmp_path) as (c, swarm):
+        old = replace(c.invite(), coordinators=(Endpoint("127.0.0.1", 1),))
+        await told(swarm, 1)
+        asked: list[list[str]] = []
+        known = finding.Found(sign_spec(OWNER, SPEC).sent, swarm.words[0], (), 1)
+
+        async def find(run, addresses):
+            asked.append(list(addresses))
+            return known
+
+        monkeypatch.setattr(finding, "find", find)
+        monkeypatch.setattr(asyncio, "sleep", lambda _, sleep=asyncio.sleep: sleep(0))
+        assert (await status._ask(old, ["/via"])).name == "tiny"
+        assert asked == [["/via", *old.addresses]]
+        known = replace(known, whereabouts=None)
+        with pytest.raises(CairnError, match="1 members answer, and know of no other address"):
+            await status._ask(old, [])
+
+
+async def test_at_the_place_that_the_owner_names_another_certificate_is_refused(tmp_path):
+    async with running(tmp_path) as (c, swarm), client(c, coordinators=(Endpoint("127.0.0.1", 1),)) as ask:
+        ask.moved(replace(await told(swarm, 1), fingerprint=Digest(bytes(32))))
+        with pytest.raises(WrongCoordinator):
+            await ask.get_run()
 
 
 async def test_a_silent_server_is_given_up_in_time(tmp_path):

@@ -13,12 +13,15 @@ import pytest
 from peer.coordinator_client import Admitted, CoordinatorRefused, CoordinatorUnreachable, RunInfo, WrongCoordinator
 from peer.errors import PeerError
 from peer.node import membership as membership_module
-from peer.node.membership import ADMISSION, SPEC, Membership, known_addresses
+from peer.node.finding import Found
+from peer.node.locator import SPEC
+from peer.node.membership import ADMISSION, Membership, known_addresses
 from peer.store import Store, StoreFull
 from protocol.errors import CairnError
 from protocol.ids import Digest
 from protocol.invite import Endpoint, Invite
 from protocol.spec import sign_spec
+from protocol.whereabouts import Whereabouts, sign_whereabouts
 from tests.specs import OWNER, admission, identity, tiny_spec
 
 RUN = tiny_spec()
@@ -38,8 +41,10 @@ class Client:
         self.ahead = 0.0
         self.asked = 0
         self.closed = False
+        self.places: list[Any] = []
+        self.found: Found | None = None
 
-    async def get_run(self) -> RunInfo:
+    async def get_run(self, *, attempts=None) -> RunInfo:
         if self.run is not None:
             raise self.run
         return RunInfo(RUN, sign_spec(OWNER, RUN).sent, ("/ip4/2.2.2.2/tcp/2",))
@@ -50,6 +55,9 @@ class Client:
             raise self.admission
         given = admission(RUN, who, not_after=int(time.time()) + self.seconds)
         return Admitted(given, ("/ip4/3.3.3.3/tcp/3",), self.ahead)
+
+    def moved(self, to) -> None:
+        self.places.append(to)
 
     async def close(self) -> None:
         self.closed = True
@@ -129,7 +137,7 @@ async def test_the_first_visit_needs_the_coordinator(store, client, tmp_path):
 async def test_a_spec_of_another_run_is_not_taken(store, client, tmp_path, monkeypatch):
     other = tiny_spec(seed=2)
 
-    async def get_run() -> RunInfo:
+    async def get_run(*, attempts=None) -> RunInfo:
         return RunInfo(other, sign_spec(OWNER, other).sent, ())
 
     monkeypatch.setattr(client, "get_run", get_run)
@@ -191,3 +199,90 @@ async def test_a_full_disk_at_a_renewal_costs_no_admission(store, client, tmp_pa
     with pytest.raises(StoreFull):
         await m.renew()
     assert m.seconds_left() > 86_400
+
+
+# -- the coordinator has moved --------------------------------------------------------------------------------
+
+THERE = Endpoint("d.example", 7410)
+
+
+def word(sequence: int = 5):
+    return sign_whereabouts(OWNER, Whereabouts(RUN.run_id, sequence, (THERE,), Digest(bytes(32))))
+
+
+@pytest.fixture
+def members(client, monkeypatch):
+    """Members who know where the coordinator is (`found`), and who were asked."""
+    asked: list[list[str]] = []
+
+    async def find(run, addresses):
+        asked.append(list(addresses))
+        if client.found is not None and client.found.whereabouts is not None:
+            client.run = client.admission = None
+        return client.found
+
+    monkeypatch.setattr(membership_module, "find", find)
+    return asked
+
+
+def found(whereabouts=None) -> Found:
+    return Found(sign_spec(OWNER, RUN).sent, whereabouts, ("/ip4/5.5.5.5/tcp/5",), 2)
+
+
+async def test_with_an_old_invite_members_say_where_the_coordinator_is_and_it_admits(store, client, members, tmp_path):
+    client.run, client.found = AWAY, found(word())
+    m = await Membership.enter(INVITE, tmp_path, store, name="me", via=["/ip4/6.6.6.6/tcp/6"])
+    assert members == [["/ip4/6.6.6.6/tcp/6", "/ip4/1.1.1.1/tcp/1"]]
+    assert client.places[0] == word().body and m.hours_left > 23
+    assert m.locator.newest == word() and {"/ip4/5.5.5.5/tcp/5", "/ip4/2.2.2.2/tcp/2"} <= set(m.addresses)
+    # The next time it is looked for there first, and no member need be asked.
+    client.places.clear()
+    await enter(store, tmp_path)
+    assert client.places[0] == word().body and len(members) == 1
+
+
+async def test_while_it_is_nowhere_a_newcomer_is_in_without_an_admission(store, client, members, tmp_path, caplog):
+    client.run, client.found = AWAY, found()
+    m = await enter(store, tmp_path)
+    assert not m.seconds_left() and m.spec == RUN and "waiting in the swarm" in caplog.text
+    assert "/ip4/5.5.5.5/tcp/5" in known_addresses(store)
+    client.run = client.admission = None
+    await m.renew()
+    assert m.hours_left > 23
+
+
+async def test_who_has_a_valid_admission_asks_nobody_and_goes_on(store, client, members, tmp_path):
+    await visit(store)
+    client.run = AWAY
+    await enter(store, tmp_path)
+    assert members == []
+
+
+async def test_when_no_member_answers_either_it_says_what_to_do(store, client, members, tmp_path):
+    client.run = AWAY
+    with pytest.raises(CoordinatorUnreachable, match="cairn peer invite"):
+        await enter(store, tmp_path)
+    assert len(members) == 1 and client.closed
+
+
+async def test_a_renewal_asks_members_only_when_nobody_answers_and_goes_where_they_say(store, client, tmp_path):
+    m = await enter(store, tmp_path)
+    asked: list[int] = []
+
+    async def ask() -> None:
+        asked.append(1)
+        if len(asked) == 2:
+            m.locator.take(word().sent)
+            client.admission = None
+
+    await m.renew_wherever(ask)
+    assert not asked
+    client.admission = AWAY
+    with pytest.raises(CoordinatorUnreachable):
+        await m.renew_wherever(ask)
+    await m.renew_wherever(ask)
+    assert client.places == [word().body] and len(asked) == 2
+    client.admission = CoordinatorRefused("no")
+    with pytest.raises(CoordinatorRefused):
+        await m.renew_wherever(ask)
+    assert len(asked) == 2

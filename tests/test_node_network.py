@@ -192,6 +192,7 @@ async def test_a_chain_reply_is_taken_whole_or_not_at_all():
 class FakeSwarm:
     def __init__(self):
         self.dialled: list[tuple[str, ...]] = []
+        self.addresses: list[str] = []
         self.wire = Wire()
         self.bytes_up, self.bytes_down = 5, 7
         self.stopped = False
@@ -216,8 +217,9 @@ class FakeMembership:
         self.identity = me
         self.addresses: list[str] = []
         self.learnt: list[str] = []
+        self.locator = SimpleNamespace(newest=None)
 
-    def learn(self, addresses) -> None:
+    def learn(self, addresses, own=()) -> None:
         self.learnt = list(addresses)
 
 
@@ -249,6 +251,17 @@ async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_d
     hear(net, heartbeat(PEERS[2], sequence=2))
     await net.outbox.flush(1)
     assert swarm.wire.sent == []
+    await net.stop(0.1)
+
+
+async def test_a_newcomer_is_told_where_the_coordinator_is_as_far_as_that_is_known():
+    net, swarm = network()
+    hear(net, heartbeat(PEERS[1]))
+    net._membership.locator.newest = word = VOTES[3]  # any message: what it says is not the network's
+    hear(net, heartbeat(PEERS[2]))
+    hear(net, heartbeat(PEERS[2], sequence=2))
+    await net.outbox.flush(1)
+    assert swarm.wire.messages(B).count(word.sent) == 1 and word.sent not in swarm.wire.messages(A)
     await net.stop(0.1)
 
 

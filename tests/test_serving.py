@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import stat
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from cairn import serving
 from cairn.demo.story import MARK, _clear
 from cairn.serving import ServeOptions, _codes, _public, _put, _write_private
 from peer.store import Store
 from protocol.errors import CairnError, MalformedError
+from protocol.ids import Digest
+from protocol.invite import Endpoint, Invite
 from protocol.merkle import blob_digest
 from protocol.spec import RunSpec
 from tests.specs import tiny_spec
@@ -52,6 +60,14 @@ def test_a_public_name_needs_ports_that_stay(port, swarm):
         _public(options("run.example.org", swarm=swarm), port)
 
 
+async def until(look: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if look():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not in time")
+
+
 def by_invite() -> RunSpec:
     return tiny_spec(admission={"mode": "invite"})
 
@@ -79,6 +95,25 @@ def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(CairnError, match="no space left"):
         _write_private(tmp_path / "invite", "two")
     assert (tmp_path / "invite").read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["invite"]
+
+
+async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_when_that_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "INVITE_SECONDS", 0.01)
+    made = Invite(tiny_spec().run_id, Digest(bytes(32)), (Endpoint("c.example", 1),), addresses=("/a",))
+    codes: list[str] = []
+    coordinator: Any = SimpleNamespace(invite=lambda code: codes.append(code) or made)
+    config: Any = SimpleNamespace(folder=tmp_path, codes=("the-code",))
+    keeping = asyncio.create_task(serving._keep_invite(coordinator, config))
+    file = tmp_path / "invite"
+    await until(file.exists)
+    assert Invite.parse(file.read_text()) == made and set(codes) == {"the-code"}
+    first = file.stat().st_ino
+    made = replace(made, addresses=("/b", "/a"))
+    await until(lambda: file.stat().st_ino != first)
+    second, made = file.stat().st_ino, replace(made, addresses=("/a", "/b"))
+    await asyncio.sleep(0.1)
+    assert file.stat().st_ino == second
+    keeping.cancel()
 
 
 def test_a_blob_is_copied_into_the_store_only_when_it_is_the_one_that_the_run_names(tmp_path):

@@ -7,18 +7,23 @@ import logging
 import re
 from collections.abc import Iterator
 
+from peer.node.locator import Locator
 from protocol.envelope import kind_of
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import PeerKey
 from protocol.messages import Certificate, Heartbeat, Opener, Record, Signed
 from protocol.messages import Header as UpdateHeader
 from protocol.rounds.events import CertificateHeard, ChainHeard, Heard
+from protocol.whereabouts import is_whereabouts
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.inbox")
 
 MAX_MESSAGES = 2048
 MAX_CERTIFICATES = 256
+MAX_WORDS = 4
+"""Of a packet, messages on where the coordinator is: only the newest counts, and an honest peer sends one."""
+
 MAX_KINDS_OF_REFUSAL = 1000
 _NUMBERS = re.compile(r"[0-9a-f]{8,}|[0-9]+")
 SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "final")
@@ -27,8 +32,10 @@ SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "f
 class Inbox:
     """Verifies messages with an `Opener` and the admissions in them against the clock."""
 
-    def __init__(self, opener: Opener):
+    def __init__(self, opener: Opener, locator: Locator | None = None):
+        """The `locator` is given what is said of the coordinator's whereabouts; without one, that is refused."""
         self._opener = opener
+        self._locator = locator
         self.refused: dict[tuple[PeerKey, str], int] = {}
 
     def packet(self, sender: PeerKey, packet: wire.Packet, unix_seconds: float) -> Iterator[Heard | CertificateHeard]:
@@ -36,8 +43,14 @@ class Inbox:
         if len(packet.messages) > MAX_MESSAGES or len(packet.certificates) > MAX_CERTIFICATES:
             self._refuse(sender, "packet", MalformedError("a packet with too many messages"))
             return
+        words = 0
         for sent in packet.messages:
             try:
+                if self._locator is not None and is_whereabouts(sent):
+                    words += 1
+                    if words <= MAX_WORDS:
+                        self._locator.take(sent)
+                    continue
                 yield Heard(self.message(sent, unix_seconds))
             except ProtocolError as e:
                 self._refuse(sender, "message", e)

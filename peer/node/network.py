@@ -219,6 +219,8 @@ class Network:
     def _introduce(self, message: Signed[Heartbeat]) -> None:
         """Tell a newcomer of the others, and the others of it."""
         self.outbox.send(message.author, self.directory.heartbeats())
+        if (word := self._membership.locator.newest) is not None:
+            self.outbox.send(message.author, (word,))
         if message.body.admission:
             # Not of strangers, whom anybody can make: they would crowd out what matters. They speak for themselves.
             for key in self.directory.peers():
@@ -313,7 +315,7 @@ class Network:
         """Keep the addresses of members for the next start."""
         if fresh:
             try:
-                self._membership.learn(fresh)
+                self._membership.learn(fresh, own=self.addresses)
             except StoreError as e:
                 log.warning("addresses of members were not kept: %s", e)
 

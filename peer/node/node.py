@@ -13,6 +13,7 @@ from typing import Any
 
 from peer.channel import Choice
 from peer.errors import PeerError
+from peer.node import seeking
 from peer.node.assets import fetch_assets, start_message
 from peer.node.chainlog import ChainLog
 from peer.node.exchange import Exchange
@@ -79,10 +80,16 @@ class Node:
         self.store = membership.store
         self.key = membership.identity.key
         self._codec = make_codec(self._spec.codec, self._spec.model.layout)
-        self._inbox = Inbox(membership.opener)
+        self.locator = membership.locator
+        self._inbox = Inbox(membership.opener, self.locator)
         self.network = Network(
             membership,
-            Handlers(on_packet=self._take_packet, on_chain_request=self._on_chain_request, may_serve=self._may_serve),
+            Handlers(
+                on_packet=self._take_packet,
+                on_chain_request=self._on_chain_request,
+                may_serve=self._may_serve,
+                on_whereabouts=self._on_whereabouts_request,
+            ),
             listen=options.listen,
             announce=options.announce,
             discovered=lambda packet: self._take_packet(self.key, packet),
@@ -217,6 +224,7 @@ class Node:
     async def _start(self) -> None:
         m, o = self._membership, self._options
         await self.network.start()
+        m.ask = lambda: seeking.ask(self.network, self.locator, self._run)
         if not o.observer:
             await fetch_assets(self._spec, self.store, self.network)
             self._training = Training(
@@ -238,6 +246,7 @@ class Node:
             self._spawn(m.keep_valid(), "admission")
         self._spawn(self.network.discover(), "discovery")
         self._spawn(self.network.mend(), "swarm")
+        self._spawn(seeking.pass_on(self.network, self.locator), "the coordinator's whereabouts")
         self._spawn(self._keep_snapshot(), "status file")
         self._set_facts()
         await self._act(self.machine.start(time.monotonic(), alone=not m.addresses))
@@ -316,6 +325,9 @@ class Node:
 
     async def _on_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
         return self.chainlog.answer(request)
+
+    def _on_whereabouts_request(self, request: wire.WhereaboutsRequest) -> wire.WhereaboutsReply:
+        return self.locator.answer(request, [*self.network.addresses, *self.network.directory.addresses()])
 
     def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
         return self.machine.may_serve(blob, requester)

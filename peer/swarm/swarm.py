@@ -18,6 +18,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerErr
 
 from peer.store import Store
 from peer.swarm.addresses import dialable, parse_address
+from peer.swarm.asking import whereabouts_call
 from peer.swarm.daemon import START_SECONDS, Daemon, sender_key, start_daemon
 from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable, libp2p_words
 from peer.swarm.fetch import Fetch, OnBad
@@ -62,6 +63,8 @@ class Handlers:
     """Headers that records of ours name (`protocol.brief`), by their names. Raises CairnError."""
     on_warning: Callable[[str], None] = log.warning
     """A fault that the user should hear of; the swarm goes on."""
+    on_whereabouts: Callable[[wire.WhereaboutsRequest], wire.WhereaboutsReply] = lambda _: wire.WhereaboutsReply()
+    """Anybody's question where the coordinator is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class Swarm:
         self._traffic = Traffic()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="cairn-blobs")
         self._names = {what: f"cairn/1/{run.hex()[:8]}/{what}" for what in ("packet", "chain", "headers", "blob")}
+        self._names["whereabouts"] = whereabouts_call(run)
         self._links = Links(self._open_blob_stream, self._traffic, limits.links)
         self._server = BlobServer(store, handlers.may_serve, self._threads, self._traffic, limits.serve)
         self._calls_out = asyncio.Semaphore(CALLS_OUT)
@@ -128,6 +132,9 @@ class Swarm:
             await daemon.add_protobuf_handler(self._names["packet"], self._take_packet, wire.Packet)
             await daemon.add_protobuf_handler(self._names["chain"], self._take_chain_request, wire.ChainRequest)
             await daemon.add_protobuf_handler(self._names["headers"], self._take_headers_asked, wire.Packet)
+            await daemon.add_protobuf_handler(
+                self._names["whereabouts"], self._take_whereabouts_request, wire.WhereaboutsRequest
+            )
             await daemon.accept_streams(self._names["blob"], self._server.handle)
             await self.refresh_addresses()
             if initial and not await self.connect(initial):
@@ -230,6 +237,15 @@ class Swarm:
         """Count bytes against what a sender may send, beside those that it sent."""
         self._daemon.guard.charge(sender, size)
 
+    async def request_whereabouts(
+        self, to: PeerKey, request: wire.WhereaboutsRequest, timeout: float = 10
+    ) -> wire.WhereaboutsReply:
+        """What a member knows of the coordinator's whereabouts. The reply is unchecked.
+
+        Raises PeerUnreachable, PeerRefused.
+        """
+        return await self._call(to, "whereabouts", request, wire.WhereaboutsReply, timeout)
+
     async def _call(self, to: PeerKey, what: str, message: Message, reply: type[M], timeout: float) -> M:
         data_size = message.ByteSize()
         if data_size > MAX_PACKET:
@@ -278,6 +294,14 @@ class Swarm:
     async def _take_headers_asked(self, names: wire.Packet, context: P2PContext) -> wire.Packet:
         self._traffic.down += names.ByteSize()
         reply = self._handlers.on_headers_asked(names)
+        self.charge(sender_key(context.remote_id), reply.ByteSize())
+        self._traffic.up += reply.ByteSize()
+        return reply
+
+    async def _take_whereabouts_request(
+        self, request: wire.WhereaboutsRequest, context: P2PContext
+    ) -> wire.WhereaboutsReply:
+        reply = self._handlers.on_whereabouts(request)
         self.charge(sender_key(context.remote_id), reply.ByteSize())
         self._traffic.up += reply.ByteSize()
         return reply

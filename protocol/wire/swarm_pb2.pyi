@@ -196,3 +196,35 @@ class ChainReply(_message.Message):
     final: bytes
     more: bool
     def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., final: _Optional[bytes] = ..., more: bool = ...) -> None: ...
+
+class Whereabouts(_message.Message):
+    __slots__ = ("run", "sequence", "coordinators", "fingerprint", "addresses")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    COORDINATORS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    sequence: int
+    coordinators: _containers.RepeatedScalarFieldContainer[str]
+    fingerprint: bytes
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., coordinators: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WhereaboutsRequest(_message.Message):
+    __slots__ = ("run", "spec")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    spec: bool
+    def __init__(self, run: _Optional[bytes] = ..., spec: bool = ...) -> None: ...
+
+class WhereaboutsReply(_message.Message):
+    __slots__ = ("spec", "whereabouts", "addresses")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    WHEREABOUTS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    spec: bytes
+    whereabouts: bytes
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, spec: _Optional[bytes] = ..., whereabouts: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...

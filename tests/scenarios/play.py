@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from functools import singledispatchmethod
 
 from protocol.ids import PeerKey
+from protocol.invite import Invite
 from tests.e2e.chains import Branch, check_windows
 from tests.scenarios import script
+from tests.scenarios.credited import credits_complete
 from tests.scenarios.script import HOME, Scenario, Step
 from tests.scenarios.seen import Seen
 from tests.scenarios.swarm import Swarm
@@ -142,16 +144,16 @@ class Play:
     async def _(self, step: script.Start) -> str:
         began = time.monotonic()
         for name in step.peers:
-            self._start(name)
+            self._start(name, self.swarm.old_invite if step.old_invite else None)
         for name in step.peers if step.wait else ():
             await self.swarm.until(f"{name} trains", lambda n=name: self._alive(n) in self.seen.ready, step.seconds)
         self._settled = max(self.seen.rounds.values(), default=0)
         return f"all train after {time.monotonic() - began:.0f} s" if step.wait else ""
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, invite: Invite | None = None) -> None:
         self.swarm.power_on(name)
         self.seen.forget(name)
-        self.swarm.start_peer(name)
+        self.swarm.start_peer(name, invite=invite)
         if name not in self._up:
             self._up.append(name)
 
@@ -227,8 +229,7 @@ class Play:
     async def _(self, step: script.Coordinator) -> None:
         self.swarm.power_on(HOME)
         if step.moved:
-            self.swarm.grpc += 1
-            self.swarm.swarm += 1
+            self.swarm.move_coordinator()
         self.swarm.start_coordinator()
         await self.swarm.coordinator_ready()
 
@@ -329,7 +330,7 @@ class Play:
     async def _(self, step: script.Joined) -> str:
         told = []
         for name in self._peers(step):
-            ready = self.seen.ready[name]
+            ready = await self.swarm.until(f"{name} trains", lambda n=name: self.seen.ready.get(n), step.seconds)
 
             def first(n: str = name, since: int = ready) -> int | None:
                 return next((r + 1 for r in self.swarm.rounds_with(self._alive(n)) if r >= since), None)
@@ -349,6 +350,10 @@ class Play:
         if now > step.factor * self._usual:
             raise Failed(told)
         return told
+
+    @do.register
+    async def _(self, step: script.Credits) -> str:
+        return await credits_complete(self.swarm, self._peers(step)[0], step.seconds)
 
     @do.register
     async def _(self, step: script.Logged) -> str:

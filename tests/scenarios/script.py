@@ -59,10 +59,14 @@ class _OfPeers(_Part):
 
 
 class Start(_OfPeers):
-    """Start peers (again: the same home, so the same peer); `wait`: until each trains."""
+    """Start peers (again: the same home, so the same peer); `wait`: until each trains.
+
+    `old_invite`: with the invite that there was before the coordinator moved.
+    """
 
     do: Literal["start"]
     wait: bool = True
+    old_invite: bool = False
     seconds: Seconds = 150
 
 
@@ -192,6 +196,14 @@ class Pace(_OfPeers):
     factor: float = Field(gt=0)
 
 
+class Credits(_OfPeers):
+    """What `cairn status` says on one of these hosts, with the oldest invite that there is, is what the chain says: the
+    credits of everybody, of every round; of all but the newest rounds they are settled."""
+
+    do: Literal["expect credits"]
+    seconds: Seconds = 60
+
+
 class Logged(_OfPeers):
     """Each of these has logged something that this pattern finds."""
 
@@ -209,7 +221,7 @@ class Ended(_OfPeers):
 
 Step = Annotated[
     Start | Rounds | Wait | Cut | Heal | Flap | PowerOff | Stop | Freeze | Thaw | Coordinator | Churn | Damage
-    | OneChain | Contribute | Joined | Pace | Logged | Ended,
+    | OneChain | Contribute | Joined | Pace | Credits | Logged | Ended,
     Field(discriminator="do"),
 ]  # fmt: skip
 

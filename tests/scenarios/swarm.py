@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from benchmarks.convergence.wan_run_file import toml
 from cairn.demo.processes import Process
@@ -18,6 +21,7 @@ from coordinator.authoring.runfile import tomllib
 from peer.node.snapshot import FILE, Snapshot
 from protocol.identity import from_key_file
 from protocol.ids import PeerKey
+from protocol.invite import Invite
 from tests.e2e.world import START_SECONDS, World
 from tests.scenarios.script import HOME, Scenario
 from tests.wan.namespaces import sh
@@ -45,6 +49,8 @@ class Swarm(World):
         if any(h.clock for h in scenario.hosts):
             sh("gcc", "-O2", "-Wall", "-shared", "-fPIC", "-o", str(self._clock), str(CLOCK), "-ldl")
         self._mounted: list[Path] = []
+        self.old_invite: Invite | None = None
+        """The one before the coordinator moved."""
         self._born: dict[str, float] = {}
 
     def __enter__(self) -> Swarm:
@@ -75,7 +81,9 @@ class Swarm(World):
             "--grpc", f"{ip}:{self.grpc}", "--page", f"{ip}:{self.page}", "--swarm", f"/ip4/{ip}/tcp/{self.swarm}",
         )  # fmt: skip
 
-    def start_peer(self, name: str, *, device: str = "cpu", parallel: str = "auto") -> Process:
+    def start_peer(
+        self, name: str, *, device: str = "cpu", parallel: str = "auto", invite: Invite | None = None
+    ) -> Process:
         """As a volunteer would: nothing is said of addresses."""
         host = next(h for h in self.scenario.hosts if h.name == name)
         environment = {}
@@ -83,7 +91,7 @@ class Swarm(World):
             environment = {"LD_PRELOAD": str(self._clock), "CLOCK_AHEAD": str(round(host.clock))}
         return self._on(
             name, name,
-            "peer", "join", str(self.invite), "--home", str(self.folder / name), "--name", name,
+            "peer", "join", str(invite or self.invite), "--home", str(self.folder / name), "--name", name,
             "--threads", "1", "--device", device, "--parallel", parallel, "--plain", environment=environment,
         )  # fmt: skip
 
@@ -105,6 +113,19 @@ class Swarm(World):
             return self._began and not subprocess.run(there, capture_output=True, check=False).returncode
 
         await self.until("the coordinator answers", answers, START_SECONDS, every=0.5)
+
+    def move_coordinator(self) -> None:
+        """It is started next at other ports."""
+        self.old_invite = self.old_invite or self.invite
+        self.grpc += 1
+        self.swarm += 1
+
+    def status_on(self, host: str) -> dict[str, Any]:
+        """What `cairn status` says there. Raises CalledProcessError."""
+        invite = str(self.old_invite or self.invite)
+        command = self.wan.command(host, [sys.executable, "-m", "cairn", "status", invite, "--json"])
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+        return json.loads(done.stdout)
 
     # -- what is done to hosts -------------------------------------------------------------------------------
 

@@ -1,0 +1,134 @@
+"""Where a run's coordinator is now: the owner's signed word, which members keep and pass on.
+
+An invite names the address that the coordinator had when it was published. The coordinator may move: whoever finds it
+gone asks any member, and takes the newest word that the run's owner signed. A member can withhold that word or give an
+old one; it cannot make one up, and an old one leads to an address where nobody shows the right certificate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from protocol.envelope import open_envelope, seal
+from protocol.errors import AdmissionError, MalformedError
+from protocol.identity import Identity
+from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
+from protocol.invite import MAX_COORDINATORS, MAX_SWARM_ADDRESSES, Endpoint
+from protocol.messages import MAX_ADDRESS, Signed
+from protocol.wire import swarm_pb2 as wire
+
+KIND = "whereabouts"
+MAX_WHEREABOUTS = 4096
+"""No envelope of this kind is larger, in bytes."""
+
+_MAX_ENDPOINT = 270
+_BEGINNING = bytes([0x0A, len(KIND)]) + KIND.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """`sequence`: unix milliseconds, and more than in any before it. `fingerprint`: SHA-256 of the TLS certificate
+    (DER) that is shown at the `coordinators`. `addresses`: multiaddresses of its observer in the swarm."""
+
+    run: RunId
+    sequence: int
+    coordinators: tuple[Endpoint, ...]
+    fingerprint: Digest
+    addresses: tuple[str, ...] = ()
+
+
+def is_whereabouts(sent: bytes) -> bool:
+    """Whether an envelope claims to be of this kind: every canonical one begins so."""
+    return sent.startswith(_BEGINNING)
+
+
+def sign_whereabouts(owner: Identity, body: Whereabouts) -> Signed[Any]:
+    """The signed word, as others will read it. Raises MalformedError for one that they would refuse."""
+    message = wire.Whereabouts(
+        run=body.run, sequence=body.sequence, coordinators=[str(e) for e in body.coordinators],
+        fingerprint=body.fingerprint, addresses=body.addresses,
+    )  # fmt: skip
+    sent = seal(owner, KIND, message.SerializeToString(deterministic=True)).sent
+    return open_whereabouts(sent, body.run, owner.key)
+
+
+def open_whereabouts(sent: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
+    """A verified word (`body`: Whereabouts). Raises MalformedError, SignatureError; AdmissionError when it is not the
+    owner's."""
+    body: Any = _check_claims(sent, run, owner)  # a body of its own beside those of `messages`
+    e = open_envelope(sent, KIND, limit=MAX_WHEREABOUTS)
+    return Signed(body, e.author, e.digest, e.sent)
+
+
+def open_newer(sent: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
+    """As `open_whereabouts`; None when it is not newer than the given one, which costs no signature to find out."""
+    if than is not None:
+        if sent == than.sent:
+            return None
+        if _check_claims(sent, run, owner).sequence <= than.body.sequence:
+            return None
+    return open_whereabouts(sent, run, owner)
+
+
+def next_whereabouts(owner: Identity, newest: Signed[Any] | None, now: Whereabouts) -> Signed[Any]:
+    """What the coordinator says: its newest word again while nothing has changed, else a newer one that says `now`.
+
+    `now.sequence` is the clock's (unix milliseconds); a clock that went backwards gives no word that others overlook.
+    """
+    if newest is not None:
+        if replace(now, sequence=newest.body.sequence) == newest.body:
+            return newest
+        now = replace(now, sequence=max(now.sequence, newest.body.sequence + 1))
+    return sign_whereabouts(owner, now)
+
+
+def newest_of(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
+    """The one that counts."""
+    return max(found, key=lambda s: s.body.sequence, default=None)
+
+
+def _check_claims(sent: bytes, run: RunId, owner: PeerKey) -> Whereabouts:
+    """What an envelope claims, its signature not looked at: only for refusing cheaply."""
+    if len(sent) > MAX_WHEREABOUTS:
+        raise MalformedError(f"a {KIND} message of {len(sent)} bytes: at most {MAX_WHEREABOUTS} are accepted")
+    m = wire.Envelope()
+    try:
+        m.ParseFromString(sent)
+    except DecodeError:
+        raise MalformedError(f"the bytes of a {KIND} message do not parse") from None
+    if m.kind != KIND:
+        raise MalformedError(f"a message of kind {m.kind[:32]!r} where {KIND!r} was expected")
+    if m.key != owner:
+        raise AdmissionError(f"a {KIND} message that is not signed by the run's owner")
+    return _decode(m.payload, run)
+
+
+def _decode(payload: bytes, run: RunId) -> Whereabouts:
+    m = wire.Whereabouts()
+    try:
+        m.ParseFromString(payload)
+    except DecodeError:
+        raise MalformedError(f"the payload of a {KIND} message does not parse") from None
+    if bytes(m.run) != run:
+        raise MalformedError(f"a {KIND} message of another run")
+    if m.sequence > MAX_COUNT:
+        raise MalformedError(f"the sequence of a {KIND} message is {m.sequence}: at most {MAX_COUNT} is accepted")
+    if not 1 <= len(m.coordinators) <= MAX_COORDINATORS or len(m.addresses) > MAX_SWARM_ADDRESSES:
+        raise MalformedError(
+            f"a {KIND} message names 1 to {MAX_COORDINATORS} coordinators and at most {MAX_SWARM_ADDRESSES} addresses"
+        )
+    if any(len(text) > _MAX_ENDPOINT for text in m.coordinators):
+        raise MalformedError(f"a {KIND} message with an address that is too long")
+    for address in m.addresses:
+        if not (
+            address.startswith("/") and address.isascii() and address.isprintable() and len(address) <= MAX_ADDRESS
+        ):
+            raise MalformedError(f"{address[:80]!r} is not a multiaddress")
+    return Whereabouts(
+        run, m.sequence, tuple(Endpoint.parse(text) for text in m.coordinators), Digest(m.fingerprint),
+        tuple(m.addresses),
+    )  # fmt: skip

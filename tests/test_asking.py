@@ -1,0 +1,53 @@
+"""Anybody may ask a member where the coordinator is, over real connections; who lies or is silent is not in the way."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from peer.swarm import PeerRefused, asking
+from peer.swarm.asking import ask_members
+from protocol.errors import MalformedError
+from protocol.ids import PeerKey, RunId
+from protocol.wire import swarm_pb2 as wire
+from tests.swarm_world import LOOPBACK, RUN, members
+
+
+async def test_a_stranger_asks_all_it_knows_and_takes_what_is_good(tmp_path, monkeypatch):
+    monkeypatch.setattr(asking, "SETTLE_SECONDS", 0.5)
+    async with members(3, tmp_path) as (a, b, c):
+        b.on_whereabouts = lambda request: wire.WhereaboutsReply(spec=b"lies")
+
+        def broken(request: wire.WhereaboutsRequest) -> wire.WhereaboutsReply:
+            raise MalformedError("a question about another run's coordinator")
+
+        addresses = [x for m in (a, b, c) for x in m.swarm.addresses]
+        gone = addresses[0].replace("tcp/", "tcp/1").replace(addresses[0][-8:], addresses[1][-8:])
+        c.on_whereabouts = broken
+        heard: dict[PeerKey, bytes] = {}
+
+        def good(peer: PeerKey, reply: wire.WhereaboutsReply) -> bool:
+            heard[peer] = reply.spec
+            return reply.spec == b"spec"
+
+        count = await ask_members(RUN, ["rubbish", gone, *addresses], good, listen=LOOPBACK)
+        assert count == 1 and heard == {a.key: b"spec", b.key: b"lies"}
+        # Members ask each other without the spec, which they have.
+        assert await a.swarm.request_whereabouts(b.key, wire.WhereaboutsRequest(run=RUN)) is not None
+        assert (await b.swarm.request_whereabouts(a.key, wire.WhereaboutsRequest(run=RUN))).spec == b""
+        with pytest.raises(PeerRefused):
+            await a.swarm.request_whereabouts(c.key, wire.WhereaboutsRequest(run=RUN))
+        # Of another run there is nobody to ask here.
+        began = time.monotonic()
+        assert await ask_members(RunId(b"o" * 32), addresses, good, listen=LOOPBACK) == 0
+        assert time.monotonic() - began < 20
+
+
+async def test_what_is_given_out_is_counted_against_whoever_asks(tmp_path, monkeypatch):
+    async with members(2, tmp_path) as (a, b):
+        a.on_whereabouts = lambda request: wire.WhereaboutsReply(spec=b"x" * 1_000_000)
+        charged: list[tuple[PeerKey, int]] = []
+        monkeypatch.setattr(a.swarm._daemon.guard, "charge", lambda sender, size: charged.append((sender, size)))
+        reply = await b.swarm.request_whereabouts(a.key, wire.WhereaboutsRequest(run=RUN, spec=True))
+        assert charged == [(b.key, reply.ByteSize())] and a.swarm.bytes_up >= 1_000_000
