@@ -90,6 +90,7 @@ class Training:
         self._look: asyncio.Task[None] | None = None
         self.made = self.missed = 0
         """Own updates that were made, and that a round left out."""
+        self._trained_before = 0
 
     def begin(self) -> None:
         """Start the trainer."""
@@ -104,6 +105,11 @@ class Training:
     def device(self) -> str:
         """For people; "" until the trainer is ready."""
         return self._trainer.ready.device[:80] if self._trainer.ready is not None else ""
+
+    @property
+    def trained(self) -> int:
+        """Windows of all inner steps since this node started: what was trained twice counts twice."""
+        return self._trained_before + self.progress.trained
 
     @property
     def restarts(self) -> int:
@@ -184,6 +190,7 @@ class Training:
 
     def _on_lost(self, reason: str) -> None:
         self._stop_looking()
+        self._trained_before += self.progress.trained
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._states.drop()
         self._post(events.Progress(0, 0.0, 0.0))

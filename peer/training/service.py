@@ -261,7 +261,7 @@ class Service:
             Progress(
                 claims.uncovered, pace.late_loss, rate, claims.steps, trainer.inner.learning_rate, waiting,
                 mfu(rate, trainer.flops_per_token, trainer.peak_flops), trainer.work.memory(),
-                trainer.spent.shares(now),
+                trainer.spent.shares(now), trainer.trained, claims.counter,
             )
         )  # fmt: skip
 
