@@ -122,6 +122,8 @@ class Service:
             batch = self._next_batch(trainer)
             self._turn_to_waiting(trainer)
         self._go_on_saving(trainer)
+        if trainer.saving.is_progress_due:
+            self._save(trainer, trainer.saving.keep_progress)
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
             return

@@ -24,7 +24,10 @@ class Account:
 
     lives: list[Life] = field(default_factory=lambda: [Life()])
     destroyed: int = 0
-    """Windows that no update covered when the power went."""
+    """Windows that no update covered when the power went, and that the next life trained again."""
+
+    was_cut: Life | None = None
+    """The life that a power cut ended, until the next one says where it goes on from."""
 
     @property
     def trained(self) -> int:
@@ -70,9 +73,13 @@ class Counted:
             self._of[name].lives.append(Life())
 
     def shown(self, name: str, s: Snapshot) -> None:
-        life = self._of.setdefault(name, Account()).lives[-1]
+        account = self._of.setdefault(name, Account())
+        life = account.lives[-1]
         life.trained, life.open = max(life.trained, s.trained_windows), s.open_windows
         life.next_window = max(life.next_window, s.next_window)
+        if (before := account.was_cut) is not None and life.next_window:
+            account.destroyed += max(0, min(before.open, before.next_window - (life.next_window - life.trained)))
+            account.was_cut = None
 
     def trained(self, name: str) -> int:
         """Windows, in all lives so far."""
@@ -86,8 +93,8 @@ class Counted:
         account = self._of[name]
         since = round(s.tokens_per_second / self._window * age) if s.phase in ("training", "exchanging") else 0
         life = account.lives[-1]
-        life.trained, life.next_window = life.trained + since, life.next_window + since
-        account.destroyed += life.open + since
+        life.trained, life.next_window, life.open = life.trained + since, life.next_window + since, life.open + since
+        account.was_cut = life
 
     def goodput(self, name: str, key: PeerKey, branch: Branch) -> Goodput:
         """By the branch that stands. Windows that were trained and may still be accepted are in neither sum."""

@@ -21,6 +21,10 @@ class Failed(Exception):
     """What was expected did not come; says what was seen instead."""
 
 
+OPEN_UPDATES = 2
+"""Of a peer: the one that is being decided, and one that was just left out."""
+
+
 class Judge:
     """`expect` says in words what was found, or raises Failed."""
 
@@ -181,6 +185,27 @@ class Judge:
         if whole.share < step.share or (step.each and any(g.share < step.share for g in parts.values())):
             raise Failed(told)
         return told
+
+    @expect.register
+    async def _(self, step: script.PutBack) -> str:
+        names, end = self._peers(step), time.monotonic() + step.seconds
+        while True:
+            branch = await self._longest(names)
+            told, whole, good = list[str](), 0, True
+            for name in names:
+                s = self.swarm.shown(self.swarm.alive(name))
+                if s is None:
+                    raise Failed(f"{name} shows nothing of itself")
+                key = self.swarm.key(name)
+                kept = sum(key in c.record.body.contributors for c in branch.path)
+                told.append(f"{name} {s.own_updates} made, {kept} accepted, {s.missed_updates} put back")
+                whole += s.missed_updates
+                good = good and s.own_updates - kept - s.missed_updates <= OPEN_UPDATES
+            if good and whole >= step.least:
+                return "; ".join(told)
+            if time.monotonic() > end:
+                raise Failed("; ".join(told))
+            await asyncio.sleep(0.5)
 
     @expect.register
     async def _(self, step: script.Carried) -> str:

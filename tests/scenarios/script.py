@@ -225,6 +225,16 @@ class Goodput(_OfPeers):
     each: bool = False
 
 
+class PutBack(_OfPeers):
+    """Every update that these peers made in this life and that the chain does not have went back into their error
+    feedback, but for the last one or two, which are open; of all together at least `least` did.
+    """
+
+    do: Literal["expect put back"]
+    least: int = Field(default=1, ge=0)
+    seconds: Seconds = 20
+
+
 class Carried(_OfPeers):
     """Since the last one of them was started these peers were in fewer rounds than there were: in `fewest` or more, and
     in at most `share` of them. (That what they did was accepted at last is `expect goodput`'s to say.)
@@ -265,7 +275,7 @@ class Ended(_OfPeers):
 
 Step = Annotated[
     Start | History | Rounds | Wait | Cut | Heal | Flap | Interrupt | PowerOff | Stop | Freeze | Thaw | Coordinator
-    | Churn | Damage | OneChain | Contribute | Joined | Download | Goodput | Carried | Pace | Logged | Ended,
+    | Churn | Damage | OneChain | Contribute | Joined | Download | Goodput | PutBack | Carried | Pace | Logged | Ended,
     Field(discriminator="do"),
 ]  # fmt: skip
 
