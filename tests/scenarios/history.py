@@ -1,7 +1,7 @@
 """A run's past: a chain of real records, with real states, made by the protocol's own functions instead of waited for.
 
-In each round every author sends an update (one of a few of noise, compressed by the run's codec), and the state goes on
-as every peer's would. The authors' stores are left as they would be after having run all along.
+In each round two of the authors, in turn, send an update (one of a few of noise, compressed by the run's codec), and
+the state goes on as every peer's would. The authors' stores are left as they would be after having run all along.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DISK = 10**9
 
 
 class History:
-    """The past of one run, round by round. `authors` are in every record."""
+    """The past of one run, round by round."""
 
     def __init__(self, spec: RunSpec, genesis: bytes, owner: Identity, authors: Sequence[Identity]):
         self.spec = spec
@@ -47,6 +47,8 @@ class History:
         """The updates of all rounds, and the states at the rounds that are a multiple of `checkpoint.every`."""
         self.admissions = {i.key: _admission(spec, owner, i.key) for i in authors}
         self._signers = [KeySigner(i) for i in sorted(authors, key=lambda i: i.key)]
+        self._next = dict.fromkeys(self.admissions, 0)
+        self._run = spec.run_id
         self._codec = make_codec(spec.codec, spec.model.layout)
         self._layout = state_layout(spec.model.layout, spec.outer)
         self._state = tensors_from_checkpoint(self._layout, genesis)
@@ -58,11 +60,12 @@ class History:
     def round(self) -> Certificate:
         """One more."""
         number = Round(len(self.certificates))
-        updates = {author: pool[number % POOL] for author, pool in self._updates.items()}
-        headers = tuple(self._header(s, number, updates[s.key]) for s in self._signers)
-        body = Record(self.spec.run_id, number, self._head, self._base, 0, headers)
-        record = self._signers[0].sign(body)
-        votes = tuple(s.sign(Vote(self.spec.run_id, number, record.digest)) for s in self._signers)
+        n = len(self._signers)
+        signers = [self._signers[i] for i in sorted({number % n, (number + 1) % n})]
+        updates = {s.key: self._updates[s.key][number % POOL] for s in signers}
+        headers = tuple(self._header(s, number, updates[s.key]) for s in signers)
+        record = signers[0].sign(Record(self._run, number, self._head, self._base, 0, headers))
+        votes = tuple(s.sign(Vote(self._run, number, record.digest)) for s in signers)
         self.certificates.append(Certificate(record, votes))
         self._head = record.digest
         work = [Contribution(author, WINDOWS, blob) for author, blob in updates.items()]
@@ -79,10 +82,11 @@ class History:
         return blob
 
     def _header(self, signer: KeySigner, number: Round, blob: bytes) -> Signed[Header]:
-        first = number * WINDOWS
+        first = self._next[signer.key]
+        self._next[signer.key] = first + WINDOWS
         return signer.sign(
             Header(
-                self.spec.run_id, number, self._head, self._base, first, first + WINDOWS, 1, blob_digest(blob),
+                self._run, number, self._head, self._base, first, first + WINDOWS, 1, blob_digest(blob),
                 len(blob), 5.0, self.admissions[signer.key],
             )
         )  # fmt: skip
