@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.ids import Digest
+from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Header, Signed
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.context import Context
@@ -30,6 +30,8 @@ class _Aside:
     until: float
     tries: int
     active: bool
+    absent: frozenset[PeerKey]
+    """Contributors of its record that were no members then: what they hold can be had when one is heard of again."""
 
 
 class Position:
@@ -240,11 +242,17 @@ class Position:
     # -- branches that are not followed for a while ----------------------------------------------------------
 
     def set_aside(self, record: Digest, until: float | None) -> None:
-        """Leave a branch out of the fork choice: until a time, or for a patience that doubles each time."""
+        """Leave a branch out of the fork choice: until a time, or for a patience that doubles each time, but no longer
+        than until somebody is back who was away."""
         c = self._c
         old = self._aside.pop(record, None)
         tries = 0 if old is None else old.tries + 1
-        self._aside[record] = _Aside(until or c.now + c.policy.patience_seconds * 2 ** min(tries, 6), tries, True)
+        end, absent = until, frozenset[PeerKey]()
+        if end is None:
+            end = c.now + c.policy.patience_seconds * 2 ** min(tries, 6)
+            authors = c.chain.certificate(record).record.body.contributors
+            absent = frozenset(k for k in authors if k != c.me and k not in c.members)
+        self._aside[record] = _Aside(end, tries, True, absent)
         c.chain.set_aside(record)
         self._waiting = None
         while len(self._aside) > MAX_ASIDE:
@@ -266,6 +274,10 @@ class Position:
         for record, a in list(self._aside.items()):
             if record not in self._c.chain:
                 del self._aside[record]
+            elif a.active and any(k in self._c.members for k in a.absent):
+                # The network was split, and is whole again: nobody withheld anything.
+                a.active, a.tries = False, -1
+                self._c.chain.take_back(record)
             elif a.active and a.until <= self._c.now:
                 a.active = False
                 self._c.chain.take_back(record)

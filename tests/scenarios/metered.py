@@ -11,6 +11,9 @@ from tests.scenarios.script import Scenario
 from tests.scenarios.swarm import Swarm
 
 EVERY = 0.1
+PAUSE = 3.0
+"""Seconds without a blob that arrives, and it is not the same one."""
+
 TENTH = 0.1
 
 
@@ -66,6 +69,8 @@ class Metered:
             return
         if samples and size > samples[0].size:
             samples.clear()  # data came first: a state is larger
+        if samples and time.monotonic() - samples[-1].at > PAUSE:
+            return  # another one: the first is what a newcomer waits for
         samples.append(Sample(time.monotonic(), size, self._swarm.wan.flows(name)))
 
     def forget(self, name: str) -> None:
