@@ -274,13 +274,18 @@ class Position:
         for record, a in list(self._aside.items()):
             if record not in self._c.chain:
                 del self._aside[record]
-            elif a.active and any(k in self._c.members for k in a.absent):
+            elif a.active and any(map(self._is_back, a.absent)):
                 # The network was split, and is whole again: nobody withheld anything.
                 a.active, a.tries = False, -1
                 self._c.chain.take_back(record)
             elif a.active and a.until <= self._c.now:
                 a.active = False
                 self._c.chain.take_back(record)
+
+    def _is_back(self, key: PeerKey) -> bool:
+        """Heard again and again: one heartbeat can come by others, from behind a split."""
+        member = self._c.members.get(key)
+        return member is not None and member.heard - member.since >= self._c.policy.heartbeat_seconds
 
     def times(self) -> list[float]:
         """When something will be due."""
