@@ -6,6 +6,7 @@ the state goes on as every peer's would. The authors' stores are left as they wo
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -91,11 +92,13 @@ class History:
             )
         )  # fmt: skip
 
-    def leave_to(self, author: PeerKey, envelope: bytes, folder: Path) -> None:
-        """A store as this author's would be. Raises StoreError."""
+    def leave_to(self, author: PeerKey, envelope: bytes, folder: Path, *, whole: bool = True) -> None:
+        """A store as this author's would be; not `whole`: one that is another author's as yet. Raises StoreError."""
         with Store(folder, DISK) as store:
             store.write_value(SPEC, envelope)
             store.write_value(ADMISSION, self.admissions[author])
+            if not whole:
+                return
             for c in self.certificates:
                 store.append_certificate(encode_certificate(c), c.record.body.round, c.record.digest)
             keep = to_keep(self.spec, self.certificates, [self._base], [])
@@ -113,9 +116,19 @@ def make_history(
 ) -> History:
     """So many rounds by the peers whose homes these are (identities are made); their stores are then as after these."""
     identities = [load_or_make(home / "identity.key") for home in homes.values()]
-    history = History(spec, genesis, owner, identities)
-    for _ in range(rounds):
-        history.round()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on cores that others use, more only wait for each other
+    try:
+        history = History(spec, genesis, owner, identities)
+        for _ in range(rounds):
+            history.round()
+    finally:
+        torch.set_num_threads(threads)
+    first: Path | None = None
     for identity, home in zip(identities, homes.values(), strict=True):
-        history.leave_to(identity.key, envelope, run_folder(home, spec.run_id) / "store")
+        store = run_folder(home, spec.run_id) / "store"
+        if first is not None:
+            shutil.copytree(first, store)  # each certificate on the disk for good: once is enough
+        history.leave_to(identity.key, envelope, store, whole=first is None)
+        first = first or store
     return history
