@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -87,6 +88,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page for people there")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the whole logs of all processes there")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is removed, what was found is kept
     outcomes, left_out = list[Outcome](), list[str]()
     try:
         scenarios = [script.read(name) for name in given.names or script.names()]
