@@ -41,19 +41,22 @@ class Slowed:
 
     def _run(self) -> None:
         before: dict[str, int] = {}
-        periods = 0
+        periods, pid = 0, None
         while not self._over.is_set():
-            if self._name not in self._seen.ready or (pid := self._trainer()) is None:
+            pid = pid or self._trainer()
+            if pid is None or self._name not in self._seen.ready:
                 self._over.wait(PERIOD)
                 continue
             if periods % ADJUST_EVERY == 0:
                 before = self._adjust(before)
             periods += 1
-            with suppress(ProcessLookupError):
+            try:
                 os.kill(pid, signal.SIGSTOP)
                 self._over.wait(PERIOD * (1 - self._share))
                 os.kill(pid, signal.SIGCONT)
                 self._over.wait(PERIOD * self._share)
+            except ProcessLookupError:
+                pid = None  # it has ended; the node may start another one
 
     def _trainer(self) -> int | None:
         with suppress(AssertionError, KeyError):
