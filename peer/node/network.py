@@ -43,6 +43,8 @@ PASSED_ON = 16
 PASSED_ON_REMEMBERED = 8192
 """Messages that were passed on and are not passed on again."""
 
+MAX_WRONG = 1024
+
 
 class Network:
     """`start` it, run `discover` and `mend` for as long as the node lives, then `stop`."""
@@ -75,6 +77,8 @@ class Network:
         self._passed_on: dict[Digest, None] = {}
         self._unheard: tuple[int, ...] = ()
         self._unheard_due = 0.0
+        self._wrong: dict[PeerKey, None] = {}
+        """Who served wrong bytes, the newest last; at most MAX_WRONG."""
         self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds))
         self.directory = Directory(
             membership.identity.key,
@@ -236,8 +240,18 @@ class Network:
     async def fetch_blob(
         self, digest: Digest, size: int | None, holders: Sequence[PeerKey], *, deadline_seconds: float
     ) -> None:
-        """A blob into the store (see `Swarm.fetch_blob`). Raises CairnError."""
-        await self.swarm.fetch_blob(digest, size, holders, deadline_seconds=deadline_seconds, on_bad=_log_bad_chunk)
+        """A blob into the store (see `Swarm.fetch_blob`). Who served wrong bytes of any blob is asked last.
+
+        Raises CairnError.
+        """
+        ordered = sorted(holders, key=lambda h: h in self._wrong)
+        await self.swarm.fetch_blob(digest, size, ordered, deadline_seconds=deadline_seconds, on_bad=self._served_wrong)
+
+    def _served_wrong(self, holder: PeerKey, reason: str) -> None:
+        log.warning("%s served wrong bytes and is not asked for this blob again: %s", holder.short, reason)
+        self._wrong[holder] = None
+        while len(self._wrong) > MAX_WRONG:
+            del self._wrong[next(iter(self._wrong))]
 
     def _save_addresses(self, fresh: Sequence[str]) -> None:
         """Keep the addresses of members for the next start."""
@@ -257,7 +271,3 @@ def _peers_of(addresses: Sequence[str]) -> list[PeerKey]:
         except MalformedError:
             continue
     return list(found)
-
-
-def _log_bad_chunk(holder: PeerKey, reason: str) -> None:
-    log.warning("%s served wrong bytes and is not asked for this blob again: %s", holder.short, reason)
