@@ -105,6 +105,17 @@ class Judge:
         return ""
 
     @expect.register
+    async def _(self, step: script.Forks) -> str:
+        branches = await asyncio.to_thread(self.branches, self._peers(step))
+        longest = max(b.side for b in branches.values())
+        told = (
+            f"{max(b.stored - b.height for b in branches.values())} records on branches that lost, {longest} in a row"
+        )
+        if longest > step.most:
+            raise Failed(told)
+        return told
+
+    @expect.register
     async def _(self, step: script.Contribute) -> str:
         names = self._peers(step)
         longest = max((await asyncio.to_thread(self.branches, names)).values(), key=lambda b: b.height)

@@ -184,6 +184,13 @@ class OneChain(_OfPeers):
     seconds: Seconds = 60
 
 
+class Forks(_OfPeers):
+    """On the disks of these no branch that lost has more than `most` records: no fork outlived so many rounds."""
+
+    do: Literal["expect forks"]
+    most: int = Field(default=1, ge=0)
+
+
 class Contribute(_OfPeers):
     """Each of these is in at least `share` of the last `last` rounds."""
 
@@ -275,7 +282,7 @@ class Ended(_OfPeers):
 
 Step = Annotated[
     Start | History | Rounds | Wait | Cut | Heal | Flap | Interrupt | PowerOff | Stop | Freeze | Thaw | Coordinator
-    | Churn | Damage | OneChain | Contribute | Joined | Download | Goodput | PutBack | Carried | Pace | Logged | Ended,
+    | Churn | Damage | OneChain | Forks | Contribute | Joined | Download | Goodput | PutBack | Carried | Pace | Logged | Ended,
     Field(discriminator="do"),
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from protocol.merkle import CHUNK, blob_digest
 from protocol.outer import Contribution, apply
 from protocol.state import state_digest, state_layout, tensors_from_checkpoint
 from tests.coordinator_fakes import ChainMaker, make_spec, peer
-from tests.e2e.chains import Branch, check_windows, read_branch
+from tests.e2e.chains import Branch, check_windows, longest_side, read_branch
 from tests.e2e.world import write_run
 from tests.scenarios.counted import Counted, Goodput
 from tests.scenarios.faulty import Faulty
@@ -78,6 +78,17 @@ def test_windows_that_the_chain_passed_over_are_lost():
 
 def test_who_was_never_seen_has_done_nothing():
     assert Counted(16).goodput("ada", ADA.key, accepted(1)).lost == 0
+
+
+def test_the_longest_branch_that_lost_is_the_one_with_most_records_in_a_row():
+    def tree(*pairs: tuple[str, str]):
+        return {digest(child): digest(parent) for child, parent in pairs}
+
+    main = {digest("a"), digest("b"), digest("c")}
+    path = (("a", "genesis"), ("b", "a"), ("c", "b"))
+    assert longest_side(tree(*path), main) == 0
+    assert longest_side(tree(*path, ("x", "a"), ("y", "b")), main) == 1
+    assert longest_side(tree(*path, ("x", "a"), ("y", "b"), ("z", "x")), main) == 2
 
 
 def test_a_download_is_told_with_its_share_of_the_line():
