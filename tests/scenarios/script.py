@@ -282,7 +282,8 @@ class Ended(_OfPeers):
 
 Step = Annotated[
     Start | History | Rounds | Wait | Cut | Heal | Flap | Interrupt | PowerOff | Stop | Freeze | Thaw | Coordinator
-    | Churn | Damage | OneChain | Forks | Contribute | Joined | Download | Goodput | PutBack | Carried | Pace | Logged | Ended,
+    | Churn | Damage | OneChain | Forks | Contribute | Joined | Download | Goodput | PutBack | Carried | Pace | Logged
+    | Ended,
     Field(discriminator="do"),
 ]  # fmt: skip
 
