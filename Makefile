@@ -23,7 +23,7 @@ stubs: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-# Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About half an hour.
+# Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About an hour.
 # SCENARIOS names some of tests/scenarios; all by default.
 SCENARIOS ?=
 test-wan: $(STAMP) nft

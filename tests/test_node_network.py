@@ -197,6 +197,7 @@ class FakeSwarm:
         self.bytes_up, self.bytes_down = 5, 7
         self.stopped = False
         self.error: Exception | None = None
+        self.fetch_blob: Any = None
 
     async def connect(self, addresses) -> list[PeerKey]:
         if self.error is not None:
@@ -392,6 +393,21 @@ async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):
     await asyncio.sleep(0.01)
     assert "cannot dial: libp2p is gone" in caplog.text
     await net.stop(0.1)
+
+
+async def test_who_served_wrong_bytes_of_one_blob_is_asked_last_for_the_next(caplog):
+    net, swarm = network()
+    asked: list[list[PeerKey]] = []
+
+    async def fetch(digest, size, holders, *, deadline_seconds, on_bad) -> None:
+        asked.append(list(holders))
+        on_bad(A, "sent a chunk 3 that is not the blob's")
+
+    swarm.fetch_blob = fetch
+    for _ in range(2):
+        await net.fetch_blob(Digest(bytes(32)), 1, [A, B, C], deadline_seconds=1)
+    assert asked == [[A, B, C], [B, C, A]]
+    assert f"{A.short} served wrong bytes" in caplog.text
 
 
 def test_traffic_of_a_daemon_that_died_still_counts():

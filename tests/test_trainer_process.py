@@ -105,6 +105,7 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert not progress.waiting or progress.windows == 40 * BATCH  # as many as an update may claim
         assert progress.mfu is None  # of a CPU
         assert progress.memory is None or 10**7 < progress.memory.used < progress.memory.whole
+        assert progress.trained == progress.next_window == progress.windows
         shares = shares_of(progress)
         assert sum(shares.values()) == pytest.approx(1) and shares["training"] > 0 and shares["applying"] > 0
         for stray in (signal.SIGTERM, signal.SIGINT):
@@ -134,6 +135,8 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert (await n.ask(load, Applied)).state_digest == applied.state_digest
         again = await n.update(1, record_digest(0), world.folder / "u1")
         assert again.first_window == made.end_window and again.end_window >= made.end_window + 8 * BATCH
+        progress = await n.trained(BATCH)
+        assert 0 < progress.trained <= progress.next_window - 8 * BATCH  # in this life, and of all
 
 
 @pytest.mark.parametrize("saved", [False, True])

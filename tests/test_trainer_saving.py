@@ -401,3 +401,35 @@ def test_a_trainer_that_holds_no_state_saves_nothing(world):
         assert trainer.saving.is_idle and trainer.folder.read() is None
     finally:
         trainer.close(in_order=True)
+
+
+def test_in_a_long_round_what_was_trained_is_saved_too_but_not_too_often(world, monkeypatch):
+    for name, value in (("PROGRESS_SECONDS", 0.0), ("STILL_SHARE", 1e9), ("WRITE_SHARE", 1e9)):
+        monkeypatch.setattr(saving, name, value)
+    trainer = loaded(world)
+    train(trainer, 1)
+    assert not trainer.saving.is_progress_due  # before the first update
+    update(trainer, world.folder / "u")
+    trainer.saving.keep()
+    assert not trainer.saving.is_progress_due  # one save at a time
+    finish(trainer)
+    assert saved_counter(trainer) == BATCH
+    train(trainer, 2)
+    trainer.saving.keep_progress()
+    finish(trainer)
+    assert saved_counter(trainer) == 3 * BATCH
+    saved = trainer.folder.read()
+    assert saved is not None and saved.claims.announced is not None and saved.claims.announced.end == BATCH
+    monkeypatch.setattr(saving, "PROGRESS_SECONDS", 3600.0)
+    train(trainer, 1)
+    trainer.saving.keep_progress()
+    assert trainer.saving.is_idle
+
+
+@pytest.mark.parametrize(("left", "due"), [(100.0, True), (5.0, False), (-100.0, True)])
+def test_the_save_after_an_update_does_not_wait_for_one_that_came_before_it(world, monkeypatch, left, due):
+    monkeypatch.setattr(saving, "PROGRESS_SECONDS", 0.0)
+    trainer = loaded(world)
+    s = trainer.saving
+    s._update_at, s._round_seconds, s._pause = saving.time.monotonic() - 1000, 1000 + left, 50.0
+    assert s.is_progress_due == due

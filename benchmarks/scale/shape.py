@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cairn.planning import parse_count
-from protocol.exchange import HEADER, Exchange, blob_size, mean_codec, part_count
+from protocol.exchange import HEADER, Exchange, blob_size, mean_size, part_count
 from protocol.layout import CODEC_CHUNK, Layout, TensorShape
 from protocol.merkle import CHUNK
 from protocol.rounds.policy import Policy
@@ -84,7 +84,7 @@ class Shape:
     @cached_property
     def mean(self) -> int:
         """Bytes of the whole mean, when it is reduced."""
-        return blob_size(mean_codec(self.coder), self.layout)
+        return mean_size(self.coder, self.layout)
 
     @property
     def parts(self) -> int:

@@ -20,7 +20,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 class Process:
-    """One `cairn` command. `within`: a command that runs it, such as nsenter; `environment` is added to ours."""
+    """One `cairn` command (`module`: by another one). `within`: a command that runs it, such as nsenter; `environment`
+    is added to ours."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Process:
         *,
         within: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        module: str = "cairn",
     ):
         self.name = name
         self.home = folder / name
@@ -37,7 +39,7 @@ class Process:
         self.output = self.home / "output.txt"
         with open(self.output, "wb") as out:
             self._process = subprocess.Popen(
-                [*within, sys.executable, "-m", "cairn", *arguments],
+                [*within, sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

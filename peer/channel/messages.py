@@ -213,7 +213,8 @@ class Progress(_Message):
 
     `waiting`: the trainer trained as much as one update may claim (or has no data), and waits. `mfu`: model FLOPs as a
     share of what the device can do at most, None when that is not known. `memory`: of many ranks, what the one that
-    uses most uses.
+    uses most uses. `trained`: windows that this process made steps on, each time that it did; `next_window`: the one to
+    train next, as they are counted for ever.
     """
 
     windows: Count
@@ -225,6 +226,8 @@ class Progress(_Message):
     mfu: Share | None = None
     memory: Memory | None = None
     spent: TimeShares | None = None
+    trained: Count = 0
+    next_window: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ TOLD_BY = 2
 PASSED_ON_REMEMBERED = 8192
 """Messages that were passed on and are not passed on again."""
 
+MAX_WRONG = 1024
+
 
 class Network:
     """`start` it, run `discover` and `mend` for as long as the node lives, then `stop`."""
@@ -99,6 +101,8 @@ class Network:
         """Who has told us of a peer: TOLD_BY of them at most."""
         self._unheard: tuple[int, ...] = ()
         self._unheard_due = 0.0
+        self._wrong: dict[PeerKey, None] = {}
+        """Who served wrong bytes, the newest last; at most MAX_WRONG."""
         self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds), self.briefs.encode)
         self.directory = Directory(
             membership.identity.key,
@@ -306,10 +310,21 @@ class Network:
         deadline_seconds: float,
         chunks: Collection[int] | None = None,
     ) -> None:
-        """A blob, or these chunks of it, into the store (see `Swarm.fetch_blob`). Raises CairnError."""
+        """A blob, or these chunks of it, into the store (see `Swarm.fetch_blob`). Who served wrong bytes of any blob is
+        asked last.
+
+        Raises CairnError.
+        """
+        ordered = sorted(holders, key=lambda h: h in self._wrong)
         await self.swarm.fetch_blob(
-            digest, size, holders, deadline_seconds=deadline_seconds, on_bad=_log_bad_chunk, chunks=chunks
+            digest, size, ordered, deadline_seconds=deadline_seconds, on_bad=self._served_wrong, chunks=chunks
         )
+
+    def _served_wrong(self, holder: PeerKey, reason: str) -> None:
+        log.warning("%s served wrong bytes and is not asked for this blob again: %s", holder.short, reason)
+        self._wrong[holder] = None
+        while len(self._wrong) > MAX_WRONG:
+            del self._wrong[next(iter(self._wrong))]
 
     def _save_addresses(self, fresh: Sequence[str]) -> None:
         """Keep the addresses of members for the next start."""
@@ -329,7 +344,3 @@ def _peers_of(addresses: Sequence[str]) -> list[PeerKey]:
         except MalformedError:
             continue
     return list(found)
-
-
-def _log_bad_chunk(holder: PeerKey, reason: str) -> None:
-    log.warning("%s served wrong bytes and is not asked for this blob again: %s", holder.short, reason)

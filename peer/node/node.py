@@ -446,6 +446,9 @@ class Node:
             memory_used=t.progress.memory.used if t is not None and t.progress.memory else 0,
             memory_whole=t.progress.memory.whole if t is not None and t.progress.memory else 0,
             time_shares=asdict(t.progress.spent) if t is not None and t.progress.spent else {},
+            trained_windows=t.trained if t is not None else 0,
+            open_windows=t.progress.windows if t is not None else 0,
+            next_window=t.progress.next_window if t is not None else 0,
         )
 
     async def _keep_snapshot(self) -> None:

@@ -17,7 +17,9 @@ class Snapshot:
     `exchange_seconds`: medians of the last rounds since our announcement (see `exchange.ExchangeTimes`);
     `exchange_rounds`: those rounds one by one, the oldest first. `mfu`, `memory_used`,
     `memory_whole` (bytes; of many ranks, what the one that uses most uses) and `time_shares` (of the trainer's last
-    minute, see `peer.training.spent`): None, 0 and empty when not known.
+    minute, see `peer.training.spent`): None, 0 and empty when not known. Windows: `trained_windows` since this node
+    started (those that were trained again count again), `open_windows` of them covered by no update yet, and
+    `next_window`, the one to train next, as they are counted for ever (0 while no trainer says).
     """
 
     run: str
@@ -48,6 +50,9 @@ class Snapshot:
     memory_used: int = 0
     memory_whole: int = 0
     time_shares: dict[str, float] = field(default_factory=dict)
+    trained_windows: int = 0
+    open_windows: int = 0
+    next_window: int = 0
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:

@@ -94,6 +94,7 @@ class Training:
         self._look: asyncio.Task[None] | None = None
         self.made = self.missed = 0
         """Own updates that were made, and that a round left out."""
+        self._trained_before = 0
 
     def _back_from(self, record: Digest) -> Iterator[Certificate]:
         """A record's certificate, its parent's, and so on as far as memory goes."""
@@ -115,6 +116,11 @@ class Training:
     def device(self) -> str:
         """For people; "" until the trainer is ready."""
         return self._trainer.ready.device[:80] if self._trainer.ready is not None else ""
+
+    @property
+    def trained(self) -> int:
+        """Windows of all inner steps since this node started: what was trained twice counts twice."""
+        return self._trained_before + self.progress.trained
 
     @property
     def restarts(self) -> int:
@@ -195,6 +201,7 @@ class Training:
 
     def _on_lost(self, reason: str) -> None:
         self._stop_looking()
+        self._trained_before += self.progress.trained
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._states.drop()
         self._post(events.Progress(0, 0.0, 0.0))

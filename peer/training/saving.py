@@ -35,6 +35,9 @@ WRITE_SHARE = 0.05
 SAVE_DELAY = 0.5
 """Seconds for which writing waits for the round of the announced update to be applied: other peers wait for that."""
 
+PROGRESS_SECONDS = 30.0
+"""Within a round what was trained is saved no more often: it is what a process that is killed loses."""
+
 RETRY_SECONDS = 60.0
 """After a save that failed."""
 
@@ -85,6 +88,10 @@ class Saving:
         """(state, when it is to be written at the latest, seconds for which training stood still for the copy)."""
         self._under_way: _UnderWay | None = None
         self._due = 0.0
+        self._pause = 0.0
+        """Seconds from the last save's begin to when the next one was due."""
+        self._kept_at = self._update_at = self._round_seconds = 0.0
+        """When something was kept last, when an update was last made, and how long after the one before."""
         self._told = False
 
     @property
@@ -101,10 +108,31 @@ class Saving:
     # -- beside the training ---------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """To be called when what is there now is worth saving: copies it, if it is time for that."""
+        """To be called when an update was made: copies what is there now, if it is time for that."""
         began = time.monotonic()
-        if began < self._due or self._under_way is not None:
-            return
+        if self._update_at:
+            self._round_seconds = began - self._update_at
+        self._update_at = began
+        if began >= self._due and self._under_way is None:
+            self._keep(began)
+
+    @property
+    def is_progress_due(self) -> bool:
+        """Whether `keep_progress` has something to do."""
+        now = time.monotonic()
+        if not self.is_idle or not self._update_at or now < max(self._due, self._kept_at + PROGRESS_SECONDS):
+            return False
+        # What is there right after an update is worth more: the save of that is not put off by this one.
+        left = self._update_at + self._round_seconds - now
+        return left <= 0 or left >= self._pause
+
+    def keep_progress(self) -> None:
+        """To be called between two steps of a long round: copies what is there, if `is_progress_due`."""
+        if self.is_progress_due:
+            self._keep(time.monotonic())
+
+    def _keep(self, began: float) -> None:
+        self._kept_at = began
         state = self._state()
         if state is None:
             return
@@ -177,7 +205,8 @@ class Saving:
         return self._folder.not_saved(why)
 
     def _next_after(self, began: float, still: float, wrote: float) -> None:
-        self._due = began + max(still / STILL_SHARE, wrote / WRITE_SHARE)
+        self._pause = max(still / STILL_SHARE, wrote / WRITE_SHARE)
+        self._due = began + self._pause
 
     # -- now ---------------------------------------------------------------------------------------------------
 

@@ -122,6 +122,8 @@ class Service:
             batch = self._next_batch(trainer)
             self._turn_to_waiting(trainer)
         self._go_on_saving(trainer)
+        if trainer.saving.is_progress_due:
+            self._save(trainer, trainer.saving.keep_progress)
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
             return
@@ -261,7 +263,7 @@ class Service:
             Progress(
                 claims.uncovered, pace.late_loss, rate, claims.steps, trainer.inner.learning_rate, waiting,
                 mfu(rate, trainer.flops_per_token, trainer.peak_flops), trainer.work.memory(),
-                trainer.spent.shares(now),
+                trainer.spent.shares(now), trainer.trained, claims.counter,
             )
         )  # fmt: skip
 

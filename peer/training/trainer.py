@@ -118,6 +118,8 @@ class Trainer:
         """The swarm's, in the state that is held."""
         self.usual_windows = 0
         """Own windows in the last applied record with an update of one's own: how long a round is for this peer."""
+        self.trained = 0
+        """Windows of all steps of this process: those that are trained again count again."""
         self.non_finite = 0
         self.pace = Pace(time.monotonic())
         self.batches = self._batches(start)
@@ -206,6 +208,7 @@ class Trainer:
             except torch.OutOfMemoryError:
                 raise out_of_memory(self.device, "hold the optimiser's moments") from None
             self.claims.trained(len(windows))
+            self.trained += len(windows)
             if step.taken:
                 self.pace.step(time.monotonic(), len(windows) * self.spec.data.window, step.loss)
         if step.taken:

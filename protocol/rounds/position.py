@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.ids import Digest
+from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.blobs import PartOf, Source, contents
@@ -32,6 +32,8 @@ class _Aside:
     until: float
     tries: int
     active: bool
+    absent: frozenset[PeerKey]
+    """Contributors of its record that were no members then: what they hold can be had when one is heard of again."""
 
 
 class Position:
@@ -248,12 +250,17 @@ class Position:
     # -- branches that are not followed for a while ----------------------------------------------------------
 
     def set_aside(self, record: Digest, until: float | None) -> None:
-        """Leave a branch out of the fork choice: until a time, or for a patience that doubles each time."""
+        """Leave a branch out of the fork choice: until a time, or for a patience that doubles each time, but no longer
+        than until somebody is back who was away."""
         c = self._c
         old = self._aside.pop(record, None)
         tries = 0 if old is None else old.tries + 1
-        longest = c.policy.patience_seconds * 2 ** min(tries, 6)
-        self._aside[record] = _Aside(c.now, until or c.now + longest, tries, True)
+        end, absent = until, frozenset[PeerKey]()
+        if end is None:
+            end = c.now + c.policy.patience_seconds * 2 ** min(tries, 6)
+            authors = c.chain.certificate(record).record.body.contributors
+            absent = frozenset(k for k in authors if k != c.me and k not in c.members)
+        self._aside[record] = _Aside(c.now, end, tries, True, absent)
         c.chain.set_aside(record)
         self._waiting = None
         while len(self._aside) > MAX_ASIDE:
@@ -283,9 +290,18 @@ class Position:
         for record, a in list(self._aside.items()):
             if record not in self._c.chain:
                 del self._aside[record]
+            elif a.active and any(map(self._is_back, a.absent)):
+                # The network was split, and is whole again: nobody withheld anything.
+                a.active, a.tries = False, -1
+                self._c.chain.take_back(record)
             elif a.active and a.until <= self._c.now:
                 a.active = False
                 self._c.chain.take_back(record)
+
+    def _is_back(self, key: PeerKey) -> bool:
+        """Heard again and again: one heartbeat can come by others, from behind a split."""
+        member = self._c.members.get(key)
+        return member is not None and member.heard - member.since >= self._c.policy.heartbeat_seconds
 
     def times(self) -> list[float]:
         """When something will be due."""

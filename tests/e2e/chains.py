@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,15 @@ from protocol.spec import RunSpec
 
 @dataclass(frozen=True)
 class Branch:
-    """The head's path from the genesis, oldest first, and how many certificates lie in the store in all."""
+    """The head's path from the genesis, oldest first, and how many certificates lie in the store in all.
+
+    `side`: how many records the longest branch has that is not on the path.
+    """
 
     path: tuple[Certificate, ...]
     stored: int
     final: Signed[Final] | None
+    side: int = 0
 
     @property
     def height(self) -> int:
@@ -46,15 +51,27 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
     """Every certificate is verified as one that a stranger sent. Raises ProtocolError for one that is none."""
     opener = _OPENERS.setdefault(bytes(spec.run_id), Opener(spec.run_id, spec.owner_key))
     chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
-    stored = 0
+    stored, parents = 0, dict[Digest, Digest]()
     for file in sorted((store / "chain").glob("*-*")):
-        chain.add(opener.certificate(file.read_bytes()[32:]))
+        certificate = opener.certificate(file.read_bytes()[32:])
+        parents[certificate.record.digest] = certificate.record.body.parent
+        chain.add(certificate)
         stored += 1
     final = None
     if (value := store / "values" / "final").exists():
         final = opener.open(value.read_bytes(), Final)
         chain.add_final(final)
-    return Branch(chain.path(chain.genesis, chain.head), stored, final)
+    path = chain.path(chain.genesis, chain.head)
+    return Branch(path, stored, final, longest_side(parents, {c.record.digest for c in path}))
+
+
+def longest_side(parents: Mapping[Digest, Digest], main: Set[Digest]) -> int:
+    """Of records with their parents, oldest first: how many the longest branch has that is not on the main path."""
+    lengths = dict[Digest, int]()
+    for record, parent in parents.items():
+        if record not in main:
+            lengths[record] = lengths.get(parent, 0) + 1
+    return max(lengths.values(), default=0)
 
 
 def check_windows(branch: Branch) -> None:

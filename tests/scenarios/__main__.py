@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,13 +20,27 @@ SPARE_SECONDS = 120.0
 """For what comes before and after a scenario's own time."""
 
 
-def play(scenario: script.Scenario) -> Outcome:
-    """One scenario, on an emulated internet of its own. Raises WanError when that cannot be had."""
+def play(scenario: script.Scenario, logs: Path | None = None) -> Outcome:
+    """One scenario, on an emulated internet of its own. Raises WanError when that cannot be had.
+
+    `logs`: a folder for the whole logs of all, which go with the scenario's end otherwise.
+    """
     with (
         Wan(scenario.topology(), name=f"s{os.getpid()}", ttl=scenario.limit_seconds + SPARE_SECONDS) as wan,
         Swarm(scenario, wan) as swarm,
     ):
-        return asyncio.run(Play(scenario, swarm).go())
+        try:
+            return asyncio.run(Play(scenario, swarm).go())
+        finally:
+            if logs is not None:
+                keep_logs(swarm, logs / scenario.name)
+
+
+def keep_logs(swarm: Swarm, folder: Path) -> None:
+    """Each process's log of all its lives."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in swarm.processes:
+        (folder / f"{name}.log").write_text(swarm.log(name))
 
 
 def report(outcome: Outcome) -> str:
@@ -71,7 +86,9 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page for people there")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the whole logs of all processes there")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is removed, what was found is kept
     outcomes, left_out = list[Outcome](), list[str]()
     try:
         scenarios = [script.read(name) for name in given.names or script.names()]
@@ -81,7 +98,7 @@ def main() -> int:
                 left_out.append(scenario.name)
                 continue
             print(f"{scenario.name}: {scenario.what}", flush=True)
-            outcomes.append(play(scenario))
+            outcomes.append(play(scenario, given.logs))
             print(report(outcomes[-1]) + "\n", flush=True)
             if not outcomes[-1].ok:
                 print(outcomes[-1].logs, file=sys.stderr, flush=True)

@@ -17,6 +17,8 @@
     down_mbit = 100
     nat = true                       # or "symmetric"; `behind = "ada"` shares ada's gateway
     clock = 3600                     # seconds that its clock is ahead
+    speed = 0.125                    # of what the others train; by SIGSTOP of its trainer, again and again
+    faulty = true                    # it serves chunks of states with a bit that is wrong
 
     [[pairs]]
     between = ["ada", "alan"]
@@ -70,6 +72,13 @@ class Start(_OfPeers):
     seconds: Seconds = 150
 
 
+class History(_OfPeers):
+    """Before the first start: these peers have `rounds` rounds behind them (see `history`)."""
+
+    do: Literal["history"]
+    rounds: int = Field(ge=1, le=2000)
+
+
 class Rounds(_OfPeers):
     """Until these are `count` rounds further than the first of them is now."""
 
@@ -107,6 +116,15 @@ class Flap(_Part):
     on: Seconds
 
 
+class Interrupt(_OfPeers):
+    """Each of these is cut off from everybody for `off` seconds when `share` of a state that it fetches has come."""
+
+    do: Literal["interrupt"]
+    share: float = Field(default=0.5, gt=0, lt=1)
+    off: Seconds
+    seconds: Seconds = 120
+
+
 class PowerOff(_OfPeers):
     """Hosts lose their power: no farewell, and no packet. "home" is the coordinator's."""
 
@@ -120,9 +138,10 @@ class Stop(_OfPeers):
 
 
 class Freeze(_OfPeers):
-    """SIGSTOP for everything on these hosts."""
+    """SIGSTOP for everything on these hosts; `exchanging`: in the middle of an exchange."""
 
     do: Literal["freeze"]
+    exchanging: bool = False
 
 
 class Thaw(_OfPeers):
@@ -169,6 +188,13 @@ class OneChain(_OfPeers):
     seconds: Seconds = 60
 
 
+class Forks(_OfPeers):
+    """On the disks of these no branch that lost has more than `most` records: no fork outlived so many rounds."""
+
+    do: Literal["expect forks"]
+    most: int = Field(default=1, ge=0)
+
+
 class Contribute(_OfPeers):
     """Each of these is in at least `share` of the last `last` rounds."""
 
@@ -178,11 +204,56 @@ class Contribute(_OfPeers):
 
 
 class Joined(_OfPeers):
-    """Each of these contributes at most `rounds` rounds after its trainer was ready."""
+    """Each of these trains within `seconds`, and contributes at most `rounds` rounds after its trainer was ready."""
 
     do: Literal["expect joined"]
     rounds: int = Field(default=2, ge=1)
     seconds: Seconds = 90
+
+
+class Download(_OfPeers):
+    """Each of these has fetched a state (the largest blob that it fetched, since it was started last).
+
+    While it did, `share` of its downlink was used, at least `donors` hosts sent a tenth of the state or more each, and
+    no more than `most` times the state's size came over the line (what was cut off is not fetched again).
+    """
+
+    do: Literal["expect download"]
+    share: float = Field(default=0.0, ge=0, le=1)
+    donors: int = Field(default=2, ge=1)
+    most: float = Field(default=2.0, gt=1)
+
+
+class Goodput(_OfPeers):
+    """Of what these peers' trainers did in all their lives, at least `share` was accepted, each window once.
+
+    What is not decided yet counts for nothing. What a power cut destroyed within a round counts against it, and is
+    told. `each`: of every one of them, not only of all together.
+    """
+
+    do: Literal["expect goodput"]
+    share: float = Field(gt=0, le=1)
+    each: bool = False
+
+
+class PutBack(_OfPeers):
+    """Every update that these peers made in this life and that the chain does not have went back into their error
+    feedback, but for the last one or two, which are open; of all together at least `least` did.
+    """
+
+    do: Literal["expect put back"]
+    least: int = Field(default=1, ge=0)
+    seconds: Seconds = 20
+
+
+class Carried(_OfPeers):
+    """Since the last one of them was started these peers were in fewer rounds than there were: in `fewest` or more, and
+    in at most `share` of them. (That what they did was accepted at last is `expect goodput`'s to say.)
+    """
+
+    do: Literal["expect carried"]
+    fewest: int = Field(default=2, ge=1)
+    share: float = Field(default=0.7, gt=0, lt=1)
 
 
 class Pace(_OfPeers):
@@ -205,10 +276,12 @@ class Credits(_OfPeers):
 
 
 class Logged(_OfPeers):
-    """Each of these has logged something that this pattern finds."""
+    """Each of these has logged something that this pattern finds, at least `least` and at most `most` times."""
 
     do: Literal["expect log"]
     pattern: str
+    least: int = Field(default=1, ge=0)
+    most: int = Field(default=10**6, ge=0)
 
 
 class Ended(_OfPeers):
@@ -220,8 +293,9 @@ class Ended(_OfPeers):
 
 
 Step = Annotated[
-    Start | Rounds | Wait | Cut | Heal | Flap | PowerOff | Stop | Freeze | Thaw | Coordinator | Churn | Damage
-    | OneChain | Contribute | Joined | Pace | Credits | Logged | Ended,
+    Start | History | Rounds | Wait | Cut | Heal | Flap | Interrupt | PowerOff | Stop | Freeze | Thaw | Coordinator
+    | Churn | Damage | OneChain | Forks | Contribute | Joined | Download | Goodput | PutBack | Carried | Pace | Credits
+    | Logged | Ended,
     Field(discriminator="do"),
 ]  # fmt: skip
 
@@ -233,6 +307,8 @@ class HostOf(_Part):
     nat: bool | Literal["symmetric"] = False
     behind: str = ""
     clock: float = 0
+    speed: float = Field(default=1, gt=0, le=1)
+    faulty: bool = False
 
 
 class PairOf(_Part):
@@ -276,9 +352,14 @@ class Scenario(_Part):
             for name in (*getattr(step, "peers", ()), *between[0], *between[1]):
                 if name not in there:
                     raise ValueError(f"step {number} ({step.do}): there is no host {name!r}")
-                if name in shared and step.do in ("cut", "flap", "power off", "churn"):
+                if name in shared and step.do in ("cut", "flap", "power off", "churn", "interrupt"):
                     raise ValueError(f"step {number} ({step.do}): {name} has no line of its own")
         return self
+
+    @property
+    def window(self) -> int:
+        """Tokens of a window of the run's data."""
+        return int(self.run.get("data", {}).get("window", 32))
 
     def topology(self) -> Topology:
         """Raises WanError."""

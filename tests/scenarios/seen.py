@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from statistics import median
 
+from tests.scenarios.counted import Counted
 from tests.scenarios.swarm import Swarm
 
 EVERY = 0.25
@@ -25,6 +26,9 @@ class Seen:
         """By the number of rounds applied and the last one's record: the digest that each peer showed."""
         self.first: dict[int, float] = {}
         """When the first peer was seen in a round."""
+        self.counted = Counted(swarm.scenario.window)
+        self.training: dict[str, float] = {}
+        """The share of each trainer's last minute in which it trained."""
 
     async def watch(self) -> None:
         while True:
@@ -37,6 +41,9 @@ class Seen:
             if (s := self._swarm.shown(name)) is None:
                 continue
             self.rounds[name] = s.round
+            self.counted.shown(name, s)
+            if (training := s.time_shares.get("training")) is not None:
+                self.training[name] = training
             if s.phase in ("training", "exchanging") and s.round >= max(self.rounds.values()) - 1:
                 self.ready.setdefault(name, s.round)
             if s.round not in self.first and s.round >= max(self.first, default=0):
@@ -48,6 +55,12 @@ class Seen:
         """A peer starts anew."""
         self.rounds.pop(name, None)
         self.ready.pop(name, None)
+        self.counted.starts(name)
+
+    def last_look(self, name: str) -> None:
+        """Its power is about to go."""
+        shown = self._swarm.shown(name)
+        self.counted.cut(name, shown, self._swarm.age(name) if shown else 0.0)
 
     def forget_states(self) -> None:
         """States seen so far do not count: a branch that lost may have had others."""

@@ -10,19 +10,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.wan_run_file import toml
 from cairn.demo.processes import Process
+from coordinator.authoring.resolve import GENESIS, SPEC
 from coordinator.authoring.runfile import tomllib
 from peer.node.snapshot import FILE, Snapshot
 from protocol.identity import from_key_file
 from protocol.ids import PeerKey
 from protocol.invite import Invite
 from tests.e2e.world import START_SECONDS, World
+from tests.scenarios.history import make_history
 from tests.scenarios.script import HOME, Scenario
 from tests.wan.namespaces import sh
 from tests.wan.testbed import Wan
@@ -93,11 +95,19 @@ class Swarm(World):
             name, name,
             "peer", "join", str(invite or self.invite), "--home", str(self.folder / name), "--name", name,
             "--threads", "1", "--device", device, "--parallel", parallel, "--plain", environment=environment,
+            module="tests.scenarios.faulty" if host.faulty else "cairn",
         )  # fmt: skip
 
-    def _on(self, host: str, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Process:
+    def _on(
+        self,
+        host: str,
+        name: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        module: str = "cairn",
+    ) -> Process:
         within = self.wan.command(host, [])
-        process = Process(name, arguments, self.folder, within=within, environment=environment)
+        process = Process(name, arguments, self.folder, within=within, environment=environment, module=module)
         self._born[name] = time.time()
         self.processes[name] = process
         self.started.append(process)
@@ -127,6 +137,12 @@ class Swarm(World):
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
         return json.loads(done.stdout)
 
+    def make_history(self, names: Sequence[str], rounds: int) -> None:
+        """The run's past, with these peers in it. Before they are started, and when the coordinator is there."""
+        run = self.coordinator_home / "run"
+        envelope, genesis = (run / SPEC).read_bytes(), (run / GENESIS).read_bytes()
+        make_history(self.spec, envelope, genesis, self.owner, {n: self.folder / n for n in names}, rounds)
+
     # -- what is done to hosts -------------------------------------------------------------------------------
 
     def shown(self, name: str) -> Snapshot | None:
@@ -135,6 +151,23 @@ class Swarm(World):
             if self._born.get(name, 0.0) <= (self.peer_folder(name) / FILE).stat().st_mtime:
                 return self.snapshot(name)
         return None
+
+    def alive(self, name: str) -> str:
+        """The same name. Fails with the end of its log when the peer has ended."""
+        assert self.processes[name].running, f"{name} has ended\n{self.logs(name)}"
+        return name
+
+    def age(self, name: str) -> float:
+        """How many seconds ago a peer showed itself last."""
+        return time.time() - (self.peer_folder(name) / FILE).stat().st_mtime
+
+    def arriving(self, name: str) -> int:
+        """The size of the largest blob that a peer is fetching now, in bytes; 0 when there is none."""
+        sizes = [0]
+        for path in (self.peer_folder(name) / "store" / "partial").glob("*"):
+            with suppress(OSError):
+                sizes.append(path.stat().st_size)
+        return max(sizes)
 
     def running(self) -> list[str]:
         """Peers whose process runs."""

@@ -35,7 +35,7 @@ def written(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_each_scenario_begins_with_peers_and_ends_with_what_is_expected_of_them(name: str):
     scenario = SCENARIOS[name]
-    assert scenario.steps[0].do == "start"
+    assert scenario.steps[0].do in ("start", "history")
     assert scenario.steps[-1].do.startswith("expect ")
     assert set(scenario.topology().hosts) == {*scenario.peers, script.HOME}
 
@@ -58,6 +58,8 @@ def test_what_a_scenario_does_not_say_has_a_default(tmp_path: Path, monkeypatch:
         (TINY.replace('"ada"\n[[steps', '"ada"\nbehind = "zoe"\n[[steps'), "is behind 'zoe'"),
         (TINY.replace('"ada"\n[[steps', '"ada"\nup_mbit = 0\n[[steps'), "rates must be positive"),
         (SHARED + '[[steps]]\ndo = "power off"\npeers = ["zoe"]', "zoe has no line of its own"),
+        (SHARED + '[[steps]]\ndo = "interrupt"\noff = 3\npeers = ["zoe"]', "zoe has no line of its own"),
+        (TINY.replace('"ada"\n[[steps', '"ada"\nspeed = 2\n[[steps'), "hosts.0.speed"),
         (TINY + "surprise = 1", "Extra inputs are not permitted"),
         ("what = ", "own.toml"),
     ],

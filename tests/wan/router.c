@@ -8,7 +8,8 @@
  *   router CTL_FD SECONDS SEED { TUN_FD IPV4 UP_BYTES/S DOWN_BYTES/S UP_QUEUE DOWN_QUEUE }...
  *
  * CTL_FD is a datagram socket: "set A B DELAY_US LOSS" and "cut A B 0|1" change one direction (A and B are
- * indexes), "stat" changes nothing, "quit" ends (as the end of SECONDS does).  Each is answered with counters.
+ * indexes), "stat" changes nothing, "quit" ends (as the end of SECONDS does).  Each is answered with counters; "flow B"
+ * with the bytes that have come from each host to B.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -36,7 +37,7 @@ struct host {
     ns_t up_free, down_free;                    /* when each transmitter falls idle */
     unsigned long long tx, rx, pkts, lost, overflow, stray;
 };
-struct link { ns_t delay; double loss; int cut; };
+struct link { ns_t delay; double loss; int cut; unsigned long long rx; };
 struct pkt {                                    /* segs segments of seg bytes, wire bytes in all */
     struct link *link;                          /* NULL once it waits for delivery */
     struct host *dst;
@@ -204,6 +205,7 @@ static void deliver(struct pkt *p, ns_t when)   /* an event is due */
     }
     d->down_free = start + p->wire / d->down;
     d->rx += p->wire;
+    p->link->rx += p->wire;
     p->link = NULL;
     int last = p->wire < p->seg ? p->wire : p->seg;
     ns_t end = p->tail + (ns_t)(last / d->down);
@@ -224,6 +226,11 @@ static int control(int fd)
         links[a][b].loss = loss;
     }
     if (sscanf(in, "cut %u %u %d", &a, &b, &cut) == 3 && a < MAXH && b < MAXH) links[a][b].cut = cut;
+    if (sscanf(in, "flow %u", &b) == 1 && b < MAXH) {
+        for (int i = 0; i < hosts; i++) o += snprintf(out + o, sizeof out - o, " %llu", links[i][b].rx);
+        sendto(fd, out, o, MSG_DONTWAIT, (void *)&from, fl);
+        return 1;
+    }
     struct timespec cpu;
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &cpu);
     o = sprintf(out, "%.4f %.4f %d", cpu.tv_sec + cpu.tv_nsec / 1e9, late / 1e6, events);

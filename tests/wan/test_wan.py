@@ -105,7 +105,7 @@ def test_a_round_trip_takes_what_the_topology_says(wan: Wan):
 @needs_wan
 def test_a_line_carries_its_rate_and_no_more_and_the_counters_see_every_byte(wan: Wan):
     size = 8_000_000
-    before, began = wan.counters().hosts, time.monotonic()
+    before, flows, began = wan.counters().hosts, wan.flows("b"), time.monotonic()
     on(wan, "c", FLOOD, wan.host("b").ip, size)
     seconds = time.monotonic() - began
     after = wan.counters().hosts
@@ -114,6 +114,8 @@ def test_a_line_carries_its_rate_and_no_more_and_the_counters_see_every_byte(wan
     sent, received = after["c"].tx_bytes - before["c"].tx_bytes, after["b"].rx_bytes - before["b"].rx_bytes
     assert size <= received <= sent + 1000  # a farewell of the test before may still have come in
     assert sent <= 1.12 * size
+    came = {name: count - flows[name] for name, count in wan.flows("b").items()}
+    assert size <= came["c"] <= received and came["a"] + came["b"] < 1000
 
 
 @needs_wan

@@ -175,6 +175,14 @@ class Wan:
         except (ValueError, IndexError, TypeError):
             raise WanError(f"the router's counters cannot be read: {' '.join(words)[:200]}") from None
 
+    def flows(self, to: str) -> dict[str, int]:
+        """IP bytes that have come to a host since the start, by the host that sent them."""
+        words = self._ask("flow", self.host(to).index)
+        try:
+            return {h.name: int(words[h.index]) for h in self.topology.hosts.values()}
+        except (ValueError, IndexError):
+            raise WanError(f"the router's flows cannot be read: {' '.join(words)[:200]}") from None
+
     def _set(self, a: Host, b: Host, line: Line) -> None:
         self._ask("set", a.index, b.index, int(line.rtt_ms * 500), line.loss)
 

@@ -1,0 +1,105 @@
+"""What trainers did in all their lives, and what of it was accepted. Reads nothing: it is told what peers showed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from peer.node.snapshot import Snapshot
+from protocol.ids import PeerKey
+from tests.e2e.chains import Branch
+
+
+@dataclass
+class Life:
+    """Windows, as the peer last showed them: trained in this life, of these covered by no update yet, the next one."""
+
+    trained: int = 0
+    open: int = 0
+    next_window: int = 0
+
+
+@dataclass
+class Account:
+    """One peer's. The last life is the one that it lives now, or lived last."""
+
+    lives: list[Life] = field(default_factory=lambda: [Life()])
+    destroyed: int = 0
+    """Windows that no update covered when the power went, and that the next life trained again."""
+
+    was_cut: Life | None = None
+    """The life that a power cut ended, until the next one says where it goes on from."""
+
+    @property
+    def trained(self) -> int:
+        return sum(life.trained for life in self.lives)
+
+    @property
+    def next_window(self) -> int:
+        """Of the last life that said."""
+        return next((life.next_window for life in reversed(self.lives) if life.next_window), 0)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """In windows. `lost`: trained again, or skipped for ever. `destroyed` of them by power cuts in mid-round."""
+
+    accepted: int
+    lost: int
+    destroyed: int
+
+    @property
+    def share(self) -> float:
+        """Accepted, of what was trained and is decided; 0 when nothing was."""
+        return self.accepted / max(1, self.accepted + self.lost)
+
+    def __add__(self, other: Goodput) -> Goodput:
+        return Goodput(self.accepted + other.accepted, self.lost + other.lost, self.destroyed + other.destroyed)
+
+    def __str__(self) -> str:
+        whole = max(1, self.accepted + self.lost)
+        cuts = f", {self.destroyed / whole:.1%} destroyed in mid-round by power cuts" if self.destroyed else ""
+        return f"{self.share:.1%} of {whole:,} windows{cuts}"
+
+
+class Counted:
+    """Told what peers show (`shown`), that one starts (`starts`) and that one's power is about to go (`cut`)."""
+
+    def __init__(self, window: int):
+        self._window = window
+        self._of: dict[str, Account] = {}
+
+    def starts(self, name: str) -> None:
+        if name in self._of:
+            self._of[name].lives.append(Life())
+
+    def shown(self, name: str, s: Snapshot) -> None:
+        account = self._of.setdefault(name, Account())
+        life = account.lives[-1]
+        life.trained, life.open = max(life.trained, s.trained_windows), s.open_windows
+        life.next_window = max(life.next_window, s.next_window)
+        if (before := account.was_cut) is not None and life.next_window:
+            account.destroyed += max(0, min(before.open, before.next_window - (life.next_window - life.trained)))
+            account.was_cut = None
+
+    def trained(self, name: str) -> int:
+        """Windows, in all lives so far."""
+        return self._of[name].trained if name in self._of else 0
+
+    def cut(self, name: str, s: Snapshot | None, age: float) -> None:
+        """The power of a peer goes, which showed this so many seconds ago: it trained on since as fast as before."""
+        if s is None:
+            return
+        self.shown(name, s)
+        account = self._of[name]
+        since = round(s.tokens_per_second / self._window * age) if s.phase in ("training", "exchanging") else 0
+        life = account.lives[-1]
+        life.trained, life.next_window, life.open = life.trained + since, life.next_window + since, life.open + since
+        account.was_cut = life
+
+    def goodput(self, name: str, key: PeerKey, branch: Branch) -> Goodput:
+        """By the branch that stands. Windows that were trained and may still be accepted are in neither sum."""
+        account = self._of.get(name, Account())
+        own = [u.body for c in branch.path for u in c.record.body.updates if u.author == key]
+        accepted, end = sum(u.windows for u in own), max((u.end_window for u in own), default=0)
+        again = account.trained - max(end, account.next_window)
+        return Goodput(accepted, end - accepted + max(0, again), account.destroyed)
