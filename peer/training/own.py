@@ -90,11 +90,15 @@ class OwnUpdates:
             if only is not None:
                 self._put_back(name, update.blob, only)
         except (CodecError, OSError) as e:
-            self._report("warning", "lost-update", f"what a round dropped of an own update cannot be put back: {e}")
+            self.not_put_back(e)
 
     def lost(self, why: Exception) -> None:
         """Report that an update which does not count is in nothing that is sent."""
         self._report("warning", "lost-update", f"an own update that missed its round cannot be put back: {why}")
+
+    def not_put_back(self, why: Exception) -> None:
+        """Report that what a round dropped of an own update is lost."""
+        self._report("warning", "lost-update", f"what a round dropped of an own update cannot be put back: {why}")
 
     def _put_back(self, name: Digest, blob: bytes, only: bytes | None) -> None:
         self._outer.restore(blob, only)

@@ -326,7 +326,7 @@ class Trainer:
             mine = {blob_digest(blob): Accepted(blob) for blob in map(self._blob, ask.withdraw)}
             last: Digest | None = None
             for update in ask.reduced:
-                found = self._own(self._contributions(update), update.parts)
+                found = self._reduced_before(update)
                 mine, last = mine | found, next(iter(found), last)
             for update in ask.replay:
                 if update.round != number:
@@ -392,6 +392,14 @@ class Trainer:
         """Own updates among those accepted, by digest."""
         mine = [bytes(c.blob) for c in contributions if c.author == self.me]
         return {blob_digest(blob): Accepted(blob, mapped(parts)) for blob in mine}
+
+    def _reduced_before(self, update: RoundUpdates) -> dict[Digest, Accepted]:
+        """Own updates of a round that the state holds already. What cannot be read is told: the state needs it not."""
+        try:
+            return self._own(self._contributions(update), update.parts)
+        except (OSError, CodecError) as e:
+            self.own.not_put_back(e)
+            return {}
 
     def _contributions(self, update: RoundUpdates) -> list[Contribution]:
         return [Contribution(u.author, u.windows, self._blob(u.blob)) for u in update.updates]
