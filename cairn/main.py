@@ -98,6 +98,7 @@ def peer() -> None:
     show_default=True,
     help="Compile the model's layers with torch.compile. auto: on a GPU.",
 )
+@click.option("--overlap", type=click.Choice(["on", "off"]), default="on", hidden=True)  # to measure what it saves
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the trainer.  [default: all]"
 )
@@ -105,7 +106,9 @@ def peer() -> None:
 @click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to tell others, if not those found.")
 @click.option("--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
-def join(invite, home, name, device, parallel, recompute, compiled, threads, listen, announce, disk, plain) -> None:
+def join(
+    invite, home, name, device, parallel, recompute, compiled, overlap, threads, listen, announce, disk, plain
+) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
     Ctrl-C announces what is done, saves the rest and leaves; the same command resumes.
@@ -121,6 +124,7 @@ def join(invite, home, name, device, parallel, recompute, compiled, threads, lis
             parallel=parallel,
             recompute=recompute,
             compile=compiled,
+            overlap=overlap == "on",
             threads=threads,
             listen=tuple(listen),
             announce=tuple(announce),

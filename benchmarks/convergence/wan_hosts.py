@@ -149,7 +149,7 @@ class Hosts:
 
 def kind_of(command: str) -> str:
     """What a process is, by its command line: trainer, daemon (libp2p's), or node."""
-    if "peer.training" in command:
+    if "peer.training" in command or "stand_in" in command:
         return "trainer"
     return "daemon" if "p2pd" in command.split(" ", 1)[0] or "watchdog" in command else "node"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from peer.channel import (
@@ -48,7 +48,7 @@ class Training:
     """Made once what the trainer needs is in the store; `begin`, then `stop`.
 
     `post` takes events for the machine, `spawn` makes tasks whose errors end the node, `undecided` are the blobs of the
-    open round.
+    open round. `command` replaces the trainer's own.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class Training:
         post: Callable[[events.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         undecided: Callable[[], Iterable[Digest]],
+        command: Sequence[str] | None = None,
     ):
         self._start = start
+        self._command = command
         self._store = store
         self._chain = chain
         self._updates = updates
@@ -110,7 +112,7 @@ class Training:
         return self._trainer.restarts
 
     def _new_trainer(self) -> Trainer:
-        return Trainer(self._start, on_message=self._on_message, on_lost=self._on_lost)
+        return Trainer(self._start, on_message=self._on_message, on_lost=self._on_lost, command=self._command)
 
     # -- what the machine asks -------------------------------------------------------------------------------
 
