@@ -109,9 +109,9 @@ class StandIn:
                 self._prepare(message.update.round + 1, message.next_window)
             case MakeUpdate() if self._made is not None:
                 os.replace(self._file, message.out)
-                end = self._window + 1
+                first, end = self._window, self._window + TARGET
                 self._end.send(
-                    UpdateMade(message.parent, message.out, self._codec.size, self._made, self._window, end, 1, 1.0)
+                    UpdateMade(message.parent, message.out, self._codec.size, self._made, first, end, 1, 1.0)
                 )
                 self._made = None
             case Save():
