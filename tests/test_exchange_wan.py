@@ -61,8 +61,11 @@ def test_a_round_lasts_from_the_first_announcement_until_the_last_peer_is_there(
     assert times.own == pytest.approx(0.65)
 
 
-def test_a_blob_that_comes_after_the_certificate_counts_too():
+def test_a_blob_that_comes_after_the_certificate_counts_too_but_not_the_own_one_of_the_next_round():
     assert judging.times_of(_diaries(held=0.25), 3, [0, 1]).held == pytest.approx(0.95)
+    diaries = _diaries()
+    diaries[1].append({"what": "held", "round": 3, "at": 15.0})
+    assert judging.times_of(diaries, 3, [0, 1]).held == pytest.approx(0.7)
 
 
 def test_a_reducers_round_is_over_when_its_result_came_not_when_it_was_looked_at():
@@ -104,9 +107,12 @@ def _values(numbers: list[int], peers: int = 4) -> torch.Tensor:
 def test_the_mean_of_all_and_that_of_the_survivors_are_told_apart():
     assert shares(_values([0, 1, 2, 3]), 4) == {"all": 1.0, "survivors": 0.0}
     assert shares(_values([0, 1, 2]), 4) == {"all": 0.0, "survivors": 1.0}
-    assert shares(_values([1]), 4) == {"all": 0.0, "survivors": 1.0}, "the mean of 0, 1 and 2 is 1's own"
-    assert shares(_values([0]), 4) == {"all": 0.0, "survivors": 0.0}
-    assert shares(_values(list(range(8))), 8)["survivors"] == 0.0
+    assert shares(_values(list(range(8))), 8) == {"all": 1.0, "survivors": 0.0}
+
+
+@pytest.mark.parametrize(("peers", "alone"), [(4, i) for i in range(4)] + [(8, i) for i in range(8)])
+def test_what_a_peer_had_itself_is_no_mean(peers: int, alone: int):
+    assert shares(_values([alone]), peers) == {"all": 0.0, "survivors": 0.0}
 
 
 def test_what_is_averaged_in_part_is_wrong_whatever_was_reported():
@@ -145,24 +151,23 @@ def _row(name: str, **changes: Any) -> dict[str, Any]:
         "name": name, "says": name, "parameters": 25_165_824, "peers": 4, "mbit": 100.0, "rtt_ms": 100.0,
         "size": 1, "floor": 1.0, "exchange": 1.2, "certified": 1.3, "applied": 1.5, "own": 1.2, "ratio": 1.2,
         "up": 1.0, "down": 1.0, "cpu": {"node": 1.0, "apply (of the trainer's)": 0.5}, "matchmaking": None,
-        "right": True, "death": None,
+        "right": True, "death": None, "rounds": [{"right": True}, {"right": True}],
     }  # fmt: skip
     return row | changes
 
 
-def test_a_rival_counts_only_where_its_result_is_right_and_the_swarm_is_the_same():
+def test_a_rival_counts_only_where_the_swarm_is_the_same():
     ours, rival = _row("sparse"), _row("hivemind-u8", applied=30.0, matchmaking=6.0)
     found = goals([ours, rival, _row("hivemind-fp16", applied=60.0)])
     assert [(round(g["value"], 1), g["met"]) for g in found] == [(1.2, True), (20.0, True), (24.0, True)]
-    assert len(goals([ours, rival | {"right": False}])) == 1
     assert len(goals([ours, rival | {"peers": 8}])) == 1
 
 
 def test_a_table_shows_who_was_wrong_and_what_a_death_did():
     death = {"seconds": 3.0, "right": False, "says": "success, with 3 peers", "next_seconds": None, "after": 0.5}
-    rows = [_row("gloo", right=False, death=death)]
+    rows = [_row("gloo", right=False, death=death, rounds=[{"right": True}, {"right": False}])]
     text = show({"rows": rows, "goals": goals(rows)})
-    assert "WRONG" in text
+    assert "WRONG in 1 of 2" in text
     assert "3.0 s, WRONG: success, with 3 peers; no next round" in text
     assert "1.5" not in text.splitlines()[-1]
 

@@ -9,8 +9,6 @@ counted apart; the round is its all-reduce, which all begin at the same instant.
 from __future__ import annotations
 
 import concurrent.futures
-import faulthandler
-import signal
 import json
 import os
 import sys
@@ -43,7 +41,6 @@ COMPRESSIONS = {
 def main() -> int:
     job, number = Job.read(Path(sys.argv[1])), int(sys.argv[2])
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     diary, n = Diary(job, number), len(job.ips)
     dht = hivemind.DHT(
         host_maddrs=[f"/ip4/{job.ips[number]}/tcp/{PORT}"],

@@ -37,7 +37,11 @@ def times_of(diaries: Diaries, round: int, peers: Sequence[int]) -> Times:
     """Of a round that has ended. What a system has no word for is when it was done."""
     began = {p: entries(diaries[p], round, "announced")[0]["at"] for p in peers}
     done = {p: _end(entries(diaries[p], round, "done", "failed")[0]) for p in peers}
-    held = {p: max((e["at"] for e in entries(diaries[p], round, "held")), default=done[p]) for p in peers}
+    # What is held after the end is the own update of the next round.
+    held = {
+        p: max((e["at"] for e in entries(diaries[p], round, "held") if e["at"] <= done[p]), default=done[p])
+        for p in peers
+    }
     certified = {p: max((e["at"] for e in entries(diaries[p], round, "certified")), default=done[p]) for p in peers}
     first = min(began.values())
     return Times(
