@@ -220,7 +220,9 @@ class Deciding:
             return False
         header, member = b.headers.get(key), c.members.get(key)
         if header is not None:
-            return b.is_candidate(header) and not c.blobs.holds(header.body.blob)
+            # Who announced and has fallen silent since sends no more of it.
+            silent = member is None and c.now > b.heard[key] + c.policy.member_seconds
+            return b.is_candidate(header) and not c.blobs.holds(header.body.blob) and not silent
         if member is None:
             return False
         if member.heard >= b.began:
