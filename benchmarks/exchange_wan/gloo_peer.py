@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,8 +43,10 @@ def main() -> int:
             dist.all_reduce(values)
         except RuntimeError as e:
             # Without the others there is no group any more: only a restart of all makes another.
+            at = time.monotonic()
             values.div_(n)
-            diary.say("failed", round_number, reason=str(e)[:200], shares=shares(values, n, round_number))
+            found = shares(values, n, round_number)
+            diary.say("failed", round_number, ended=at, reason=str(e)[:200], shares=found)
             return 0
         values.div_(n)
         diary.say("done", round_number, shares=None, taking_part=n)
