@@ -19,9 +19,6 @@ from tests.wan import star
 START_SECONDS, ROUND_SECONDS = 180.0, 60.0
 SETTLE_SECONDS = 2.5
 """Before a round begins: longer than a heartbeat."""
-NICENESS = -10
-"""Of the peers' processes, and of their sessions (Linux groups by session, see autogroup in sched(7)): what else the
-machine does should not be measured."""
 AHEAD = 0.3
 """All are told of a round's beginning so long before it."""
 
@@ -51,7 +48,7 @@ class _Play:
     def row(self, dies: bool) -> Row:
         self._start()
         self._until("the first round is prepared", lambda: self._ready(0), START_SECONDS)
-        self._prefer()
+        self.world.prefer()
         self._round(0)
         self.world.wan.counters()  # forget how late the router was at the start
         rounds = [self._round(i) for i in range(1, 1 + self.setting.rounds)]
@@ -79,13 +76,6 @@ class _Play:
         if system.module.endswith((".cairn_peer", ".hivemind_peer")):
             self._until("everybody knows everybody", lambda: self._ready(-1), START_SECONDS)
             publish(folder / "go--1", str(time.monotonic()))
-
-    def _prefer(self) -> None:
-        for name in self.names:
-            for pid in self.world.wan.pids(name):
-                with suppress(OSError):  # it has just ended, or the kernel does not group
-                    os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
-                    Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS))
 
     def _until(self, what: str, look, seconds: float) -> None:
         self.world.until(what, look, min(seconds, max(1.0, self.end - time.monotonic())), every=0.02)
