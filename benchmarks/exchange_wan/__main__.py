@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="that are measured")
     parser.add_argument("--mbit", type=float, default=RATE)
     parser.add_argument("--rtt-ms", type=float, default=100.0)
+    parser.add_argument("--tcp", default=congestion_control(), help="congestion control; by default the machine's")
     parser.add_argument("--dies", action="store_true", help="kill one peer in the middle of one more round")
     parser.add_argument("--seconds", type=float, default=280.0, help="how long a row may take")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs and diaries there")
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in SYSTEMS]:
         parser.error(f"--rows: there is no {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     parameters, rounds = (4_000_000, 2) if options.quick else (options.parameters, options.rounds)
-    setting = Setting(parameters, options.peers, options.mbit, options.rtt_ms, rounds)
+    setting = Setting(parameters, options.peers, options.mbit, options.rtt_ms, rounds, options.tcp)
     rows = old_rows(options.json) if options.add and options.json else []
     machine, failed = report.machine(), False
     for name in wanted:
@@ -87,9 +88,14 @@ def number(text: str) -> int:
     return int(float(text[:-1]) * factor) if factor else int(text)
 
 
-def key(row: Mapping[str, Any]) -> tuple[str, int, int, float, float]:
+def congestion_control() -> str:
+    """This machine's, e.g. bbr or cubic: it decides how TCP begins after a pause."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def key(row: Mapping[str, Any]) -> tuple[str, int, int, float, float, str]:
     """What makes two rows the same row."""
-    return row["name"], row["parameters"], row["peers"], row["mbit"], row["rtt_ms"]
+    return row["name"], row["parameters"], row["peers"], row["mbit"], row["rtt_ms"], row["tcp"]
 
 
 def old_rows(file: Path) -> list[dict[str, Any]]:
@@ -100,7 +106,7 @@ def old_rows(file: Path) -> list[dict[str, Any]]:
 def results(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], argv: list[str] | None) -> dict[str, Any]:
     """The JSON's content, the rows in the table's order."""
     order = list(SYSTEMS)
-    ordered = sorted(rows, key=lambda r: (r["parameters"], r["peers"], r["mbit"], order.index(r["name"])))
+    ordered = sorted(rows, key=lambda r: (r["parameters"], r["peers"], r["mbit"], r["tcp"], order.index(r["name"])))
     command = " ".join(["python -m benchmarks.exchange_wan", *(sys.argv[1:] if argv is None else argv)])
     return {"machine": dict(machine), "command": command, "rows": ordered, "goals": goals(ordered)}
 
@@ -111,7 +117,7 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for r in rows:
         if r["name"] not in ("sparse", "sign", "int8", "none") or r["mbit"] != RATE:
             continue
-        where = f"{r['name']}, {r['parameters'] / 1e6:.0f}M x {r['peers']}"
+        where = f"{r['name']}, {r['parameters'] / 1e6:.0f}M x {r['peers']}, {r['tcp']}"
         found.append({"what": f"exchange / floor ({where})", "value": r["ratio"], "goal": MOST_RATIO,
                       "met": r["ratio"] <= MOST_RATIO})  # fmt: skip
         rivals = [
@@ -162,11 +168,11 @@ def death(row: Mapping[str, Any]) -> str:
 def show(found: Mapping[str, Any]) -> str:
     """All rows as tables, one for each size of swarm."""
     parts = []
-    for where in dict.fromkeys((r["parameters"], r["peers"], r["mbit"], r["rtt_ms"]) for r in found["rows"]):
-        rows = [r for r in found["rows"] if (r["parameters"], r["peers"], r["mbit"], r["rtt_ms"]) == where]
+    for where in dict.fromkeys(key(r)[1:] for r in found["rows"]):
+        rows = [r for r in found["rows"] if key(r)[1:] == where]
         parts.append(
-            f"{where[1]} peers, {where[0]:,} parameters, {where[2]:g} Mbit/s each way, {where[3] / 2:g} ms one way\n\n"
-            + table(rows)
+            f"{where[1]} peers, {where[0]:,} parameters, {where[2]:g} Mbit/s each way, {where[3] / 2:g} ms one way, "
+            f"TCP with {where[4]}\n\n" + table(rows)
         )
         if any(r["death"] for r in rows):
             told = [[r["name"], death(r)] for r in rows if r["death"]]

@@ -19,13 +19,14 @@ HEAD = "benchmarks.exchange_wan"
 
 @dataclass(frozen=True)
 class Setting:
-    """One number for all rows: `mbit` up and down for each host, `rtt_ms` between any two."""
+    """One number for all rows: `mbit` each way for each host, `rtt_ms` between any two; `tcp`: congestion control."""
 
     parameters: int
     peers: int
     mbit: float = 100.0
     rtt_ms: float = 100.0
     rounds: int = 5
+    tcp: str = "cubic"
 
     @property
     def layout(self) -> Layout:
@@ -158,6 +159,7 @@ class Row:
     peers: int
     mbit: float
     rtt_ms: float
+    tcp: str
     size: int
     floor: float
     exchange: float

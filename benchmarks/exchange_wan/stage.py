@@ -14,7 +14,7 @@ from benchmarks.convergence.wan_hosts import BenchError, Hosts, Wire, hosts
 from benchmarks.exchange_wan import judging
 from benchmarks.exchange_wan.job import Job, publish, read_diary
 from benchmarks.exchange_wan.setting import Death, Round, Row, Setting, System
-from tests.wan import star
+from tests.wan import Topology, star
 
 START_SECONDS, ROUND_SECONDS = 180.0, 60.0
 SETTLE_SECONDS = 2.5
@@ -29,7 +29,8 @@ def play(name: str, system: System, setting: Setting, *, dies: bool, seconds: fl
     names = [f"p{i + 1}" for i in range(setting.peers)]
     before = set(Path("/tmp").glob("hivemind-*.sock"))
     try:
-        with hosts(star(names, mbit=setting.mbit, rtt_ms=setting.rtt_ms), ttl=seconds + 60, keep=keep) as world:
+        lines = star(names, mbit=setting.mbit, rtt_ms=setting.rtt_ms).source
+        with hosts(Topology.parse({**lines, "tcp": setting.tcp}), ttl=seconds + 60, keep=keep) as world:
             return _Play(world, name, system, setting, names, time.monotonic() + seconds).row(dies)
     finally:
         for left in set(Path("/tmp").glob("hivemind-*.sock")) - before:
@@ -194,7 +195,7 @@ class _Play:
             if found := [e[key] for d in diaries.values() for e in d if e["what"] == "summed" and e["round"]]:
                 cpu[key.replace("_cpu", " (of the trainer's)")] = median(found)
         return Row(
-            self.name, system.says, s.layout.numel, s.peers, s.mbit, s.rtt_ms, system.size(s.layout), floor,
+            self.name, system.says, s.layout.numel, s.peers, s.mbit, s.rtt_ms, s.tcp, system.size(s.layout), floor,
             exchange, median(r.certified for r in rounds), median(r.applied for r in rounds),
             median(r.own for r in rounds), exchange / floor, median(r.up for r in rounds),
             median(r.down for r in rounds), cpu, median(matched) if matched else None,
