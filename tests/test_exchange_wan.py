@@ -150,8 +150,8 @@ def _row(name: str, **changes: Any) -> dict[str, Any]:
     row = {
         "name": name, "says": name, "parameters": 25_165_824, "peers": 4, "mbit": 100.0, "rtt_ms": 100.0,
         "tcp": "cubic", "size": 1, "floor": 1.0, "exchange": 1.2, "certified": 1.3, "applied": 1.5, "own": 1.2,
-        "ratio": 1.2, "up": 1.0, "down": 1.0, "cpu": {"node": 1.0, "apply (of the trainer's)": 0.5}, "matchmaking": None,
-        "right": True, "death": None, "rounds": [{"right": True}, {"right": True}],
+        "ratio": 1.2, "up": 1.0, "down": 1.0, "cpu": {"node": 1.0, "apply (of the trainer's)": 0.5},
+        "matchmaking": None, "right": True, "death": None, "rounds": [{"right": True}, {"right": True}],
     }  # fmt: skip
     return row | changes
 
