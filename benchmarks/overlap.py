@@ -54,19 +54,20 @@ def main(argv: list[str] | None = None) -> int:
     old = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
     modes = options.modes.split(",")
     runs = [r for r in old if r["overlap"] not in modes]
-    runs += [measure(mode, options.up_mbit, options.rtt_ms, seconds) for mode in modes]
-    results = {
+    results: dict[str, Any] = {
         "machine": machine,
         "parameters": layout.numel,
         "blob_bytes": make_codec(SMALL_CODEC, layout).size,
         "peers": len(PEERS),
         "up_mbit": options.up_mbit,
         "rtt_ms": options.rtt_ms,
-        "runs": sorted(runs, key=lambda r: r["overlap"], reverse=True),
     }
+    for mode in modes:
+        runs.append(measure(mode, options.up_mbit, options.rtt_ms, seconds))
+        results["runs"] = sorted(runs, key=lambda r: r["overlap"], reverse=True)
+        if options.json:
+            report.save(options.json, results)
     print(show(results))
-    if options.json:
-        report.save(options.json, results)
     return 0
 
 

@@ -78,7 +78,10 @@ def test_a_round_has_not_ended_while_one_of_the_living_has_not():
     assert judging.ended(diaries, 3, [0, 1])
     diaries[1].pop()
     assert not judging.ended(diaries, 3, [0, 1])
+    assert judging.last_end(diaries, 3, [0, 1], since=10.0) is None
+    assert judging.words_of_death(diaries, 3, [0, 1]) == "not done within the time allowed"
     assert judging.ended(diaries, 3, [0])
+    assert judging.last_end(diaries, 3, [0], since=10.0) == pytest.approx(1.0)
 
 
 # -- right or wrong ------------------------------------------------------------------------------------------

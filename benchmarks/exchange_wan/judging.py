@@ -52,6 +52,13 @@ def times_of(diaries: Diaries, round: int, peers: Sequence[int]) -> Times:
     )
 
 
+def last_end(diaries: Diaries, round: int, peers: Sequence[int], *, since: float) -> float | None:
+    """Seconds until the last of these peers was done or had failed; None when one is not."""
+    if not ended(diaries, round, peers):
+        return None
+    return max(_end(entries(diaries[p], round, "done", "failed")[0]) for p in peers) - since
+
+
 def _end(entry: Mapping[str, Any]) -> float:
     return float(entry.get("ended", entry["at"]))
 

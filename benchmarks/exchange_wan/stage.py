@@ -136,17 +136,16 @@ class _Play:
         killed = time.monotonic()
         self._kill(self.names[-1])
         self.living.pop()
-        most = min(self.end - 20, killed + 3 * max(60.0, self.system.floor(self.setting)))
+        most = min(self.end - 20, killed + max(100.0, 3 * self.system.floor(self.setting)))
         while not self._ended(number) and time.monotonic() < most:
             time.sleep(0.05)
         while time.monotonic() < most and not self._settled(number):
             time.sleep(0.05)
         diaries = self._diaries()
-        ended = judging.ended(diaries, number, self.living)
-        seconds = judging.times_of(diaries, number, self.living).applied + _first(diaries, number) - killed
         return Death(
-            killed - at, seconds if ended else None, judging.right(diaries, number, self.living),
-            judging.words_of_death(diaries, number, self.living), self._next(number + 1),
+            killed - at, judging.last_end(diaries, number, self.living, since=killed),
+            judging.right(diaries, number, self.living), judging.words_of_death(diaries, number, self.living),
+            self._next(number + 1),
         )  # fmt: skip
 
     def _settled(self, number: int) -> bool:
@@ -202,9 +201,3 @@ class _Play:
             all(r.right for r in rounds), [r.taking_part for r in rounds], rounds, death, self.late,
             [round(x, 2) for x in os.getloadavg()],
         )  # fmt: skip
-
-
-def _first(diaries: judging.Diaries, number: int) -> float:
-    """When the round's first peer announced."""
-    living = [d for d in diaries.values() if judging.entries(d, number, "announced")]
-    return min(judging.entries(d, number, "announced")[0]["at"] for d in living)
