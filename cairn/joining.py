@@ -42,6 +42,7 @@ class JoinOptions:
     parallel: str
     recompute: Choice
     compile: Choice
+    overlap: bool
     threads: int | None
     listen: tuple[str, ...]
     announce: tuple[str, ...]
@@ -96,6 +97,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         parallel=options.parallel,
         recompute=options.recompute,
         compile=options.compile,
+        overlap=options.overlap,
         threads=options.threads or os.cpu_count() or 1,
     )
     with Store(folder / "store", options.disk_bytes) as store:

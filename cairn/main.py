@@ -107,6 +107,7 @@ def peer() -> None:
     show_default=True,
     help="Compile the model's layers with torch.compile. auto: on a GPU.",
 )
+@click.option("--overlap", type=click.Choice(["on", "off"]), default="on", hidden=True)  # to measure what it saves
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the trainer.  [default: all]"
 )
@@ -116,7 +117,7 @@ def peer() -> None:
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
 @_via
 def join(
-    invite, home, name, device, parallel, recompute, compiled, threads, listen, announce, disk, plain, via
+    invite, home, name, device, parallel, recompute, compiled, overlap, threads, listen, announce, disk, plain, via
 ) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
@@ -133,6 +134,7 @@ def join(
             parallel=parallel,
             recompute=recompute,
             compile=compiled,
+            overlap=overlap == "on",
             threads=threads,
             listen=tuple(listen),
             announce=tuple(announce),

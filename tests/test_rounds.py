@@ -168,6 +168,26 @@ def test_no_vote_for_a_record_with_a_bad_update_and_its_author_is_reported():
         assert record.digest not in [v.record for v in b.said(Vote)]
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_an_update_whose_author_has_fallen_silent_is_not_waited_for_until_the_deadline(dies):
+    b = Bench()
+    theirs, third = b.header(OTHERS[0]), b.header(OTHERS[1])
+    b.beat(OTHERS[0])
+    b.beat(OTHERS[1])
+    b.announce()
+    b.hold(theirs)
+    b.step(ev.Heard(third))  # its blob does not come
+    ready = None
+    for t in range(1, int(POLICY.exchange_seconds)):
+        b.beat(OTHERS[0], sequence=1 + t, phase="exchanging")
+        if not dies:
+            b.beat(OTHERS[1], sequence=1 + t, phase="exchanging")
+        b.step(ev.Tick(), t)
+        if ready is None and not b.machine.summary(t).awaited:
+            ready = t
+    assert ready is None if not dies else POLICY.member_seconds < ready <= POLICY.member_seconds + 2
+
+
 def test_another_record_gets_the_vote_only_after_a_pause():
     b = Bench()
     theirs, third = b.header(OTHERS[0]), b.header(OTHERS[1])

@@ -254,6 +254,23 @@ def test_training_waits_when_one_update_could_not_claim_more(world):
     assert made.end_window == most and trainer.may_train
 
 
+@pytest.mark.parametrize("missed", [False, True])
+def test_without_overlap_nothing_is_trained_while_an_update_is_undecided(world, missed):
+    alone, _ = born(world, 1, overlap=False)
+    alone.load(world.load())
+    train(alone, 2)
+    mine = update(alone, world.folder / "mine")
+    assert not alone.may_train
+    other = loaded(world, 2)
+    train(other, 2)
+    theirs = update(other, world.folder / "theirs")
+    assert other.may_train
+    listed = [(2, theirs)] if missed else [(1, mine), (2, theirs)]
+    own = (mine.blob_path,) if missed else ()
+    apply(alone, Apply(accepted_round(0, *listed), own, not missed, 0 if missed else mine.end_window, 8))
+    assert alone.may_train
+
+
 def test_an_update_made_within_a_step_leaves_that_step_to_the_next_update(world, monkeypatch):
     monkeypatch.setattr("peer.training.inner.PIECE_TOKENS", WINDOW)  # a step is BATCH pieces
     trainer = loaded(world)

@@ -116,7 +116,7 @@ class Start(_Message):
     saved state. `shards`: training shards by digest (hex), each a local file, or "" when it is to be read from the
     spec's addresses. `parallel`: how the work lies over many devices, "auto" or as `Degrees.parse` reads it.
     `recompute`: activations are computed again in the backward pass; "auto": when they do not fit into memory.
-    `compile`: the layers are compiled; "auto": on a GPU.
+    `compile`: the layers are compiled; "auto": on a GPU. `overlap`: training goes on while an update is undecided.
     """
 
     spec_path: Path
@@ -129,6 +129,7 @@ class Start(_Message):
     parallel: Annotated[str, Field(max_length=200)] = "auto"
     recompute: Choice = "auto"
     compile: Choice = "auto"
+    overlap: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ def start_message(
     parallel: str = "auto",
     recompute: Choice = "auto",
     compiled: Choice = "auto",
+    overlap: bool = True,
 ) -> Start:
     """What the trainer is started with; the spec is written to a file for it. Raises StoreError."""
     spec_file = folder / "spec.json"
@@ -55,5 +56,6 @@ def start_message(
         parallel=parallel,
         recompute=recompute,
         compile=compiled,
+        overlap=overlap,
         shards={s.digest: str(store.path(s.name)) if store.has(s.name) else "" for s in spec.data.train},
     )

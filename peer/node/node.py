@@ -67,6 +67,9 @@ class NodeOptions:
     compile: Choice = "auto"
     threads: int = 1
     observer: bool = False
+    overlap: bool = True
+    trainer_command: tuple[str, ...] = ()
+    """Instead of the trainer's own: for measuring the node by itself."""
 
 
 class Node:
@@ -230,7 +233,16 @@ class Node:
             self._training = Training(
                 self._spec,
                 start_message(
-                    self._spec, self.store, o.folder, self.key, o.device, o.threads, o.parallel, o.recompute, o.compile
+                    self._spec,
+                    self.store,
+                    o.folder,
+                    self.key,
+                    o.device,
+                    o.threads,
+                    o.parallel,
+                    o.recompute,
+                    o.compile,
+                    o.overlap,
                 ),
                 self.store,
                 self.chain,
@@ -241,6 +253,7 @@ class Node:
                 post=self.post,
                 spawn=self._spawn,
                 undecided=self._undecided,
+                command=o.trainer_command or None,
             )
             self._training.begin()
             self._spawn(m.keep_valid(), "admission")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from peer.channel import (
@@ -49,7 +49,7 @@ class Training:
     """Made once what the trainer needs is in the store; `begin`, then `stop`.
 
     `part_kind`: as in `States`. `post` takes events for the machine, `spawn` makes tasks whose errors end the node,
-    `undecided` are the blobs of the open round.
+    `undecided` are the blobs of the open round. `command` replaces the trainer's own.
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class Training:
         post: Callable[[events.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         undecided: Callable[[], Iterable[Digest]],
+        command: Sequence[str] | None = None,
     ):
         self._start = start
+        self._command = command
         self._store = store
         self._chain = chain
         self._updates = updates
@@ -127,7 +129,7 @@ class Training:
         return self._trainer.restarts
 
     def _new_trainer(self) -> Trainer:
-        return Trainer(self._start, on_message=self._on_message, on_lost=self._on_lost)
+        return Trainer(self._start, on_message=self._on_message, on_lost=self._on_lost, command=self._command)
 
     # -- what the machine asks -------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class Trainer:
         self.spec: RunSpec = parse_spec(start.spec_path.read_bytes())
         self.me = start.identity_key
         self.threads = start.threads
+        self.overlap = start.overlap
         self.report = report
         degrees, kind, why = resolve(start.parallel, start.device, self.spec)
         model = build_model(self.spec.model.config, device="meta")
@@ -183,7 +184,9 @@ class Trainer:
 
     @property
     def may_train(self) -> bool:
-        """A state is held, and the next update may claim another step."""
+        """A state is held, and the next update may claim another step. Without overlap: and none is undecided."""
+        if not self.overlap and self.claims.announced is not None:
+            return False
         return self.outer.base is not None and self.claims.room(self.spec.max_update_windows) >= self.spec.inner.batch
 
     def step(self, windows: Tensor, between: Callable[[], None] = lambda: None) -> Step | None:

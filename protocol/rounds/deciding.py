@@ -236,7 +236,10 @@ class Deciding:
             return False
         header, member = b.headers.get(key), c.members.get(key)
         if header is not None:
-            return not b.reduces and b.is_candidate(header) and not c.blobs.holds(header.body.blob)
+            # Who announced and has fallen silent since sends no more of it.
+            silent = member is None and c.now > b.heard[key] + c.policy.member_seconds
+            lacks = b.is_candidate(header) and not c.blobs.holds(header.body.blob)
+            return lacks and not b.reduces and not silent
         if member is None:
             return False
         if member.heard >= b.began:

@@ -1,0 +1,200 @@
+"""A round's exchange on an emulated WAN: Cairn's codecs, hivemind's averager, gloo, and the floor, one table.
+
+    python -m benchmarks.exchange_wan [--quick] [--json FILE] [--parameters 25M] [--peers 4] [--rows sparse,gloo]
+                                      [--dies] [--add]
+
+Each row starts real processes, a peer on a host of its own: 100 Mbit/s up and down, 50 ms one way between any two (one
+number for all rows; --mbit, --rtt-ms). Cairn's peers are the product's node, swarm, store, codec and round machine; in
+the trainer's place is a process that trains nothing, makes updates of noise (of the codec's real size) and applies
+accepted ones for real. All announce at the same instant; a round before those that are measured has warmed up what
+there is to warm. The peers share the machine's cores: CPU seconds are given, for each peer and round.
+
+The floor of a row is its own bytes / bandwidth + 2 round trips: n - 1 updates into each peer, or 2 (n - 1) / n times
+the values for an all-reduce. Plain TCP rows send an update's bytes and do nothing else. hivemind's search for a group,
+5 s at best, is not in its round. With --dies one peer gets SIGKILL in the middle of one more round, and whether the
+others' result is right is judged by values (or by the state's digest), not by return codes. Needs root (see tests/wan).
+
+JSON keys: machine; command; rows: a list of `setting.Row` (seconds, bytes of IP), by name, parameters and peers. --add
+keeps the file's other rows. goals: a list of what, value, goal, met.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.convergence.wan_hosts import BenchError
+from benchmarks.exchange_wan.setting import SYSTEMS, Setting
+from benchmarks.exchange_wan.stage import play
+from tests.wan import why_not
+
+MOST_RATIO, LEAST_GAIN = 1.25, 20.0
+RATE = 100.0
+"""Mbit/s at which the goals are."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Play the rows, print, save. Returns 0 when every row was played."""
+    parser = report.command_line(__doc__ or "", "exchange_wan")
+    parser.add_argument("--parameters", type=number, default=25_000_000, metavar="N", help="e.g. 25M (the default)")
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--rows", help=f"of {','.join(SYSTEMS)}; all by default")
+    parser.add_argument("--rounds", type=int, default=5, help="that are measured")
+    parser.add_argument("--mbit", type=float, default=RATE)
+    parser.add_argument("--rtt-ms", type=float, default=100.0)
+    parser.add_argument("--tcp", default=congestion_control(), help="congestion control; by default the machine's")
+    parser.add_argument("--dies", action="store_true", help="kill one peer in the middle of one more round")
+    parser.add_argument("--seconds", type=float, default=280.0, help="how long a row may take")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs and diaries there")
+    parser.add_argument("--add", action="store_true", help="add to the rows that the JSON file has")
+    options = parser.parse_args(argv)
+    if reason := why_not():
+        print(f"no emulated internet: {reason}", file=sys.stderr)
+        return 2
+    wanted = options.rows.split(",") if options.rows else list(SYSTEMS)
+    if options.quick and not options.rows:
+        wanted = ["sparse", "sign"]
+    if unknown := [name for name in wanted if name not in SYSTEMS]:
+        parser.error(f"--rows: there is no {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    parameters, rounds = (4_000_000, 2) if options.quick else (options.parameters, options.rounds)
+    setting = Setting(parameters, options.peers, options.mbit, options.rtt_ms, rounds, options.tcp)
+    rows = old_rows(options.json) if options.add and options.json else []
+    machine, failed = report.machine(), False
+    for name in wanted:
+        keep = options.keep / name if options.keep else None
+        try:
+            dies = options.dies and not name.startswith("tcp")
+            row = asdict(play(name, SYSTEMS[name], setting, dies=dies, seconds=options.seconds, keep=keep))
+        except BenchError as e:
+            print(f"{name}: {e}", file=sys.stderr)
+            failed = True
+            continue
+        rows = [r for r in rows if key(r) != key(row)] + [row]
+        print(line(row), flush=True)
+        if options.json:
+            report.save(options.json, results(rows, machine, argv))
+    print("\n" + show(results(rows, machine, argv)))
+    return 1 if failed else 0
+
+
+def number(text: str) -> int:
+    """25M, 100M, 1B or plain digits."""
+    factor = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper())
+    return int(float(text[:-1]) * factor) if factor else int(text)
+
+
+def congestion_control() -> str:
+    """This machine's, e.g. bbr or cubic: it decides how TCP begins after a pause."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def key(row: Mapping[str, Any]) -> tuple[str, int, int, float, float, str]:
+    """What makes two rows the same row."""
+    return row["name"], row["parameters"], row["peers"], row["mbit"], row["rtt_ms"], row["tcp"]
+
+
+def old_rows(file: Path) -> list[dict[str, Any]]:
+    """What an earlier run left."""
+    return json.loads(file.read_text())["rows"] if file.exists() else []
+
+
+def results(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], argv: list[str] | None) -> dict[str, Any]:
+    """The JSON's content, the rows in the table's order."""
+    order = list(SYSTEMS)
+    ordered = sorted(rows, key=lambda r: (r["parameters"], r["peers"], r["mbit"], r["tcp"], order.index(r["name"])))
+    command = " ".join(["python -m benchmarks.exchange_wan", *(sys.argv[1:] if argv is None else argv)])
+    return {"machine": dict(machine), "command": command, "rows": ordered, "goals": goals(ordered)}
+
+
+def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Exchange at most 1.25 times its floor; 20 times less wall-clock than hivemind's best codec, at 100 Mbit/s."""
+    found = []
+    for r in rows:
+        if r["name"] not in ("sparse", "sign", "int8", "none") or r["mbit"] != RATE:
+            continue
+        where = f"{r['name']}, {r['parameters'] / 1e6:.0f}M x {r['peers']}, {r['tcp']}"
+        found.append({"what": f"exchange / floor ({where})", "value": r["ratio"], "goal": MOST_RATIO,
+                      "met": r["ratio"] <= MOST_RATIO})  # fmt: skip
+        rivals = [
+            h for h in rows
+            if h["name"].startswith("hivemind") and key(h)[1:] == key(r)[1:]
+        ]  # fmt: skip
+        if rivals and r["name"] == "sparse":
+            best = min(rivals, key=lambda h: h["applied"])
+            for what, their in (
+                ("all-reduce", best["applied"]),
+                ("round", best["applied"] + (best["matchmaking"] or 0.0)),
+            ):
+                gain = their / r["applied"]
+                found.append({"what": f"{best['name']}'s {what} / ours until applied ({where})", "value": gain,
+                              "goal": LEAST_GAIN, "met": gain >= LEAST_GAIN})  # fmt: skip
+    return found
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One row as it is done, for whoever waits."""
+    return (
+        f"{row['name']}: exchange {row['exchange']:.2f} s (floor {row['floor']:.2f}, x{row['ratio']:.2f}), applied "
+        f"{row['applied']:.2f}, {row['up'] / 1e6:.2f} MB up, cpu {sum_of(row['cpu']):.1f} s, "
+        f"{verdict(row)}, late {row['router_late_ms']:.0f} ms" + (f"; one dies: {death(row)}" if row["death"] else "")
+    )
+
+
+def sum_of(cpu: Mapping[str, float]) -> float:
+    """CPU seconds of all processes of a peer; parts of the trainer's count once."""
+    return sum(seconds for kind, seconds in cpu.items() if "(" not in kind)
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Whether what came out was what it should be."""
+    wrong = sum(not r["right"] for r in row["rounds"])
+    return f"WRONG in {wrong} of {len(row['rounds'])}" if wrong else "right"
+
+
+def death(row: Mapping[str, Any]) -> str:
+    d = row["death"]
+    if d is None:
+        return "-"
+    took = "never" if d["seconds"] is None else f"{d['seconds']:.1f} s"
+    then = "no next round" if d["next_seconds"] is None else f"next round {d['next_seconds']:.1f} s"
+    return f"{took}, {'right' if d['right'] else 'WRONG'}: {d['says']}; {then}"
+
+
+def show(found: Mapping[str, Any]) -> str:
+    """All rows as tables, one for each size of swarm."""
+    parts = []
+    for where in dict.fromkeys(key(r)[1:] for r in found["rows"]):
+        rows = [r for r in found["rows"] if key(r)[1:] == where]
+        parts.append(
+            f"{where[1]} peers, {where[0]:,} parameters, {where[2]:g} Mbit/s each way, {where[3] / 2:g} ms one way, "
+            f"TCP with {where[4]}\n\n" + table(rows)
+        )
+        if any(r["death"] for r in rows):
+            told = [[r["name"], death(r)] for r in rows if r["death"]]
+            parts.append(report.table(["one of them is killed in mid-round", "what happens to the others"], told))
+    for g in found["goals"]:
+        parts.append(f"{g['what']}: {g['value']:.2f}, goal {g['goal']:g}: {'met' if g['met'] else 'MISSED'}")
+    return "\n\n".join(parts)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds, MB and CPU seconds of each row."""
+    columns = ["", "MB each", "floor s", "exchange s", "/ floor", "certified s", "applied s", "MB up", "MB down",
+               "CPU s", "result"]  # fmt: skip
+    cells = []
+    for r in rows:
+        cells.append(
+            [r["says"], round(r["size"] / 1e6, 2), *(round(r[k], 2) for k in ("floor", "exchange", "ratio", "certified",
+             "applied")), round(r["up"] / 1e6, 2), round(r["down"] / 1e6, 2), round(sum_of(r["cpu"]), 1),
+             verdict(r)]
+        )  # fmt: skip
+    return report.table(columns, cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

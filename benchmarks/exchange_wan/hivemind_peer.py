@@ -1,0 +1,115 @@
+"""One peer of the `hivemind` rows: `DecentralizedAverager` of hivemind 1.1.12, as its optimiser uses it.
+
+    python -m benchmarks.exchange_wan.hivemind_peer JOB.json NUMBER
+
+Its search for a group, which takes seconds and may go on while a peer trains, is done before a round begins and
+counted apart; the round is its all-reduce, which all begin at the same instant.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hivemind
+import torch
+from hivemind import compression
+from hivemind.averaging.control import AveragingStage
+from hivemind.utils import get_dht_time
+
+from benchmarks.exchange_wan.job import LOOK_SECONDS, Diary, Job, publish
+from benchmarks.exchange_wan.setting import Setting
+from benchmarks.exchange_wan.values import fill, shares
+
+PORT = 7440
+MATCHMAKING = 5.0
+"""Its default."""
+STEP_SECONDS = 240.0
+
+COMPRESSIONS = {
+    "none": compression.NoCompression,
+    "fp16": compression.Float16Compression,
+    "uint8": compression.Uniform8BitQuantization,
+}
+
+
+def main() -> int:
+    job, number = Job.read(Path(sys.argv[1])), int(sys.argv[2])
+    torch.set_num_threads(1)
+    diary, n = Diary(job, number), len(job.ips)
+    dht = hivemind.DHT(
+        host_maddrs=[f"/ip4/{job.ips[number]}/tcp/{PORT}"],
+        initial_peers=_first(job) if number else [],
+        start=True,
+    )
+    if not number:
+        publish(job.path / "first-peer.json", json.dumps([str(a) for a in dht.get_visible_maddrs()]))
+    layout = Setting(job.parameters, n).layout
+    averager: Any = hivemind.DecentralizedAverager(
+        [torch.zeros(t.shape) for t in layout.tensors],
+        dht,
+        start=True,
+        prefix="exchange",
+        target_group_size=n,
+        min_matchmaking_time=MATCHMAKING,
+        request_timeout=MATCHMAKING / 2,
+        compression=COMPRESSIONS[job.options["compression"]](),
+        bandwidth=100.0,
+        allow_state_sharing=False,
+    )
+    diary.ready(-1)
+    if not diary.wait(-1):  # everybody is in the DHT
+        return 0
+    round_number = 0
+    while not diary.over:
+        with averager.get_tensors() as tensors:
+            for i, tensor in enumerate(tensors):
+                fill(tensor.view(-1), number, 1000 * round_number + i)
+        began = time.monotonic()
+        control: Any = averager.step(
+            scheduled_time=get_dht_time() + MATCHMAKING, timeout=STEP_SECONDS, require_trigger=True, wait=False
+        )
+        while control.stage not in (AveragingStage.AWAITING_TRIGGER, AveragingStage.FINISHED):
+            time.sleep(LOOK_SECONDS)
+        diary.say("matched", round_number, seconds=time.monotonic() - began)
+        diary.ready(round_number)
+        if not diary.wait(round_number):
+            control.allow_allreduce()
+            return 0
+        diary.say("announced", round_number)
+        control.allow_allreduce()
+        reason = ""
+        try:
+            gathered = control.result(timeout=STEP_SECONDS)
+        except (Exception, concurrent.futures.CancelledError) as e:  # noqa: BLE001 - whatever its averager raises
+            gathered, reason = None, f"{type(e).__name__}: {e}"
+        at = time.monotonic()
+        with averager.get_tensors() as tensors:
+            each = [shares(t.view(-1), n, 1000 * round_number + i) for i, t in enumerate(tensors)]
+        found = {which: sum(s[which] for s in each) / len(each) for which in each[0]}
+        what = "done" if gathered is not None else "failed"
+        diary.say(what, round_number, shares=found, ended=at, taking_part=len(gathered or ()), reason=reason[:200])
+        round_number += 1
+    averager.shutdown()
+    dht.shutdown()
+    return 0
+
+
+def _first(job: Job) -> list[str]:
+    end = time.monotonic() + 120
+    while not (job.path / "first-peer.json").exists():
+        if time.monotonic() > end:
+            raise TimeoutError("the first peer did not come up within 120 s")
+        time.sleep(0.1)
+    return json.loads((job.path / "first-peer.json").read_text())
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,179 @@
+"""What all rows have in common, the floor of each, and what a row is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.layout import Layout
+
+SIDE = 1024
+"""The model is so many square matrices of this side: 2**20 parameters each."""
+
+WINDOW = 8
+TARGET = 1000
+"""Windows that end a round: far more than all peers have done before it is to begin."""
+HEAD = "benchmarks.exchange_wan"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One number for all rows: `mbit` each way for each host, `rtt_ms` between any two; `tcp`: congestion control."""
+
+    parameters: int
+    peers: int
+    mbit: float = 100.0
+    rtt_ms: float = 100.0
+    rounds: int = 5
+    tcp: str = "cubic"
+
+    @property
+    def layout(self) -> Layout:
+        """Matrices of 2**20 parameters: the fewest that are `parameters` or more."""
+        count = -(-self.parameters // SIDE**2)
+        return Layout.of({f"matrix.{i:04d}": (SIDE, SIDE) for i in range(count)})
+
+    @property
+    def two_round_trips(self) -> float:
+        """Seconds."""
+        return 2 * self.rtt_ms / 1e3
+
+    def seconds_of(self, size: float) -> float:
+        """Seconds that so many bytes take on one line."""
+        return size * 8 / (self.mbit * 1e6)
+
+
+@dataclass(frozen=True)
+class System:
+    """One row: the module that each peer runs, what it is told, and how its bytes flow.
+
+    `codec`: of updates that each sends to all. Otherwise `width` is the bytes of a value in an all-reduce.
+    """
+
+    module: str
+    says: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    codec: Mapping[str, Any] | None = None
+    width: float = 0.0
+
+    def size(self, layout: Layout) -> int:
+        """Bytes of what one peer gives: an update, or its values as they go over the wire."""
+        if self.codec is None:
+            return int(self.width * layout.numel)
+        from protocol.codec import make_codec
+        from protocol.spec import CodecSpec
+
+        return make_codec(CodecSpec.model_validate(self.codec), layout).size
+
+    def sent(self, setting: Setting) -> float:
+        """Bytes that each peer must send, and receive: to all others, or of the best all-reduce."""
+        n, size = setting.peers, self.size(setting.layout)
+        return (n - 1) * size if self.codec is not None else 2 * (n - 1) / n * size
+
+    def floor(self, setting: Setting) -> float:
+        """Seconds below which no exchange of these bytes can be: bytes / bandwidth and two round trips."""
+        return setting.seconds_of(self.sent(setting)) + setting.two_round_trips
+
+
+def _codec(kind: str, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, **more}
+
+
+def _cairn(says: str, kind: str, **more: Any) -> System:
+    return System(f"{HEAD}.cairn_peer", says, codec=_codec(kind, **more))
+
+
+def _tcp(kind: str, **more: Any) -> System:
+    return System(
+        f"{HEAD}.tcp_peer", f"the same bytes between plain TCP processes ({kind})", codec=_codec(kind, **more)
+    )
+
+
+def _hivemind(says: str, wire: str, width: float) -> System:
+    return System(f"{HEAD}.hivemind_peer", says, {"compression": wire}, width=width)
+
+
+SYSTEMS: dict[str, System] = {
+    "sparse": _cairn("Cairn, sparse, 64 of 4096", "sparse", k=64),
+    "sign": _cairn("Cairn, sign (the default)", "sign"),
+    "int8": _cairn("Cairn, int8", "int8"),
+    "none": _cairn("Cairn, none (fp32)", "none"),
+    "tcp-sparse": _tcp("sparse", k=64),
+    "tcp-sign": _tcp("sign"),
+    "tcp-int8": _tcp("int8"),
+    "hivemind-u8": _hivemind("hivemind's averager, u8", "uint8", 1.0),
+    "hivemind-fp16": _hivemind("hivemind's averager, fp16", "fp16", 2.0),
+    "hivemind-none": _hivemind("hivemind's averager, fp32", "none", 4.0),
+    "gloo": System(f"{HEAD}.gloo_peer", "torch.distributed, gloo, fp32", width=4.0),
+}
+"""In the order of the table."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One measured round. Seconds since the first peer announced (or was let go), until the last peer was there.
+
+    `held`: every other's update is held and checked; `certified`; `applied`. A reducer has `applied` only: its values
+    are what they should be. `own`: from a peer's own announcement until it held all, the median of the peers.
+    `up`, `down`: IP bytes on a peer's line, the median; `cpu`: CPU seconds of a peer, the mean, by kind of process.
+    """
+
+    round: int
+    held: float
+    certified: float
+    applied: float
+    own: float
+    up: int
+    down: int
+    cpu: dict[str, float]
+    taking_part: int
+    right: bool
+
+
+@dataclass(frozen=True)
+class Death:
+    """One peer was killed `after` seconds into a round.
+
+    `seconds`: from then until the last of the others was done, None when they were not within the time allowed;
+    `right`: all others hold the same, and what they should; `says`: what happened, in words; `next_seconds`: a round of
+    the others after that one, None when there was none.
+    """
+
+    after: float
+    seconds: float | None
+    right: bool
+    says: str
+    next_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system's result; of its rounds the medians. `ratio`: of `exchange` to `floor`. `matchmaking`: hivemind's search
+    for a group, which is not in `seconds`. `router_late_ms`: above a few, the emulated lines were slower than they say.
+    """
+
+    name: str
+    says: str
+    parameters: int
+    peers: int
+    mbit: float
+    rtt_ms: float
+    tcp: str
+    size: int
+    floor: float
+    exchange: float
+    certified: float
+    applied: float
+    own: float
+    ratio: float
+    up: float
+    down: float
+    cpu: dict[str, float]
+    matchmaking: float | None
+    right: bool
+    taking_part: list[int]
+    rounds: list[Round]
+    death: Death | None
+    router_late_ms: float
+    load: list[float]

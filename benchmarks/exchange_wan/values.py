@@ -1,0 +1,48 @@
+"""The values that reducers average, and whether what came out is their mean: values are compared, not return codes.
+
+Peer i of n gives base + STEP * i * i, where base is the same noise for all. So any mean is base and a constant, and
+what was not averaged, or not with everybody, is told by that constant, however coarse the wire.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STEP = 2.0
+CLOSE = 0.5
+"""Less than half of what a mean, another and any peer's own differ by; more than 8 bits lose."""
+PIECE = 2**22
+
+
+def given(number: int) -> float:
+    """By how much peer `number`'s values are above what all have in common."""
+    return STEP * number * number
+
+
+def fill(values: Tensor, number: int, seed: int = 0) -> None:
+    """What peer `number` gives, into fp32 [n]."""
+    generator = torch.Generator().manual_seed(seed)
+    for piece in values.split(PIECE):
+        piece.normal_(generator=generator).add_(given(number))
+
+
+def shares(values: Tensor, peers: int, seed: int = 0) -> dict[str, float]:
+    """Of fp32 [n] after averaging: the share of values that are the mean of all peers' (`all`), or of all but the
+    last's, which is the one that dies (`survivors`)."""
+    generator = torch.Generator().manual_seed(seed)
+    means = {
+        "all": sum(map(given, range(peers))) / peers,
+        "survivors": sum(map(given, range(peers - 1))) / (peers - 1),
+    }
+    found = dict.fromkeys(means, 0)
+    for piece in values.split(PIECE):
+        rest = piece - torch.empty_like(piece).normal_(generator=generator)
+        for name, mean in means.items():
+            found[name] += int(((rest - mean).abs() < CLOSE).sum())
+    return {name: count / values.numel() for name, count in found.items()}
+
+
+def is_right(of_peers: list[dict[str, float]], least: float = 0.999) -> bool:
+    """Whether everybody holds one and the same mean: of all, or of the survivors."""
+    return bool(of_peers) and any(all(s[which] >= least for s in of_peers) for which in ("all", "survivors"))
