@@ -359,7 +359,7 @@ class _Worker:
         """Raises _Dropped, _WrongSize, BlobMissing, StoreError."""
         opening = asyncio.ensure_future(self._open())
         try:
-            if chunk_count(self._partial.size) > RELAYED:
+            if self._plan.relayed:
                 await self._learn()
             while not self._fetch._complete.is_set():
                 await self._turn()

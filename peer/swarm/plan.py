@@ -97,7 +97,7 @@ class Plan:
         self._missing = set(missing)
         self._todo = set(missing)  # neither here nor asked for
         self._asked: dict[int, list[_Asked]] = {}
-        self._relayed = relayed
+        self.relayed = relayed
         self._turn = turn
         self._here = here
         self._latency = latency
@@ -140,7 +140,7 @@ class Plan:
     def gives_nothing(self, peer: PeerKey) -> None:
         """It does not answer, refuses, or has nothing of it: for now nobody should wait for its share."""
         holder = self._holders[peer]
-        if self._relayed and holder.kind is not Kind.IDLE:
+        if self.relayed and holder.kind is not Kind.IDLE:
             holder.kind = Kind.IDLE
             self._seen.subtract(i for i in _new_bits(b"", holder.have) if i < self._count)
             holder.have = b""
@@ -217,7 +217,7 @@ class Plan:
 
     def _most(self) -> int:
         """Of one holder at once: an even part of what is left, so that a slow one never holds up much at the end."""
-        if not self._relayed:
+        if not self.relayed:
             return self.left  # small: quicker from one than shared out
         active = sum(h.kind in (Kind.SOURCE, Kind.FELLOW) for h in self._holders.values())
         return self.left if active <= 1 else max(LEAST_SHARE, -(-self.left // active))
@@ -227,7 +227,7 @@ class Plan:
         kinds = [h.kind for h in self._holders.values()]
         fetchers = [p for p, h in self._holders.items() if h.kind in (Kind.FELLOW, Kind.UNHEARD)]
         fetchers = sorted([self._me, *fetchers], key=bytes)
-        shared = self._relayed and len(fetchers) > max(1, kinds.count(Kind.SOURCE))
+        shared = self.relayed and len(fetchers) > max(1, kinds.count(Kind.SOURCE))
         if not shared:
             fetchers = [self._me]
         if fetchers == self._fetchers:

@@ -1,0 +1,45 @@
+"""What the benchmark of transfers makes of its numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.transfer.__main__ import tables
+from benchmarks.transfer.cases import CASES, MB, QUICK, Case, judged
+
+
+def found(seconds: float, down: int) -> dict[str, float]:
+    return {
+        "seconds": seconds,
+        "bytes_down": down,
+        "rss": 2e6,
+        "rss_before": 1e6,
+        "daemon_rss": 3e6,
+        "cpu_seconds": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "floor"),
+    [
+        (Case("x", 100 * MB, rtt_ms=200), 8.0 + 0.4),
+        (Case("x", 10 * MB, donor_mbit=20, fetchers=7), 4.0 + 0.2),
+        (Case("x", 60 * MB, donors=6, donor_mbit=20), 4.8 + 0.2),
+        (Case("x", 60 * MB, donors=2, donor_mbit=20), 12.0 + 0.2),
+    ],
+)
+def test_the_floor_is_the_narrowest_place_and_two_round_trips(case: Case, floor: float):
+    assert case.floor == pytest.approx(floor)
+
+
+def test_a_row_is_of_the_last_fetcher_and_counts_what_donors_sent():
+    case = Case("x", 10 * MB, donors=2, fetchers=2)
+    row = judged(case, [found(2.0, 10 * MB), found(3.0, 12 * MB)], {"d0": 5 * MB, "d1": 10 * MB}, None)
+    assert (row["seconds"], row["copies"], row["came"]) == (3.0, 1.5, 1.2)
+    assert row["ratio"] == pytest.approx(3.0 / case.floor)
+    assert "2 -> 2, 100 Mbit/s, 100 ms" in tables([row])
+
+
+@pytest.mark.parametrize("case", [*CASES, *QUICK], ids=lambda c: c.name)
+def test_every_case_is_a_topology(case: Case):
+    assert len(case.topology().hosts) == case.donors + case.fetchers
