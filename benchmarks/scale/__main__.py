@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if o.json is not None:
                         report.save(o.json, finished(results))
     finished(results)
+    if o.json is not None:
+        report.save(o.json, results)
     print("\n" + shown(rows) + "\n\n" + heartbeats_shown(results["heartbeats"]))
     goals = results["goals"]
     print(f"\n1B, 16 peers: at least {GOAL:.0%} of the time training: {goals['met']}")
