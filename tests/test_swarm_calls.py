@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -59,6 +60,24 @@ async def test_chain_requests_are_answered(pool, tmp_path):
     async with pool.borrow(2, tmp_path) as (a, b):
         a.chain = wire.ChainReply(certificates=[b"c" * 1_000_000] * 3, more=True)
         assert await b.swarm.request_chain(a.key, wire.ChainRequest(run=RUN)) == a.chain
+
+
+async def test_headers_are_asked_for_by_name_and_given_and_count_against_who_asks(tmp_path):
+    async with members(2, tmp_path) as (a, b):
+        names, headers = wire.Packet(messages=[b"n" * 16] * 3), wire.Packet(messages=[b"h" * 600] * 3)
+        asked = []
+
+        def answer(wanted: wire.Packet) -> wire.Packet:
+            asked.append(wanted)
+            return headers
+
+        a.swarm._handlers = replace(a.swarm._handlers, on_headers_asked=answer)
+        before = a.swarm.bytes_up
+        assert await b.swarm.ask_headers(a.key, names) == headers and asked == [names]
+        assert a.swarm.bytes_up - before == headers.ByteSize()
+        a.swarm.charge(b.key, 10**9)
+        with pytest.raises(PeerRefused, match="slow down"):
+            await b.swarm.ask_headers(a.key, names)
 
 
 async def test_what_does_not_fit_one_message_is_refused_before_it_is_sent(pool, tmp_path):

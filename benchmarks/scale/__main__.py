@@ -11,7 +11,7 @@ as they do, with their own keys (`shadows.py`). Modelled:
 - the trainer: a step of 2 s (1B: 131,072 tokens at 40% of an H200) or 0.5 s (25M), 30 asked a round. Of the GPU an
   update takes 100 bytes a parameter, a round 24 and 16 for each update, at 1 TB/s (estimates: no GPU was measured). The
   state's digest takes 12 ns a parameter on a core, the check of an update 0.75, on four (docs/results/codec.md);
-- the owner's policy: for an exchange at least 60 s and twice the floor; heartbeats of 2 s or more (`--heartbeat`);
+- the owner's policy: for an exchange at least 60 s and twice what it needs; heartbeats of 2 s or more (`--heartbeat`);
 - reduced: a slice is the 256 KiB chunks of an update that cover a part; a part is made by one core, 3 ns a parameter
   and update (docs/results/codec.md); its blob is there for all when one of its committee names it.
 
@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if o.json is not None:
                         report.save(o.json, finished(results))
     finished(results)
+    if o.json is not None:
+        report.save(o.json, results)
     print("\n" + shown(rows) + "\n\n" + heartbeats_shown(results["heartbeats"]))
     goals = results["goals"]
     print(f"\n1B, 16 peers: at least {GOAL:.0%} of the time training: {goals['met']}")

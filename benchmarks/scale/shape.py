@@ -115,11 +115,16 @@ class Shape:
         others = self.mean * max(0, self.parts - seats) / self.parts
         return (slices + others) / rate + 4 * self.rtt
 
+    @property
+    def needed(self) -> float:
+        """Seconds of an exchange as it is modelled: the share of the lines that is filled, and the sums on one core."""
+        return self.floor / self.efficiency + (self.reduce if self.exchange == "reduce" else 0)
+
     @cached_property
     def policy(self) -> Policy:
         """As an owner would set it: time for the exchange, and heartbeats that leave the lines to the blobs."""
         beat = self.heartbeat or max(2.0, self.peers / 50, self.floor / 30)
-        exchange = max(60.0, 2 * self.floor)
+        exchange = max(60.0, 2 * self.floor, 2 * self.needed)
         return Policy(
             target_windows=STEPS * self.peers,
             max_update_windows=10**6,

@@ -295,7 +295,9 @@ class Ballot:
         """The first of these records that has the votes it needs."""
         for digest in records:
             p = self.proposals.get(digest)
-            if p is not None and not p.bad and (p.slate is None or not p.slate.open):
+            if p is None or len(self.votes) < votes_needed(len(p.record.body.updates)):
+                continue  # too few have voted for anything: looked at for each vote
+            if not p.bad and (p.slate is None or not p.slate.open):
                 parts = () if p.slate is None else tuple(part for part in p.slate.parts if part is not None)
                 votes = self.votes_for(p.record, parts_digest(parts))
                 if len(votes) >= votes_needed(len(p.record.body.updates)):
