@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codec import make_codec, make_sum_codec
+from protocol.codec.rows import _largest_by_torch, largest
 from protocol.codec.sparse8 import Sparse8Codec
 from protocol.errors import CodecError
 from protocol.layout import Layout
@@ -84,6 +85,26 @@ def test_encoding_leaves_what_decoding_does_not_give(layout, k, pool, seed):
             left = torch.ones(tensor.numel, dtype=torch.bool)
             left[kept] = False
             assert same_bits(got[left], before[tensor.name].view(-1)[left])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(awkward | st.just(math.nan) | st.just(-math.inf), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(2, 300),
+    st.data(),
+)
+def test_a_gpus_way_to_choose_is_that_of_a_cpu_also_among_equals(pool, rows, width, data):
+    k, seed = data.draw(st.integers(1, width - 1)), data.draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.tensor(pool)[torch.randint(len(pool), (rows, width), generator=generator)]
+    want = largest(x, k)
+    assert torch.equal(_largest_by_torch(x, k), want)
+    assert (want[:, 1:] > want[:, :-1]).all()
+    for row, chosen in zip(x.abs().nan_to_num(math.inf, posinf=1e38), want, strict=True):
+        rest = torch.ones(width, dtype=torch.bool)
+        rest[chosen] = False
+        assert row[chosen].min() >= row[rest].max()
 
 
 def test_of_equal_magnitudes_the_first_are_kept_and_a_zero_is_not_sent():

@@ -276,14 +276,26 @@ def test_a_selection_that_is_gone_is_told(world):
     assert trainer.own.is_back(made.digest)
 
 
+def test_a_round_before_the_checkpoint_whose_files_are_gone_is_told_and_costs_no_state(world):
+    before, made, rest = announced(world, "u", saved=True)
+    record = reduced_round(world, 0, (1, made), others=OTHERS)
+    state = apply(before, replace(ask(record, made), write_checkpoint=world.folder / "state")).state_digest
+    record.parts[0].unlink()
+    after, heard = born(world)
+    load = Load(world.folder / "state", state, record.record, 1, (), (), made.end_window, 8, reduced=(record,))
+    assert after.load(load).state_digest == state
+    same(after.outer.feedback, rest, atol=0)
+    assert [kind for _, kind, _ in heard] == ["lost-update"]
+
+
 @pytest.mark.parametrize("damage", [lambda p: p.write_bytes(b""), lambda p: p.write_bytes(b"x" * 9), Path.unlink])
-def test_reduced_parts_that_cannot_be_used_are_an_error_and_leave_no_state(world, damage):
+def test_reduced_parts_that_cannot_be_used_are_an_error_and_cost_no_work(world, damage):
     trainer, made, rest = announced(world, "u")
     record = reduced_round(world, 0, (1, made), others=OTHERS)
     damage(record.parts[1])
     with pytest.raises((CodecError, OSError)):
         apply(trainer, ask(record, made))
-    assert not trainer.may_train
+    assert trainer.may_train is (damage is Path.unlink)  # what cannot be opened is not begun with
     good = reduced_round(world, 0, (1, made), others=OTHERS, seed=3)
     trainer.load(world.load(good, next_window=made.end_window))
     same(trainer.outer.feedback, plus(rest, left_out(world, good, made)), atol=0)

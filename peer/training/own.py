@@ -7,7 +7,7 @@ what it should, once, less what decay has taken since it was put back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,10 +37,10 @@ class Outer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An own update that the state holds. `sums`: its round's reduced parts; none, when it was applied as it is."""
+    """An own update that the state holds. `sums` gives its round's reduced parts: none, when that was not reduced."""
 
     blob: bytes
-    sums: Sequence[Blob] = ()
+    sums: Callable[[], Sequence[Blob]] = tuple
 
 
 class OwnUpdates:
@@ -82,7 +82,8 @@ class OwnUpdates:
     def accepted(self, name: Digest, update: Accepted) -> None:
         """This update counts: what lies in the feedback is what its round dropped."""
         try:
-            found = dropped(update.blob, update.sums, self._reduction, self._device) if update.sums else None
+            sums = update.sums()
+            found = dropped(update.blob, sums, self._reduction, self._device) if sums else None
             only = found and found.packed()
             if name in self.back and only is not None and self.back[name].only == blob_digest(only):
                 return
@@ -90,11 +91,15 @@ class OwnUpdates:
             if only is not None:
                 self._put_back(name, update.blob, only)
         except (CodecError, OSError) as e:
-            self._report("warning", "lost-update", f"what a round dropped of an own update cannot be put back: {e}")
+            self.not_put_back(e)
 
     def lost(self, why: Exception) -> None:
         """Report that an update which does not count is in nothing that is sent."""
         self._report("warning", "lost-update", f"an own update that missed its round cannot be put back: {why}")
+
+    def not_put_back(self, why: Exception) -> None:
+        """Report that what a round dropped of an own update is lost."""
+        self._report("warning", "lost-update", f"what a round dropped of an own update cannot be put back: {why}")
 
     def _put_back(self, name: Digest, blob: bytes, only: bytes | None) -> None:
         self._outer.restore(blob, only)

@@ -59,6 +59,7 @@ NON_FINITE_MOST = 10
 """So many steps in a row without a finite loss and gradient, and training stops."""
 
 Lost = Callable[[str], None]
+Sums = Callable[[], Sequence[memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,18 +292,19 @@ class Trainer:
             raise TrainingError(f"a record of round {ask.update.round} was to be applied to the state of {self.round}")
         # Read, or opened, now: once the node knows that the round is applied, it may drop the files.
         back = tuple(map(self._missed, ask.missed))
-        mine = self._apply(ask.update)
+        sums = mapped(ask.update.parts)
+        mine = self._apply(ask.update, lambda: sums)
         self.usual_windows = sum(u.windows for u in ask.update.updates if u.author == self.me) or self.usual_windows
         return Move(ask.update.record, self.round + 1, back, mine, ask.next_window, ask.accepted_windows)
 
-    def _apply(self, update: RoundUpdates) -> dict[Digest, Accepted]:
-        """The base goes on by one record. Own updates that it accepts, by digest."""
+    def _apply(self, update: RoundUpdates, sums: Sums) -> dict[Digest, Accepted]:
+        """The base goes on by one record. Own updates that it accepts, by digest. `sums` gives its reduced parts."""
         contributions = self._contributions(update)
         if update.parts:
             self.outer.advance_reduced(update.parts)
         else:
             self.outer.advance(contributions)
-        return self._own(contributions, update.parts)
+        return self._own(contributions, sums)
 
     def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
         """The answer: the base, which is the state after `record`, has this digest. Writes its checkpoint, if asked."""
@@ -326,14 +328,14 @@ class Trainer:
             mine = {blob_digest(blob): Accepted(blob) for blob in map(self._blob, ask.withdraw)}
             last: Digest | None = None
             for update in ask.reduced:
-                found = self._own(self._contributions(update), update.parts)
+                found = self._reduced_before(update)
                 mine, last = mine | found, next(iter(found), last)
             for update in ask.replay:
                 if update.round != number:
                     raise TrainingError(
                         f"the records to replay are not in order: {update.round} where {number} was due"
                     )
-                found = self._apply(update)
+                found = self._apply(update, partial(mapped, update.parts))
                 mine, last = mine | found, next(iter(found), last)
                 record, number = update.record, number + 1
         except BaseException:
@@ -388,10 +390,18 @@ class Trainer:
             self.own.lost(e)
             return None
 
-    def _own(self, contributions: Sequence[Contribution], parts: Sequence[Path]) -> dict[Digest, Accepted]:
+    def _own(self, contributions: Sequence[Contribution], sums: Sums) -> dict[Digest, Accepted]:
         """Own updates among those accepted, by digest."""
         mine = [bytes(c.blob) for c in contributions if c.author == self.me]
-        return {blob_digest(blob): Accepted(blob, mapped(parts)) for blob in mine}
+        return {blob_digest(blob): Accepted(blob, sums) for blob in mine}
+
+    def _reduced_before(self, update: RoundUpdates) -> dict[Digest, Accepted]:
+        """Own updates of a round that the state holds already. What cannot be read is told: the state needs it not."""
+        try:
+            return self._own(self._contributions(update), partial(mapped, update.parts))
+        except (OSError, CodecError) as e:
+            self.own.not_put_back(e)
+            return {}
 
     def _contributions(self, update: RoundUpdates) -> list[Contribution]:
         return [Contribution(u.author, u.windows, self._blob(u.blob)) for u in update.updates]

@@ -19,17 +19,9 @@ def largest(x: Tensor, k: int) -> Tensor:
 
     Of equal ones the first. NaN counts as larger than every number.
     """
-    n, m = x.shape
     if x.device.type != "cpu":
-        bits = x.contiguous().view(torch.int32) & _MAGNITUDE
-        # Which of several equals topk takes is not defined; how large the last of them is, is.
-        limit = torch.topk(bits, k, dim=1, sorted=False).values.amin(1, keepdim=True)
-        found = (bits >= limit).view(-1).nonzero().view(-1)
-        if len(found) != n * k:
-            above, same = bits > limit, bits == limit
-            room = k - above.sum(1, keepdim=True, dtype=torch.int32)
-            found = (above | (same & (same.cumsum(1, dtype=torch.int32) <= room))).view(-1).nonzero().view(-1)
-        return found.view(n, k) - torch.arange(0, n * m, m, device=x.device).unsqueeze(1)
+        return _largest_by_torch(x, k)
+    n, m = x.shape
     magnitudes = np.bitwise_and(x.numpy().view(np.int32), _MAGNITUDE)
     least = np.partition(magnitudes, m - k, axis=1)[:, m - k, None]
     chosen = np.flatnonzero(magnitudes >= least)
@@ -41,6 +33,19 @@ def largest(x: Tensor, k: int) -> Tensor:
     chosen = chosen.reshape(n, k)
     chosen -= np.arange(0, n * m, m)[:, None]
     return torch.from_numpy(chosen)
+
+
+def _largest_by_torch(x: Tensor, k: int) -> Tensor:
+    n, m = x.shape
+    magnitudes = x.contiguous().view(torch.int32) & _MAGNITUDE
+    # Which of several equals topk takes is not defined; how large the last of them is, is.
+    least = torch.topk(magnitudes, k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    chosen = (magnitudes >= least).view(-1).nonzero().view(-1)
+    if len(chosen) != n * k:
+        more, equal = magnitudes > least, magnitudes == least
+        left = k - more.sum(1, keepdim=True, dtype=torch.int32)
+        chosen = (more | (equal & (equal.cumsum(1, dtype=torch.int32) <= left))).view(-1).nonzero().view(-1)
+    return chosen.view(n, k) - torch.arange(0, n * m, m, device=x.device).unsqueeze(1)
 
 
 def falling(x: Tensor) -> Tensor:
