@@ -74,8 +74,9 @@ class Ballot:
         """Contributors that no record of ours lists any more in this round: their slices are lacking, or their words
         on parts were wrong."""
         self.lost: set[PeerKey] = set()
-        """Those of them whom more than half of a committee could not get: nor does anybody's record that lists them get
-        our work and our vote."""
+        """Whom more than half of a committee could not get: nor does another's record that lists them get our vote."""
+        self.struck: set[PeerKey] = set()
+        """Those of `lost` who were reported."""
         self.silent: set[PeerKey] = set()
         """Who said nothing on a part of the last slate that was given up for lack of words."""
         self.given_up = 0
@@ -247,6 +248,8 @@ class Ballot:
             p.bad = p.bad or bad(blob)
             if not holds(blob):
                 p.lacking.add(blob)
+        if word.body.lacking:
+            self.lost |= slate.lacking(part) & self.headers.keys()
         return True
 
     def signers_of(self, blob: Digest) -> set[PeerKey]:

@@ -111,6 +111,7 @@ class Deciding:
             )
         if p is not None and not p.equivocal:
             b.jump(record.body.attempt, c.now)
+        self.reducing.look_for_lost(b)
         return b.certified([record.digest])
 
     def vote(self, vote: Signed[Vote]) -> Certificate | None:

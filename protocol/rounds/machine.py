@@ -209,11 +209,10 @@ class RoundMachine:
         c, beat, source = self._c, message.body, message.author
         if source == c.me:
             return
-        returns = source not in c.members
         if beat.admission and not c.members.heard(message, c.now):
             return
-        if returns and source in c.members:
-            self._position.returned(beat.head)
+        if (member := c.members.get(source)) is not None:
+            self._position.heard_at(beat.head, member.since)
         self._follower.claim(source, beat.head, beat.weight, c.chain, c.now)
         b = self._deciding.ballot
         if b is not None and beat.head == b.parent and self._deciding.working:

@@ -28,6 +28,7 @@ UNAVAILABLE_MOST = 600.0
 
 @dataclass(slots=True)
 class _Aside:
+    since: float
     until: float
     tries: int
     active: bool
@@ -251,7 +252,8 @@ class Position:
         c = self._c
         old = self._aside.pop(record, None)
         tries = 0 if old is None else old.tries + 1
-        self._aside[record] = _Aside(until or c.now + c.policy.patience_seconds * 2 ** min(tries, 6), tries, True)
+        longest = c.policy.patience_seconds * 2 ** min(tries, 6)
+        self._aside[record] = _Aside(c.now, until or c.now + longest, tries, True)
         c.chain.set_aside(record)
         self._waiting = None
         while len(self._aside) > MAX_ASIDE:
@@ -269,11 +271,12 @@ class Position:
                 ):
                     a.until = self._c.now
 
-    def returned(self, head: Digest) -> None:
-        """A member came (back) that is at this head: a branch up to there that nobody gave can perhaps be had again."""
+    def heard_at(self, head: Digest, since: float) -> None:
+        """A member that we hear of since a time is at this head. When it came after a branch up to there was set aside
+        (for nobody gave its blobs), they can perhaps be had again."""
         chain = self._c.chain
         for aside, a in self._aside.items():
-            if a.active and a.tries > 0 and aside in chain and head in chain and chain.is_ancestor(aside, head):
+            if a.active and a.tries > 0 and a.since < since and aside in chain and chain.is_ancestor(aside, head):
                 a.until = self._c.now
 
     def _end_asides(self) -> None:

@@ -51,7 +51,8 @@ class Reducing:
 
     def may_follow(self, b: Ballot, p: Proposal) -> bool:
         """Whether a slate can be begun: nothing is known yet that makes it fail."""
-        return not p.over and self._is_open(p) and b.lost.isdisjoint(p.record.body.contributors)
+        hindered = any(author in b.lost and author != self._c.me for author in p.record.body.contributors)
+        return not p.over and not hindered and self._is_open(p)
 
     def ends(self, p: Proposal) -> float:
         """When the time of a slate is over."""
@@ -83,12 +84,6 @@ class Reducing:
         elif p.equivocal:
             b.evidence = tuple(q.record for q in b.proposals.values() if q.record.author == p.record.author)
         b.left_out |= slate.lacking_to(c.me) & b.headers.keys()
-        for author in sorted(slate.lacking() & b.headers.keys() - b.lost - {c.me}):
-            b.lost.add(author)
-            b.left_out.add(author)
-            c.members.withheld.strike(author, b.number)
-            text = f"a committee cannot get, or use, the update of {author.short}: the round goes on without it"
-            c.report("warning", "withheld", text, author)
         if not p.bad and not p.equivocal and slate.hopeless is None:
             b.silent = (slate.silent() & b.headers.keys()) - {c.me}
 
@@ -140,7 +135,18 @@ class Reducing:
             if p is self.current and p.slate is not None and p.slate.parts[word.body.part] is not None:
                 self._changes += 1
             self._compare(b, p, word.body.part)
+            self.look_for_lost(b)
         return True
+
+    def look_for_lost(self, b: Ballot) -> None:
+        """Report whom a committee could not get; records of ours do not list them for a while."""
+        c = self._c
+        for author in sorted(b.lost - b.struck - {c.me}):
+            b.struck.add(author)
+            b.left_out.add(author)
+            c.members.withheld.strike(author, b.number)
+            text = f"a committee cannot get, or use, the update of {author.short}: the round goes on without it"
+            c.report("warning", "withheld", text, author)
 
     def _has_room(self, author: PeerKey) -> bool:
         return author == self._c.me or author in self._c.members or self._c.members.is_veteran(author)

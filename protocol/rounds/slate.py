@@ -52,13 +52,10 @@ class Slate:
             self.hopeless = part
         return False
 
-    def lacking(self) -> set[PeerKey]:
-        """Authors whose updates more than half of some part's committee cannot get, or use."""
-        found: set[PeerKey] = set()
-        for seated, said in zip(self.committees, self.words, strict=True):
-            counts = Counter(author for w in said.values() for author in w.body.lacking)
-            found |= {author for author, count in counts.items() if 2 * count > len(seated)}
-        return found
+    def lacking(self, part: int) -> set[PeerKey]:
+        """Authors whose updates more than half of a part's committee cannot get, or use."""
+        counts = Counter(author for w in self.words[part].values() for author in w.body.lacking)
+        return {author for author, count in counts.items() if 2 * count > len(self.committees[part])}
 
     def lacking_to(self, member: PeerKey) -> set[PeerKey]:
         """Authors whose updates one member cannot get, by its own words."""
