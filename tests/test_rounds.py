@@ -293,6 +293,23 @@ def test_a_drifted_state_is_loud_and_loaded_anew():
     assert b.of(do.Resync) and not b.said(Header)
 
 
+def test_a_final_may_cut_off_the_record_that_the_trainer_is_being_moved_to():
+    b = Bench(ready=False)
+    for t in range(1, 5):
+        b.step(ev.Tick(), t)
+    (ours, theirs) = (b.header(key, windows) for key, windows in ((OTHERS[0], 30), (OTHERS[1], 20)))
+    heavy, light = (certificate(b.record(h.author, [h]), [h.author]) for h in (ours, theirs))
+    b.step(ev.Applied(b.chain.genesis, STATE))
+    for made in (heavy, light):
+        b.step(ev.CertificateHeard(made, OTHERS[0]))
+    b.step(ev.BlobHeld(ours.body.blob))
+    assert b.of(do.Apply)[0].certificate == heavy
+    b.step(ev.Heard(FakeSigner(PeerKey(sha256(b"owner"))).sign(Final(RUN, Round(0), light.record.digest))))
+    assert heavy.record.digest not in b.chain
+    b.step(ev.Applied(heavy.record.digest, Digest(sha256(b"cut off"))))
+    assert [a.path[-1] for a in b.of(do.Resync)] == [light]
+
+
 def test_a_newcomer_hears_the_others_chain_before_it_loads_a_state():
     b = Bench(ready=False)
     b.machine = RoundMachine(POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9)

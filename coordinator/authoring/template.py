@@ -141,6 +141,11 @@ patience_seconds = $patience_seconds
 #member_seconds = 20
 # Default 256.
 max_members = $max_members
+# Everyone fetches every update ("gather"), or committees make the mean in parts ("reduce"), or what is fewer bytes
+# ("auto"). Default "gather".
+#exchange = "gather"
+# Contributors that make each part; more than half must agree. Default 3.
+#committee = 3
 
 [admission]
 # Who may contribute: "open"; "invite" (who has the invite's code); "allow" (the keys in allow). Default "open".

@@ -139,7 +139,8 @@ class RoundMachine:
             case ev.BlobMissing(blob):
                 c.blobs.missing(blob, c.now)
             case ev.Applied(record, state):
-                if self._position.moved(record, state):
+                # A final may have cut the record off meanwhile: then the trainer is moved on from there.
+                if self._position.moved(record, state) and record in c.chain:
                     self._begin_round(record)
             case ev.ApplyFailed(_, reason):
                 self._position.failed(reason)

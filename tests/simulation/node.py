@@ -283,7 +283,9 @@ class Node:
 
     def reached(self, action: do.Apply | do.Resync, record: Digest, state: Digest) -> None:
         w = self.world
-        if self.machine.chain.height(record) % w.policy.checkpoint_every == 0:
+        # By the world's records: a final may have cut this one off our tree meanwhile.
+        height = 0 if record == self.machine.chain.genesis else w.records[record].record.body.round + 1
+        if height % w.policy.checkpoint_every == 0:
             self.checkpoints.add(state)
         if self.drifts:
             self.drifts = False

@@ -126,8 +126,8 @@ class World:
 
     def moved(self, node: Node, record: Digest) -> None:
         self.applied_at[record] = self.clock.now
-        if self.verbose:
-            chain = node.machine.chain
+        chain = node.machine.chain
+        if self.verbose and record in chain:
             where = f"{record.short}, round {chain.height(record)}, weight {chain.weight(record)}"
             print(f"{self.clock.now:8.2f} {node.index:3d} at {where}")
 
