@@ -38,6 +38,10 @@ ATTEMPT_SECONDS = 5.0
 
 PAUSE_SECONDS = 0.2
 
+KEPT_ROUNDS = 8
+"""For so many rounds what was made here is kept, whatever became of its record: others may be on its way to a branch
+that we have left, as authors keep their updates for them."""
+
 
 @dataclass(frozen=True)
 class ReducedPart:
@@ -86,6 +90,8 @@ class Reducing:
         self._tasks: dict[tuple[Digest, int], asyncio.Task[None]] = {}
         self._parts: dict[Digest, set[Digest]] = {}
         """The parts' blobs that were made here or asked for, by the record that they are of."""
+        self._made: dict[Digest, int] = {}
+        """The parts' blobs that were made here lately, and their rounds."""
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._one_sum = asyncio.Lock()
 
@@ -114,8 +120,9 @@ class Reducing:
             self._updates.drop(blob)
 
     def undecided(self) -> list[Digest]:
-        """The parts' blobs of records that were not dropped."""
-        return [blob for blobs in self._parts.values() for blob in blobs]
+        """The parts' blobs to keep, whether they are on the chain or not: of records that were not dropped, and those
+        that were made here lately."""
+        return [*(blob for blobs in self._parts.values() for blob in blobs), *self._made]
 
     # -- one part ----------------------------------------------------------------------------------------------
 
@@ -162,6 +169,8 @@ class Reducing:
         async with self._one_sum:
             blob = await asyncio.to_thread(self._sum, contributions, kind)
         self._parts.setdefault(record.digest, set()).add(blob)
+        number = record.body.round
+        self._made = {b: n for b, n in self._made.items() if n > number - KEPT_ROUNDS} | {blob: number}
         self._updates.trust(blob, kind)
         return PartReduced(record.digest, part, blob)
 
