@@ -11,7 +11,9 @@ from protocol.exchange import Exchange, blob_size, committees, mean_codec, part_
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import Layout
 from protocol.merkle import CHUNK
+from protocol.rounds.policy import Policy
 from protocol.spec import CodecSpec
+from tests.specs import tiny_spec
 
 PARENT = Digest(sha256(b"parent"))
 KEYS = [PeerKey(sha256(b"key", bytes([i]))) for i in range(40)]
@@ -49,6 +51,17 @@ def test_the_spec_or_the_bytes_choose():
     auto = Exchange("auto", 3, 1000, 2000)
     # Updates to fetch, (n - 1) * 1000, against 2 * (3 * 1000 + 2000).
     assert [auto.reduces(n) for n in (0, 1, 11, 12)] == [False, False, False, True]
+
+
+def test_a_spec_says_how_its_rounds_are_exchanged():
+    spec = tiny_spec()
+    assert Exchange.of(spec).kind == "gather" and not Exchange.of(spec).reduces(10**6)
+    changed = spec.model_copy(update={"round": spec.round.model_copy(update={"exchange": "auto", "committee": 5})})
+    exchange = Exchange.of(changed)
+    assert (exchange.kind, exchange.committee) == ("auto", 5)
+    assert exchange.update_size == make_codec(spec.codec, spec.model.layout).size
+    assert exchange.mean_size == make_codec(mean_codec(spec.codec), spec.model.layout).size
+    assert Policy.of(changed).exchange == Policy.of(changed).chain_limits.exchange == exchange
 
 
 @pytest.mark.parametrize(
