@@ -98,7 +98,7 @@ def words_of_death(diaries: Diaries, round: int, peers: Sequence[int]) -> str:
     least = min((max(s.values()) for s in shares), default=None)
     wrong = "" if least is None else f"; of a peer's values up to {1 - least:.0%} are not the mean"
     if failed:
-        return f"{len(failed)} of {len(peers)} end with an error ({failed[0].get('reason', '')[:60]}){wrong}"
+        return f"{len(failed)} of {len(peers)} end with an error{wrong}"
     if not ended(diaries, round, peers):
         return "not done within the time allowed"
     part = taking_part(diaries, round, peers)
