@@ -61,7 +61,7 @@ def test_a_spec_says_how_its_rounds_are_exchanged():
     exchange = Exchange.of(changed)
     assert (exchange.kind, exchange.committee) == ("auto", 5)
     assert exchange.update_size == make_codec(spec.codec, spec.model.layout).size
-    assert exchange.mean_size == make_codec(mean_codec(spec.codec), spec.model.layout).size
+    assert exchange.mean_size == mean_size(spec.codec, spec.model.layout)
     assert Policy.of(changed).exchange == Policy.of(changed).chain_limits.exchange == exchange
 
 

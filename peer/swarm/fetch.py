@@ -292,7 +292,7 @@ class Fetch:
             [h.peer for h in self._holders],
             missing,
             count,
-            relayed=count > RELAYED,
+            relayed=count > RELAYED and self._chunks is None,  # of a slice others want other chunks
             turn=int.from_bytes(bytes(self._digest)[:4], "big"),
             here=partial.has,
             latency=lambda peer: self._links.latency(peer, lane),
