@@ -168,6 +168,8 @@ class Scenario:
         world, p = self.world, self.world.policy
         group = max(self._groups(), key=len, default=[])
         now, height = world.clock.now, max((n.machine.chain.height(n.machine.chain.head) for n in group), default=0)
+        # A branch may be left for a shorter one: a heavier one, or one whose updates can be had.
+        self._watched = (self._watched[0], min(height, self._watched[1]))
         longest = 2 * p.max_seconds + p.exchange_seconds + p.patience_seconds + 2 * p.member_seconds
         if not any(n.speed >= 1.0 for n in group) or self._watched[0] < self.changed:
             self._watched = (now, height)
