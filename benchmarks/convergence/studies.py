@@ -8,7 +8,7 @@ from typing import Any
 
 NESTEROV: dict[str, Any] = {"optimiser": "nesterov", "lr": 1.0, "momentum": 0.5}
 
-SIGNS: dict[str, Any] = {"h": 32, "kind": "sign", "beta": 0.5, "inner": "muon", "outer": NESTEROV}
+SIGNS: dict[str, Any] = {"h": 36, "kind": "sign", "beta": 0.5, "inner": "muon", "outer": NESTEROV}
 """The default, to which the studies and the longer runs led: Muon within, signs and a little momentum between."""
 
 STATELESS: dict[str, Any] = {"h": 36, "kind": "sign", "beta": 0.5, "inner": "muon", "outer": {"lr": 1.4}}
@@ -54,9 +54,9 @@ MAIN = (
     Row("Cairn sparse k 64, AdamW, H 10", "cairn", {"h": 10, "k": 64}),
     Row("Cairn sparse k 256, AdamW, H 17", "cairn", {"h": 17, "k": 256, "beta": 0.5, "outer": PLAIN}),
     Row("Cairn sparse k 256, Muon, H 17", "cairn", {"h": 17, "k": 256, "beta": 0.5, "inner": "muon"}),
-    Row("Cairn sign, Muon, H 32", "cairn", SIGNS),
-    Row("Cairn sign, Muon, H 54", "cairn", {**SIGNS, "h": 54}),
-    Row("Cairn sign, Muon, H 36, no momentum, rate 1.4", "cairn", STATELESS),
+    Row("Cairn sign, Muon, H 36, Nesterov 0.5", "cairn", SIGNS),
+    Row("Cairn sign, Muon, H 36, outer rate 1.4", "cairn", STATELESS),
+    Row("Cairn sign, Muon, H 54, outer rate 1.4", "cairn", {**STATELESS, "h": 54}),
 )
 
 
@@ -129,8 +129,8 @@ STUDIES: dict[str, tuple[Row, ...]] = {
 
 SPARSE_ROUNDS: dict[str, Any] = {"h": 17, "k": 256, "beta": 0.5, "inner": "muon"}
 REDUCED_ROWS = (
-    Row("signs, H 32", "cairn", SIGNS),
-    Row("signs, H 32, reduced", "cairn", {**SIGNS, "reduce": True}),
+    Row("signs, H 36", "cairn", SIGNS),
+    Row("signs, H 36, reduced", "cairn", {**SIGNS, "reduce": True}),
     Row("the 256 largest, H 17", "cairn", SPARSE_ROUNDS),
     Row("the 256 largest, H 17, reduced", "cairn", {**SPARSE_ROUNDS, "reduce": True}),
 )
@@ -148,7 +148,7 @@ PEOPLE = (
 )
 """Conditions of the `people` study. A round is taken as a minute."""
 
-PEOPLE_ROWS = tuple(Row(label, "cairn", {**SIGNS, "conditions": there}) for label, there in PEOPLE)
+PEOPLE_ROWS = tuple(Row(label, "cairn", {**STATELESS, "conditions": there}) for label, there in PEOPLE)
 
 OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS}
 """Studies of Cairn's own rounds, as they are: each is set beside its first row."""
