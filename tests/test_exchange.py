@@ -12,7 +12,9 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import Layout
 from protocol.merkle import CHUNK
 from protocol.reduce import Reduction
+from protocol.rounds.policy import Policy
 from protocol.spec import CodecSpec
+from tests.specs import tiny_spec
 
 PARENT = Digest(sha256(b"parent"))
 KEYS = [PeerKey(sha256(b"key", bytes([i]))) for i in range(40)]
@@ -50,6 +52,17 @@ def test_the_spec_or_the_bytes_choose():
     auto = Exchange("auto", 3, 1000, 2000)
     # Updates to fetch, (n - 1) * 1000, against 2 * (3 * 1000 + 2000).
     assert [auto.reduces(n) for n in (0, 1, 11, 12)] == [False, False, False, True]
+
+
+def test_a_spec_says_how_its_rounds_are_exchanged():
+    spec = tiny_spec()
+    assert Exchange.of(spec).kind == "gather" and not Exchange.of(spec).reduces(10**6)
+    changed = spec.model_copy(update={"round": spec.round.model_copy(update={"exchange": "auto", "committee": 5})})
+    exchange = Exchange.of(changed)
+    assert (exchange.kind, exchange.committee) == ("auto", 5)
+    assert exchange.update_size == make_codec(spec.codec, spec.model.layout).size
+    assert exchange.mean_size == mean_size(spec.codec, spec.model.layout)
+    assert Policy.of(changed).exchange == Policy.of(changed).chain_limits.exchange == exchange
 
 
 @pytest.mark.parametrize(

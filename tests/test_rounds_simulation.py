@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from protocol.exchange import GATHER
+from protocol.merkle import CHUNK
 from protocol.messages import Vote
 from tests.simulation.checkers import Broken, check_sizes
 from tests.simulation.hostile import HOSTILE_REDUCERS
@@ -62,8 +63,9 @@ def test_a_healthy_swarm_decides_a_round_without_waiting_for_a_timer(peers, exch
     assert {c.record.body.attempt for c in world.records.values()} == {0}
 
 
-def test_fifty_peers_agree_round_after_round():
-    scenario = Scenario(3, peers=50, calm=True)
+@pytest.mark.parametrize("exchange", [GATHER, replace(REDUCE, update_size=100 * CHUNK)])
+def test_fifty_peers_agree_round_after_round(exchange):
+    scenario = Scenario(3, peers=50, calm=True, exchange=exchange)
     world = scenario.world
     for node in world.nodes:
         world.clock.at(0.0, node.boot)
@@ -71,6 +73,7 @@ def test_fifty_peers_agree_round_after_round():
     check_sizes(world)
     assert world.height() >= 2
     assert all(len(c.record.body.updates) >= 45 for c in world.records.values())
+    assert all(len(c.parts) in (0, len(c.record.body.updates)) for c in world.records.values())
 
 
 # -- negative controls: a rule is broken, and the checker for it says so ------------------------------------------
