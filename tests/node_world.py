@@ -175,7 +175,14 @@ class LoopTrainer:
 
     link = None
 
-    def __init__(self, start: Start, *, on_message: Callable[[FromTrainer], None], on_lost: Callable[[str], None]):
+    def __init__(
+        self,
+        start: Start,
+        *,
+        on_message: Callable[[FromTrainer], None],
+        on_lost: Callable[[str], None],
+        command: None = None,
+    ):
         self._start = start
         self._say = on_message
         self._asked: asyncio.Queue[ToTrainer] = asyncio.Queue()

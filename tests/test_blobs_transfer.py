@@ -201,7 +201,7 @@ async def test_an_interrupted_fetch_goes_on_where_it_stopped_also_after_a_restar
             return None if left[0] > 0 else "enough for now"
 
         a.may_serve = so_many
-        with pytest.raises(BlobUnavailable, match="enough"):
+        with pytest.raises(BlobUnavailable):
             await b.fetch(digest, len(data), [a], seconds=1)
         b.store.close()
         b.store = b.swarm._store = Store(b.store.folder, 1 << 40)

@@ -399,7 +399,7 @@ async def test_who_served_wrong_bytes_of_one_blob_is_asked_last_for_the_next(cap
     net, swarm = network()
     asked: list[list[PeerKey]] = []
 
-    async def fetch(digest, size, holders, *, deadline_seconds, on_bad) -> None:
+    async def fetch(digest, size, holders, *, deadline_seconds, on_bad, chunks) -> None:
         asked.append(list(holders))
         on_bad(A, "sent a chunk 3 that is not the blob's")
 
