@@ -39,10 +39,10 @@ SIGN = CodecSpec(kind="sign", beta=0.5)
 NESTEROV = OuterSpec(optimiser="nesterov", lr=1.0, momentum=0.5)
 MEASURED: tuple[Measured, ...] = (
     Measured(SIGN, 9, 1.020, NESTEROV),
-    Measured(SIGN, 18, 1.033, NESTEROV),
-    Measured(SIGN, 36, 1.051, NESTEROV),
-    Measured(SIGN, 54, 1.066, NESTEROV),
-    Measured(SIGN, 72, 1.081, NESTEROV),
+    Measured(SIGN, 18, 1.031, NESTEROV),
+    Measured(SIGN, 36, 1.046, NESTEROV),
+    Measured(SIGN, 54, 1.063, NESTEROV),
+    Measured(SIGN, 72, 1.096, NESTEROV),
     Measured(CodecSpec(kind="sparse", k=256, beta=0.5), 17, 1.094),
     Measured(CodecSpec(kind="sparse", k=64, beta=0.7), 10, 1.134),
     Measured(CodecSpec(kind="sparse", k=64, beta=0.7), 36, 1.262),
