@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,8 @@ class Reducing:
         self._tasks: dict[tuple[Digest, int], asyncio.Task[None]] = {}
         self._parts: dict[Digest, set[Digest]] = {}
         """The parts' blobs that were made here or asked for, by the record that they are of."""
+        self._rounds: dict[Digest, int] = {}
+        """The rounds of those records: what is older than KEPT_ROUNDS is kept by the chain, or by nobody."""
         self._made: dict[Digest, int] = {}
         """The parts' blobs that were made here lately, and their rounds."""
         self._turns = asyncio.Semaphore(AT_ONCE)
@@ -99,14 +102,23 @@ class Reducing:
         """Make a part of a record; nothing happens when that is under way."""
         name = (record.digest, part)
         if name not in self._tasks:
-            self._parts.setdefault(record.digest, set())
+            self._note(record)
             self._tasks[name] = self._spawn(self._reduce(record, part, committee), "part")
 
     def fetch(self, blob: Digest, record: Signed[Record], part: int, holders: Iterable[PeerKey]) -> None:
         """Get a part that others made; answered as an update is."""
         kind = self.kind(len(record.body.updates), part)
-        self._parts.setdefault(record.digest, set()).add(blob)
+        self._note(record).add(blob)
         self._updates.fetch(blob, kind.size, holders, kind)
+
+    def _note(self, record: Signed[Record]) -> set[Digest]:
+        """The parts of this record that are worked on; those of records long before it are forgotten."""
+        self._rounds[record.digest] = record.body.round
+        oldest = record.body.round - KEPT_ROUNDS
+        for old in [d for d, number in self._rounds.items() if number <= oldest]:
+            del self._rounds[old]
+            self._parts.pop(old, None)
+        return self._parts.setdefault(record.digest, set())
 
     def kind(self, contributors: int, part: int) -> ReducedPart:
         """What a part is, of a record with so many contributors."""
@@ -116,6 +128,7 @@ class Reducing:
         """Nothing of this record is wanted any more, as far as it is not kept for another reason."""
         for name in [n for n in self._tasks if n[0] == record]:
             self._tasks.pop(name).cancel()
+        self._rounds.pop(record, None)
         for blob in self._parts.pop(record, ()):
             self._updates.drop(blob)
 
@@ -136,10 +149,10 @@ class Reducing:
     async def _make(self, record: Signed[Record], part: int, committee: Sequence[PeerKey]) -> PartReduced | PartLacking:
         kind = self.kind(len(record.body.updates), part)
         until = asyncio.get_running_loop().time() + self._seconds
-        coming = {
-            asyncio.ensure_future(self._slice(header, kind, committee, until)): header
-            for header in record.body.updates
-        }  # fmt: skip
+        asked: set[PeerKey] = set()
+        # In each member's own order: those who let us wait shall not be before the same others everywhere.
+        headers = random.sample(record.body.updates, len(record.body.updates))
+        coming = {asyncio.ensure_future(self._slice(h, kind, committee, until, asked)): h for h in headers}
         slices: dict[PeerKey, memoryview] = {}
         bad: list[PeerKey] = []
         try:
@@ -160,15 +173,17 @@ class Reducing:
             for task in coming:
                 task.cancel()
             await asyncio.gather(*coming, return_exceptions=True)
-        # Who sent rubbish is at fault; of the others' slices some may still be on their way then.
-        lacking = bad or [h.author for h in record.body.updates if h.author not in slices]
-        if lacking:
+        # Who sent rubbish is at fault; of the others' slices some may still be on their way then. Who was not asked in
+        # time is not named.
+        missing = [h.author for h in record.body.updates if h.author not in slices]
+        lacking = bad or [author for author in missing if author in asked]
+        if missing:
             log.info("part %d lacks the updates of %s", part, ", ".join(a.short for a in lacking))
             return PartLacking(record.digest, part, tuple(sorted(lacking)))
         contributions = [Contribution(h.author, h.body.windows, slices[h.author]) for h in record.body.updates]
         async with self._one_sum:
             blob = await asyncio.to_thread(self._sum, contributions, kind)
-        self._parts.setdefault(record.digest, set()).add(blob)
+        self._note(record).add(blob)
         number = record.body.round
         self._made = {b: n for b, n in self._made.items() if n > number - KEPT_ROUNDS} | {blob: number}
         self._updates.trust(blob, kind)
@@ -181,9 +196,11 @@ class Reducing:
     # -- one slice ---------------------------------------------------------------------------------------------
 
     async def _slice(
-        self, header: Signed[Header], kind: ReducedPart, committee: Sequence[PeerKey], until: float
+        self, header: Signed[Header], kind: ReducedPart, committee: Sequence[PeerKey], until: float, asked: set[PeerKey]
     ) -> memoryview | None:
         """An update's bytes, of which only the part's chunks are there; None when they do not come in time.
+
+        Its author is put into `asked` once it has been asked for, for as long as an attempt takes.
 
         Raises CodecError when they break the codec's rules.
         """
@@ -197,6 +214,8 @@ class Reducing:
                 if found is None and now() < until:
                     async with self._turns:
                         seconds = max(0.1, min(ATTEMPT_SECONDS, until - now()))
+                        if seconds >= min(ATTEMPT_SECONDS, 0.5 * self._seconds):
+                            asked.add(header.author)
                         await self._source.fetch_blob(
                             blob, self._size, holders, deadline_seconds=seconds, chunks=chunks
                         )  # fmt: skip

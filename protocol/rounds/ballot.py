@@ -248,8 +248,10 @@ class Ballot:
             p.bad = p.bad or bad(blob)
             if not holds(blob):
                 p.lacking.add(blob)
-        if word.body.lacking:
-            self.lost |= slate.lacking(part) & self.headers.keys()
+        listed = p.record.body.contributors
+        # Not of a slate that leaves out most: its author could have filled the committees with its own.
+        if word.body.lacking and 2 * len(listed) > len(self.headers):
+            self.lost |= slate.lacking(part) & set(listed) & self.headers.keys()
         return True
 
     def signers_of(self, blob: Digest) -> set[PeerKey]:

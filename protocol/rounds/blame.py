@@ -20,15 +20,18 @@ def blob_bad(c: Context, d: Deciding, blob: Digest, reason: str) -> None:
     some part saw what is wrong.
     """
     b = d.ballot
-    c.blobs.condemn(blob)
+    signers = set() if b is None else b.signers_of(blob)
+    announced = None if b is None else next((h for h in b.headers.values() if h.body.blob == blob), None)
     certified, source = _certified_with(c, blob)
-    header = None if isinstance(source, PartOf) else source
+    # Anybody can announce a good part's digest as an update's, or sign a good update's as a part's: it is bad as that.
+    claimed = announced is not None if isinstance(source, PartOf) else bool(signers) and announced is None
+    if certified is not None and claimed:
+        certified = source = None  # that record is as good as before
+    else:
+        c.blobs.condemn(blob)
+    header = announced or (None if isinstance(source, PartOf) else source)
     if b is not None:
-        signers = b.signers_of(blob)
         b.blob_bad(blob)
-        for h in b.headers.values():
-            if h.body.blob == blob:
-                header = h
         if header is not None and b.headers.get(header.author) is header:
             b.exclude(header.author)
         if b.reduces:

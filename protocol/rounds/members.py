@@ -121,6 +121,10 @@ class Members:
             del self._gone[next(iter(self._gone))]
         return True
 
+    def has_left(self, key: PeerKey) -> bool:
+        """Whether it said that it leaves, lately."""
+        return key in self._gone
+
     def expire(self, now: float) -> list[PeerKey]:
         """Forget who was not heard of for `member_seconds`; who they were."""
         silent = [m.key for m in self if now - m.heard > self._policy.member_seconds]

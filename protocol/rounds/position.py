@@ -32,6 +32,9 @@ class _Aside:
     until: float
     tries: int
     active: bool
+    excused: set[PeerKey]
+    """Members whose coming has ended an aside of this record before its time: each may once, or who withholds an update
+    could bring its record back by leaving and coming again."""
     absent: frozenset[PeerKey]
     """Contributors of its record that were no members then: what they hold can be had when one is heard of again."""
 
@@ -259,8 +262,9 @@ class Position:
         if end is None:
             end = c.now + c.policy.patience_seconds * 2 ** min(tries, 6)
             authors = c.chain.certificate(record).record.body.contributors
-            absent = frozenset(k for k in authors if k != c.me and k not in c.members)
-        self._aside[record] = _Aside(c.now, end, tries, True, absent)
+            away = (k for k in authors if k != c.me and k not in c.members and not c.members.has_left(k))
+            absent = frozenset(away)
+        self._aside[record] = _Aside(c.now, end, tries, True, set() if old is None else old.excused, absent)
         c.chain.set_aside(record)
         self._waiting = None
         while len(self._aside) > MAX_ASIDE:
@@ -278,21 +282,25 @@ class Position:
                 ):
                     a.until = self._c.now
 
-    def heard_at(self, head: Digest, since: float) -> None:
+    def heard_at(self, member: PeerKey, head: Digest, since: float) -> None:
         """A member that we hear of since a time is at this head. When it came after a branch up to there was set aside
         (for nobody gave its blobs), they can perhaps be had again."""
         chain = self._c.chain
         for aside, a in self._aside.items():
-            if a.active and a.tries > 0 and a.since < since and aside in chain and chain.is_ancestor(aside, head):
+            if not a.active or a.tries == 0 or a.since >= since or member in a.excused:
+                continue
+            if aside in chain and chain.is_ancestor(aside, head):
                 a.until = self._c.now
+                a.excused.add(member)
 
     def _end_asides(self) -> None:
         for record, a in list(self._aside.items()):
             if record not in self._c.chain:
                 del self._aside[record]
-            elif a.active and any(map(self._is_back, a.absent)):
-                # The network was split, and is whole again: nobody withheld anything.
-                a.active, a.tries = False, -1
+            elif a.active and (back := {k for k in a.absent - a.excused if self._is_back(k)}):
+                # The network was split, and is whole again: most likely nobody withheld anything.
+                a.active = False
+                a.excused |= back
                 self._c.chain.take_back(record)
             elif a.active and a.until <= self._c.now:
                 a.active = False
