@@ -28,9 +28,7 @@ class Moving(World):
     """Its coordinator starts at ports of its choice; whoever joins brings the invite of the first day."""
 
     def __init__(self):
-        super().__init__()
-        with open(self.run_file, "a") as file:
-            file.write(f"[admission]\nseconds = {ADMITTED_SECONDS}\n")
+        super().__init__(tables={"admission": {"seconds": ADMITTED_SECONDS}})
         self.published: Invite | None = None
 
     def __enter__(self) -> Moving:
