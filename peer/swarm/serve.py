@@ -36,7 +36,7 @@ MayServe = Callable[[Digest, PeerKey], "str | None | Awaitable[str | None]"]
 class ServeLimits:
     """Bounds on what others may have open here. Memory: (streams) x (read_ahead + 2) chunks at the very most."""
 
-    streams_per_peer: int = 4
+    streams_per_peer: int = 8
     streams: int = 128
     read_ahead: int = 2
     idle_seconds: float = 60
