@@ -267,3 +267,21 @@ async def test_records_that_others_may_ask_about_are_bounded(sides, monkeypatch)
     for attempt in range(5):
         sender.briefs.encode(record(HEADERS, attempt=attempt))
     assert len(sender.briefs._made) == 2
+
+
+def test_old_headers_that_are_replayed_push_out_nothing():
+    held, now = Held(), header(PEERS[0], round=9)
+    held.add(now)
+    for i in range(2 * PER_AUTHOR):
+        held.add(header(PEERS[0], round=i))
+    assert held.get(name_of(now.sent)) is not None and len(held) == PER_AUTHOR
+
+
+def test_a_record_that_is_sent_again_is_still_answered_for(monkeypatch):
+    monkeypatch.setattr(module, "BRIEF_FROM", 0)
+    monkeypatch.setattr(module, "RECORDS", 2)
+    briefs = Side().briefs
+    for attempt in range(1, 4):
+        briefs.encode(RECORD)
+        briefs.encode(record(HEADERS[:2], attempt=attempt))
+    assert len(briefs.answer(wire.Packet(messages=[name_of(h.sent) for h in HEADERS])).messages) == len(HEADERS)

@@ -199,8 +199,10 @@ async def test_a_life_with_ranks_from_start_to_stop_and_after_the_death_of_one(t
         assert len(ranks) == 1
         os.kill(ranks[0], signal.SIGKILL)
         await n.link.send(MakeUpdate(1, record_digest(0), tmp_path / "u1"))
-        with pytest.raises(AssertionError, match=r"Failed\(what='train'.*rank 1 of 2 ended with code -9.*fatal=True"):
-            await n.until(Stopped)
+        # Who sees it first, the update or the watch over the ranks, is a race. The trainer ends, and says why.
+        said = await n.failures()
+        assert all("rank 1 of 2 ended with code -9" in f.reason for f in said)
+        assert [f.what for f in said if f.fatal] == ["train"] and {f.what for f in said} <= {"update", "train"}
         assert (await asyncio.wait_for(n.link.wait(), 10)).code == 1
     async with node(world, "tp=2") as n:  # the node starts another: here even with another layout
         assert (await n.ask(load, Applied)).state_digest == applied.state_digest

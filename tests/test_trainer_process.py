@@ -60,6 +60,15 @@ class Node:
                 return message
             assert not isinstance(message, Failed), message
 
+    async def failures(self) -> list[Failed]:
+        """What fails from here on, until something that ends the trainer does."""
+        said: list[Failed] = []
+        while not any(f.fatal for f in said):
+            message = await asyncio.wait_for(anext(self._messages), 60)
+            self.heard.append(message)
+            said += [message] if isinstance(message, Failed) else []
+        return said
+
     async def ask(self, message, kind: type[T]) -> T:
         await self.link.send(message)
         return await self.until(kind)

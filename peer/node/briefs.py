@@ -39,10 +39,11 @@ IN_PACKET = 4
 
 
 class Held:
-    """The newest headers of each author, by name: PER_AUTHOR of AUTHORS."""
+    """The headers of each author's latest rounds, by name: PER_AUTHOR of AUTHORS. Old ones that are replayed push out
+    nothing."""
 
     def __init__(self) -> None:
-        self._by_author: OrderedDict[PeerKey, list[bytes]] = OrderedDict()
+        self._by_author: OrderedDict[PeerKey, list[tuple[int, bytes]]] = OrderedDict()
         self._sent: dict[bytes, bytes] = {}
 
     def add(self, header: Signed[Header]) -> None:
@@ -52,12 +53,14 @@ class Held:
             return
         mine = self._by_author.setdefault(header.author, [])
         self._by_author.move_to_end(header.author)
-        mine.append(name)
+        mine.append((header.body.round, name))
         self._sent[name] = header.sent
         if len(mine) > PER_AUTHOR:
-            del self._sent[mine.pop(0)]
+            oldest = min(mine, key=lambda held: held[0])
+            mine.remove(oldest)
+            del self._sent[oldest[1]]
         if len(self._by_author) > AUTHORS:
-            for old in self._by_author.popitem(last=False)[1]:
+            for _, old in self._by_author.popitem(last=False)[1]:
                 del self._sent[old]
 
     def get(self, name: bytes) -> bytes | None:
@@ -102,6 +105,7 @@ class Briefs:
             made = self._made[message.digest] = (brief, headers)
             if len(self._made) > RECORDS:
                 self._made.popitem(last=False)
+        self._made.move_to_end(message.digest)  # what is sent again is asked for again
         return message.sent if made[0] is None else made[0]
 
     def answer(self, request: wire.Packet) -> wire.Packet:
