@@ -8,7 +8,6 @@ Which chunk is asked of whom says `plan.py`, and how many at once `pace.py`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -18,9 +17,10 @@ from typing import Any, TypeVar
 from peer.store import BlobMissing, Partial, Store
 from peer.swarm.errors import BlobUnavailable, PeerUnreachable
 from peer.swarm.frames import BITS_PER_PAGE, SIZE_BYTES, Op, Reply, Request, Status, encode_size, leaf_pages, parse_size
-from peer.swarm.holders import LOST, PATIENCE, Holder, Patience
-from peer.swarm.links import LinkLost, Links, Place
+from peer.swarm.holders import LOST, PATIENCE, Dropped, Holder, Later, Patience, WrongSize
+from peer.swarm.links import LinkLost, Links
 from peer.swarm.plan import Plan
+from peer.swarm.worker import Worker, cancel, clock
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK, check_leaves, chunk_count, chunk_size, leaf_hash
@@ -44,34 +44,8 @@ for smaller ones it would only take longer."""
 HEDGE_SECONDS = 0.5
 """After so long without leaf hashes another holder is asked for them."""
 
-UNPROVED = 4
-"""Chunks asked of a holder at once before one of them has come."""
-
-IDLE_SECONDS = 0.05
-"""How long to wait when there is nothing to ask of a holder."""
-
-MAP_SECONDS = (0.1, 1.0)
-"""How often a holder that fetches too is asked what it has: while that changes, and at the least."""
-
 AGAIN_SECONDS = 3.0
 """A holder that had nothing of the blob is asked again after so long, while others still give it."""
-
-
-class _Dropped(Exception):
-    """This holder is of no more use to this attempt. Internal."""
-
-
-class _Later(Exception):
-    """The holder does not give this now: worth asking again after a wait. Internal."""
-
-    def __init__(self, seconds: float, *, absent: bool = False):
-        self.seconds = seconds
-        self.absent = absent
-        """It may have other chunks."""
-
-
-class _WrongSize(Exception):
-    """The chunk is the blob's own, and shows that the blob's stated size is wrong. Internal."""
 
 
 class Fetch:
@@ -96,18 +70,18 @@ class Fetch:
     ):
         self._me = me
         self._chunks = None if chunks is None else frozenset(chunks)
-        self._links = links
+        self.links = links
         self._store = store
         self._executor = executor
-        self._digest = digest
+        self.digest = digest
         self._size = size
         self._max_size = max_size
         self._on_bad = on_bad
         self._holders = [Holder(peer) for peer in _spread(list(dict.fromkeys(holders))[:HOLDERS])]
-        self._complete = asyncio.Event()
+        self.complete = asyncio.Event()
 
     async def run(self, deadline_seconds: float) -> None:
-        if self._store.has(self._digest):
+        if self._store.has(self.digest):
             return
         try:
             await asyncio.wait_for(self._run(), deadline_seconds)
@@ -118,7 +92,7 @@ class Fetch:
         if self._size is not None:
             try:
                 await self._get(self._size)
-            except _WrongSize:
+            except WrongSize:
                 raise self._unavailable(f"its size is not the {self._size:,} bytes that were stated") from None
             return
         # The size is a holder's word. When nothing comes of it, that holder is left out and the next one's is taken.
@@ -127,7 +101,7 @@ class Fetch:
             try:
                 await self._get(size)
                 return
-            except _WrongSize:
+            except WrongSize:
                 self._condemn(source, f"stated a wrong size ({size:,} bytes)")
             except BlobUnavailable:
                 source.bad = True  # no proof against it, so no report
@@ -137,53 +111,53 @@ class Fetch:
     # -- asking --------------------------------------------------------------------------------------------------
 
     async def _ask(self, holder: Holder, request: Request, limit: int) -> bytes:
-        """The data of an OK reply, asking again as patience says. Raises _Dropped."""
+        """The data of an OK reply, asking again as patience says. Raises Dropped."""
         while True:
             try:
                 return await self._ask_once(holder, request, limit)
-            except _Later as later:
+            except Later as later:
                 await asyncio.sleep(later.seconds)
 
     async def _ask_once(self, holder: Holder, request: Request, limit: int) -> bytes:
-        """The data of an OK reply. Raises _Dropped, _Later."""
+        """The data of an OK reply. Raises Dropped, Later."""
         if holder.bad:
-            raise _Dropped
+            raise Dropped
         try:
-            reply = await self._links.ask(holder.peer, self._lane("about"), request, limit)
+            reply = await self.links.ask(holder.peer, self._lane("about"), request, limit)
         except (LinkLost, PeerUnreachable) as e:
-            raise self._lost(holder, e) from None
-        return self._data(holder, reply)
+            raise self.lost(holder, e) from None
+        return self.data_of(holder, reply)
 
     def _lane(self, lane: str) -> str:
         """Small blobs have one lane, and big ones two: what is asked about them need not queue behind their chunks."""
         return lane if (self._size or self._max_size) > BULK else "quick"
 
-    def _lost(self, holder: Holder, error: LinkLost | PeerUnreachable) -> _Later:
-        """What to do about a stream that broke or could not be had. Raises _Dropped."""
+    def lost(self, holder: Holder, error: LinkLost | PeerUnreachable) -> Later:
+        """What to do about a stream that broke or could not be had. Raises Dropped."""
         if isinstance(error, LinkLost) and error.hostile:
             self._condemn(holder, str(error))
-            raise _Dropped from None
+            raise Dropped from None
         return self._later(holder, "lost", LOST, str(error))
 
-    def _data(self, holder: Holder, reply: Reply) -> bytes:
-        """The data of an OK reply. Raises _Dropped, _Later."""
+    def data_of(self, holder: Holder, reply: Reply) -> bytes:
+        """The data of an OK reply. Raises Dropped, Later."""
         if reply.status is Status.OK:
             holder.counts.clear()
             holder.reason = "was still sending"
             return reply.data
         if reply.status is Status.BAD_REQUEST:
             holder.reason = reply.reason
-            raise _Dropped
+            raise Dropped
         raise self._later(holder, reply.status.name, PATIENCE[reply.status], reply.reason)
 
-    def _later(self, holder: Holder, what: str, patience: Patience, reason: str) -> _Later:
-        """One more failure of that sort; _Dropped is raised when it was one too many."""
+    def _later(self, holder: Holder, what: str, patience: Patience, reason: str) -> Later:
+        """One more failure of that sort; Dropped is raised when it was one too many."""
         holder.reason = reason
         attempt = holder.counts[what]
         holder.counts[what] += 1
         if attempt + 1 >= patience.tries:
-            raise _Dropped
-        return _Later(patience.wait(attempt), absent=what == Status.ABSENT.name)
+            raise Dropped
+        return Later(patience.wait(attempt), absent=what == Status.ABSENT.name)
 
     def _usable(self) -> list[Holder]:
         """The holders that are left: those without failures of late first, else in the caller's order."""
@@ -194,22 +168,22 @@ class Fetch:
         if not holder.bad:
             holder.bad = True
             holder.reason = reason
-            self._links.hang_up(holder.peer)
-            log.warning("peer %s is dropped from blob %s: %s", holder.peer.short, self._digest.short, reason)
+            self.links.hang_up(holder.peer)
+            log.warning("peer %s is dropped from blob %s: %s", holder.peer.short, self.digest.short, reason)
             self._on_bad(holder.peer, reason)
 
     async def _suspect(self, holder: Holder, size: int, reason: str) -> None:
         """Bytes that do not fit. It is the holder's doing only if it takes the blob for one of the same size as we do:
-        else whoever told us the size may have lied, to set us against honest holders. Raises _Dropped in any case."""
-        data = await self._ask(holder, Request(Op.SIZE, self._digest), SIZE_BYTES)
+        else whoever told us the size may have lied, to set us against honest holders. Raises Dropped in any case."""
+        data = await self._ask(holder, Request(Op.SIZE, self.digest), SIZE_BYTES)
         if data == encode_size(size):
             self._condemn(holder, reason)
         else:
             holder.reason = f"takes the blob for one of another size than {size:,} bytes"
-        raise _Dropped
+        raise Dropped
 
     def _unavailable(self, why: str) -> BlobUnavailable:
-        return BlobUnavailable(self._digest, why, {h.peer: h.reason for h in self._holders})
+        return BlobUnavailable(self.digest, why, {h.peer: h.reason for h in self._holders})
 
     async def _first(self, get: Callable[[Holder], Awaitable[T]]) -> T:
         """The first answer of any holder: one is asked, the next when it fails or lets us wait."""
@@ -225,10 +199,10 @@ class Fetch:
                 for task in done:
                     try:
                         return task.result()
-                    except _Dropped:
+                    except Dropped:
                         continue
         finally:
-            await _cancel(running)
+            await cancel(running)
         raise self._unavailable("no holder is left" if self._holders else "nobody is known to hold it")
 
     async def _in_thread(self, do: Callable[..., T], *args: object) -> T:
@@ -237,23 +211,23 @@ class Fetch:
     # -- size and leaves -----------------------------------------------------------------------------------------
 
     async def _get_size(self, holder: Holder) -> tuple[Holder, int]:
-        data = await self._ask(holder, Request(Op.SIZE, self._digest), SIZE_BYTES)
+        data = await self._ask(holder, Request(Op.SIZE, self.digest), SIZE_BYTES)
         try:
             size = parse_size(data)
         except MalformedError as e:
             self._condemn(holder, str(e))
-            raise _Dropped from None
+            raise Dropped from None
         if size > self._max_size:
             holder.reason = f"states a size of {size:,} bytes, and at most {self._max_size:,} are accepted"
-            raise _Dropped
+            raise Dropped
         return holder, size
 
     async def _get_leaves(self, holder: Holder, size: int) -> list[bytes]:
-        ask = [self._ask(holder, Request(Op.LEAVES, self._digest, page), CHUNK) for page in range(leaf_pages(size))]
+        ask = [self._ask(holder, Request(Op.LEAVES, self.digest, page), CHUNK) for page in range(leaf_pages(size))]
         raw = b"".join(await asyncio.gather(*ask))
         leaves = [raw[i : i + 32] for i in range(0, len(raw), 32)]
         try:
-            await self._in_thread(check_leaves, self._digest, size, leaves)
+            await self._in_thread(check_leaves, self.digest, size, leaves)
         except MalformedError:
             await self._suspect(holder, size, "sent leaf hashes that are not the blob's")
         return leaves
@@ -261,215 +235,110 @@ class Fetch:
     # -- chunks --------------------------------------------------------------------------------------------------
 
     async def _get(self, size: int) -> None:
-        """Leaves, then chunks. Raises BlobUnavailable, _WrongSize, StoreError."""
+        """Leaves and chunks. Raises BlobUnavailable, WrongSize, StoreError."""
         if chunk_count(size) <= 1:
-            leaves = [bytes(self._digest)][: chunk_count(size)]  # the tree of one leaf is that leaf
+            leaves = [bytes(self.digest)][: chunk_count(size)]  # the tree of one leaf is that leaf
         else:
-            leaves = await self._in_thread(self._store.known_leaves, self._digest, size)
-            if leaves is None:
-                leaves = await self._first(lambda h: self._get_leaves(h, size))
+            leaves = await self._in_thread(self._store.known_leaves, self.digest, size)
+        opening = asyncio.ensure_future(self._open(size, leaves))
         try:
-            partial = await self._in_thread(self._store.partial, self._digest, size, leaves, self._chunks)
-        except MalformedError:  # an empty blob that is not the empty blob
-            raise _WrongSize from None
-        try:
-            missing = partial.missing(self._chunks)
-            if missing:
-                await self._get_chunks(partial, missing)
+            if leaves is not None:
+                await asyncio.wait({opening})
+            await self._get_chunks(opening, size)
+            partial = await opening
             if not partial.left:
                 await self._in_thread(partial.finish)
         except BlobMissing:
             raise self._unavailable("it is not wanted any more") from None
         finally:
-            partial.close()
+            await cancel({opening})
+            if not opening.cancelled() and opening.exception() is None:
+                opening.result().close()
 
-    async def _get_chunks(self, partial: Partial, missing: list[int]) -> None:
-        self._complete.clear()
-        count = chunk_count(partial.size)
+    async def _open(self, size: int, leaves: list[bytes] | None) -> Partial:
+        """Where chunks are kept, once it is known what they must be. Raises BlobUnavailable, WrongSize, StoreError."""
+        if leaves is None:
+            leaves = await self._first(lambda h: self._get_leaves(h, size))
+        try:
+            return await self._in_thread(self._store.partial, self.digest, size, leaves, self._chunks)
+        except MalformedError:  # an empty blob that is not the empty blob
+            raise WrongSize from None
+
+    async def _get_chunks(self, opening: asyncio.Future[Partial], size: int) -> None:
+        """The likeliest holder is asked for the first chunks at once, while their hashes are still on their way."""
+        self.complete.clear()
+        count = chunk_count(size)
         lane = self._lane("bulk")
+        missing = list(range(count)) if self._chunks is None else sorted(self._chunks)
+        if opening.done():
+            missing = opening.result().missing(self._chunks)
+        if not missing:
+            return
         plan = Plan(
             self._me,
             [h.peer for h in self._holders],
             missing,
             count,
             relayed=count > RELAYED and self._chunks is None,  # of a slice others want other chunks
-            turn=int.from_bytes(bytes(self._digest)[:4], "big"),
-            here=partial.has,
-            latency=lambda peer: self._links.latency(peer, lane),
+            turn=int.from_bytes(bytes(self.digest)[:4], "big"),
+            here=lambda index: _is_open(opening) and opening.result().has(index),
+            latency=lambda peer: self.links.latency(peer, lane),
         )
-        waiting = self._usable()
+        later = self._usable()
+        ahead = not opening.done() and self.links.take_ahead()
+        waiting = [later.pop(0)] if ahead and later else []
         again: list[tuple[float, Holder]] = []
-        complete = asyncio.ensure_future(self._complete.wait())
+        complete = asyncio.ensure_future(self.complete.wait())
         workers: dict[asyncio.Future[Any], Holder] = {}
         try:
             while not complete.done():
-                while again and again[0][0] <= _now():
+                if opening.done():
+                    opening.result()
+                    waiting, later = waiting + later, []
+                    ahead = ahead and self.links.give_ahead()
+                while again and again[0][0] <= clock():
                     waiting.append(again.pop(0)[1])
                 while waiting and len(workers) < ACTIVE:
                     holder = waiting.pop(0)
-                    workers[asyncio.ensure_future(_Worker(self, plan, partial, holder, lane).run())] = holder
-                if not workers:
+                    workers[asyncio.ensure_future(Worker(self, plan, opening, size, holder, lane).run())] = holder
+                if not workers and opening.done():
                     raise self._unavailable("no holder is left" if self._holders else "nobody is known to hold it")
                 done, _ = await asyncio.wait(
-                    {complete, *workers}, timeout=AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                    {complete, *workers, *(() if opening.done() else (opening,))},
+                    timeout=AGAIN_SECONDS,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
-                for task in done - {complete}:
+                for task in done - {complete, opening}:
                     holder = workers.pop(task)
                     try:
                         task.result()
-                    except _Dropped:
+                    except Dropped:
                         plan.gives_nothing(holder.peer)
                         if holder.counts.pop(Status.MISSING.name, 0) and not holder.bad:
-                            again.append((_now() + AGAIN_SECONDS, holder))
+                            again.append((clock() + AGAIN_SECONDS, holder))
         finally:
-            await _cancel({complete, *workers})
+            await cancel({complete, *workers})
+            if ahead:
+                self.links.give_ahead()
 
-    async def _keep(self, holder: Holder, partial: Partial, index: int, data: bytes) -> None:
+    async def keep(self, holder: Holder, partial: Partial, index: int, data: bytes) -> None:
         try:
             await self._in_thread(partial.write, index, data)
             holder.proved = True
         except MalformedError:
             holder.suspected = True
             if len(data) != chunk_size(partial.size, index) and leaf_hash(data) == partial.leaves[index]:
-                raise _WrongSize from None
+                raise WrongSize from None
             await self._suspect(holder, partial.size, f"sent a chunk {index} that is not the blob's")
 
-    async def _get_map(self, holder: Holder, partial: Partial) -> bytes:
-        """Which chunks a holder has. Raises _Dropped, _Later."""
-        pages = range(-(-chunk_count(partial.size) // BITS_PER_PAGE))
-        return b"".join([await self._ask_once(holder, Request(Op.HAVE, self._digest, p), CHUNK) for p in pages])
+    async def have_map(self, holder: Holder, count: int) -> bytes:
+        """Which of so many chunks a holder has. Raises Dropped, Later."""
+        pages = range(-(-count // BITS_PER_PAGE))
+        return b"".join([await self._ask_once(holder, Request(Op.HAVE, self.digest, p), CHUNK) for p in pages])
 
 
-class _Worker:
-    """Chunks from one holder, as fast as it gives them, until the fetch is complete. Internal."""
-
-    def __init__(self, fetch: Fetch, plan: Plan, partial: Partial, holder: Holder, lane: str):
-        self._fetch = fetch
-        self._plan = plan
-        self._partial = partial
-        self._holder = holder
-        self._lane = lane
-        self._running: set[asyncio.Future[None]] = set()
-        self._pause: _Later | None = None
-        self._failure: BaseException | None = None
-        self._map_due = 0.0
-        self._map_seconds = MAP_SECONDS[0]
-
-    async def run(self) -> None:
-        """Raises _Dropped, _WrongSize, BlobMissing, StoreError."""
-        opening = asyncio.ensure_future(self._open())
-        try:
-            if self._plan.relayed:
-                await self._learn()
-            while not self._fetch._complete.is_set():
-                await self._turn()
-        finally:
-            await _cancel({opening, *self._running})
-
-    async def _open(self) -> None:
-        """The stream for chunks is there when the first is asked for; if it cannot be had, that is seen then."""
-        with contextlib.suppress(LinkLost, PeerUnreachable):
-            (await self._fetch._links.place(self._holder.peer, self._lane)).free()
-
-    async def _turn(self) -> None:
-        """One more chunk asked for, or a wait."""
-        fetch, holder = self._fetch, self._holder
-        if self._running and (holder.suspected or (not holder.proved and len(self._running) >= UNPROVED)):
-            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-            return
-        try:
-            place = await fetch._links.place(holder.peer, self._lane)
-        except (LinkLost, PeerUnreachable) as e:
-            await self._rest(fetch._lost(holder, e))
-            return
-        index = None
-        try:
-            if self._failure is not None:
-                raise self._failure
-            if holder.bad:
-                raise _Dropped
-            if self._pause is None:
-                index = self._plan.next(holder.peer, _now())
-                if index is not None:
-                    task = asyncio.ensure_future(self._one(place, index))
-                    self._running.add(task)
-                    task.add_done_callback(self._settled)
-        finally:
-            if index is None:
-                place.free()
-        if self._pause is not None:
-            await self._rest(self._pause)
-        elif index is None:
-            await self._idle()
-
-    async def _one(self, place: Place, index: int) -> None:
-        """Ask for a chunk and keep it."""
-        fetch, holder = self._fetch, self._holder
-        try:
-            async with place.asking(Request(Op.CHUNK, fetch._digest, index), CHUNK) as reply:
-                await fetch._keep(holder, self._partial, index, fetch._data(holder, reply))
-            self._plan.came(index, _now())
-            if not self._plan.left:
-                fetch._complete.set()
-        finally:
-            place.free()
-            self._plan.over(holder.peer, index)
-
-    def _settled(self, task: asyncio.Future[None]) -> None:
-        """A chunk came or did not: what the worker has to know of it."""
-        self._running.discard(task)
-        error = None if task.cancelled() else task.exception()
-        try:
-            if isinstance(error, LinkLost) and self._pause is None:
-                error = self._fetch._lost(self._holder, error)  # all that was under way is lost: that counts once
-        except _Dropped as e:
-            error = e
-        if isinstance(error, _Later):
-            self._pause = self._pause or error
-        elif not isinstance(error, LinkLost):
-            self._failure = self._failure or error
-
-    async def _rest(self, later: _Later) -> None:
-        """The holder gave nothing: once all that was asked of it is settled, wait."""
-        if self._running:
-            await asyncio.wait(self._running)
-        self._pause = None
-        await asyncio.sleep(later.seconds)
-        if later.absent:
-            await self._learn()
-
-    async def _idle(self) -> None:
-        """There is nothing to ask of it now."""
-        self._plan.look(_now())
-        if not self._plan.left:
-            self._fetch._complete.set()
-            return
-        if self._plan.has_more_soon(self._holder.peer) and _now() >= self._map_due:
-            await self._learn()
-        else:
-            await asyncio.sleep(IDLE_SECONDS)
-
-    async def _learn(self) -> None:
-        """What the holder has."""
-        failed = 0
-        while True:
-            try:
-                have = await self._fetch._get_map(self._holder, self._partial)
-                break
-            except _Later as later:
-                failed += 1
-                if failed > 1:  # the first time it may just be about to begin
-                    self._plan.gives_nothing(self._holder.peer)
-                await asyncio.sleep(later.seconds)
-        if self._plan.learn(self._holder.peer, have, _now()):
-            self._map_seconds = MAP_SECONDS[0]
-        else:
-            self._map_seconds = min(MAP_SECONDS[1], 1.5 * self._map_seconds)
-        self._map_due = _now() + self._map_seconds
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def _is_open(opening: asyncio.Future[Partial]) -> bool:
+    return opening.done() and not opening.cancelled() and opening.exception() is None
 
 
 def _spread(holders: list[PeerKey]) -> list[PeerKey]:
@@ -477,11 +346,3 @@ def _spread(holders: list[PeerKey]) -> list[PeerKey]:
     others = holders[1:]
     random.shuffle(others)
     return holders[:1] + others
-
-
-async def _cancel(tasks: Iterable[asyncio.Future]) -> None:
-    """Cancel, and wait until they have let go of what they hold."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

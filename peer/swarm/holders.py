@@ -46,3 +46,20 @@ class Holder:
 
     suspected: bool = False
     """It gave one that is not: nothing more is asked of it until it is known whose fault that is."""
+
+
+class Dropped(Exception):
+    """This holder is of no more use to this attempt."""
+
+
+class Later(Exception):
+    """The holder does not give this now: worth asking again after a wait."""
+
+    def __init__(self, seconds: float, *, absent: bool = False):
+        self.seconds = seconds
+        self.absent = absent
+        """It may have other chunks."""
+
+
+class WrongSize(Exception):
+    """The chunk is the blob's own, and shows that the blob's stated size is wrong."""

@@ -37,6 +37,9 @@ class LinkLimits:
     links: int = 64
 
 
+BLOBS_AHEAD = 8
+"""Blobs of which a few chunks may be in memory before it is known what they must be."""
+
 HELD = 2
 """Replies of one stream that are in memory at once, besides the one that is coming in."""
 
@@ -240,6 +243,18 @@ class Links:
     _links: dict[tuple[PeerKey, str], Link] = field(default_factory=dict)
     _opening: dict[tuple[PeerKey, str], asyncio.Lock] = field(default_factory=dict)
     _closed: bool = False
+    _ahead: int = 0
+
+    def take_ahead(self) -> bool:
+        """Whether chunks of one more blob may be asked for before their hashes are here. To be given back."""
+        free = self._ahead < BLOBS_AHEAD
+        self._ahead += free
+        return free
+
+    def give_ahead(self) -> bool:
+        """What was taken is free again. Returns False."""
+        self._ahead -= 1
+        return False
 
     async def place(self, peer: PeerKey, lane: str) -> Place:
         """Wait until one more request to a peer may be under way. Raises LinkLost, PeerUnreachable."""

@@ -4,8 +4,8 @@ A *source* had the whole blob when we first heard of it; a *fellow* is fetching 
 fetchers, each chunk is the *share* of one of those who fetch, by its index and their keys, so that all agree without a
 word: it is asked of a source by that one, and the others get it from there. So a slow uplink sends each chunk about
 once, however many want it. When our share is here, others' are taken over from fellows that do not get on: one chunk
-more with every WAIT_SECONDS (or a source's latency) in which they all got nothing; and without such a limit from
-fellows that are slower together than a source would be alone.
+more with every WAIT_SECONDS (or a source's latency) in which they all got nothing; without such a limit from
+fellows that are slower together than a source would be alone; and a few at a time from a source as quick as they.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ LATE_SECONDS = 0.5
 
 ASKED_AT_ONCE = 3
 """Holders asked for one chunk, at most."""
+
+QUICK = 1.2
+"""A source that answers within so many times what the quickest fellow takes has a line as good as theirs."""
 
 LEAST_SHARE = 2
 """Chunks that may be asked of one holder at once, however few are left."""
@@ -77,7 +80,8 @@ class Plan:
 
     `here` says whether a chunk has come by another way; `latency` how long a holder's reply takes of late, in seconds.
     `turn` is any number that all who fetch this blob agree on, and that is another for another blob. Unless `relayed`,
-    holders are asked without their saying first what they have, and nobody waits for fellows.
+    holders are asked without their saying first what they have, and nobody waits for fellows. The first of `peers` is
+    taken for a source until it says otherwise.
     """
 
     def __init__(
@@ -102,6 +106,8 @@ class Plan:
         self._here = here
         self._latency = latency
         self._holders = {peer: _Holder(Kind.UNHEARD if relayed else Kind.SOURCE) for peer in peers}
+        for first in list(self._holders.values())[:1]:
+            first.kind = Kind.SOURCE
         self._seen: Counter[int] = Counter()  # how many fellows have it
         self._rates = _Rates()
         self._share: list[int] = []
@@ -146,6 +152,10 @@ class Plan:
             holder.have = b""
             holder.stack.clear()
             self._deal()
+
+    def is_unheard(self, peer: PeerKey) -> bool:
+        """Whether it has to say what it has before it can be asked for anything."""
+        return self._holders[peer].kind is Kind.UNHEARD
 
     def has_more_soon(self, peer: PeerKey) -> bool:
         """Whether it may have more than it said: it is fetching too."""
@@ -261,14 +271,25 @@ class Plan:
         return index
 
     def _take_over(self, peer: PeerKey, source: _Holder, now: float) -> int | None:
-        """One of others' shares, the rarest of a few."""
+        """One of others' shares."""
         if source.waits_since is None:
             source.waits_since = now
         unit = max(WAIT_SECONDS, 1.5 * self._latency(peer))
+        under_way = sum(a.taken_over and a.peer == peer for asked in self._asked.values() for a in asked)
+        if self._is_as_quick_as_fellows(peer):
+            return self._rarest() if under_way < LEAST_SHARE else None
         if now - source.waits_since < WAIT_SECONDS or not self._rates.fellows_lag(now):
-            under_way = sum(a.taken_over and a.peer == peer for asked in self._asked.values() for a in asked)
             if under_way >= int((now - max(source.waits_since, self._rates.grew_at)) / unit):
                 return None
+        return self._rarest()
+
+    def _is_as_quick_as_fellows(self, peer: PeerKey) -> bool:
+        """A source whose line is no scarcer than others': to wait for fellows would only take longer."""
+        theirs = [t for p, h in self._holders.items() if h.kind is Kind.FELLOW and (t := self._latency(p))]
+        return bool(theirs) and 0 < self._latency(peer) <= QUICK * min(theirs)
+
+    def _rarest(self) -> int | None:
+        """Of a few of others' shares."""
         few = [i for i in (self._pop(self._rest) for _ in range(8)) if i is not None]
         few.sort(key=lambda i: -self._seen[i])
         index = few.pop() if few else None
