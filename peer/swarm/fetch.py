@@ -123,14 +123,14 @@ class Fetch:
         if holder.bad:
             raise Dropped
         try:
-            reply = await self.links.ask(holder.peer, self._lane("about"), request, limit)
+            reply = await self.links.ask(holder.peer, "about", request, limit)
         except (LinkLost, PeerUnreachable) as e:
             raise self.lost(holder, e) from None
         return self.data_of(holder, reply)
 
-    def _lane(self, lane: str) -> str:
-        """Small blobs have one lane, and big ones two: what is asked about them need not queue behind their chunks."""
-        return lane if (self._size or self._max_size) > BULK else "quick"
+    def _lane(self) -> str:
+        """For chunks. What is asked about a blob has a lane of its own, and need not queue behind them."""
+        return "bulk" if (self._size or self._max_size) > BULK else "quick"
 
     def lost(self, holder: Holder, error: LinkLost | PeerUnreachable) -> Later:
         """What to do about a stream that broke or could not be had. Raises Dropped."""
@@ -268,7 +268,7 @@ class Fetch:
         """The likeliest holder is asked for the first chunks at once, while their hashes are still on their way."""
         self.complete.clear()
         count = chunk_count(size)
-        lane = self._lane("bulk")
+        lane = self._lane()
         missing = list(range(count)) if self._chunks is None else sorted(self._chunks)
         if opening.done():
             missing = opening.result().missing(self._chunks)
