@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from peer.swarm.errors import PeerUnreachable
-from peer.swarm.frames import Op, Request
+from peer.swarm.frames import Op, Request, Status
 from peer.swarm.holders import Dropped, Holder, Later
 from peer.swarm.links import LinkLost, Place
 from peer.swarm.plan import Plan
@@ -82,7 +82,7 @@ class Worker:
         try:
             place = await fetch.links.place(holder.peer, self._lane)
         except (LinkLost, PeerUnreachable) as e:
-            await self._rest(fetch.lost(holder, e))
+            await self._rest(self._lost(e))
             return
         index = None
         try:
@@ -110,8 +110,10 @@ class Worker:
         try:
             try:
                 async with place.asking(Request(Op.CHUNK, fetch.digest, index), CHUNK) as reply:
-                    data = fetch.data_of(holder, reply)
                     ahead = not self._partial.done()
+                    if ahead and reply.status is not Status.OK:
+                        raise Later(0.0)
+                    data = fetch.data_of(holder, reply)
                     if not ahead:
                         await fetch.keep(holder, self._partial.result(), index, data)
             finally:
@@ -130,7 +132,7 @@ class Worker:
         error = None if task.cancelled() else task.exception()
         try:
             if isinstance(error, LinkLost) and self._pause is None:
-                error = self._fetch.lost(self._holder, error)  # all that was under way is lost: that counts once
+                error = self._lost(error)  # all that was under way is lost: that counts once
         except Dropped as e:
             error = e
         if isinstance(error, Later):
@@ -138,11 +140,21 @@ class Worker:
         elif not isinstance(error, LinkLost):
             self._failure = self._failure or error
 
+    def _lost(self, error: LinkLost | PeerUnreachable) -> Later:
+        """What to do about a stream that broke or could not be had. Raises Dropped."""
+        hostile = isinstance(error, LinkLost) and error.hostile
+        return self._fetch.lost(self._holder, error) if hostile or self._partial.done() else Later(0.0)
+
     async def _rest(self, later: Later) -> None:
-        """The holder gave nothing: once all that was asked of it is settled, wait."""
+        """The holder gave nothing: once all that was asked of it is settled, wait.
+
+        While it is asked for the hashes too, its patience is counted there."""
         if self._running:
             await asyncio.wait(self._running)
         self._pause = None
+        if not self._partial.done():
+            await asyncio.wait({self._partial})
+            return
         await asyncio.sleep(later.seconds)
         if later.absent:
             await self._learn()
