@@ -168,6 +168,11 @@ class RoundMachine:
         listed = listed or (b.reduces and bool(b.signers_of(blob)))
         return f"you have not announced an update in round {b.number} yet" if listed else None
 
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[Record], int, tuple[PeerKey, ...]]]:
+        """Of the undecided slates that list an update: each part that a member is to make with it, and who else is."""
+        b = self._deciding.ballot
+        return [] if b is None else b.slices_for(blob, member)
+
     # -- messages --------------------------------------------------------------------------------------------
 
     def _heard(self, message: Signed) -> None:
