@@ -263,6 +263,17 @@ def test_a_record_that_was_certified_with_parts_stands_although_it_lists_a_bad_u
     assert b.chain.head == b.chain.genesis
 
 
+def test_whose_slices_a_member_needs_follows_from_the_slates_that_are_worked_on():
+    b = Reducing(4, policy=replace(THREE, exchange=replace(THREE.exchange, committee=1)))
+    record, blob = b.slate(), b.headers[0].body.blob
+    (duty,) = b.all_of(do.Reduce)
+    assert b.machine.slices_for(blob, ME) == [(record, duty.part, (ME,))]
+    assert all(len(b.machine.slices_for(blob, key)) == 1 for key in b.others)
+    assert not b.machine.slices_for(blob, OTHERS[-1]) and not b.machine.slices_for(part(0), ME)
+    b.step(ev.Tick(), b.now + THREE.exchange_seconds + 1)  # given up
+    assert all(r != record for r, _, _ in b.machine.slices_for(blob, ME))
+
+
 def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_moves():
     b = Bench(policy=THREE)
     liar, record = OTHERS[0], b.record(OTHERS[0], [b.header(OTHERS[0])])
