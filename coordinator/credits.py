@@ -76,7 +76,7 @@ def account_for(certificate: Certificate, rule: CreditRule) -> RoundAccount:
         for u in record.updates
     )
     loss = sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
-    return RoundAccount(record.round, certificate.record.digest, record.parent, record.base_state, loss, entries)
+    return RoundAccount(record.round, certificate.digest, record.parent, record.base_state, loss, entries)
 
 
 @dataclass(frozen=True, slots=True)

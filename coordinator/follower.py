@@ -298,5 +298,5 @@ def _linked(page: Sequence[Certificate], after: Digest) -> Sequence[Certificate]
     for certificate in page:
         if certificate.record.body.parent != after:
             raise CairnError("the observer gave certificates that are not a chain: a fault in it; nothing was settled")
-        after = certificate.record.digest
+        after = certificate.digest
     return page

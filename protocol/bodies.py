@@ -172,6 +172,16 @@ class Certificate:
     votes: tuple[Signed[Vote], ...]
     parts: tuple[Digest, ...] = ()
 
+    @property
+    def digest(self) -> Digest:
+        """What the chain calls the record, with what is applied: children name it as their parent, finals sign it.
+
+        Of a round that was gathered, the record's digest. Of one that was reduced, SHA-256 over that and the
+        `parts_digest`: one record that was certified with two sets of parts is two branches.
+        """
+        parts = parts_digest(self.parts)
+        return self.record.digest if parts is None else Digest(sha256(b"cairn/v1/applied", self.record.digest, parts))
+
 
 def votes_needed(contributors: int) -> int:
     """The least number that is more than two thirds of the contributors."""

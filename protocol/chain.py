@@ -1,6 +1,7 @@
 """The chain: a bounded tree of certified records since the genesis, and the fork choice over it.
 
-A record of round r names its parent, the record of round r - 1; the parent of round 0 is `genesis_digest(run)`. The
+A record of round r names its parent, the record of round r - 1 by its certificate's digest (which binds what is
+applied: the parts, where there are any); the parent of round 0 is `genesis_digest(run)`. The
 weight of a record is the number of windows accepted from the genesis up to it. The head is the heaviest record
 (ties: the smaller digest) among those that descend from the newest record that the owner signed as final.
 
@@ -276,30 +277,28 @@ class Chain:
 
         Raises UnknownParent, or ChainError when it breaks a rule of the chain: its source, or its makers, are at fault.
         """
-        record = certificate.record
+        record, digest = certificate.record, certificate.digest
         body = record.body
-        if record.digest in self._links:
+        if digest in self._links:
             return False
         if body.run != self.run:
-            raise ChainError(f"record {record.digest.short} is of another run")
-        if record.digest in self._condemned or body.parent in self._condemned:
-            raise ChainError(
-                f"record {record.digest.short} has, or is built on, an update that broke the codec's rules"
-            )
+            raise ChainError(f"record {digest.short} is of another run")
+        if digest in self._condemned or body.parent in self._condemned:
+            raise ChainError(f"record {digest.short} has, or is built on, an update that broke the codec's rules")
         parent = self._links.get(body.parent)
         if parent is None:
-            raise UnknownParent(f"the parent {body.parent.short} of record {record.digest.short} is not known here")
+            raise UnknownParent(f"the parent {body.parent.short} of record {digest.short} is not known here")
         final = None if self._final is None else self._links.get(self._final.body.record)
         if final is not None and parent.height < final.height:
-            raise RivalOfFinal(f"record {record.digest.short} is a rival of records that the owner has signed as final")
+            raise RivalOfFinal(f"record {digest.short} is a rival of records that the owner has signed as final")
         if body.round != parent.height:
-            raise ChainError(f"record {record.digest.short}: round {body.round} after round {parent.height - 1}")
+            raise ChainError(f"record {digest.short}: round {body.round} after round {parent.height - 1}")
         if parent is self._root and self._root_state not in (None, body.base_state):
-            raise ChainError(f"record {record.digest.short} starts from another state than the run's")
+            raise ChainError(f"record {digest.short} starts from another state than the run's")
         self._check_updates(certificate, parent)
         if (flaw := self.limits.exchange.flaw(certificate, parent.contributors)) is not None:
-            raise ChainError(f"record {record.digest.short}: {flaw}")
-        link = _Link(record.digest, parent, parent.height + 1, parent.weight + body.windows, certificate)
+            raise ChainError(f"record {digest.short}: {flaw}")
+        link = _Link(digest, parent, parent.height + 1, parent.weight + body.windows, certificate)
         link.size = len(record.sent) + sum(len(v.sent) for v in certificate.votes) + 32 * len(certificate.parts)
         link.ends = {u.author: u.body.end_window for u in body.updates}
         if link.height % FLATTEN == 0:
@@ -376,11 +375,11 @@ class Chain:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _check_updates(self, certificate: Certificate, parent: _Link) -> None:
-        record = certificate.record
+        record, name = certificate.record, certificate.digest.short
         if len(record.body.updates) > self.limits.max_members:
-            raise ChainError(f"record {record.digest.short} has more contributors than the run's max_members")
+            raise ChainError(f"record {name} has more contributors than the run's max_members")
         if record.author not in record.body.contributors:
-            raise ChainError(f"record {record.digest.short} is by {record.author.short}, who has no update in it")
+            raise ChainError(f"record {name} is by {record.author.short}, who has no update in it")
         for u in record.body.updates:
             if u.body.windows > self.limits.max_update_windows:
                 raise ChainError(f"peer {u.author.short} claims {u.body.windows} windows in one update: too many")

@@ -58,6 +58,11 @@ class Internet:
         self.there: dict[PeerKey, LoopSwarm] = {}
         self.withheld: Callable[[PeerKey, Digest], bool] = lambda giver, blob: False
         """Whether a peer gives nobody a blob that it has."""
+        self.behind_nats: set[PeerKey] = set()
+        """No two of these reach each other."""
+
+    def reach(self, a: PeerKey, b: PeerKey) -> bool:
+        return not {a, b} <= self.behind_nats
 
 
 class LoopSwarm:
@@ -86,7 +91,7 @@ class LoopSwarm:
 
     def _other(self, key: PeerKey) -> LoopSwarm:
         other = self.internet.there.get(key)
-        if other is None or not self.alive:
+        if other is None or not self.alive or not self.internet.reach(self.key, key):
             raise PeerUnreachable(f"peer {key.short} is not there")
         return other
 

@@ -22,7 +22,15 @@ LIMITS = ChainLimits(max_update_windows=100, max_members=5)
 
 
 def make(
-    parent: Digest, number: int, claims: dict[int, tuple[int, int]], *, by=None, state=STATE, run=RUN, parts=0
+    parent: Digest,
+    number: int,
+    claims: dict[int, tuple[int, int]],
+    *,
+    by=None,
+    state=STATE,
+    run=RUN,
+    parts=0,
+    label=b"",
 ) -> Certificate:
     """A certificate whose contributors claim these windows."""
     updates = []
@@ -34,13 +42,13 @@ def make(
     author = KEYS[min(claims)] if by is None else by
     record = FakeSigner(author).sign(Record(run, Round(number), parent, state, 0, tuple(updates)))
     return certificate(
-        record, [KEYS[i] for i in claims], tuple(Digest(sha256(b"part", bytes([i]))) for i in range(parts))
+        record, [KEYS[i] for i in claims], tuple(Digest(sha256(b"part", bytes([i]), label)) for i in range(parts))
     )
 
 
 def final(record: Certificate):
     body = record.record.body
-    return OWNER.sign(Final(RUN, body.round, record.record.digest))
+    return OWNER.sign(Final(RUN, body.round, record.digest))
 
 
 def line(chain: Chain, parent: Digest, number: int, length: int, who: int, step: int = 1) -> list[Certificate]:
@@ -74,6 +82,21 @@ def test_a_reduced_round_has_the_parts_that_its_contributors_make(contributors, 
     else:
         with pytest.raises(ChainError, match="parts of the mean"):
             chain.add(made)
+
+
+def test_one_record_with_two_sets_of_parts_is_two_branches_and_children_say_which_they_follow():
+    chain = new(exchange=REDUCE)
+    a, b = (make(chain.genesis, 0, {0: (0, 1), 1: (0, 1)}, parts=2, label=label) for label in (b"a", b"b"))
+    assert a.record == b.record and chain.add(a) and chain.add(b) and not chain.add(a)
+    assert chain.head == min(a.digest, b.digest)
+    lighter = next(c for c in (a, b) if c.digest != chain.head)
+    child = make(lighter.digest, 1, {2: (0, 1)}, parts=1)
+    assert chain.add(child) and chain.head == child.digest
+    assert [c.parts for c in chain.path(chain.genesis, chain.head)] == [lighter.parts, child.parts]
+    with pytest.raises(UnknownParent):  # the record alone says nothing of what was applied
+        chain.add(make(a.record.digest, 1, {2: (0, 1)}, parts=1))
+    other = next(c for c in (a, b) if c is not lighter)
+    assert chain.add_final(final(other)) and chain.head == other.digest and child.digest not in chain
 
 
 def test_a_gathered_round_has_no_parts():

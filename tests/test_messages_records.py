@@ -113,6 +113,13 @@ def test_a_certificate_with_parts_survives_the_wire():
     assert encode_certificate(opener().certificate(sent)) == sent
 
 
+def test_what_the_chain_calls_a_record_binds_its_parts_and_is_the_records_digest_without():
+    assert CERTIFICATE.digest == RECORD.digest
+    others = [Certificate(RECORD, (), parts) for parts in (PARTS[:6], PARTS[::-1], (digest("else"), *PARTS[1:]))]
+    names = {c.digest for c in (CERTIFICATE, REDUCED_CERTIFICATE, *others)}
+    assert len(names) == 5 and Certificate(RECORD, (), PARTS).digest == REDUCED_CERTIFICATE.digest
+
+
 @pytest.mark.parametrize(
     "parts", [(), PARTS[:6], PARTS[::-1], (*PARTS, PARTS[0]), (digest("else"), *PARTS[1:]), (PARTS[0],) * MAX_PARTS]
 )

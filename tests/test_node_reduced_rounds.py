@@ -91,6 +91,26 @@ async def test_who_withholds_its_updates_is_left_out_and_the_others_go_on(world)
     assert w.contributed("grace", now) == 0 and w.contributed("ada", now) >= 2
 
 
+async def test_authors_and_committees_behind_nats_reach_each_other_by_who_hears_both(world, caplog):
+    """Three behind NATs, one that all reach: half of the committees are behind NATs, and so is who they need."""
+    w = world(model=WIDE, codec={"kind": "int8"}, round=REDUCE | {"committee": 2, "exchange_seconds": 6})
+    names = ["ada", "alan", "grace", "edsger"]
+    w.internet.behind_nats = {w.key(name) for name in names[1:]}
+    for name in names:
+        w.start(name)
+    await w.rounds(names, 3)
+    await w.until("a round of all four", lambda: len(w.path("ada")[-1].record.body.updates) == 4, seconds=30)
+    caplog.clear()
+    now = w.nodes["ada"].snapshot().round
+    await w.rounds(names, 5, 90)
+    assert "cannot get, or use, the update" not in caplog.text
+    since = [c.record.body for c in w.path("ada") if c.record.body.round >= now]
+    assert sum(len(body.updates) for body in since) >= 3.5 * len(since)
+    alone = [c for b in since for c in w.nodes["ada"].machine._c.policy.exchange.committees(b) if w.key("ada") not in c]
+    assert len(alone) >= 3  # else nobody was put to the test
+    assert all(len(set(same.values())) == 1 for same in states(w).values())
+
+
 async def test_an_update_that_breaks_the_rules_where_only_some_look_is_in_no_record(world, caplog):
     w = world(model=WIDE, codec={"kind": "int8"}, round=REDUCE)
     for name in ("ada", "alan", "grace", "edsger"):

@@ -19,6 +19,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 from protocol.rounds.events import BlobBad, BlobHeld, BlobMissing, PartLacking, PartReduced
 from tests.coordinator_fakes import ChainMaker, make_spec, peer
+from tests.test_mapped import few_files
 
 SPEC = make_spec()
 SIZE = 8 * CHUNK + 100
@@ -195,6 +196,15 @@ async def test_a_part_is_made_of_the_chunks_that_cover_it_and_of_no_others(world
     before = len(w.source.asked)
     w.reducing.reduce(w.record, 1, committee)
     assert await w.answer() == answer and len(w.source.asked) == before
+
+
+async def test_a_part_is_made_of_more_slices_than_files_can_be_open(world):
+    w = world(30)
+    with few_files(24):
+        for part in (1, 2):
+            w.reducing.reduce(w.record, part, (peer(1).key,))
+        answers = [await w.answer() for _ in range(2)]
+    assert {a.blob for a in answers} == {blob_digest(w.expected(part)) for part in (1, 2)}
 
 
 async def test_what_was_made_is_kept_for_some_rounds_also_when_its_record_is_dropped(world):

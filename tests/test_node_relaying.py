@@ -40,6 +40,8 @@ def test_whoever_is_not_heard_reaches_everyone_by_few_who_hear_it_and_are_heard(
             ]
             assert len(chosen) == min(RELAYS, len(between))
             assert {KEYS.index(k) for k in chosen} <= set(between)
+            assert {c for c in range(6) if relaying.hears_both(KEYS[c], KEYS[a], KEYS[b])} == set(between)
+            assert relaying.misses(KEYS[b], KEYS[a]) and relaying.misses_some(KEYS[b])
 
 
 def test_the_work_is_spread_over_those_who_can_do_it():

@@ -257,10 +257,56 @@ def test_a_record_that_was_certified_with_parts_stands_although_it_lists_a_bad_u
     made = certificate(record, [ME, *b.others], tuple(part(i) for i in range(3)))
     b.step(ev.CertificateHeard(made, OTHERS[0]))
     b.step(ev.BlobBad(b.headers[0].body.blob, "scales"))
-    assert b.chain.head == record.digest
+    assert b.chain.head == made.digest
     b.step(ev.BlobBad(part(1), "scales"))
     assert [r.kind for r in b.of(do.Report) if r.level == "error"] == ["bad-record"]
     assert b.chain.head == b.chain.genesis
+
+
+def test_whose_slices_a_member_needs_follows_from_the_slates_that_are_worked_on():
+    b = Reducing(4, policy=replace(THREE, exchange=replace(THREE.exchange, committee=1)))
+    record, blob = b.slate(), b.headers[0].body.blob
+    (duty,) = b.all_of(do.Reduce)
+    assert b.machine.slices_for(blob, ME) == [(record, duty.part, (ME,))]
+    assert all(len(b.machine.slices_for(blob, key)) == 1 for key in b.others)
+    assert not b.machine.slices_for(blob, OTHERS[-1]) and not b.machine.slices_for(part(0), ME)
+    b.step(ev.Tick(), b.now + THREE.exchange_seconds + 1)  # given up
+    assert all(r != record for r, _, _ in b.machine.slices_for(blob, ME))
+
+
+def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_moves():
+    b = Bench(policy=THREE)
+    liar, record = OTHERS[0], b.record(OTHERS[0], [b.header(OTHERS[0])])
+    means = [certificate(record, [liar], (part(0, label),)) for label in (b"a", b"b")]
+    ours, theirs = sorted(means, key=lambda c: c.digest)
+    b.step(ev.CertificateHeard(ours, liar))
+    b.step(ev.BlobHeld(ours.parts[0]))
+    b.step(ev.Applied(ours.digest, Digest(sha256(b"ours"))))
+    b.step(ev.CertificateHeard(theirs, liar))
+    assert [(r.kind, r.about) for r in b.of(do.Report)] == [("equivocation", liar)]
+    assert b.chain.head == ours.digest and theirs.digest in b.chain and not b.of(do.FetchPart)
+    after = Round(1), theirs.digest, Digest(sha256(b"theirs"))
+    child = b.header(liar, round=after[0], parent=after[1], base_state=after[2], first_window=10, end_window=20)
+    second = certificate(FakeSigner(liar).sign(Record(RUN, *after, 0, (child,))), [liar], (part(0, b"c"),))
+    b.step(ev.CertificateHeard(second, liar))
+    assert b.chain.head == second.digest
+    assert [a.blob for a in b.of(do.FetchPart)] == [*theirs.parts, *second.parts]
+    for blob in (*theirs.parts, *second.parts):
+        assert not b.of(do.Resync)
+        b.step(ev.BlobHeld(blob))
+    assert b.of(do.Resync)[0].path == (theirs, second)
+
+
+def test_a_bad_part_drops_the_mean_that_has_it_not_the_record_with_another():
+    b = Bench(policy=THREE)
+    record = b.record(OTHERS[0], [b.header(OTHERS[0])])
+    means = [certificate(record, [OTHERS[0]], (part(0, label),)) for label in (b"a", b"b")]
+    good, bad = sorted(means, key=lambda c: c.digest, reverse=True)
+    for made in (good, bad):
+        b.step(ev.CertificateHeard(made, OTHERS[0]))
+    assert b.chain.head == bad.digest
+    b.step(ev.BlobBad(bad.parts[0], "scales"))
+    assert b.chain.head == good.digest and bad.digest not in b.chain
 
 
 def test_a_certificates_parts_are_fetched_from_its_voters_and_applied():
@@ -345,7 +391,7 @@ def test_who_does_not_take_part_hears_whom_committees_cannot_get_and_follows_wha
     made = certificate(b.record(OTHERS[1], headers, attempt=1), OTHERS[:3], tuple(part(i) for i in range(3)))
     b.step(ev.CertificateHeard(made, OTHERS[1]))
     # 30 windows of 80 that were announced, but of 30 that count: not held back as too light.
-    assert b.chain.head == made.record.digest and len(b.of(do.FetchPart)) == 3
+    assert b.chain.head == made.digest and len(b.of(do.FetchPart)) == 3
 
 
 def test_words_of_a_round_to_come_are_kept_and_push_out_no_header():
@@ -366,10 +412,10 @@ def test_a_branch_that_nobody_gave_is_tried_again_when_a_member_comes_that_stand
     b.step(ev.CertificateHeard(made, OTHERS[0]))
     gone = 0
     while gone < 2:  # given up twice: the second time for longer
-        there = b.chain.head == made.record.digest
+        there = b.chain.head == made.digest
         b.step(ev.Tick(), b.machine.next_tick)
-        gone += there and b.chain.head != made.record.digest
+        gone += there and b.chain.head != made.digest
     b.step(ev.Tick(), b.now + 0.5)
     assert b.chain.head == b.chain.genesis
-    b.beat(OTHERS[0], head=made.record.digest, weight=30)
-    assert b.chain.head == made.record.digest
+    b.beat(OTHERS[0], head=made.digest, weight=30)
+    assert b.chain.head == made.digest

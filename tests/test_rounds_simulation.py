@@ -9,10 +9,10 @@ import pytest
 from protocol.exchange import GATHER
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Heartbeat, Vote
+from protocol.messages import Certificate, Heartbeat, Vote
 from protocol.rounds import machine, members
-from tests.simulation.checkers import Broken, check_sizes
-from tests.simulation.hostile import HOSTILE_REDUCERS, Withholder
+from tests.simulation.checkers import Broken, check_one_state, check_sizes, disagreement
+from tests.simulation.hostile import HOSTILE_REDUCERS, TwoMinded, Withholder
 from tests.simulation.network import Weather
 from tests.simulation.node import RETRY, Node
 from tests.simulation.scenario import Scenario
@@ -42,6 +42,27 @@ def test_rounds_are_reduced_though_one_of_five_is_hostile(liar):
     assert outcome.rounds >= 4
     listed = [key for c in scenario.world.records.values() for key in c.record.body.contributors]
     assert all(listed.count(key) >= outcome.rounds * 2 / 3 for key in honest)
+
+
+@pytest.mark.parametrize("honest, speed, liars", [(4, 0.0, 1), (2, 2.0, 2)], ids=["sole contributor", "double votes"])
+def test_one_record_that_is_certified_with_two_means_sets_nobody_apart(honest, speed, liars):
+    """A liar works alone, before the eyes of others; or two of four vote twice. Whoever is at one head holds one state,
+    and in the end all are at one head."""
+    world = World(5, honest + liars, Weather(delay=0.02, jitter=0.001), policy=policy_for(4, exchange=REDUCE))
+    for i in range(honest + liars):
+        node = world.add(speed=speed) if i < honest else world.add(TwoMinded, speed=2.0)
+        world.clock.at(0.0, node.boot)
+    for second in range(120):
+        world.clock.run_until(second)
+        check_one_state(world)
+    for node in world.nodes[honest:]:
+        node.crash()
+    world.clock.run_until(150)
+    check_one_state(world)
+    assert disagreement(world.honest) is None
+    records = [c.record.digest for c in world.records.values()]
+    assert len(records) - len(set(records)) >= 3  # else nobody was put to the test
+    assert world.height() >= 5
 
 
 @pytest.mark.parametrize("exchange", [GATHER, REDUCE])
@@ -131,6 +152,12 @@ def test_the_checkers_catch_a_peer_that_breaks_a_rule(control, words):
             break
     assert found, f"{control.__name__} was not caught in 20 seeds"
     assert any(part in found[0] for part in words.split("|")), found[0]
+
+
+def test_the_checkers_catch_names_of_records_that_do_not_bind_what_is_applied(monkeypatch):
+    monkeypatch.setattr(Certificate, "digest", property(lambda c: c.record.digest))
+    with pytest.raises(Broken, match="different states after the same record"):
+        test_one_record_that_is_certified_with_two_means_sets_nobody_apart(4, 0.0, 1)
 
 
 # -- what many members say less often: the same promises hold ----------------------------------------------------

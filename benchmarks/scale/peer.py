@@ -217,8 +217,8 @@ class Peer:
         self.working = False
         path = action.path if isinstance(action, do.Resync) else (action.certificate,)
         for certificate in path:
-            self.state = Digest(sha256(b"state", self.state, certificate.record.digest))
-        record = path[-1].record.digest if path else self.machine.chain.root
+            self.state = Digest(sha256(b"state", self.state, certificate.digest))
+        record = path[-1].digest if path else self.machine.chain.root
         self.trains = True
         self.claimed = action.next_window
         self.covered = max(self.claimed, self.covered) if not action.missed else self.claimed

@@ -114,12 +114,12 @@ class World:
     # -- what peers tell -------------------------------------------------------------------------------------
 
     def certified(self, peer: Peer, certificate: Certificate) -> None:
-        record = certificate.record
-        if record.digest not in self._records:
-            self._records[record.digest] = certificate
-            self._order.append(record.digest)
-        if peer.key in record.body.contributors:
-            self._certified[record.digest].append(self.clock.now - peer.announced_at)
+        record = certificate.digest
+        if record not in self._records:
+            self._records[record] = certificate
+            self._order.append(record)
+        if peer.key in certificate.record.body.contributors:
+            self._certified[record].append(self.clock.now - peer.announced_at)
 
     def applied(self, peer: Peer, record: Digest) -> None:
         self._applied[record].append(self.clock.now)

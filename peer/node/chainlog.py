@@ -57,8 +57,8 @@ class ChainLog:
     def keep(self, certificate: Certificate) -> None:
         """On disk when it returns. Now and then what the tree has dropped is removed from the disk too: anybody who was
         admitted can certify records with itself alone, as many as it likes."""
-        record = certificate.record
-        self._store.append_certificate(encode_certificate(certificate), record.body.round, record.digest)
+        number = certificate.record.body.round
+        self._store.append_certificate(encode_certificate(certificate), number, certificate.digest)
         self._kept += 1
         chain = self.chain
         if self._kept % SWEEP_EVERY == 0 and chain is not None:

@@ -246,18 +246,10 @@ class Network:
 
     def _pass_on(self, message: Signed) -> None:
         """To the members who do not hear its author, if that is for us to do: once, and no more than a member says."""
-        me, author, now = self._membership.identity.key, message.author, time.monotonic()
-        if now >= self._relaying_due:
-            # As heartbeats come and go; not anew for every message, of which there may be thousands.
-            beats = {k: e.heartbeat for k, e in self.directory.entries().items()}
-            if self._heartbeat is not None:
-                beats[me] = self._heartbeat
-            self._relaying = Relaying(beats)
-            self._relaying_due = now + self._membership.spec.round.heartbeat_seconds
-            self._passed.clear()
+        me, author, relaying = self._membership.identity.key, message.author, self.relaying
         if message.digest in self._passed_on or self._passed[author] >= PASSED_ON:
             return
-        to = [k for k in self._relaying.needy(author) if me in self._relaying.relays(author, k)]
+        to = [k for k in relaying.needy(author) if me in relaying.relays(author, k)]
         if not to:
             return
         self._passed[author] += 1
@@ -265,6 +257,25 @@ class Network:
         while len(self._passed_on) > PASSED_ON_REMEMBERED:
             del self._passed_on[next(iter(self._passed_on))]
         self.outbox.broadcast(to, message)
+
+    @property
+    def relaying(self) -> Relaying:
+        """Who hears whom, by the newest heartbeats."""
+        now = time.monotonic()
+        if now >= self._relaying_due:
+            # As heartbeats come and go; not anew for every message, of which there may be thousands.
+            beats = {k: e.heartbeat for k, e in self.directory.entries().items()}
+            if self._heartbeat is not None:
+                beats[self._membership.identity.key] = self._heartbeat
+            self._relaying = Relaying(beats)
+            self._relaying_due = now + self._membership.spec.round.heartbeat_seconds
+            self._passed.clear()
+        return self._relaying
+
+    def relays(self, author: PeerKey) -> list[PeerKey]:
+        """Who hears us and a member of whom we hear nothing first-hand: none when we hear it ourselves."""
+        me, relaying = self._membership.identity.key, self.relaying
+        return relaying.relays(author, me) if relaying.misses(me, author) else []
 
     def unheard(self) -> tuple[int, ...]:
         """For heartbeats: the members that others are to pass on to us."""

@@ -22,6 +22,7 @@ from peer.node.keeping import Keeping
 from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.outbox import NETWORK_ERRORS
+from peer.node.passing import Passing
 from peer.node.reducing import Reducing
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.training import LEVELS, Training
@@ -97,7 +98,6 @@ class Node:
             announce=options.announce,
             discovered=lambda packet: self._take_packet(self.key, packet),
         )
-        self._signer = KeySigner(membership.identity)
         self._events: asyncio.Queue[events.Event] = asyncio.Queue(maxsize=MAX_EVENTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -130,7 +130,12 @@ class Node:
             exchange_seconds=self._spec.round.exchange_seconds,
             answer=self.post,
             spawn=self._spawn,
+            relays=self.network.relays,
         )
+        self._passing = Passing(
+            self.key, self.store, self.network, reduction, self._codec.size, self._spec.round,
+            lambda blob, by: self.machine.slices_for(blob, by), self._spawn,
+        )  # fmt: skip
         self.chainlog = ChainLog(self.store, membership.opener, self._spec)
         limits = Policy.of(self._spec).chain_limits
         if options.observer:
@@ -140,7 +145,7 @@ class Node:
         self.machine = RoundMachine(
             policy=Policy.of(self._spec),
             run=self._run,
-            signer=self._signer,
+            signer=KeySigner(membership.identity),
             chain=self.chain,
             observer=options.observer,
             blob_size=self._codec.size,
@@ -343,7 +348,9 @@ class Node:
         return self.locator.answer(request, [*self.network.addresses, *self.network.directory.addresses()])
 
     def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        return self.machine.may_serve(blob, requester)
+        if (reason := self.machine.may_serve(blob, requester)) is None:
+            self._passing.asked(blob, requester)
+        return reason
 
     # -- actions out -----------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """A committee member's work in a reducing round: the slices of its part from every author, their sum, its blob.
 
-Of each listed update only the chunks that cover the part are fetched, from the author or from others of the committee,
-and they stay partial blobs in the store, where the others can have them too. Nothing here is a decision: which parts of
-which records are to be reduced, and what follows, the round machine says.
+Of each listed update only the chunks that cover the part are fetched, from the author, from others of the committee,
+or from who hears an author that we do not (`passing`). They stay partial blobs in the store, where the others can have
+them too. Nothing here is a decision: which parts of which records are to be reduced, and what follows, the round
+machine says.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class Reducing:
         exchange_seconds: float,
         answer: Callable[[PartReduced | PartLacking | BlobBad], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        relays: Callable[[PeerKey], Sequence[PeerKey]] = lambda author: (),
     ):
+        """`relays`: who else gets us what an author does not give us, for want of a way from it to us (`passing`)."""
         self._store = store
         self._source = source
         self._updates = updates
@@ -88,6 +91,7 @@ class Reducing:
         self._seconds = SHARE * exchange_seconds
         self._answer = answer
         self._spawn = spawn
+        self._relays = relays
         self._tasks: dict[tuple[Digest, int], asyncio.Task[None]] = {}
         self._parts: dict[Digest, set[Digest]] = {}
         """The parts' blobs that were made here or asked for, by the record that they are of."""
@@ -206,7 +210,6 @@ class Reducing:
         """
         blob, now = header.body.blob, asyncio.get_running_loop().time
         chunks = self._reduction.chunks(kind.count, kind.part)
-        holders = list(dict.fromkeys([header.author, *committee]))
         await self._updates.verify(blob)
         while True:
             try:
@@ -216,6 +219,7 @@ class Reducing:
                         seconds = max(0.1, min(ATTEMPT_SECONDS, until - now()))
                         if seconds >= min(ATTEMPT_SECONDS, 0.5 * self._seconds):
                             asked.add(header.author)
+                        holders = list(dict.fromkeys([header.author, *committee, *self._relays(header.author)]))
                         await self._source.fetch_blob(
                             blob, self._size, holders, deadline_seconds=seconds, chunks=chunks
                         )  # fmt: skip

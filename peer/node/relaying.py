@@ -1,5 +1,7 @@
 """Who passes on a member's messages to those who do not hear it themselves (two peers behind NATs, a line that is cut).
 
+Slices of updates go the same ways (`passing`).
+
 Each heartbeat names the members of whom its author hears nothing first-hand. Of those who hear both, RELAYS pass their
 messages on: the first that come on a ring of all members, from a place that author and receiver give. Everyone computes
 the same few, from heartbeats alone; which they are does not change when others come and go. Pure.
@@ -38,13 +40,26 @@ class Relaying:
         """Who is to pass on what `author` says to `to`: at most RELAYS members who hear both, and whom `to` hears."""
         if author not in self._short or to not in self._short:
             return []
-        ends, none = {self._short[author], self._short[to]}, frozenset[int]()
-        mine, chosen = self._unheard.get(to, none), list[PeerKey]()
+        chosen = list[PeerKey]()
         start = bisect_left(self._ring, (sha256(author + to), author))
         for _, key in self._ring[start:] + self._ring[:start]:
-            if key in (author, to) or self._short[key] in mine or ends & self._unheard.get(key, none):
-                continue
-            chosen.append(key)
+            if self.hears_both(key, author, to):
+                chosen.append(key)
             if len(chosen) == RELAYS:
                 break
         return chosen
+
+    def hears_both(self, key: PeerKey, author: PeerKey, to: PeerKey) -> bool:
+        """Whether a member is a third one that hears `author` and `to`, and whom `to` hears."""
+        if key in (author, to) or key not in self._short or author not in self._short or to not in self._short:
+            return False
+        mine, its = self._unheard.get(to, frozenset()), self._unheard.get(key, frozenset())
+        return self._short[key] not in mine and self._short[author] not in its and self._short[to] not in its
+
+    def misses(self, to: PeerKey, author: PeerKey) -> bool:
+        """Whether `to` has said that it hears nothing of this member first-hand."""
+        return author in self._short and self._short[author] in self._unheard.get(to, frozenset())
+
+    def misses_some(self, to: PeerKey) -> bool:
+        """Whether it has said so of anybody."""
+        return to in self._unheard

@@ -228,10 +228,10 @@ class States:
         files = tuple(await asyncio.gather(*(self._ensure(*one) for one in wanted)))
         if not certificate.parts:
             updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in zip(listed, files, strict=True))
-            return RoundUpdates(record.body.round, record.digest, updates)
+            return RoundUpdates(record.body.round, certificate.digest, updates)
         own = [(u, f) for u in listed if u.author == self._me for f in self._own([u.body.blob])]
         updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in own)
-        return RoundUpdates(record.body.round, record.digest, updates, files)
+        return RoundUpdates(record.body.round, certificate.digest, updates, files)
 
     async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], kind: Kind | None) -> Path:
         async with self._turns:
@@ -282,5 +282,5 @@ class States:
 def _target(action: Apply | Resync, run: RunId) -> Digest:
     """The record that an action leads to."""
     if isinstance(action, Apply):
-        return action.certificate.record.digest
-    return action.path[-1].record.digest if action.path else genesis_digest(run)
+        return action.certificate.digest
+    return action.path[-1].digest if action.path else genesis_digest(run)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import mmap
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from peer.mapped import mapped_file
 from peer.store import BlobMissing as NotInStore
 from peer.store import Store, StoreFull
 from protocol.codec import Codec
@@ -151,8 +151,6 @@ def _check(path: Path, kind: Kind) -> None:
 def map_file(path: Path) -> memoryview:
     """A file's bytes. Raises BlobMissing: it is gone, or cannot be read."""
     try:
-        with open(path, "rb") as file:
-            # Not closed by hand: a CodecError's traceback still holds views of it, and closing would raise instead.
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return mapped_file(path)
     except OSError as e:
         raise NotInStore(f"cannot read {path}: {e.strerror}") from None

@@ -259,6 +259,15 @@ class Ballot:
         slates = [p.slate for p in self.proposals.values() if p.slate is not None]
         return {w.author for slate in slates for w in slate.said() if w.body.blob == blob}
 
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[Record], int, tuple[PeerKey, ...]]]:
+        """Of the slates that list an update: each part that a member has a seat for, and its committee."""
+        found = []
+        for p in self.proposals.values():
+            if p.slate is not None and not p.over and any(u.body.blob == blob for u in p.record.body.updates):
+                seated = enumerate(p.slate.committees)
+                found += [(p.record, part, committee) for part, committee in seated if member in committee]
+        return found
+
     def parts(self) -> set[Digest]:
         """The blobs of all parts that somebody named in a word that counts."""
         slates = [p.slate for p in self.proposals.values() if p.slate is not None]

@@ -1,9 +1,10 @@
-"""What follows from a blob that breaks the codec's rules: whom to leave out, and which records cannot stand."""
+"""Whom to blame: for a blob that breaks the codec's rules (which records cannot stand then), and for two means of one
+record."""
 
 from __future__ import annotations
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Header, Signed
+from protocol.messages import Certificate, Header, Signed
 from protocol.rounds.blobs import PartOf, Source, contents
 from protocol.rounds.context import Context
 from protocol.rounds.deciding import Deciding
@@ -43,6 +44,22 @@ def blob_bad(c: Context, d: Deciding, blob: Digest, reason: str) -> None:
     _report(c, header, certified, source, reason)
     if certified is not None:
         c.chain.condemn(certified)
+
+
+def two_means(c: Context, certificate: Certificate) -> None:
+    """Report who voted for two sets of parts of one record, when a certificate comes that shows it. They are two
+    branches of the chain; this is for people."""
+    chain = c.chain
+    rival = chain.on_main(certificate.record.body.round + 1)
+    if not certificate.parts or certificate.digest in chain or rival in (None, chain.root):
+        return
+    other = chain.certificate(rival)
+    if other.record.digest == certificate.record.digest and other.parts != certificate.parts:
+        first = {v.author for v in other.votes}
+        twice = [v.author for v in certificate.votes if v.author in first]
+        text = f"record {certificate.record.digest.short} was certified with two means: {len(twice)} of its "
+        text += f"{len(certificate.record.body.updates)} contributors voted for both, the first is {twice[0].short}"
+        c.report("warning", "equivocation", text, twice[0])
 
 
 def _report(

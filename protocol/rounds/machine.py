@@ -37,7 +37,7 @@ from protocol.rounds.actions import (
     RequestChain,
     Send,
 )
-from protocol.rounds.blame import blob_bad
+from protocol.rounds.blame import blob_bad, two_means
 from protocol.rounds.context import Context
 from protocol.rounds.deciding import Deciding
 from protocol.rounds.early import AHEAD, Early
@@ -168,6 +168,11 @@ class RoundMachine:
         listed = listed or (b.reduces and bool(b.signers_of(blob)))
         return f"you have not announced an update in round {b.number} yet" if listed else None
 
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[Record], int, tuple[PeerKey, ...]]]:
+        """Of the undecided slates that list an update: each part that a member is to make with it, and who else is."""
+        b = self._deciding.ballot
+        return [] if b is None else b.slices_for(blob, member)
+
     # -- messages --------------------------------------------------------------------------------------------
 
     def _heard(self, message: Signed) -> None:
@@ -265,7 +270,7 @@ class RoundMachine:
         """Put certificates into the tree, oldest first; how many were new."""
         c, added = self._c, 0
         for certificate in certificates:
-            record = certificate.record
+            two_means(c, certificate)
             try:
                 if not c.chain.add(certificate):
                     continue
@@ -282,7 +287,7 @@ class RoundMachine:
                 break
             added += 1
             c.emit(KeepCertificate(certificate))
-            self._hold_back(record)
+            self._hold_back(certificate)
         self._forget_dropped()
         return added
 
@@ -292,24 +297,24 @@ class RoundMachine:
         if b is not None and b.parent not in self._c.chain:
             self._deciding.ballot = None
 
-    def _hold_back(self, record: Signed[Record]) -> None:
+    def _hold_back(self, certificate: Certificate) -> None:
         """A record with less than half of what we saw announced is not followed until patience has run out."""
-        d, p = self._deciding, self._position
+        d, p, record, body = self._deciding, self._position, certificate.digest, certificate.record.body
         b = d.ballot
         if b is None or b.first_heard is None or self._c.observer or p.applied != b.parent:
             return
-        if record.body.parent == b.parent and not d.is_heavy_enough(record.body.windows):
-            self._c.report("info", "light", f"record {record.digest.short} lists less than half of what was announced")
-            p.set_aside(record.digest, b.first_heard + self._c.policy.patience_seconds)
-        elif record.body.parent != b.parent:
-            p.reconsider(record.digest, d.announced_windows(b) // 2)
+        if body.parent == b.parent and not d.is_heavy_enough(body.windows):
+            self._c.report("info", "light", f"record {record.short} lists less than half of what was announced")
+            p.set_aside(record, b.first_heard + self._c.policy.patience_seconds)
+        elif body.parent != b.parent:
+            p.reconsider(record, d.announced_windows(b) // 2)
 
     def _chain_heard(self, event: ev.ChainHeard) -> None:
         c = self._c
         added = self._admit(event.certificates, event.source)
         if event.final is not None:
             self._final(event.final)
-        last = event.certificates[-1].record.digest if event.certificates else c.chain.root
+        last = event.certificates[-1].digest if event.certificates else c.chain.root
         reached = c.chain.height(last) if last in c.chain else -1
         # Records that we have are news too when more come after them: a walk along a branch, ever upwards.
         onwards = event.more and bool(event.certificates) and reached > self._walked

@@ -57,7 +57,7 @@ class OwnUpdates:
         The move counts when `moved` is called; until then the same is found again.
         """
         for certificate in chain.path(after, to):
-            self._seen_in(chain, certificate.record.digest)
+            self._seen_in(chain, certificate.digest)
         missed: list[Digest] = []
         regained: list[Digest] = []
         self._moving = {}

@@ -138,13 +138,13 @@ class Position:
         return self._wait_for_blobs(way, head)
 
     def _apply(self, certificate: Certificate) -> bool:
-        c, record = self._c, certificate.record
+        c, record = self._c, certificate.digest
         if self.applied is None:
             return False
-        missed, regained = c.own.settle(c.chain, self.applied, record.digest)
-        self.target = record.digest
-        following = c.chain.next_window(c.me, record.digest)
-        c.emit(Apply(certificate, missed, following, c.chain.weight(record.digest), regained))
+        missed, regained = c.own.settle(c.chain, self.applied, record)
+        self.target = record
+        following = c.chain.next_window(c.me, record)
+        c.emit(Apply(certificate, missed, following, c.chain.weight(record), regained))
         return True
 
     def _resync(self, head: Digest) -> bool:
@@ -177,7 +177,7 @@ class Position:
                     number = certificate.record.body.round
                     if waited < c.policy.patience_seconds and c.members.is_waited_for(author, number):
                         return False
-                    record = certificate.record.digest
+                    record = certificate.digest
                     final = c.chain.final
                     if final is not None and c.chain.is_ancestor(record, final.body.record):
                         # Lines that were cut a moment ago need theirs to carry again: nothing to alarm people with.

@@ -32,7 +32,7 @@ class Branch:
 
     @property
     def records(self) -> list[Digest]:
-        return [c.record.digest for c in self.path]
+        return [c.digest for c in self.path]
 
     @property
     def windows(self) -> dict[PeerKey, int]:
@@ -54,7 +54,7 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
     stored, parents = 0, dict[Digest, Digest]()
     for file in sorted((store / "chain").glob("*-*")):
         certificate = opener.certificate(file.read_bytes()[32:])
-        parents[certificate.record.digest] = certificate.record.body.parent
+        parents[certificate.digest] = certificate.record.body.parent
         chain.add(certificate)
         stored += 1
     final = None
@@ -62,7 +62,7 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
         final = opener.open(value.read_bytes(), Final)
         chain.add_final(final)
     path = chain.path(chain.genesis, chain.head)
-    return Branch(path, stored, final, longest_side(parents, {c.record.digest for c in path}))
+    return Branch(path, stored, final, longest_side(parents, {c.digest for c in path}))
 
 
 def longest_side(parents: Mapping[Digest, Digest], main: Set[Digest]) -> int:

@@ -161,7 +161,7 @@ def check_ledger(world: World) -> None:
             expected.append((c.record.body.round, bytes(u.author), tokens, flops // 10**9))
     assert rows == expected
     assert rounds == [
-        (c.record.body.round, bytes(c.record.digest), c.record.body.windows * window) for c in path
+        (c.record.body.round, bytes(c.digest), c.record.body.windows * window) for c in path
     ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def credits_apart(
 
     `final`: the last round that is settled; no more than a few checkpoints' rounds may be open.
     """
-    until = next((i for i, c in enumerate(branch.path, 1) if str(c.record.digest) == head), None)
+    until = next((i for i, c in enumerate(branch.path, 1) if str(c.digest) == head), None)
     if until is None:
         return f"the coordinator shows record {head[:8]}, which is not in its chain"
     if final is None or final < until - 1 - spec.checkpoint.final_depth - 3 * spec.checkpoint.every:

@@ -102,6 +102,18 @@ def check_account(world: World, node: Node) -> None:
         )
 
 
+def check_one_state(world: World) -> None:
+    """All honest members at one head hold one state, at any time: but for devices that computed wrongly."""
+    held: dict[Digest, tuple[int, Digest]] = {}
+    for node in world.honest:
+        at, state = node.trainer_record, node.trainer.state
+        if at is None or state is None or state in world.wrong_states:
+            continue
+        index, other = held.setdefault(at, (node.index, state))
+        if other != state:
+            raise Broken(f"peers {index} and {node.index} hold different states after the same record {at.short}")
+
+
 def position(node: Node) -> tuple[int, Digest] | None:
     """Height and digest of what a node's trainer holds; None when it holds nothing."""
     at = node.trainer_record

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Heartbeat, Record, Reduced, Signed, Vote
+from protocol.messages import Heartbeat, Record, Reduced, Signed, Vote, parts_digest
 from protocol.rounds import events as ev
 from tests.simulation.node import Node
 
@@ -111,6 +111,39 @@ class TwoTongued(Node):
                 self.world.network.send(self.index, node.index, node.hear, told)
 
 
+class TwoMinded(Node):
+    """Gets one record certified with two sets of parts, wherever the committees and votes of its kind suffice: every
+    second peer is told the right digests and votes; the others wrong ones, of parts that its kind has the say on."""
+
+    honest = False
+
+    def broadcast(self, message) -> None:
+        other = self._other(message) if message.author == self.key else message
+        for node in self.world.nodes:
+            if node is not self and node.alive:
+                told = message if node.index % 2 else other
+                self.world.network.send(self.index, node.index, node.hear, told)
+
+    def _other(self, message: Signed) -> Signed:
+        """What the second half is told instead."""
+        body, ballot = message.body, self.machine._deciding.ballot
+        p = ballot.proposals.get(body.record) if ballot is not None and isinstance(body, Vote | Reduced) else None
+        if p is None or p.slate is None:
+            return message
+        slate, lies = p.slate, {}
+        for part, seated in enumerate(slate.committees):
+            if 2 * sum(isinstance(self.world.by_key[key], TwoMinded) for key in seated) > len(seated):
+                word = Reduced(self.world.run, body.round, body.record, part, None)
+                lies[part] = lie(word)
+        if isinstance(body, Reduced):
+            if body.blob is None or body.part not in lies:
+                return message
+            self.blobs.add(lies[body.part])
+            return self.signer.sign(replace(body, blob=lies[body.part]))
+        parts = [lies.get(i, part) for i, part in enumerate(slate.parts)]
+        return self.signer.sign(replace(body, parts=parts_digest([part for part in parts if part is not None])))
+
+
 class Silent(Node):
     """Says nothing on any part."""
 
@@ -151,5 +184,5 @@ def _own_word(node: Node, message: Signed) -> bool:
     return isinstance(message.body, Reduced) and message.author == node.key
 
 
-HOSTILE_REDUCERS = (Liar, Spoiler, TwoTongued, Silent, Accuser, Miser)
+HOSTILE_REDUCERS = (Liar, Spoiler, TwoTongued, TwoMinded, Silent, Accuser, Miser)
 """Beside the others, in worlds whose rounds are reduced."""

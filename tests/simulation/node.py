@@ -267,7 +267,7 @@ class Node:
         self.step(ev.UpdateReady(action.parent, first, end, end - first, blob, 1000, 1.0))
 
     def apply(self, action: do.Apply) -> None:
-        record = action.certificate.record
+        record, name = action.certificate.record, action.certificate.digest
         trainer, w = self.trainer, self.world
         trainer.run(self.world.clock.now)
         missing = [blob for blob in contents(action.certificate) if blob not in self.blobs]
@@ -275,11 +275,13 @@ class Node:
         if any(blob in w.bad_blobs and blob not in own for blob in contents(action.certificate)):
             raise AssertionError(f"peer {self.index} was told to apply a bad update")
         if missing or self.trainer_record != record.body.parent:
-            self.step(ev.ApplyFailed(record.digest, "a blob is not in the store, or this is the wrong state"))
+            self.step(ev.ApplyFailed(name, "a blob is not in the store, or this is the wrong state"))
             return
         assert trainer.state is not None
         state = state_after(trainer.state, action.certificate)
-        self.reached(action, record.digest, state)
+        if trainer.state in w.wrong_states:
+            w.wrong_states.add(state)
+        self.reached(action, name, state)
 
     def reached(self, action: do.Apply | do.Resync, record: Digest, state: Digest) -> None:
         w = self.world
@@ -290,6 +292,7 @@ class Node:
         if self.drifts:
             self.drifts = False
             state = Digest(sha256(b"drifted", state))
+            w.wrong_states.add(state)
         self.trainer_record = record
         for blob in action.missed:
             self.made.pop(blob, None)
@@ -312,7 +315,7 @@ class Node:
             if any(base in n.checkpoints for n in reachable):
                 start = i
                 break
-        head = path[-1].record.digest
+        head = path[-1].digest
         if start is None:
             self.step(ev.ApplyFailed(head, "nobody has a checkpoint that the path starts from"))
             return

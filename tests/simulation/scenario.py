@@ -6,7 +6,15 @@ import random
 from dataclasses import dataclass
 
 from protocol.exchange import GATHER, Exchange
-from tests.simulation.checkers import Broken, check_account, check_counted_once, check_parts, check_sizes, disagreement
+from tests.simulation.checkers import (
+    Broken,
+    check_account,
+    check_counted_once,
+    check_one_state,
+    check_parts,
+    check_sizes,
+    disagreement,
+)
 from tests.simulation.hostile import HOSTILE, HOSTILE_REDUCERS
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
@@ -159,6 +167,7 @@ class Scenario:
         while world.clock.now < when:
             world.clock.run_until(min(when, world.clock.now + 5.0))
             check_sizes(world)
+            check_one_state(world)
             for node in world.honest:
                 check_account(world, node)
             self._check_progress()

@@ -54,7 +54,9 @@ class World:
         """What each blob carries."""
         self.bad_blobs: set[Digest] = set()
         self.records: dict[Digest, Certificate] = {}
-        """Every record that anybody certified."""
+        """Every record that anybody certified, by the name that the chain gives it."""
+        self.wrong_states: set[Digest] = set()
+        """What devices that drifted computed, and what they made of it."""
         self.announced_at: dict[Digest, float] = {}
         """When the first update after each parent was ready."""
         self.applied_at: dict[Digest, float] = {}
@@ -122,7 +124,7 @@ class World:
         return blob
 
     def certified(self, node: Node, certificate: Certificate) -> None:
-        self.records.setdefault(certificate.record.digest, certificate)
+        self.records.setdefault(certificate.digest, certificate)
 
     def moved(self, node: Node, record: Digest) -> None:
         self.applied_at[record] = self.clock.now

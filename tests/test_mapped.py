@@ -1,0 +1,68 @@
+"""Files are mapped without being held open, and let go of when nobody looks at them any more."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from peer.mapped import mapped_file
+
+
+def mappings(path: Path) -> int:
+    """Of this process, by what the system says."""
+    return sum(str(path) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@contextmanager
+def few_files(more: int) -> Iterator[None]:
+    """So many files more than there are can be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_files_are_mapped_than_can_be_open(tmp_path):
+    views = []
+    with few_files(16):
+        for i in range(200):
+            (tmp_path / f"{i}").write_bytes(bytes([i]) * 5000)
+            views.append(mapped_file(tmp_path / f"{i}"))
+    assert all(len(view) == 5000 and bytes(view[4990:]) == bytes([i]) * 10 for i, view in enumerate(views))
+
+
+def test_a_mapping_outlives_its_file_sees_what_is_written_and_ends_with_its_last_view(tmp_path):
+    path = tmp_path / "blob"
+    path.write_bytes(b"a" * 10_000)
+    view = mapped_file(path)
+    with open(path, "r+b") as file:
+        file.write(b"b")
+    path.unlink()
+    part = view[:3]
+    del view
+    gc.collect()
+    assert bytes(part) == b"baa" and mappings(path) == 1
+    del part
+    gc.collect()
+    assert mappings(path) == 0
+
+
+def test_a_mapping_is_not_written_to(tmp_path):
+    (tmp_path / "blob").write_bytes(b"abc")
+    with pytest.raises(TypeError):
+        mapped_file(tmp_path / "blob")[0] = 1
+
+
+def test_an_empty_file_is_empty_and_none_is_an_error(tmp_path):
+    (tmp_path / "empty").touch()
+    assert not mapped_file(tmp_path / "empty")
+    with pytest.raises(FileNotFoundError):
+        mapped_file(tmp_path / "none")
