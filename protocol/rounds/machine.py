@@ -9,7 +9,7 @@ Time is in seconds of any monotonic clock. Nothing here blocks, and every contai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from protocol.chain import Chain, RivalOfFinal, UnknownParent
 from protocol.errors import ChainError, MalformedError
@@ -167,6 +167,11 @@ class RoundMachine:
         )
         listed = listed or (b.reduces and bool(b.signers_of(blob)))
         return f"you have not announced an update in round {b.number} yet" if listed else None
+
+    def announced(self, parent: Digest) -> Collection[PeerKey]:
+        """Who has announced in the open round, when that is the one after `parent`; else nobody."""
+        b = self._deciding.ballot
+        return b.headers.keys() if b is not None and b.parent == parent else ()
 
     # -- messages --------------------------------------------------------------------------------------------
 
