@@ -113,9 +113,9 @@ class Codec(ABC):
         """Compress the error feedback e into a blob, in place e <- e - decode(blob), bit for bit.
 
         `final` is called, again and again, with the bytes from the blob's start on that will not change any more; the
-        last time it is the whole blob. The tensors of `feedback` are all on one device. Which of several equally large coordinates a sparse codec keeps
-        is not defined; what it keeps is what it subtracts. Raises CodecError when e has a value that is not finite or
-        absurdly large (e is then spoilt).
+        last time it is the whole blob. The tensors of `feedback` are all on one device. Which of several equally large
+        coordinates a sparse codec keeps is not defined; what it keeps is what it subtracts. Raises CodecError when e
+        has a value that is not finite or absurdly large (e is then spoilt).
         """
         parts = [flat(feedback, t) for t in self.layout.tensors]
         blob = bytearray(self.size)
