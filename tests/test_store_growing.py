@@ -1,4 +1,4 @@
-"""What comes of a blob before it has a digest: checked, bounded, adopted without a byte to fetch again, or forgotten."""
+"""What comes of a blob before it has a digest: checked, bounded, forgotten, or adopted and not fetched again."""
 
 from __future__ import annotations
 

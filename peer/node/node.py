@@ -24,6 +24,7 @@ from peer.node.network import Network
 from peer.node.outbox import NETWORK_ERRORS
 from peer.node.reducing import Reducing
 from peer.node.snapshot import Snapshot, write_snapshot
+from peer.node.streaming import Rules, Streaming
 from peer.node.training import LEVELS, Training
 from peer.node.updates import Updates
 from peer.swarm import Handlers
@@ -90,7 +91,7 @@ class Node:
             Handlers(
                 on_packet=self._take_packet,
                 on_chain_request=self._on_chain_request,
-                may_serve=self._may_serve,
+                may_serve=lambda blob, requester: self._streaming.may_serve(blob, requester),
                 on_whereabouts=self._on_whereabouts_request,
             ),
             listen=options.listen,
@@ -146,6 +147,11 @@ class Node:
             blob_size=self._codec.size,
             now=time.monotonic(),
         )
+        self._streaming = Streaming(
+            self._signer, self.store, self._codec.size,
+            Rules.of(self._run, self.machine, self.chain, self.network.directory),
+            source=lambda: self.network.swarm, send=self.network.outbox.send, spawn=self._spawn,
+        )  # fmt: skip
         self.latest: Snapshot = self.snapshot()
         """At most SNAPSHOT_SECONDS old: for other threads, which must not look at the node itself."""
 
@@ -243,12 +249,13 @@ class Node:
                     o.recompute,
                     o.compile,
                     o.overlap,
-                ),
+                ),  # fmt: skip
                 self.store,
                 self.chain,
                 self.network,
                 self._updates,
                 self._keeping,
+                self._streaming,
                 part_kind=self._reducing.kind,
                 post=self.post,
                 spawn=self._spawn,
@@ -333,6 +340,8 @@ class Node:
             if isinstance(event, events.Heard):
                 if event.message.author == self.key:
                     continue
+                if self._streaming.takes(event.message, sender):
+                    continue
                 self.network.note(event.message, sender)
             self.post(event)
 
@@ -341,9 +350,6 @@ class Node:
 
     def _on_whereabouts_request(self, request: wire.WhereaboutsRequest) -> wire.WhereaboutsReply:
         return self.locator.answer(request, [*self.network.addresses, *self.network.directory.addresses()])
-
-    def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        return self.machine.may_serve(blob, requester)
 
     # -- actions out -----------------------------------------------------------------------------------------
 
@@ -359,7 +365,7 @@ class Node:
                 case actions.MakeUpdate():
                     self._trainers_side.make_update(action)
                 case actions.FetchBlob(blob, size, author, holders):
-                    self._updates.fetch(blob, size, (author, *holders))
+                    self._updates.fetch(blob, size, (author, *holders), first=self._streaming.became(blob, author))
                 case actions.DropBlob(blob):
                     self._updates.drop(blob)
                 case actions.Reduce(record, part, committee):
