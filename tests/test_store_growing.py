@@ -150,8 +150,9 @@ def test_a_blob_that_is_here_or_on_its_way_already_needs_none_of_it(store):
 def test_it_never_takes_room_from_what_is_needed(tmp_path):
     with Store(tmp_path, 4 * CHUNK) as store:
         came(store, [0, 1, 2])
-        store.ahead(OTHER, CHUNK).hint(0, [LEAVES[3]])
-        store.growing(OTHER).write(0, chunk(3))
+        other = store.ahead(OTHER, CHUNK)
+        assert other.hint(0, [LEAVES[3]])
+        other.write(0, chunk(3))
         ahead = store.ahead(NAME, len(DATA))  # the newest wins
         assert ahead.hint(0, LEAVES) and store.used_bytes == CHUNK
         for index in range(3):

@@ -7,6 +7,7 @@ it is: chunks are named to, and served to, those alone who have announced their 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -32,7 +33,9 @@ SMALL = 4
 """Updates of so many chunks, or fewer, are fetched in one go anyway."""
 
 TELL_SECONDS = 0.2
-"""How often others are told what is new."""
+"""How often others are told what is new, when they are no more than CROWD; of more, each is told more rarely."""
+
+CROWD = 32
 
 STREAMS = 64
 """Updates of others that are fetched while they are made, at most."""
@@ -64,7 +67,7 @@ class Rules:
         return cls(
             run,
             machine.announced,
-            lambda parent: not chain.reduces(parent),
+            lambda parent: parent in chain and not chain.reduces(parent),
             machine.may_serve,
             directory.is_member,
         )
@@ -79,9 +82,11 @@ class _Own:
     name: Digest
     made: Made
     final: int = 0
+    whole: asyncio.Event = field(default_factory=asyncio.Event)
+    """All of it is there, as of just now."""
+    has_header: bool = False
     told: Counter[PeerKey] = field(default_factory=Counter)
     """How many leaf hashes each was told."""
-    telling: asyncio.Task[None] | None = None
 
 
 @dataclass
@@ -156,19 +161,23 @@ class Streaming:
                 log.info("an update is not sent while it is made: %s", e)
                 return
             own = self._own = _Own(grown.parent, self._sequence, name, made)
-            own.telling = self._spawn(self._tell(own, round), "an update's first chunks")
+            self._spawn(self._tell(own, round), "an update's first chunks")
         own.final = max(own.final, grown.final)
+        if own.final >= self._size:
+            own.whole.set()
 
     async def _tell(self, own: _Own, round: Round) -> None:
         """Name what is new to those who may have it."""
         try:
-            while True:
+            while self._own is own and not own.has_header:
+                own.whole.clear()
                 if to := [k for k in self._rules.announced(own.parent) if k != self._signer.key]:
                     await asyncio.to_thread(own.made.grow, own.final)
                     said: dict[int, Signed[Leaves]] = {}
                     for key in to:
                         self._tell_one(own, round, key, said)
-                await asyncio.sleep(TELL_SECONDS)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(own.whole.wait(), TELL_SECONDS * max(1.0, len(to) / CROWD))
         except StoreError as e:
             log.info("an update is not sent on while it is made: %s", e)
 
@@ -183,15 +192,14 @@ class Streaming:
 
     def announced(self) -> None:
         """It has its header: there is nothing more to name. What was named is served until the round is over."""
-        if self._own is not None and self._own.telling is not None:
-            self._own.telling.cancel()
+        if self._own is not None:
+            self._own.has_header = True
 
     def give_up(self) -> None:
         """It will not be finished, or its round is over."""
-        self.announced()
-        if self._own is not None:
-            self._let_go(self._own.name)
-            self._own = None
+        own, self._own = self._own, None
+        if own is not None:
+            self._let_go(own.name)
 
     # -- those of others -------------------------------------------------------------------------------------
 

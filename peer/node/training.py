@@ -172,7 +172,7 @@ class Training:
                 if line := self._usage.line(message, time.monotonic()):
                     log.info("%s", line)
                 self._post(events.Progress(message.windows, message.loss, message.tokens_per_second))
-            case UpdateGrows():
+            case UpdateGrows() if message.parent in self._chain:
                 self._streaming.grows(message, self._chain.height(message.parent))
             case UpdateMade():
                 self._spawn(self._take_update(message), "own update")

@@ -32,7 +32,7 @@ LOOK_SECONDS = 0.05
 REST_SECONDS, TRIES = 0.1, 6
 """A holder that did not give a chunk is asked again after so long, doubled each time; and after so many not at all."""
 
-DRAIN_SECONDS = 2.0
+DRAIN_SECONDS = 1.0
 """In the end, how long what is under way may take: else it is asked for again."""
 
 Deal = Callable[[], Callable[[int], PeerKey]]
