@@ -95,6 +95,29 @@ def test_chunks_are_there_before_the_last_is_made_and_none_comes_twice(tmp_path:
     assert up <= 1.1 * len(data)
 
 
+def test_a_round_waits_for_less_of_a_slow_authors_update(tmp_path: Path):
+    """From the header until all have it: with chunks named while it is made, and without."""
+    data = data_of(40)
+
+    async def main(folder: Path, *, early: bool) -> float:
+        folder.mkdir()  # noqa: ASYNC240
+        world = World(folder, rtt=0.1)
+        author, *others = hosts = [world.host(20 if n == 0 else 100) for n in range(6)]
+        making = Making(author, others, data, folder)
+        running = [making.fetch(h) for h in others if early]
+        await making.grow(0.075)  # 3 s for all of it: its uplink could carry 28 chunks meanwhile
+        making.over.set()
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*running)
+        await making.announced(hosts)
+        took = asyncio.get_running_loop().time() - began
+        world.close()
+        return took
+
+    with_names, without = (simulated(main(tmp_path / str(early), early=early)) for early in (True, False))
+    assert with_names < 0.5 * without, (with_names, without)
+
+
 def one_by_one(tmp_path: Path, after: Callable[[Making, World], None], answer: Callable[[Making], object]) -> object:
     """An author with 8 chunks, all of them named, and one who fetches them; `answer` is asked after 5 s."""
 
@@ -140,6 +163,29 @@ def test_who_names_chunks_that_it_does_not_give_is_asked_a_few_times_and_holds_u
 
     assert one_by_one(tmp_path, refuses, chunks_of) == 0
     assert 1 <= len(asked) <= 6 * AT_ONCE
+
+
+def test_a_fellow_that_died_holds_up_the_rest_for_a_moment_only(tmp_path: Path):
+    data = data_of(20)
+
+    async def main() -> tuple[float, int]:
+        world = World(tmp_path, rtt=0.1)
+        author, one, dead = hosts = [world.host(50) for _ in range(3)]
+        making = Making(author, [one, dead], data, tmp_path)
+        all_made(making, world)
+        running = making.fetch(one)
+        dead.lose_power()
+        making.others = [one]
+        making.over.set()
+        began = asyncio.get_running_loop().time()
+        await running
+        waited, had = asyncio.get_running_loop().time() - began, sum(map(making.aheads[one.key].has, range(20)))
+        await making.announced(hosts)
+        world.close()
+        return waited, had
+
+    waited, had = simulated(main())
+    assert waited < 2.5 and had == 10  # those that were dealt to it
 
 
 def test_who_gives_another_chunk_than_it_named_is_a_liar(tmp_path: Path):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from peer.channel import UpdateGrows
 from peer.node.directory import Directory
-from peer.store import Ahead, Made, Store, StoreError
+from peer.store import Ahead, Made, Store, StoreError, StoreFull
 from peer.swarm.ahead import Deal
 from protocol.chain import Chain
 from protocol.errors import CairnError, MalformedError
@@ -173,19 +173,19 @@ class Streaming:
                 own.whole.clear()
                 if to := [k for k in self._rules.announced(own.parent) if k != self._signer.key]:
                     await asyncio.to_thread(own.made.grow, own.final)
-                    said: dict[int, Signed[Leaves]] = {}
+                    known, said = own.made.known, dict[int, Signed[Leaves]]()
                     for key in to:
-                        self._tell_one(own, round, key, said)
+                        self._tell_one(own, round, key, known, said)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(own.whole.wait(), TELL_SECONDS * max(1.0, len(to) / CROWD))
         except StoreError as e:
             log.info("an update is not sent on while it is made: %s", e)
 
-    def _tell_one(self, own: _Own, round: Round, key: PeerKey, said: dict[int, Signed[Leaves]]) -> None:
-        """`said`: what was signed for others just now, by its first index."""
-        while (first := own.told[key]) < own.made.known:
+    def _tell_one(self, own: _Own, round: Round, key: PeerKey, known: int, said: dict[int, Signed[Leaves]]) -> None:
+        """Up to leaf `known`. `said`: what was signed for others just now, by its first index."""
+        while (first := own.told[key]) < known:
             if first not in said:
-                leaves = tuple(own.made.leaves[first : min(own.made.known, first + MAX_LEAVES)])
+                leaves = tuple(own.made.leaves[first : min(known, first + MAX_LEAVES)])
                 said[first] = self._signer.sign(Leaves(self._run, round, own.parent, own.sequence, first, leaves))
             self._send(key, (said[first],))
             own.told[key] += len(said[first].body.leaves)
@@ -252,6 +252,8 @@ class Streaming:
             self._bar(author, str(e))
         except CairnError as e:
             log.info("what comes of the update of %s is not fetched on: %s", author.short, e)
+            if isinstance(e, StoreFull):
+                self._drop(author)
 
     def _deal(self, author: PeerKey, stream: _Coming) -> Callable[[int], PeerKey]:
         """Each chunk is for one of those who may have it to ask of the author, and for the others of that one: so an
