@@ -138,7 +138,7 @@ async def test_chunks_that_are_never_given_hold_up_nothing(world):
 
 
 async def test_what_its_author_never_announces_is_dropped_and_its_disk_comes_back(world):
-    w = world(round=ROUND | {"exchange_seconds": 5, "patience_seconds": 5})
+    w = world(round=ROUND | {"exchange_seconds": 12, "patience_seconds": 12})
     parent = await paused(w, "ada", ["alan", "grace"])
     await w.until("alan holds a chunk", lambda: bool(here(w, "alan", "ada")))
     assert drafts(w, "alan")

@@ -105,3 +105,9 @@ def test_it_is_told_of_when_there_is_a_chunk_more_and_not_too_often(tmp_path: Pa
     assert grown.finish(tmp_path / "whole") and (tmp_path / "whole").read_bytes() == data
     grown.close()
     assert not (tmp_path / "g").exists()
+
+
+def test_an_update_of_many_ranks_is_never_said_to_grow_and_is_written_at_the_end(tmp_path: Path):
+    grown = GrowingFile(tmp_path / "g", 5, lambda path, n: pytest.fail("nothing is there yet"))
+    assert not grown.finish(tmp_path / "whole") and not list(tmp_path.iterdir())
+    grown.close()
