@@ -82,7 +82,8 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
 
     from cairn.view import PeerView
     from peer.node.membership import Membership, run_folder
-    from peer.node.node import Node, NodeOptions
+    from peer.node.node import Node
+    from peer.node.options import NodeOptions
     from peer.node.waiting import wait_until_admitted
     from peer.store import Store
 

@@ -96,7 +96,8 @@ async def _serve(
     from peer.keyfile import load_or_make
     from peer.node.locator import SPEC
     from peer.node.membership import Membership, known_addresses
-    from peer.node.node import Node, NodeOptions
+    from peer.node.node import Node
+    from peer.node.options import NodeOptions
     from protocol.chain import genesis_digest
     from protocol.messages import Opener
 

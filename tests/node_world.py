@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -19,12 +20,25 @@ import base58
 
 import peer.node.network as network_module
 import peer.node.training as training_module
-from peer.channel import Apply, Failed, FromTrainer, Load, MakeUpdate, Progress, Start, ToTrainer, UpdateMade
+from peer.channel import (
+    Apply,
+    Failed,
+    FromTrainer,
+    Load,
+    MakeUpdate,
+    Progress,
+    Start,
+    ToTrainer,
+    UpdateGrows,
+    UpdateMade,
+)
 from peer.errors import TrainerDied
 from peer.node.membership import Membership
-from peer.node.node import Node, NodeOptions
-from peer.store import Store
+from peer.node.node import Node
+from peer.node.options import NodeOptions
+from peer.store import Ahead, BlobMissing, Store
 from peer.swarm import BlobUnavailable, Handlers, PeerUnreachable
+from peer.swarm.ahead import Deal
 from peer.training.trainer import Trainer
 from protocol.codec import make_codec
 from protocol.errors import CairnError
@@ -60,6 +74,13 @@ class Internet:
         """Whether a peer gives nobody a blob that it has."""
         self.behind_nats: set[PeerKey] = set()
         """No two of these reach each other."""
+
+        self.sends: Callable[[PeerKey, bytes], bytes] = lambda giver, chunk: chunk
+        """What a peer gives for a chunk of an update that is being made."""
+        self.ahead: list[tuple[PeerKey, PeerKey, Digest, int]] = []
+        """Such chunks: who got it, of whom, by which name, its index."""
+        self.fetched: list[tuple[PeerKey, Digest, int]] = []
+        """Chunks of blobs that have a digest: who got it, of which blob, its index."""
 
     def reach(self, a: PeerKey, b: PeerKey) -> bool:
         return not {a, b} <= self.behind_nats
@@ -159,6 +180,7 @@ class LoopSwarm:
                 if arriving is None or arriving.has(index):
                     data = arriving.read_chunk(index) if arriving else other.store.read_chunk(digest, index)
                     partial.write(index, data)
+                    self.internet.fetched.append((self.key, digest, index))
                     other.bytes_up += len(data)
                     self.bytes_down += len(data)
             if not partial.left:
@@ -166,6 +188,21 @@ class LoopSwarm:
             return not partial.lacks(chunks)
         finally:
             partial.close()
+
+    async def fetch_ahead(self, ahead: Ahead, author: PeerKey, deal: Deal, over: asyncio.Event) -> None:
+        while not over.is_set():
+            of_whom = deal()
+            for index in ahead.missing():
+                with suppress(PeerUnreachable, BlobMissing):
+                    other = self._other(of_whom(index))
+                    refused = other.handlers.may_serve(ahead.name, self.key) is not None
+                    if refused or self.internet.withheld(other.key, ahead.name):
+                        continue
+                    found = other.store.growing(ahead.name)
+                    if found is not None and found.has(index):
+                        ahead.write(index, self.internet.sends(other.key, found.read_chunk(index)))
+                        self.internet.ahead.append((self.key, other.key, ahead.name, index))
+            await asyncio.sleep(0.02)
 
     async def wait_lost(self) -> str:
         return await asyncio.Future()
@@ -200,6 +237,9 @@ class LoopTrainer:
         self.notes: list[str] = []
         self.spoil = False
         """Its updates break the codec's rules."""
+        self.may_finish: threading.Event | None = None
+        """It stops in the middle of an update until this is set."""
+        self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
         self._running = True
@@ -229,7 +269,7 @@ class LoopTrainer:
         move = None
         try:
             if isinstance(ask, MakeUpdate):
-                answer: FromTrainer = await asyncio.to_thread(trainer.make_update, ask)
+                answer: FromTrainer = await asyncio.to_thread(trainer.make_update, ask, self._grown)
                 if isinstance(answer, UpdateMade) and self.spoil:
                     answer = _spoilt(answer)
             elif isinstance(ask, Load):
@@ -244,6 +284,12 @@ class LoopTrainer:
         self._say(answer)
         if move is not None:
             await asyncio.to_thread(trainer.settle, move)
+
+    def _grown(self, grown: UpdateGrows) -> None:
+        """By the thread that makes an update."""
+        self._loop.call_soon_threadsafe(self._say, grown)
+        if self.may_finish is not None:
+            self.may_finish.wait(60)
 
     @property
     def is_ready(self) -> bool:
@@ -364,6 +410,10 @@ class NodeWorld:
     def slices(self, name: str) -> set[Digest]:
         """The partial blobs of a node's store."""
         return {Digest.parse(f.name) for f in (self.folder / name / "store" / "partial").glob("*") if not f.suffix}
+
+    def is_a_blob(self, name: Digest) -> bool:
+        """Whether some node has a blob of that digest."""
+        return any(s.store.has(name) for s in self.internet.there.values())
 
     def is_a_part(self, blob: Digest) -> bool:
         """Whether it is no update: by its size."""

@@ -12,7 +12,8 @@ import pytest
 from peer.node import node as node_module
 from peer.node.membership import Membership
 from peer.node.network import Network
-from peer.node.node import Node, NodeOptions
+from peer.node.node import Node
+from peer.node.options import NodeOptions
 from peer.node.snapshot import read_snapshot
 from peer.store import Store, StoreFull
 from protocol.messages import Opener

@@ -13,7 +13,8 @@ from peer.coordinator_client import Admitted, CoordinatorRefused, CoordinatorUnr
 from peer.node import waiting
 from peer.node.membership import Membership
 from peer.node.network import Network
-from peer.node.node import Node, NodeOptions
+from peer.node.node import Node
+from peer.node.options import NodeOptions
 from peer.node.waiting import wait_until_admitted
 from peer.store import Store
 from protocol.errors import CairnError

@@ -56,7 +56,7 @@ class StandIn:
     def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
         return applied_of(int(self.did[-1].split()[1]))
 
-    def make_update(self, ask: MakeUpdate) -> UpdateMade | NothingDone:
+    def make_update(self, ask: MakeUpdate, say: object) -> UpdateMade | NothingDone:
         self.before()
         self.did.append("make")
         return self.answer

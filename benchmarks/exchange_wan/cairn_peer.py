@@ -17,7 +17,8 @@ import torch
 from benchmarks.exchange_wan.job import LOOK_SECONDS, Diary, Job
 from benchmarks.exchange_wan.run_spec import PORT, addresses, admission, furnish, identity
 from peer.node.membership import Membership
-from peer.node.node import Node, NodeOptions
+from peer.node.node import Node
+from peer.node.options import NodeOptions
 from peer.store import Store
 from protocol.ids import Digest
 from protocol.messages import Opener

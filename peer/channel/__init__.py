@@ -29,6 +29,7 @@ from peer.channel.messages import (
     TimeShares,
     ToTrainer,
     UpdateFile,
+    UpdateGrows,
     UpdateMade,
 )
 from peer.channel.trainer_end import TrainerEnd
@@ -59,5 +60,6 @@ __all__ = [
     "TrainerExit",
     "TrainerLink",
     "UpdateFile",
+    "UpdateGrows",
     "UpdateMade",
 ]

@@ -26,7 +26,7 @@ MAX_WORDS = 4
 
 MAX_KINDS_OF_REFUSAL = 1000
 _NUMBERS = re.compile(r"[0-9a-f]{8,}|[0-9]+")
-SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "final")
+SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "leaves", "final")
 
 
 class Inbox:

@@ -7,11 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-from peer.channel import Choice
 from peer.errors import PeerError
 from peer.node import seeking
 from peer.node.assets import fetch_assets, start_message
@@ -21,10 +19,12 @@ from peer.node.inbox import Inbox
 from peer.node.keeping import Keeping
 from peer.node.membership import Membership
 from peer.node.network import Network
+from peer.node.options import NodeOptions
 from peer.node.outbox import NETWORK_ERRORS
 from peer.node.passing import Passing
 from peer.node.reducing import Reducing
 from peer.node.snapshot import Snapshot, write_snapshot
+from peer.node.streaming import Rules, Streaming
 from peer.node.training import LEVELS, Training
 from peer.node.updates import Updates
 from peer.swarm import Handlers
@@ -55,24 +55,6 @@ OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
 """How much of the chain an observer keeps in memory: its coordinator may have to catch up from far behind."""
 
 
-@dataclass(frozen=True)
-class NodeOptions:
-    """How this node runs: where it listens, what it trains on (`observer`: nothing)."""
-
-    folder: Path
-    listen: tuple[str, ...] = ()
-    announce: tuple[str, ...] = ()
-    device: str = "auto"
-    parallel: str = "auto"
-    recompute: Choice = "auto"
-    compile: Choice = "auto"
-    threads: int = 1
-    observer: bool = False
-    overlap: bool = True
-    trainer_command: tuple[str, ...] = ()
-    """Instead of the trainer's own: for measuring the node by itself."""
-
-
 class Node:
     """One member of one run. `run()` returns when the run is over or `leave()` was called."""
 
@@ -84,6 +66,7 @@ class Node:
         self.store = membership.store
         self.key = membership.identity.key
         self._codec = make_codec(self._spec.codec, self._spec.model.layout)
+        self._signer = KeySigner(membership.identity)
         self.locator = membership.locator
         self._inbox = Inbox(membership.opener, self.locator)
         self.network = Network(
@@ -145,12 +128,17 @@ class Node:
         self.machine = RoundMachine(
             policy=Policy.of(self._spec),
             run=self._run,
-            signer=KeySigner(membership.identity),
+            signer=self._signer,
             chain=self.chain,
             observer=options.observer,
             blob_size=self._codec.size,
             now=time.monotonic(),
         )
+        self._streaming = Streaming(
+            self._signer, self.store, self._codec.size,
+            Rules.of(self._run, self.machine, self.chain, self.network.directory),
+            source=lambda: self.network.swarm, send=self.network.outbox.send, spawn=self._spawn,
+        )  # fmt: skip
         self.latest: Snapshot = self.snapshot()
         """At most SNAPSHOT_SECONDS old: for other threads, which must not look at the node itself."""
 
@@ -248,12 +236,13 @@ class Node:
                     o.recompute,
                     o.compile,
                     o.overlap,
-                ),
+                ),  # fmt: skip
                 self.store,
                 self.chain,
                 self.network,
                 self._updates,
                 self._keeping,
+                self._streaming,
                 part_kind=self._reducing.kind,
                 post=self.post,
                 spawn=self._spawn,
@@ -338,6 +327,8 @@ class Node:
             if isinstance(event, events.Heard):
                 if event.message.author == self.key:
                     continue
+                if self._streaming.takes(event.message, sender):
+                    continue
                 self.network.note(event.message, sender)
             self.post(event)
 
@@ -348,7 +339,7 @@ class Node:
         return self.locator.answer(request, [*self.network.addresses, *self.network.directory.addresses()])
 
     def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        if (reason := self.machine.may_serve(blob, requester)) is None:
+        if (reason := self._streaming.may_serve(blob, requester)) is None:
             self._passing.asked(blob, requester)
         return reason
 
@@ -366,7 +357,7 @@ class Node:
                 case actions.MakeUpdate():
                     self._trainers_side.make_update(action)
                 case actions.FetchBlob(blob, size, author, holders):
-                    self._updates.fetch(blob, size, (author, *holders))
+                    self._updates.fetch(blob, size, (author, *holders), first=self._streaming.became(blob, author))
                 case actions.DropBlob(blob):
                     self._updates.drop(blob)
                 case actions.Reduce(record, part, committee):

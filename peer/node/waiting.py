@@ -18,7 +18,8 @@ from typing import Any
 from peer.errors import PeerError
 from peer.node.assets import fetch_assets
 from peer.node.membership import ABSENT, Membership
-from peer.node.node import Node, NodeOptions
+from peer.node.node import Node
+from peer.node.options import NodeOptions
 from peer.node.outbox import NETWORK_ERRORS
 from protocol.errors import CairnError
 from protocol.messages import Signed

@@ -6,7 +6,19 @@ sockets and no protocol decisions here: what to keep is for the node to say.
 """
 
 from peer.store.errors import BlobCorrupt, BlobMissing, StoreBusy, StoreError, StoreFull
+from peer.store.growing import Ahead, Growing, Made
 from peer.store.partial import Partial
 from peer.store.store import Store
 
-__all__ = ["BlobCorrupt", "BlobMissing", "Partial", "Store", "StoreBusy", "StoreError", "StoreFull"]
+__all__ = [
+    "Ahead",
+    "BlobCorrupt",
+    "BlobMissing",
+    "Growing",
+    "Made",
+    "Partial",
+    "Store",
+    "StoreBusy",
+    "StoreError",
+    "StoreFull",
+]

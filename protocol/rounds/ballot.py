@@ -259,6 +259,14 @@ class Ballot:
         slates = [p.slate for p in self.proposals.values() if p.slate is not None]
         return {w.author for slate in slates for w in slate.said() if w.body.blob == blob}
 
+    def concerns(self, blob: Digest) -> bool:
+        """Whether it is an update of this round, or a part that somebody made."""
+        if any(h.body.blob == blob for h in self.headers.values()):
+            return True
+        if any(u.body.blob == blob for p in self.proposals.values() for u in p.record.body.updates):
+            return True
+        return self.reduces and bool(self.signers_of(blob))
+
     def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[Record], int, tuple[PeerKey, ...]]]:
         """Of the slates that list an update: each part that a member has a seat for, and its committee."""
         found = []

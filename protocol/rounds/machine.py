@@ -9,7 +9,7 @@ Time is in seconds of any monotonic clock. Nothing here blocks, and every contai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from protocol.chain import Chain, RivalOfFinal, UnknownParent
 from protocol.errors import ChainError, MalformedError
@@ -162,16 +162,17 @@ class RoundMachine:
         b = self._deciding.ballot
         if b is None or requester in b.headers or self._position.behind:
             return None
-        listed = any(h.body.blob == blob for h in b.headers.values()) or any(
-            u.body.blob == blob for p in b.proposals.values() for u in p.record.body.updates
-        )
-        listed = listed or (b.reduces and bool(b.signers_of(blob)))
-        return f"you have not announced an update in round {b.number} yet" if listed else None
+        return f"you have not announced an update in round {b.number} yet" if b.concerns(blob) else None
 
     def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[Record], int, tuple[PeerKey, ...]]]:
         """Of the undecided slates that list an update: each part that a member is to make with it, and who else is."""
         b = self._deciding.ballot
         return [] if b is None else b.slices_for(blob, member)
+
+    def announced(self, parent: Digest) -> Collection[PeerKey]:
+        """Who has announced in the open round, when that is the one after `parent`; else nobody."""
+        b = self._deciding.ballot
+        return b.headers.keys() if b is not None and b.parent == parent else ()
 
     # -- messages --------------------------------------------------------------------------------------------
 

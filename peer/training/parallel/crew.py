@@ -370,7 +370,8 @@ class CrewOuter:
     def base(self, value: None) -> None:
         self._crew.hands.share.base = value
 
-    def announce(self) -> bytes:
+    def announce(self, final: Callable[[memoryview], None] = lambda start: None) -> bytes:
+        """As of one process; but the blob is put together once all ranks have made theirs: `final` is not called."""
         blob = self._crew.do(Order.ANNOUNCE)
         if not isinstance(blob, bytes):
             raise TypeError("ANNOUNCE gives the blob, on rank 0")
