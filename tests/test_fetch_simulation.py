@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_a_slow_author_sends_each_chunk_about_once(tmp_path: Path, fetchers: int
     assert took <= 1.25 * (len(data) / (20 * MBIT) + 0.2)
 
 
-@pytest.mark.parametrize(("peers", "chunks"), [(4, 2), (4, 8), (4, 13), (8, 2)])
+@pytest.mark.parametrize(("peers", "chunks"), [(4, 2), (4, 8), (4, 13), (8, 2), (12, 6)])
 def test_updates_of_all_to_all_take_little_longer_than_their_bytes(tmp_path: Path, peers: int, chunks: int):
     async def main() -> tuple[float, float]:
         world = World(tmp_path, rtt=0.1)
@@ -64,6 +65,67 @@ def test_updates_of_all_to_all_take_little_longer_than_their_bytes(tmp_path: Pat
     took, copies = simulated(main())
     assert took <= 1.25 * ((peers - 1) * chunks * CHUNK / (100 * MBIT) + 2 * 0.1) + 0.1
     assert copies <= 1.1
+
+
+def test_who_had_nothing_is_asked_again_and_gives_what_it_has_by_then(tmp_path: Path):
+    data = data_of(40)
+
+    async def main() -> tuple[float, float]:
+        world = World(tmp_path, rtt=0.05)
+        author, late, new = world.host(2), world.host(100), world.host(100)
+        digest = author.store.put(data)
+
+        async def comes() -> None:
+            await asyncio.sleep(6)
+            late.store.put(data)
+
+        coming = asyncio.ensure_future(comes())
+        took = await new.fetch(digest, len(data), [author, late])
+        await coming
+        given = late.traffic.up / len(data)
+        world.close()
+        return took, given
+
+    took, given = simulated(main())
+    assert took <= 12 and given > 0.5
+
+
+def test_the_likeliest_holder_may_get_the_blob_a_moment_later(tmp_path: Path):
+    data = data_of(40)
+
+    async def main() -> float:
+        world = World(tmp_path, rtt=0.05)
+        first, slow, new = world.host(100), world.host(2), world.host(100)
+        digest = slow.store.put(data)
+
+        async def comes() -> None:
+            await asyncio.sleep(0.8)
+            first.store.put(data)
+
+        coming = asyncio.ensure_future(comes())
+        took = await new.fetch(digest, len(data), [first, slow])
+        await coming
+        world.close()
+        return took
+
+    assert simulated(main()) <= 6
+
+
+def test_more_ask_than_a_server_has_streams_for(tmp_path: Path):
+    """Streams that are idle make room; who finds none is asked to wait, and does."""
+    data = data_of(2)
+
+    async def main() -> None:
+        world = World(tmp_path, rtt=0.05)
+        author = world.host(1000)
+        author._server._limits = replace(author._server._limits, streams=32)
+        others = [world.host(100) for _ in range(60)]
+        digest = author.store.put(data)
+        await asyncio.gather(*(h.fetch(digest, len(data), [author], 60) for h in others))
+        assert all(h.store.has(digest) for h in others)
+        world.close()
+
+    simulated(main())
 
 
 def test_chunks_that_come_before_their_hashes_are_few_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -23,8 +23,9 @@ from protocol.spec import RoundSpec
 
 log = logging.getLogger("peer.passing")
 
-SHARE = 0.5
-"""Of the exchange's time, what a slice is waited for: later nobody has a use for it."""
+ATTEMPT_SECONDS = 5.0
+"""What a slice is waited for: an author that gives nothing must not keep others' from coming. Who still needs it asks
+again."""
 
 AT_ONCE = 4
 TIMES_OWN_WORK = 4
@@ -68,7 +69,6 @@ class Passing:
         self._reduction = reduction
         self._size = update_size
         self._committee = round.committee
-        self._seconds = SHARE * round.exchange_seconds
         self._slices = slices
         self._spawn = spawn
         self._asked: dict[tuple[Digest, PeerKey], float] = {}
@@ -87,13 +87,15 @@ class Passing:
         found = () if self._store.has(blob) else self._slices(blob, by)
         self._asked[blob, by] = now + (LOOK_AGAIN if found else SLATE_UNKNOWN)
         for record, part, committee in found:
-            author = next(u.author for u in record.body.updates if u.body.blob == blob)
-            if not relaying.misses(by, author) or self._me not in relaying.relays(author, by):
-                continue
-            if not any(relaying.hears_both(k, author, by) for k in committee):
-                self._pass_on(record, author, blob, part)
+            for author in (
+                u.author for u in record.body.updates if u.body.blob == blob
+            ):  # anybody can name it as theirs
+                if not relaying.misses(by, author) or self._me not in relaying.relays(author, by):
+                    continue
+                if not any(relaying.hears_both(k, author, by) for k in committee):
+                    self._pass_on(record, author, blob, part, by)
 
-    def _pass_on(self, record: Signed[Record], author: PeerKey, blob: Digest, part: int) -> None:
+    def _pass_on(self, record: Signed[Record], author: PeerKey, blob: Digest, part: int, by: PeerKey) -> None:
         contributors = len(record.body.updates)
         chunks = tuple(self._reduction.chunks(part_count(contributors, self._size), part))
         if record.body.round != self._number:
@@ -105,13 +107,15 @@ class Passing:
             return
         self._passed += 1
         self._under_way.add((blob, chunks))
-        self._spawn(self._get(author, blob, chunks), "slice for others")
+        self._spawn(self._get(author, blob, chunks, by), "slice for others")
 
-    async def _get(self, author: PeerKey, blob: Digest, chunks: tuple[int, ...]) -> None:
+    async def _get(self, author: PeerKey, blob: Digest, chunks: tuple[int, ...], by: PeerKey) -> None:
         try:
             async with self._turns:
+                if not self._slices(blob, by):
+                    return  # the slate was decided while others had their turn
                 await self._network.fetch_blob(
-                    blob, self._size, [author], deadline_seconds=self._seconds, chunks=chunks
+                    blob, self._size, [author], deadline_seconds=ATTEMPT_SECONDS, chunks=chunks
                 )  # fmt: skip
             log.debug("a slice of update %s by %s is passed on", blob.short, author.short)
         except (CairnError, asyncio.TimeoutError) as e:

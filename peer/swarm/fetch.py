@@ -123,13 +123,18 @@ class Fetch:
         if holder.bad:
             raise Dropped
         try:
-            reply = await self.links.ask(holder.peer, "about", request, limit)
+            reply = await self.links.ask(holder.peer, self._about(), request, limit)
         except (LinkLost, PeerUnreachable) as e:
             raise self.lost(holder, e) from None
         return self.data_of(holder, reply)
 
+    def _about(self) -> str:
+        """What is asked about a blob need not queue behind its chunks, where these are many."""
+        few = self._chunks is not None or chunk_count(self._size or self._max_size) <= RELAYED
+        return self._lane() if few else "about"
+
     def _lane(self) -> str:
-        """For chunks. What is asked about a blob has a lane of its own, and need not queue behind them."""
+        """For chunks: small blobs need not queue behind big ones."""
         return "bulk" if (self._size or self._max_size) > BULK else "quick"
 
     def lost(self, holder: Holder, error: LinkLost | PeerUnreachable) -> Later:
@@ -259,10 +264,14 @@ class Fetch:
         """Where chunks are kept, once it is known what they must be. Raises BlobUnavailable, WrongSize, StoreError."""
         if leaves is None:
             leaves = await self._first(lambda h: self._get_leaves(h, size))
+        opening = asyncio.ensure_future(self._in_thread(self._store.partial, self.digest, size, leaves, self._chunks))
         try:
-            return await self._in_thread(self._store.partial, self.digest, size, leaves, self._chunks)
+            return await asyncio.shield(opening)
         except MalformedError:  # an empty blob that is not the empty blob
             raise WrongSize from None
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close)  # the thread does not stop: nobody else would let go of it
+            raise
 
     async def _get_chunks(self, opening: asyncio.Future[Partial], size: int) -> None:
         """The likeliest holder is asked for the first chunks at once, while their hashes are still on their way."""
@@ -334,7 +343,13 @@ class Fetch:
     async def have_map(self, holder: Holder, count: int) -> bytes:
         """Which of so many chunks a holder has. Raises Dropped, Later."""
         pages = range(-(-count // BITS_PER_PAGE))
-        return b"".join([await self._ask_once(holder, Request(Op.HAVE, self.digest, p), CHUNK) for p in pages])
+        have = b"".join([await self._ask_once(holder, Request(Op.HAVE, self.digest, p), CHUNK) for p in pages])
+        return have[: -(-count // 8)]  # what is beyond would cost us time
+
+
+def _close(opening: asyncio.Future[Partial]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _is_open(opening: asyncio.Future[Partial]) -> bool:

@@ -29,6 +29,8 @@ from protocol.ids import Digest, PeerKey
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 0.1
+
 MayServe = Callable[[Digest, PeerKey], "str | None | Awaitable[str | None]"]
 
 
@@ -37,10 +39,23 @@ class ServeLimits:
     """Bounds on what others may have open here. Memory: (streams) x (read_ahead + 2) chunks at the very most."""
 
     streams_per_peer: int = 8
-    streams: int = 128
+    streams: int = 256
+    """Beyond it the one that was idle the longest is closed for a new one, if it was so for `rest_seconds`; until then
+    as many again wait, for `room_seconds`."""
+    rest_seconds: float = 0.5
+    room_seconds: float = 5
     read_ahead: int = 2
     idle_seconds: float = 60
     write_seconds: float = 20
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    answers: asyncio.Queue[asyncio.Future[Reply] | None]
+    since: float
+    """It is idle since then, unless something is unanswered."""
+    unanswered: int = 0
+    closing: bool = False
 
 
 class BlobServer:
@@ -53,35 +68,75 @@ class BlobServer:
         self._traffic = traffic
         self._limits = limits
         self._streams: Counter[PeerKey] = Counter()
+        self._open: set[_Stream] = set()
+        self._waiting = 0
 
     async def handle(self, peer: PeerKey, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One stream, until it is idle, breaks, or asks for what makes no sense."""
         limits = self._limits
-        if self._streams[peer] >= limits.streams_per_peer or self._streams.total() >= limits.streams:
+        if self._streams[peer] >= limits.streams_per_peer or self._waiting >= limits.streams:
             await self._write(writer, refusal(Status.BUSY, "too many streams"))
             return
         self._streams[peer] += 1
-        answers: asyncio.Queue[asyncio.Future[Reply] | None] = asyncio.Queue(limits.read_ahead)
-        reading = asyncio.ensure_future(self._read_requests(peer, reader, answers))
         try:
-            while (answer := await answers.get()) is not None:
-                await self._write(writer, await answer)
+            if await self._room():
+                await self._serve(peer, reader, writer)
+            else:
+                await self._write(writer, refusal(Status.BUSY, "too many streams"))
         finally:
-            reading.cancel()
-            while not answers.empty():
-                if (left := answers.get_nowait()) is not None:
-                    left.cancel()
             self._streams[peer] -= 1
             if not self._streams[peer]:
                 del self._streams[peer]
 
-    async def _read_requests(
-        self, peer: PeerKey, reader: asyncio.StreamReader, answers: asyncio.Queue[asyncio.Future[Reply] | None]
-    ) -> None:
+    async def _serve(self, peer: PeerKey, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        limits = self._limits
+        answers: asyncio.Queue[asyncio.Future[Reply] | None] = asyncio.Queue(limits.read_ahead)
+        stream = _Stream(answers, _now())
+        self._open.add(stream)
+        reading = asyncio.ensure_future(self._read_requests(peer, reader, stream))
+        try:
+            while (answer := await answers.get()) is not None:
+                await self._write(writer, await answer)
+                stream.unanswered -= 1
+                stream.since = _now()
+        finally:
+            self._open.discard(stream)
+            reading.cancel()
+            while not answers.empty():
+                if (left := answers.get_nowait()) is not None:
+                    left.cancel()
+
+    async def _room(self) -> bool:
+        """Wait a little until one more stream may be open."""
+        self._waiting += 1
+        try:
+            for _ in range(max(1, int(self._limits.room_seconds / LOOK_SECONDS))):
+                if self._has_room():
+                    return True
+                await asyncio.sleep(LOOK_SECONDS)
+            return False
+        finally:
+            self._waiting -= 1
+
+    def _has_room(self) -> bool:
+        """Whether one more stream may be open, which may mean that an idle one is closed."""
+        if sum(not s.closing for s in self._open) < self._limits.streams:
+            return True
+        resting = [s for s in self._open if not s.closing and not s.unanswered and s.answers.empty()]
+        oldest = min(resting, key=lambda s: s.since, default=None)
+        if oldest is None or _now() - oldest.since < self._limits.rest_seconds:
+            return False
+        oldest.closing = True
+        oldest.answers.put_nowait(None)
+        return True
+
+    async def _read_requests(self, peer: PeerKey, reader: asyncio.StreamReader, stream: _Stream) -> None:
+        answers = stream.answers
         try:
             while True:
                 frame = await asyncio.wait_for(reader.readexactly(REQUEST_BYTES), self._limits.idle_seconds)
                 request = parse_request(frame)
+                stream.unanswered += 1
                 await answers.put(asyncio.ensure_future(self._answer(peer, request)))
         except MalformedError as e:
             log.warning("peer %s sent what is no request for a blob: its stream is closed", peer.short)
@@ -139,6 +194,10 @@ class BlobServer:
         if not arriving.has(index):
             return refusal(Status.ABSENT, "not here yet")
         return Reply(Status.OK, arriving.read_chunk(index))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _page(bitmap: bytes, index: int) -> bytes:

@@ -111,8 +111,8 @@ class Worker:
             try:
                 async with place.asking(Request(Op.CHUNK, fetch.digest, index), CHUNK) as reply:
                     ahead = not self._partial.done()
-                    if ahead and reply.status is not Status.OK:
-                        raise Later(0.0)
+                    if reply.status is not Status.OK and (ahead or self._pause is not None):
+                        raise Later(0.0)  # all that was asked at the same time counts once, and nothing ahead at all
                     data = fetch.data_of(holder, reply)
                     if not ahead:
                         await fetch.keep(holder, self._partial.result(), index, data)

@@ -3,6 +3,7 @@ record."""
 
 from __future__ import annotations
 
+from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Header, Signed
 from protocol.rounds.blobs import PartOf, Source, contents
@@ -46,20 +47,20 @@ def blob_bad(c: Context, d: Deciding, blob: Digest, reason: str) -> None:
         c.chain.condemn(certified)
 
 
-def two_means(c: Context, certificate: Certificate) -> None:
-    """Report who voted for two sets of parts of one record, when a certificate comes that shows it. They are two
-    branches of the chain; this is for people."""
-    chain = c.chain
+def two_means(chain: Chain, certificate: Certificate) -> tuple[str, PeerKey] | None:
+    """What to report of who voted for two sets of parts of one record, before a certificate that shows it is added.
+    They are two branches of the chain; this is for people."""
     rival = chain.on_main(certificate.record.body.round + 1)
     if not certificate.parts or certificate.digest in chain or rival in (None, chain.root):
-        return
+        return None
     other = chain.certificate(rival)
-    if other.record.digest == certificate.record.digest and other.parts != certificate.parts:
-        first = {v.author for v in other.votes}
-        twice = [v.author for v in certificate.votes if v.author in first]
-        text = f"record {certificate.record.digest.short} was certified with two means: {len(twice)} of its "
-        text += f"{len(certificate.record.body.updates)} contributors voted for both, the first is {twice[0].short}"
-        c.report("warning", "equivocation", text, twice[0])
+    if other.record.digest != certificate.record.digest or other.parts == certificate.parts:
+        return None
+    first = {v.author for v in other.votes}
+    twice = [v.author for v in certificate.votes if v.author in first]
+    text = f"record {certificate.record.digest.short} was certified with two means: {len(twice)} of its "
+    text += f"{len(certificate.record.body.updates)} contributors voted for both, the first is {twice[0].short}"
+    return text, twice[0]
 
 
 def _report(

@@ -271,7 +271,7 @@ class RoundMachine:
         """Put certificates into the tree, oldest first; how many were new."""
         c, added = self._c, 0
         for certificate in certificates:
-            two_means(c, certificate)
+            twice = two_means(c.chain, certificate)
             try:
                 if not c.chain.add(certificate):
                     continue
@@ -287,6 +287,8 @@ class RoundMachine:
                 c.report("warning", "refused", f"a certificate is refused: {e}", source)
                 break
             added += 1
+            if twice is not None:
+                c.report("warning", "equivocation", *twice)
             c.emit(KeepCertificate(certificate))
             self._hold_back(certificate)
         self._forget_dropped()
