@@ -54,9 +54,9 @@ class Trainer:
         return max(0, self.counter - self.covered)
 
     def make(self) -> tuple[int, int, frozenset[int]] | None:
-        """First and end window, and what the update carries; None when nothing was trained."""
+        """First and end window, and what the update carries; None when nothing was trained that could be claimed."""
         first = max(self.claimed, self.counter - self.cap)
-        if self.counter <= first or not self.fresh:
+        if self.counter <= first or not (self.fresh or self.feedback):
             return None
         content = frozenset(self.feedback | self.fresh)
         self.feedback.clear()
