@@ -72,6 +72,7 @@ STUDIES: dict[str, tuple[Row, ...]] = {
     # What is sent of a chunk, for about the same bytes in all.
     "bits": (
         _from(BASE, "2 bits, H 72", quantiser="2 levels", h=72),
+        _from(BASE, "2 bits by the chunk's maximum, H 72", quantiser="2 max", h=72),
         _from(BASE, "2 bits dithered, H 72", quantiser="2 dithered", h=72),
         _from(BASE, "3 bits, H 108", quantiser="3 levels", h=108),
         _from(BASE, "4 bits, H 144", quantiser="4 levels", h=144),
