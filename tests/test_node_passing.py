@@ -104,3 +104,17 @@ async def test_no_more_is_passed_on_in_a_round_than_a_few_times_the_own_work(wor
         made.asked(blob, ASKER.key)
     await asyncio.gather(*world.tasks)
     assert len(world.source.asked) == most and world.source.most_at_once <= 4
+
+
+async def test_a_store_that_is_nearly_full_is_for_its_own_node(world, monkeypatch):
+    monkeypatch.setattr("peer.node.passing.FULL", -1.0)
+    passing(world, relaying())
+    await asyncio.gather(*world.tasks)
+    assert not world.source.asked
+
+
+async def test_a_slate_that_was_decided_while_others_had_their_turn_is_not_worked_on(world):
+    made = passing(world, relaying())
+    made._slices = lambda blob, by: ()
+    await asyncio.gather(*world.tasks)
+    assert not world.source.asked

@@ -33,6 +33,9 @@ TIMES_OWN_WORK = 4
 With committees of three, and 60% of the members behind NATs, the others have 0.6 times their own to pass on; with 75%,
 2.5 times."""
 
+FULL = 0.8
+"""When more of the store than this is used, its room is for what the node itself needs."""
+
 LOOK_AGAIN, SLATE_UNKNOWN = 1.0, 0.1
 """Seconds until an asker's next question about one update is looked at: one comes with each chunk; also when we do not
 know yet what it needs it for."""
@@ -103,7 +106,8 @@ class Passing:
         arriving = self._store.arriving(blob)
         here = arriving is not None and not arriving.lacks(chunks)
         most = TIMES_OWN_WORK * self._committee * contributors
-        if here or (blob, chunks) in self._under_way or self._passed >= most:
+        full = self._store.used_bytes > FULL * self._store.limit_bytes
+        if here or full or (blob, chunks) in self._under_way or self._passed >= most:
             return
         self._passed += 1
         self._under_way.add((blob, chunks))

@@ -20,6 +20,7 @@ from peer.channel import UpdateGrows
 from peer.node.directory import Directory
 from peer.store import Ahead, Made, Store, StoreError, StoreFull
 from peer.swarm.ahead import Deal
+from peer.swarm.fetch import RELAYED
 from protocol.chain import Chain
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
@@ -28,9 +29,6 @@ from protocol.messages import MAX_LEAVES, Leaves, Signed, Signer
 from protocol.rounds.machine import RoundMachine
 
 log = logging.getLogger("peer.streaming")
-
-SMALL = 4
-"""Updates of so many chunks, or fewer, are fetched in one go anyway."""
 
 TELL_SECONDS = 0.2
 """How often others are told what is new, when they are no more than CROWD; of more, each is told more rarely."""
@@ -135,8 +133,8 @@ class Streaming:
         """How often each has begun an update in this round; who lied may not again."""
 
     def wanted(self, parent: Digest) -> bool:
-        """Whether updates after that record are streamed."""
-        return chunk_count(self._size) > SMALL and self._rules.gathers(parent)
+        """Whether updates after that record are streamed: not small ones, which are fetched in one go anyway."""
+        return chunk_count(self._size) > RELAYED and self._rules.gathers(parent)
 
     def may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
         """Why a blob, or what goes by such a name, must not be given to a peer yet; None when it may."""

@@ -20,6 +20,14 @@ def disk(doing: str) -> Iterator[None]:
         raise disk_error(e, doing) from None
 
 
+def write_at(fd: int, data: bytes, at: int) -> None:
+    """All of it, whatever the system takes at once."""
+    view = memoryview(data)
+    while view:
+        n = os.pwrite(fd, view, at)
+        view, at = view[n:], at + n
+
+
 def flush_folder(folder: Path) -> None:
     """Make renames and unlinks in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from peer.store.disk import disk, remove
+from peer.store.disk import disk, remove, write_at
 from peer.store.errors import BlobMissing
+from peer.store.partial import bits
 from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, chunk_count, chunk_size, leaf_hash
@@ -52,11 +53,7 @@ class Growing(ABC):
 
     def bitmap(self) -> bytes:
         """One bit a chunk, the lowest bit of the first byte for chunk 0."""
-        out = bytearray(-(-len(self._have) // 8))
-        for i, have in enumerate(self._have):
-            if have:
-                out[i >> 3] |= 1 << (i & 7)
-        return bytes(out)
+        return bits(self._have)
 
     def read_chunk(self, index: int) -> bytes:
         """A chunk that is here. Raises BlobMissing."""
@@ -142,10 +139,7 @@ class Ahead(Growing):
                 raise BlobMissing("an update that was being made is not wanted any more")
             if self._have[index]:
                 return
-            view, at = memoryview(data), index * CHUNK
-            while view:
-                n = os.pwrite(self._fd, view, at)
-                view, at = view[n:], at + n
+            write_at(self._fd, data, index * CHUNK)
             self._have[index] = 1
             self._room += len(data)
 

@@ -10,11 +10,20 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from peer.store.disk import disk, reserve
+from peer.store.disk import disk, reserve, write_at
 from peer.store.errors import BlobMissing, StoreError
 from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, chunk_count, chunk_size, leaf_hash
+
+
+def bits(flags: bytes | bytearray) -> bytes:
+    """One bit for each byte that is not 0, the lowest bit of the first byte for flag 0."""
+    out = bytearray(-(-len(flags) // 8))
+    for i, flag in enumerate(flags):
+        if flag:
+            out[i >> 3] |= 1 << (i & 7)
+    return bytes(out)
 
 
 class Partial:
@@ -130,11 +139,7 @@ class Partial:
 
     def bitmap(self) -> bytes:
         """One bit a chunk, the lowest bit of the first byte for chunk 0."""
-        out = bytearray(-(-len(self._have) // 8))
-        for i, have in enumerate(self._have):
-            if have:
-                out[i >> 3] |= 1 << (i & 7)
-        return bytes(out)
+        return bits(self._have)
 
     def write(self, index: int, data: bytes) -> None:
         """Take a chunk. Raises MalformedError when it is not the one that the digest names: nothing is written then;
@@ -145,11 +150,7 @@ class Partial:
             if self._have[index]:
                 return
             self._check_open()
-            view = memoryview(data)
-            at = index * CHUNK
-            while view:
-                n = os.pwrite(self._fd, view, at)
-                view, at = view[n:], at + n
+            write_at(self._fd, data, index * CHUNK)
             self._have[index] = 1
             self._left -= 1
 

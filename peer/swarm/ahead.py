@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from peer.store import Ahead, BlobMissing
+from peer.swarm.clock import clock
 from peer.swarm.errors import PeerUnreachable
 from peer.swarm.fetch import BULK
 from peer.swarm.frames import Op, Request, Status
@@ -72,10 +73,10 @@ class FetchAhead:
             while not self._over.is_set():
                 self._ask()
                 await self._wait(LOOK_SECONDS)
-            self._came_at = _now()
-            began = _now()
-            while _now() < min(began + DRAIN_SECONDS, self._came_at + self._patience()):
-                if _now() < began + GO_ON_SECONDS and self._ahead.missing():
+            self._came_at = clock()
+            began = clock()
+            while clock() < min(began + DRAIN_SECONDS, self._came_at + self._patience()):
+                if clock() < began + GO_ON_SECONDS and self._ahead.missing():
                     self._ask()
                 elif not self._running:
                     break
@@ -94,7 +95,7 @@ class FetchAhead:
 
     def _ask(self) -> None:
         """For what can be asked for now."""
-        now, of_whom = _now(), self._deal()
+        now, of_whom = clock(), self._deal()
         asked = {index for _, index in self._running.values()}
         busy = Counter(holder for holder, _ in self._running.values())
         for index in self._ahead.missing():
@@ -124,7 +125,7 @@ class FetchAhead:
                 async with place.asking(Request(Op.CHUNK, self._ahead.name, index), CHUNK) as reply:
                     if reply.status is Status.ABSENT:
                         self._waits.add(holder)
-                        self._rests_until[holder] = max(self._rests_until[holder], _now() + ABSENT_SECONDS)
+                        self._rests_until[holder] = max(self._rests_until[holder], clock() + ABSENT_SECONDS)
                         return
                     if reply.status is not Status.OK:
                         self._rest(holder, reply.reason)
@@ -133,7 +134,7 @@ class FetchAhead:
                     await loop.run_in_executor(self._executor, self._ahead.write, index, reply.data)
                     self._failed.pop(holder, None)
                     self._waits.discard(holder)
-                    self._came_at = _now()
+                    self._came_at = clock()
             finally:
                 place.free()
         except (LinkLost, PeerUnreachable) as e:
@@ -147,13 +148,9 @@ class FetchAhead:
 
     def _rest(self, holder: PeerKey, why: str) -> None:
         """Do not ask this holder for a while. What failed at the same time counts once."""
-        if _now() < self._rests_until[holder]:
+        if clock() < self._rests_until[holder]:
             return
         self._failed[holder] += 1
         tries = self._failed[holder]
-        self._rests_until[holder] = _now() + REST_SECONDS * 2**tries if tries < TRIES else float("inf")
+        self._rests_until[holder] = clock() + REST_SECONDS * 2**tries if tries < TRIES else float("inf")
         log.debug("%s gives nothing ahead: %s", holder.short, why)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

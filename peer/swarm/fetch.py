@@ -15,12 +15,13 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from peer.store import BlobMissing, Partial, Store
+from peer.swarm.clock import clock
 from peer.swarm.errors import BlobUnavailable, PeerUnreachable
 from peer.swarm.frames import BITS_PER_PAGE, SIZE_BYTES, Op, Reply, Request, Status, encode_size, leaf_pages, parse_size
 from peer.swarm.holders import LOST, PATIENCE, Dropped, Holder, Later, Patience, WrongSize
 from peer.swarm.links import LinkLost, Links
 from peer.swarm.plan import Plan
-from peer.swarm.worker import Worker, cancel, clock
+from peer.swarm.worker import Worker, cancel
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK, check_leaves, chunk_count, chunk_size, leaf_hash

@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from peer.store import BlobMissing, Store, StoreError
+from peer.swarm.clock import clock
 from peer.swarm.frames import (
     BITS_PER_PAGE,
     LEAVES_PER_PAGE,
@@ -91,14 +92,14 @@ class BlobServer:
     async def _serve(self, peer: PeerKey, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         limits = self._limits
         answers: asyncio.Queue[asyncio.Future[Reply] | None] = asyncio.Queue(limits.read_ahead)
-        stream = _Stream(answers, _now())
+        stream = _Stream(answers, clock())
         self._open.add(stream)
         reading = asyncio.ensure_future(self._read_requests(peer, reader, stream))
         try:
             while (answer := await answers.get()) is not None:
                 await self._write(writer, await answer)
                 stream.unanswered -= 1
-                stream.since = _now()
+                stream.since = clock()
         finally:
             self._open.discard(stream)
             reading.cancel()
@@ -124,7 +125,7 @@ class BlobServer:
             return True
         resting = [s for s in self._open if not s.closing and not s.unanswered and s.answers.empty()]
         oldest = min(resting, key=lambda s: s.since, default=None)
-        if oldest is None or _now() - oldest.since < self._limits.rest_seconds:
+        if oldest is None or clock() - oldest.since < self._limits.rest_seconds:
             return False
         oldest.closing = True
         oldest.answers.put_nowait(None)
@@ -194,10 +195,6 @@ class BlobServer:
         if not arriving.has(index):
             return refusal(Status.ABSENT, "not here yet")
         return Reply(Status.OK, arriving.read_chunk(index))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _page(bitmap: bytes, index: int) -> bytes:

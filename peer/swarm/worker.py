@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from peer.swarm.clock import clock
 from peer.swarm.errors import PeerUnreachable
 from peer.swarm.frames import Op, Request, Status
 from peer.swarm.holders import Dropped, Holder, Later
@@ -187,10 +188,6 @@ class Worker:
         else:
             self._map_seconds = min(MAP_SECONDS[1], 1.5 * self._map_seconds)
         self._map_due = clock() + (self._map_seconds if self._plan.left > FEW else min(LAST_SECONDS, self._map_seconds))
-
-
-def clock() -> float:
-    return asyncio.get_running_loop().time()
 
 
 async def cancel(tasks: Iterable[asyncio.Future]) -> None:
