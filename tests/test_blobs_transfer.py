@@ -90,7 +90,7 @@ async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool
         a.may_serve = b.may_serve = c.may_serve = held
         fetching = asyncio.ensure_future(d.fetch(digest, len(big), [a, b, c], seconds=30))
         await asyncio.wait_for(all_asked.wait(), 10)
-        await d.fetch(quick, len(small), [a], seconds=10)  # sooner than a held chunk is given up
+        await d.fetch(quick, len(small), [a], seconds=4)  # sooner than a held chunk is given up
         assert not fetching.done()
         passed.set()
         await fetching
