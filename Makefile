@@ -17,7 +17,7 @@ clean:
 # Wire stubs are committed; tests regenerate and compare them.
 stubs: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. protocol/wire/coordinator.proto
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. protocol/wire/swarm.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. protocol/wire/swarm.proto protocol/wire/ledger.proto
 
 # Everything but the long suites.
 test: $(STAMP)

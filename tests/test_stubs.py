@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 WIRE = ROOT / "protocol" / "wire"
 GENERATED = {
     "swarm.proto": ["swarm_pb2.py", "swarm_pb2.pyi"],
+    "ledger.proto": ["ledger_pb2.py", "ledger_pb2.pyi"],
     "coordinator.proto": ["coordinator_pb2.py", "coordinator_pb2.pyi", "coordinator_pb2_grpc.py"],
 }
 
