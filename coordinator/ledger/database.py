@@ -149,8 +149,8 @@ class SqliteDatabase(Database):
 
 def _statements(script: str) -> Iterator[str]:
     statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
+    for part in script.split(";")[:-1]:
+        statement += part + ";"  # a trigger has more than one: SQLite knows where it ends
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
