@@ -27,6 +27,8 @@ from protocol.state import state_layout
 log = logging.getLogger("cairn.observer")
 
 FETCH_SECONDS = 120.0
+RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 120.0
+"""How long after a failure a checkpoint is tried again: so much longer each time."""
 
 
 class ObserverView:
@@ -124,7 +126,7 @@ class ObserverView:
                     )  # fmt: skip
                 said, failures = why, failures + 1
                 self.archive_problem = f"the checkpoint of round {number} was not archived: {why}"
-                failed = (state, time.monotonic() + min(10.0 * failures, 120.0))
+                failed = (state, time.monotonic() + min(RETRY_SECONDS * failures, MAX_RETRY_SECONDS))
                 continue
             if said:
                 log.info("checkpoints are archived again")
