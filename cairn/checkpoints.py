@@ -1,4 +1,5 @@
-"""Finds the checkpoint that a person means: an owner's folder, a volunteer's, an archived state, or a file.
+"""Finds the checkpoint that a person means: an owner's folder, a volunteer's, an archived state, or a file. And checks
+one for a stranger (`verify_checkpoint`).
 
     ~/.cairn/coordinated/NAME        an owner's run: the newest state in its checkpoints/
     .../checkpoints/round-000030     one of those
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.archive import SHEET, Archived, read_sheet
 from coordinator.export import ExportError, checkpoint_digest, read_layout
@@ -24,10 +25,14 @@ from coordinator.model_card import Origin
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.envelope import open_envelope
 from protocol.errors import CairnError, MalformedError
-from protocol.ids import Digest, RunId, sha256
+from protocol.ids import Digest, PeerKey, RunId, sha256
+from protocol.invite import Invite
 from protocol.merkle import blob_digest
 from protocol.messages import Opener, Record
 from protocol.spec import KIND, MAX_SPEC, BlobRef, RunSpec, open_spec, parse_spec
+
+if TYPE_CHECKING:
+    from coordinator.keeping.proof import Proved
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Where the spec of a run lies, from a folder that belongs to it."""
@@ -85,6 +90,28 @@ def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None
             "run's folder, or leave --invite and --spec away"
         )
     return found
+
+
+def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = lambda _: None) -> Proved:
+    """Check that what lies at a folder or fsspec address is a state that the run's owner signed as final.
+
+    `trusted`: an invite, or the owner's key in hex. Raises CairnError, which says what does not hold.
+    """
+    from coordinator.keeping.copying import opener
+    from coordinator.keeping.proof import ProofError, prove
+
+    run, owner = None, None
+    try:
+        if trusted.startswith("cairn1:"):
+            run = Invite.parse(trusted).run
+        else:
+            owner = PeerKey.parse(trusted.lower())
+    except MalformedError as e:
+        raise ProofError(f"{e}: give the run's invite, or its owner's key (64 hexadecimal digits)") from None
+    try:
+        return prove(opener(place), run=run, owner=owner, report=report)
+    except ProofError as e:
+        raise ProofError(f"{place}: {e}") from None
 
 
 def read_spec(path: Path) -> RunSpec:

@@ -15,10 +15,9 @@ def generate_text(
 
     Raises CairnError when the folder is not an archived checkpoint, the prompt is empty, or there is no such device.
     """
-    import torch
     from tokenizers import Tokenizer
 
-    from coordinator.evaluation import load_archived
+    from coordinator.evaluation import continued, load_archived
     from peer.training.device import choose_device
 
     if not (checkpoint / "tokenizer.json").is_file():
@@ -31,14 +30,4 @@ def generate_text(
     if not ids:
         raise CoordinatorError("the prompt is empty: write at least one word")
     model = load_archived(checkpoint, str(choose_device(device, os.cpu_count() or 1)))
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
-    with torch.inference_mode():
-        out = model.generate(  # type: ignore[operator]
-            torch.tensor([ids], device=next(model.parameters()).device),
-            max_new_tokens=tokens,
-            pad_token_id=0,
-            eos_token_id=None,
-            **sampling,
-        )
-    return tokenizer.decode(out[0].tolist())
+    return tokenizer.decode(continued(model, ids, tokens=tokens, temperature=temperature, seed=seed))

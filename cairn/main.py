@@ -10,6 +10,8 @@ from pathlib import Path
 import click
 
 from cairn import __version__
+from cairn.commands.checkpoint import archive_options
+from cairn.commands.checkpoint import checkpoint as checkpoint_commands
 from protocol.errors import CairnError
 
 DEFAULT_HOME = "~/.cairn"
@@ -172,11 +174,14 @@ def coordinator() -> None:
 @click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
 @click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
-def serve(run_file, home, grpc, page, swarm, public, code, ledger) -> None:
+@archive_options
+def serve(run_file, home, grpc, page, swarm, public, code, ledger, **keeping) -> None:
     """Serve the run that RUN_FILE (a run.toml) describes, and print its invite."""
+    from cairn.commands.checkpoint import settings_of
     from cairn.serving import ServeOptions, serve_run
 
-    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code, ledger))
+    settings = settings_of(run_file, **keeping)
+    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code, ledger=ledger, keeping=settings))
 
 
 @main.command()
@@ -188,6 +193,9 @@ def status(invite, as_json, via) -> None:
     from cairn.status import show_status
 
     show_status(invite, as_json=as_json, via=via)
+
+
+main.add_command(checkpoint_commands)
 
 
 @main.group(cls=_Commands)

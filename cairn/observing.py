@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from coordinator.archive import Archive, Archived
+from coordinator.archive import MODEL, Archive, Archived
 from coordinator.follower import wait_at_most
 from coordinator.swarm import Heard
 from peer.node.node import Node
+from peer.store import Store
+from peer.store.disk import disk
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Final, Signed, votes_needed
+from protocol.messages import Certificate, Final, Heartbeat, Signed, encode_certificate, votes_needed
 from protocol.rounds import events
 from protocol.spec import RunSpec
 from protocol.state import state_layout
@@ -23,6 +27,8 @@ from protocol.state import state_layout
 log = logging.getLogger("cairn.observer")
 
 FETCH_SECONDS = 120.0
+RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 120.0
+"""How long after a failure a checkpoint is tried again: so much longer each time."""
 
 
 class ObserverView:
@@ -35,6 +41,8 @@ class ObserverView:
         self._callbacks: list[Callable[[], None]] = []
         self._seen: tuple[Digest, Digest | None] | None = None
         self._news = asyncio.Event()
+        self.archive_problem = ""
+        """Why the newest checkpoint is not archived, for people; empty when it is."""
         node.on_change = self._changed
 
     # -- SwarmView -------------------------------------------------------------------------------------------
@@ -98,6 +106,7 @@ class ObserverView:
     async def keep_archive(self) -> None:
         """For ever: fetch each new checkpoint that the chain vouches for, and archive it."""
         failed: tuple[Digest, float] | None = None
+        said, failures = "", 0
         while True:
             await wait_at_most(self._news, 5.0)
             self._news.clear()
@@ -109,25 +118,49 @@ class ObserverView:
             try:
                 await self.archive(state, record, tokens)
             except (CairnError, asyncio.TimeoutError) as e:
-                log.warning("the checkpoint of round %d was not archived: %s; it is tried again", number, e)
-                failed = (state, time.monotonic() + 10.0)
+                why = str(e) or "it did not come in time"
+                if why != said:  # a full disk may stay full for days: it is said once
+                    log.warning(
+                        "the checkpoint of round %d was not archived: %s. It is tried again; the chain is followed "
+                        "meanwhile, but no round becomes final before a checkpoint is archived after it", number, why,
+                    )  # fmt: skip
+                said, failures = why, failures + 1
+                self.archive_problem = f"the checkpoint of round {number} was not archived: {why}"
+                failed = (state, time.monotonic() + min(RETRY_SECONDS * failures, MAX_RETRY_SECONDS))
+                continue
+            if said:
+                log.info("checkpoints are archived again")
+            said, failures, self.archive_problem = "", 0, ""
 
     async def archive(self, state: Digest, record: Digest, tokens: int) -> None:
         """Fetch the state after a record from the members, and archive it. Raises CairnError."""
         number = self._node.chain.height(record)
         size = state_layout(self._spec.model.layout, self._spec.outer).checkpoint_size
         network = self._node.network
+        proof = self._last_word(record, state)
+        if not self._node.store.has(state):
+            await asyncio.to_thread(self._archive.make_room, size)
         await network.fetch_blob(state, size, network.everyone(), deadline_seconds=FETCH_SECONDS)
         store = self._node.store
         tokenizer = store.path(self._spec.tokenizer.name)
         await asyncio.to_thread(
-            self._archive.add, store.path(state), tokenizer, round=number, state=state, record=record, tokens=tokens
-        )
+            self._archive.add, store.path(state), tokenizer, round=number, state=state, record=record, tokens=tokens,
+            certificate=proof[0], witnesses=proof[1],
+        )  # fmt: skip
         await asyncio.to_thread(self._archive.drop, self._left_by_the_chain())
         await self._node.hold(state)
         for callback in list(self._callbacks):
             callback()
         log.info("archived the state of round %d (%s)", number, state.short)
+
+    async def offer(self, archived: Archived) -> None:
+        """Put an archived state back into the observer's store, so that members can fetch it from here: a rollback
+        begins with it. Its digest is checked. Raises CairnError."""
+        store = self._node.store
+        if not store.has(archived.state):
+            with self._archive.reading(archived):
+                await asyncio.to_thread(_into_store, store, archived)
+        await self._node.hold(archived.state)
 
     def _newest_checkpoint(self) -> tuple[Digest, Digest, int] | None:
         """State, the record before it and accepted tokens, of the newest checkpoint to archive."""
@@ -160,14 +193,36 @@ class ObserverView:
         tokens = chain.weight(head) * window
         if not self._spec.total_tokens or tokens < self._spec.total_tokens:
             return None
-        record = chain.certificate(head).record.body
-        entries = self._node.network.directory.entries()
-        claims = Counter(
-            entries[key].heartbeat.body.state
-            for key in record.contributors
-            if key in entries and entries[key].heartbeat.body.head == head
-        )
+        claims = Counter(h.body.state for h in self._claims(head))
         for state, claimed in claims.most_common(1):
-            if state is not None and claimed >= votes_needed(len(record.contributors)):
+            if state is not None and claimed >= votes_needed(len(chain.certificate(head).record.body.contributors)):
                 return state, head, tokens
         return None
+
+    def _claims(self, head: Digest) -> list[Signed[Heartbeat]]:
+        """The contributors' heartbeats that name this record as their head."""
+        entries = self._node.network.directory.entries()
+        contributors = self._node.chain.certificate(head).record.body.contributors
+        return [e.heartbeat for k in contributors if (e := entries.get(k)) and e.heartbeat.body.head == head]
+
+    def _last_word(self, record: Digest, state: Digest) -> tuple[bytes, list[bytes]]:
+        """For the state after the run's last record: its certificate, and who signs that they hold the state."""
+        if record != self._node.chain.head:
+            return b"", []
+        certificate = self._node.chain.certificate(record)
+        return encode_certificate(certificate), [h.sent for h in self._claims(record) if h.body.state == state]
+
+
+def _into_store(store: Store, archived: Archived) -> None:
+    """Linked if possible, else copied. Raises StoreError, MalformedError (another file than it should be)."""
+    source, draft = archived.folder / MODEL, store.scratch / f"offer-{archived.state.hex()}"
+    with disk(f"taking the archived state of round {archived.round} into the store"):
+        draft.unlink(missing_ok=True)
+        try:
+            os.link(source, draft)
+        except OSError:
+            shutil.copyfile(source, draft)
+    try:
+        store.adopt(draft, archived.state)
+    finally:
+        draft.unlink(missing_ok=True)

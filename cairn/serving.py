@@ -25,6 +25,7 @@ from protocol.spec import RunSpec
 if TYPE_CHECKING:
     from cairn.observing import ObserverView
     from coordinator.authoring import ResolvedRun
+    from coordinator.keeping.settings import Settings
     from coordinator.service import Coordinator, CoordinatorConfig
     from peer.store import Store
 
@@ -48,6 +49,7 @@ class ServeOptions:
     public: str
     code: str
     ledger: str = ""
+    keeping: Settings | None = None
 
 
 def coordinator_folder(home: Path, name: str) -> Path:
@@ -81,7 +83,7 @@ def serve_run(options: ServeOptions) -> None:
             codes=_codes(options.code, folder, resolved.spec),
             ledger=options.ledger,
         )
-        asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce))
+        asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce, options.keeping))
 
 
 async def _serve(
@@ -91,9 +93,12 @@ async def _serve(
     resolved: ResolvedRun,
     listen: str,
     announce: tuple[str, ...],
+    keeping: Settings | None,
 ) -> None:
     from cairn.observing import ObserverView
     from coordinator.archive import Archive
+    from coordinator.keeping.keeper import Keeper
+    from coordinator.keeping.settings import Settings, check_address
     from coordinator.service import Coordinator
     from peer.keyfile import load_or_make
     from peer.node.locator import SPEC
@@ -114,7 +119,12 @@ async def _serve(
         if not store.has(digest):
             await asyncio.to_thread(_put, store, digest, path)
     store.write_value(SPEC, resolved.spec_envelope)  # for whoever asks the observer
-    archive = Archive(folder / "checkpoints", spec)
+    keeping = keeping or Settings()
+    check_address(keeping.archive.address, folder)
+    archive = Archive(
+        folder / "checkpoints", spec, policy=keeping.archive.policy, spec_envelope=resolved.spec_envelope,
+        reserve=keeping.archive.reserve,
+    )  # fmt: skip
     genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
     begin = genesis_digest(spec.run_id)
     archive.add(genesis, tokenizer, round=0, state=spec.genesis.name, record=begin, tokens=0)
@@ -130,7 +140,10 @@ async def _serve(
     )
     node = Node(membership, NodeOptions(folder, (listen,), announce, observer=True))
     view = ObserverView(node, spec, archive)
-    coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view)
+    shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
+    keeper = Keeper(archive, folder, spec, owner, view, keeping, shards=shards)
+    keeper.other_problem = lambda: view.archive_problem
+    coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, keeper=keeper)
     running = asyncio.create_task(node.run())
     stopping = asyncio.create_task(until.wait())
     starting = asyncio.create_task(node.started(running))

@@ -1,8 +1,10 @@
-"""The validation loss of a state: what a run is judged by; from an archived checkpoint and the held-out shards."""
+"""What a state is worth, and what it writes: the validation loss and text of an archived checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from coordinator.errors import CoordinatorError
 from coordinator.quiet import quiet_transformers
 from protocol.layout import MOMENTUM
 from protocol.spec import DataSpec, windows_in
+
+LOGITS_BYTES = 256 * 1024 * 1024
+"""About the most memory for the logits of a batch."""
 
 
 def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
@@ -40,6 +45,14 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
     return model.eval()
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Mean cross-entropy in nats a token, and over how many windows; not finite when the model's output is not."""
+
+    loss: float
+    windows: int
+
+
 def validation_loss(
     model: torch.nn.Module,
     data: DataSpec,
@@ -52,28 +65,89 @@ def validation_loss(
 
     `shards`: files of `data.dtype` tokens, little endian, in the order of `data.validation`. Raises CoordinatorError.
     """
-    dtype, window = np.dtype(data.dtype).newbyteorder("<"), data.window
-    try:
-        tokens = [np.memmap(path, dtype=dtype, mode="r") for path in shards if path.stat().st_size]
-    except (OSError, ValueError) as e:
-        raise CoordinatorError(f"a validation shard cannot be read ({e}): prepare the data again") from None
-    counts = [windows_in(len(t), window) for t in tokens]
-    total_windows = sum(counts)
-    if not total_windows:
-        raise CoordinatorError("the run has no validation data: hold some out in run.toml ([data] validation)")
-    n = min(max_windows, total_windows)
-    starts = np.cumsum([0, *counts])
-    picked: list[np.ndarray] = []
-    for index in (i * total_windows // n for i in range(n)):
-        shard = int(np.searchsorted(starts, index, side="right")) - 1
-        at = (index - int(starts[shard])) * window
-        picked.append(tokens[shard][at : at + window + 1])
+    return measure(model, data, shards, max_windows=max_windows, batch=batch).loss
+
+
+def measure(
+    model: torch.nn.Module,
+    data: DataSpec,
+    shards: Sequence[Path],
+    *,
+    max_windows: int = 512,
+    batch: int = 16,
+    most: int | None = None,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Measured:
+    """As `validation_loss`, and over how many windows.
+
+    `most`: only the first so many of the chosen windows. `seconds`: stop when they are over (after one batch at least).
+    With either, windows are taken in an order in which any first part is spread evenly too, and is the same each time:
+    a slow machine judges all states by the same few windows.
+    """
+    held = ValidationWindows(data, shards)
+    n = min(max_windows, len(held))
+    order = list(range(n)) if most is None and seconds is None else sorted(range(n), key=_reversed_bits)[:most]
     device = next(model.parameters()).device
-    total = 0.0
+    total, done, until = 0.0, 0, None if seconds is None else clock() + seconds
+    batch = max(1, min(batch, LOGITS_BYTES // (4 * data.window * _vocabulary(model))))
     with torch.inference_mode():
-        for i in range(0, len(picked), batch):
-            block = torch.from_numpy(np.stack(picked[i : i + batch]).astype(np.int64)).to(device)
+        for i in range(0, n, batch):
+            block = torch.from_numpy(np.stack([held[j * len(held) // n] for j in order[i : i + batch]])).to(device)
             logits = model(input_ids=block[:, :-1]).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), block[:, 1:].flatten())
             total += float(loss) * len(block)
-    return total / len(picked)
+            done += len(block)
+            if done == len(order) or (until is not None and clock() > until):
+                break
+    return Measured(total / done, done)
+
+
+class ValidationWindows:
+    """The windows of the validation shards, each of `data.window` + 1 tokens (int64). Raises CoordinatorError."""
+
+    def __init__(self, data: DataSpec, shards: Sequence[Path]):
+        dtype = np.dtype(data.dtype).newbyteorder("<")
+        self._window = data.window
+        try:
+            self._tokens = [np.memmap(path, dtype=dtype, mode="r") for path in shards if path.stat().st_size]
+        except (OSError, ValueError) as e:
+            raise CoordinatorError(f"a validation shard cannot be read ({e}): prepare the data again") from None
+        self._starts = np.cumsum([0, *(windows_in(len(t), data.window) for t in self._tokens)])
+        if not len(self):
+            raise CoordinatorError("the run has no validation data: hold some out in run.toml ([data] validation)")
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        at = (index - int(self._starts[shard])) * self._window
+        return self._tokens[shard][at : at + self._window + 1].astype(np.int64)
+
+
+def continued(
+    model: torch.nn.Module, prompt: Sequence[int], *, tokens: int, temperature: float, seed: int
+) -> list[int]:
+    """The prompt and so many tokens that the model goes on with. `temperature` 0 takes the likeliest each time."""
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
+    with torch.inference_mode():
+        ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+        out = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            pad_token_id=0,
+            eos_token_id=None,
+            **sampling,
+        )
+    return out[0].tolist()
+
+
+def _vocabulary(model: torch.nn.Module) -> int:
+    return int(getattr(getattr(model, "config", None), "vocab_size", 0) or 1024)
+
+
+def _reversed_bits(index: int) -> int:
+    return int(f"{index:040b}"[::-1], 2)

@@ -68,6 +68,11 @@ class Overview:
     pending: int
     final_round: int | None
     problem: str
+    validation_round: int | None = None
+    """Of the newest state that was judged; its loss is None where the model's output was not finite."""
+    validation_loss: float | None = None
+    archive_problem: str = ""
+    """What is in the way of archiving, copying or judging; empty when all is well."""
 
 
 class Overlooker:

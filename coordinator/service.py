@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc.aio
@@ -18,6 +18,7 @@ from coordinator.credits import Balance
 from coordinator.errors import CoordinatorError
 from coordinator.follower import Follower, wait_at_most
 from coordinator.history import charts
+from coordinator.keeping.keeper import Keeper
 from coordinator.ledger_thread import LedgerThread
 from coordinator.metrics import Metrics
 from coordinator.overview import Overlooker, Overview, PeerView
@@ -29,7 +30,7 @@ from coordinator.peers import PeerBook
 from coordinator.rpc import Service, start_server
 from coordinator.swarm import SwarmView
 from protocol.identity import Identity
-from protocol.ids import Digest, PeerKey, RunId
+from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.invite import MAX_SWARM_ADDRESSES, Endpoint, Invite, one_of_each
 from protocol.messages import MAX_ADDRESSES
 from protocol.spec import RunSpec
@@ -68,7 +69,7 @@ class Coordinator:
 
     def __init__(
         self, config: CoordinatorConfig, spec: RunSpec, spec_envelope: bytes, owner: Identity, view: SwarmView, *,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = time.time, keeper: Keeper | None = None,
     ):  # fmt: skip
         if owner.key != spec.owner_key:
             raise CoordinatorError(
@@ -89,6 +90,8 @@ class Coordinator:
         self._overlooker = Overlooker(spec, self._follower, self._book, self._admitter.name_of)
         self._metrics = Metrics(self.overview, lambda: len(self.feed))
         self._page = PageServer(make_app(self))
+        self.keeper = keeper
+        """What looks after the archive, where there is one."""
         self._news = asyncio.Event()
         self._announcer = Announcer(owner, view, self.invite, now)
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,6 +121,8 @@ class Coordinator:
         await self._admitter.load()
         self._follower.changed = self._news.set
         await self._follower.start()
+        if self.keeper is not None:
+            self.keeper.start(self._is_settled)
         service = Service(self, self._metrics.counted)
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
         self.page_port = await self._page.start(c.page_host, c.page_port)
@@ -130,7 +135,7 @@ class Coordinator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        stops = [self._page.stop(), self._follower.stop()]
+        stops = [self._page.stop(), self._follower.stop(), *([self.keeper.stop()] if self.keeper else [])]
         if self._server is not None:
             stops.append(self._server.stop(STOP_SECONDS))
         for result in await asyncio.gather(*stops, return_exceptions=True):
@@ -172,9 +177,22 @@ class Coordinator:
         if self._overview is None or not 0 <= now - self._overview[0] < self._lasts:
             began = time.monotonic()
             self._book.update(self._view.heartbeats(), now)
-            self._overview = (now, self._overlooker.look(now))
+            self._overview = (now, self._with_archive(self._overlooker.look(now)))
             self._lasts = max(0.25, 10 * (time.monotonic() - began))
         return self._overview[1]
+
+    def _with_archive(self, o: Overview) -> Overview:
+        if self.keeper is None:
+            return o
+        round_, loss = self.keeper.validation or (None, None)
+        return replace(o, validation_round=round_, validation_loss=loss, archive_problem=self.keeper.problem)
+
+    async def _is_settled(self, round_: Round, record: Digest) -> bool:
+        """Whether the ledger has this record as that of the round."""
+        if self._follower.settled is None or self._follower.settled[0] < round_:
+            return False
+        rows = await self._ledger.run(lambda ledger: ledger.rounds(after=round_ - 1, limit=1))
+        return bool(rows) and (rows[0].round, rows[0].record) == (round_, record)
 
     async def _publish_on(self) -> None:
         while True:
@@ -205,6 +223,12 @@ class Coordinator:
         accounts += [a for a in self._follower.open if a.round > at][: limit - final]
         name_of = self._admitter.name_of
         return json_view.encode([json_view.account(a, i < final, name_of) for i, a in enumerate(accounts)])
+
+    def samples_json(self, before: int | None, limit: int) -> bytes:
+        return b"[]" if self.keeper is None else self.keeper.samples_json(before, limit)
+
+    def checkpoints_json(self) -> bytes:
+        return b"[]" if self.keeper is None else self.keeper.checkpoints_json()
 
     def metrics_text(self) -> bytes:
         return self._metrics.text()

@@ -19,6 +19,7 @@ from cairn.observing import ObserverView
 from coordinator.archive import Archive, Archived, read_sheet
 from coordinator.errors import CoordinatorError
 from coordinator.evaluation import load_archived, validation_loss
+from coordinator.keeping.policy import Policy
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.ids import Digest
 from protocol.layout import MOMENTUM
@@ -36,7 +37,7 @@ class World:
         self.checkpoint, self.tokenizer = folder / "checkpoint", folder / "tokenizer"
         self.checkpoint.write_bytes(b"weights")
         self.tokenizer.write_text("{}")
-        self.archive = Archive(folder / "checkpoints", SPEC, keep=3)
+        self.archive = Archive(folder / "checkpoints", SPEC, policy=Policy(newest=3))
 
     def add(self, round: int, *, of: Digest | None = None, record: Digest | None = None) -> Archived:
         return self.archive.add(
