@@ -262,3 +262,21 @@ def test_what_somebody_altered_behind_the_ledgers_back_is_said_at_the_start(ledg
     db.close()
     with pytest.raises(LedgerError, match="is damaged: .*computed again from the chain"):
         Ledger(ledger_place, SPEC)
+
+
+def test_a_check_is_of_one_moment_whatever_is_written_meanwhile(ledger, ledger_place):
+    accounts = accounts_of(chain_of(6))
+    for account in accounts[:3]:
+        ledger.post(account)
+    reader = Ledger(ledger_place, SPEC, reader=True)
+    query = reader._db.query
+
+    def writing_meanwhile(sql: str, values=()):
+        rows = query(sql, values)
+        if accounts[3:] and sql.startswith("SELECT kind"):
+            ledger.post(accounts.pop(3))
+        return rows
+
+    reader._db.query = writing_meanwhile
+    assert reader.check() == [] and ledger.size() > 9
+    reader.close()
