@@ -14,6 +14,7 @@ from protocol.ledger.books import Books
 from protocol.ledger.entries import decode_entry, decode_line
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
+from tests import postgres_world
 from tests.coordinator_fakes import ChainMaker, make_spec, peer
 from tests.specs import OWNER, identity
 
@@ -262,3 +263,50 @@ def test_what_somebody_altered_behind_the_ledgers_back_is_said_at_the_start(ledg
     db.close()
     with pytest.raises(LedgerError, match="is damaged: .*computed again from the chain"):
         Ledger(ledger_place, SPEC)
+
+
+def test_a_check_is_of_one_moment_whatever_is_written_meanwhile(ledger, ledger_place):
+    accounts = accounts_of(chain_of(6))
+    for account in accounts[:3]:
+        ledger.post(account)
+    reader = Ledger(ledger_place, SPEC, reader=True)
+    query = reader._db.query
+
+    def writing_meanwhile(sql: str, values=()):
+        rows = query(sql, values)
+        if accounts[3:] and sql.startswith("SELECT kind"):
+            ledger.post(accounts.pop(3))
+        return rows
+
+    reader._db.query = writing_meanwhile
+    assert reader.check() == [] and ledger.size() > 9
+    reader.close()
+
+
+def test_a_connection_that_is_lost_is_an_error_once_and_then_made_again(postgres_url):
+    import psycopg
+
+    with postgres_world.empty_database(postgres_url) as where:
+        ledger, accounts = Ledger(where, SPEC), accounts_of(chain_of(3))
+        reader = Ledger(where, SPEC, reader=True)
+        ledger.post(accounts[0])
+        with psycopg.connect(postgres_url, autocommit=True) as db:
+            db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 'ledger_%'")
+        with pytest.raises(LedgerError, match="check that the server runs"):
+            ledger.post(accounts[1])
+        with pytest.raises(LedgerError):
+            reader.size()
+        assert reader.size() == 1
+        assert ledger.post(accounts[1]) and ledger.post(accounts[2]) and ledger.check() == []
+        ledger.close()
+        reader.close()
+
+
+def test_a_server_that_is_not_there_is_said_without_the_password():
+    if reason := postgres_world.missing():
+        pytest.skip(reason)
+    with pytest.raises(LedgerError, match="check that the server runs") as e:
+        Ledger("postgresql://cairn:secret@127.0.0.1:1/nothing", SPEC)
+    assert "secret" not in str(e.value)
+    with pytest.raises(LedgerError, match="is no address of a ledger"):
+        Ledger("mysql://somewhere", SPEC)

@@ -22,6 +22,7 @@ class Database(ABC):
 
     dialect: str
     where: str
+    SNAPSHOT = "BEGIN"
     _open = False
 
     @abstractmethod
@@ -66,6 +67,15 @@ class Database(ABC):
             raise
         finally:
             self._open = False
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """All that is read within is of one moment, whatever is written meanwhile."""
+        self.query(self.SNAPSHOT)
+        try:
+            yield
+        finally:
+            self.query("ROLLBACK")
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
