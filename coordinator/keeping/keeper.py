@@ -198,6 +198,7 @@ class Keeper:
             self._say("evaluation", f"the state of round {archived.round} was not evaluated: {why}; {again}")
             return
         await asyncio.to_thread(self.evaluations.add, archived, measured, texts)
+        await asyncio.to_thread(self.archive.prune)  # another may be the best now
         self._counts["evaluated"] += 1
         self._tell(archived, measured, texts)
         if why:  # the loss is there, not all of the texts are
@@ -219,8 +220,9 @@ class Keeper:
             for call in self.on_validation:
                 call(archived.round, loss)
         if texts:
-            text = " ".join((texts[0]["prompt"] + texts[0]["text"]).split())
-            log.info("round %d writes: %s", archived.round, plain(text, 160))
+            drawn = next((t for t in texts if t["temperature"]), texts[0])  # the likeliest text repeats itself
+            prompt, text = (" ".join(drawn[k].split()) for k in ("prompt", "text"))
+            log.info('round %d goes on from "%s": %s', archived.round, plain(prompt, 60), plain(text, 120))
 
     def _job(self, archived: Archived) -> Row:
         e, s = self._settings.evaluation, self._settings.samples
