@@ -97,6 +97,7 @@ async def _serve(
 ) -> None:
     from cairn.observing import ObserverView
     from coordinator.archive import Archive
+    from coordinator.keeping.copying import file_system
     from coordinator.keeping.keeper import Keeper
     from coordinator.keeping.settings import Settings, check_address
     from coordinator.service import Coordinator
@@ -121,6 +122,8 @@ async def _serve(
     store.write_value(SPEC, resolved.spec_envelope)  # for whoever asks the observer
     keeping = keeping or Settings()
     check_address(keeping.archive.address, folder)
+    if keeping.archive.address:
+        file_system(keeping.archive.address)  # a package that is missing is said now, not each five minutes
     archive = Archive(
         folder / "checkpoints", spec, policy=keeping.archive.policy, spec_envelope=resolved.spec_envelope,
         reserve=keeping.archive.reserve,

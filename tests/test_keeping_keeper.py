@@ -379,7 +379,26 @@ async def test_an_errand_answers_line_by_line_at_low_priority_and_ends_with_the_
     assert rows[0]["nice"] == 19 and rows[0]["got"] == 7
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await until(lambda: not Path(f"/proc/{rows[0]['pid']}").exists())
+    await until(lambda: not _runs(rows[0]["pid"]))
+
+
+async def test_an_errand_dies_with_a_coordinator_that_is_killed(errand, tmp_path):
+    work = "open(job['file'], 'w').write(str(os.getpid())); time.sleep(60)"
+    file, module = tmp_path / "pid", errand(work)
+    ask = "import asyncio, sys; from coordinator.keeping.errand import run_errand; "
+    ask += "asyncio.run(run_errand(sys.argv[1], {'file': sys.argv[2]}, print, deadline=60))"
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", ask, module, str(file))
+    await until(lambda: file.exists() and file.read_text())
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not _runs(int(file.read_text())))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 async def test_silence_is_taken_for_a_hang(errand):

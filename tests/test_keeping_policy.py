@@ -137,3 +137,5 @@ def test_copies_do_not_go_where_they_would_be_taken_for_the_archive(tmp_path):
     for address in (str(tmp_path / "run" / "checkpoints"), f"file://{tmp_path}/run"):
         with pytest.raises(SettingsError, match="place of their own"):
             check_address(address, tmp_path / "run")
+    with pytest.raises(SettingsError, match="only read from"):
+        check_address("https://example.org/x", tmp_path)

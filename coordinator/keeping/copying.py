@@ -6,8 +6,8 @@ The sheet (cairn.json) goes last, with the name, bytes and digest of each file, 
 what they should be: a folder without one is no checkpoint, and is gone on with by the next attempt.
 
 Job: address, run, folders, policy ([newest, every, best, bytes, waiting]), losses (by state), left (states that the
-chain has left), mbits. Lines: {"there": [states]}, {"copied": state, "bytes"}, {"removed": state}; in between {"step":
-bytes}.
+chain has left), mbits. Lines: {"there": [states]}, {"copied": state, "bytes"}, {"passed": state} (the policy would
+not keep it), {"removed": state}; in between {"step": bytes}.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Place:
             there.remove(t)
             self.remove(t)
         states = {t.archived.state for t in there}
-        for folder in folders:
-            if (a := read_sheet(folder)) is not None and a.state not in states:
+        for a in [a for folder in folders if (a := read_sheet(folder)) is not None and a.state not in states]:
+            if a.state in _doomed([*there, There("", a, a.size)], policy, losses):
+                self._say({"passed": str(a.state)})  # it would go as soon as it had come
+            else:
                 there.append(self.copy(a))
-        kept = [
-            Kept(t, t.archived.round, t.size, bool(t.archived.final), losses.get(str(t.archived.state))) for t in there
-        ]
-        for gone in doomed(kept, policy):
-            self.remove(gone.key)
+        gone = _doomed(there, policy, losses)
+        for t in [t for t in there if t.archived.state in gone]:
+            self.remove(t)
 
     def list(self) -> list[There]:
         """The whole copies of this run that are there, oldest first."""
@@ -209,6 +209,11 @@ class Place:
             raise CopyError(
                 f"{doing} {self.address}: {why}: is the address right, may this account write there, and is there room?"
             ) from None
+
+
+def _doomed(there: list[There], policy: Policy, losses: dict[str, float]) -> set[Digest]:
+    kept = [Kept(t, t.archived.round, t.size, bool(t.archived.final), losses.get(str(t.archived.state))) for t in there]
+    return {k.key.archived.state for k in doomed(kept, policy)}
 
 
 def opener(address: str) -> Open:

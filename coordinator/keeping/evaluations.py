@@ -26,6 +26,7 @@ class Evaluations:
         self._rows = Journal(folder / EVALUATIONS, MOST_EVALUATIONS)
         self._samples = Journal(folder / SAMPLES, MOST_SAMPLES)
         self._now = now
+        self._by_round: tuple[list[Row], list[Row]] = ([], [])
 
     def add(self, archived: Archived, measured: Row | None, texts: list[Row]) -> None:
         """An evaluation's result."""
@@ -47,8 +48,11 @@ class Evaluations:
 
     def rows(self) -> list[Row]:
         """One for each state of the chain that was measured, by round; the newest measurement of each round."""
-        by_round = {r["round"]: r for r in self._rows.rows if isinstance(r.get("round"), int) and not r.get("left")}
-        return [by_round[k] for k in sorted(by_round)]
+        every = self._rows.rows
+        if self._by_round[0] is not every:  # each change makes a new list
+            by_round = {r["round"]: r for r in every if isinstance(r.get("round"), int) and not r.get("left")}
+            self._by_round = (every, [by_round[k] for k in sorted(by_round)])
+        return self._by_round[1]
 
     def newest(self) -> Row | None:
         """The one of the highest round."""

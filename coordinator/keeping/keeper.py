@@ -73,6 +73,8 @@ class Keeper:
         self._unsubscribe: Callable[[], None] | None = None
         self._problems: dict[str, str] = {}
         self._copied: set[str] | None = None
+        self._passed: set[str] = set()
+        """Final states that the copies' policy does not want."""
         self._left: set[str] = set()
         self._failed: dict[Digest, int] = {}
         self._counts = {"evaluated": 0, "evaluations_failed": 0, "copied": 0, "copies_failed": 0, "copied_bytes": 0}
@@ -196,6 +198,7 @@ class Keeper:
             self._say("evaluation", f"the state of round {archived.round} was not evaluated: {why}; {again}")
             return
         await asyncio.to_thread(self.evaluations.add, archived, measured, texts)
+        await asyncio.to_thread(self.archive.prune)  # another may be the best now
         self._counts["evaluated"] += 1
         self._tell(archived, measured, texts)
         if why:  # the loss is there, not all of the texts are
@@ -217,8 +220,9 @@ class Keeper:
             for call in self.on_validation:
                 call(archived.round, loss)
         if texts:
-            text = " ".join((texts[0]["prompt"] + texts[0]["text"]).split())
-            log.info("round %d writes: %s", archived.round, plain(text, 160))
+            drawn = next((t for t in texts if t["temperature"]), texts[0])  # the likeliest text repeats itself
+            prompt, text = (" ".join(drawn[k].split()) for k in ("prompt", "text"))
+            log.info('round %d goes on from "%s": %s', archived.round, plain(prompt, 60), plain(text, 120))
 
     def _job(self, archived: Archived) -> Row:
         e, s = self._settings.evaluation, self._settings.samples
@@ -245,7 +249,7 @@ class Keeper:
 
     def to_copy(self) -> list[Archived]:
         """The final states of which no copy is known, oldest first; round 0 too."""
-        copied = self._copied or set()
+        copied = (self._copied or set()) | self._passed
         return [a for a in self.archive.all() if (a.final or not a.round) and str(a.state) not in copied]
 
     async def _copy(self) -> None:
@@ -266,8 +270,7 @@ class Keeper:
                         silence=SILENCE,
                     )  # fmt: skip
                 self._left -= left
-                # What the policy took away there again is not sent again.
-                self._copied = (self._copied or set()) | {str(a.state) for a in held}
+                self._copied = self._copied or set()
                 self._solved("copies")
                 failures = 0
             except CoordinatorError as e:
@@ -289,6 +292,11 @@ class Keeper:
     def _heard(self, row: Row) -> None:
         if "there" in row:
             self._copied = (self._copied or set()) | set(row["there"])
+        elif "passed" in row:
+            self._passed.add(row["passed"])
+        elif "removed" in row:  # by the policy: it is not sent again
+            self._copied = (self._copied or set()) - {row["removed"]}
+            self._passed.add(row["removed"])
         elif "copied" in row:
             self._copied = (self._copied or set()) | {row["copied"]}
             self._counts["copied"] += 1

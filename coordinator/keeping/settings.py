@@ -148,7 +148,10 @@ def load_settings(
 
 
 def check_address(address: str, folder: Path) -> None:
-    """Raises SettingsError for an address within the run's own folder, whose copies would be taken for the archive."""
+    """Raises SettingsError for an address within the run's own folder, whose copies would be taken for the archive, and
+    for one to which nothing can be written."""
+    if address.startswith(("http://", "https://")):
+        raise SettingsError(f"{address}: a web address is only read from: name a folder, or such as s3://bucket/runs")
     local = address.removeprefix("file://").removeprefix("local://")
     if address and "://" not in local and "::" not in local:
         there = Path(local).expanduser().resolve()
