@@ -9,14 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cairn.announcements import Announcements
 from coordinator.archive import Archive, Archived
 from coordinator.follower import wait_at_most
-from coordinator.swarm import Heard
+from coordinator.swarm import Announced, Heard
 from peer.node.node import Node
+from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Final, Signed, votes_needed
 from protocol.rounds import events
+from protocol.rounds.policy import Policy
 from protocol.spec import RunSpec
 from protocol.state import state_layout
 
@@ -35,6 +38,9 @@ class ObserverView:
         self._callbacks: list[Callable[[], None]] = []
         self._seen: tuple[Digest, Digest | None] | None = None
         self._news = asyncio.Event()
+        size = make_codec(spec.codec, spec.model.layout).size
+        self._announcements = Announcements(node.chain, Policy.of(spec), lambda n: n == size)
+        node.network.listeners.append(self._announcements.hear)
         node.on_change = self._changed
 
     # -- SwarmView -------------------------------------------------------------------------------------------
@@ -58,6 +64,9 @@ class ObserverView:
         now = time.monotonic()
         entries = self._node.network.directory.entries()
         return {k: Heard(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
+
+    def announced(self, parent: Digest) -> Sequence[Announced]:
+        return self._announcements.announced(parent)
 
     def addresses(self) -> Sequence[str]:
         own = self._node.network.addresses
