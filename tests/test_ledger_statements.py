@@ -18,13 +18,11 @@ from protocol.ledger.statements import (
     BindPeer,
     Receipt,
     TreeHead,
-    Verdict,
     bind,
     open_bind_peer,
     open_binding,
     open_receipt,
     open_tree_head,
-    open_verdict,
     sign,
 )
 from protocol.wire import ledger_pb2 as wire
@@ -41,14 +39,12 @@ RECEIPT = Receipt(
 REFUSED = dataclasses.replace(
     RECEIPT, accepted=False, reason="it came too late", windows=0, tokens=0, micro_credits=0, line=0, pending_until=0
 )
-VERDICT = Verdict(RUN, Round(3), digest("record"), PEER.key, digest("update"), "a copy of another's update")
 BINDING = bind(PEER, ACCOUNT, RUN, 1_700_000_000, "ada", "engines")
 
 SENT: dict[str, tuple[bytes, Any]] = {
     "head": (sign(OWNER, HEAD).sent, lambda sent: open_tree_head(sent, RUN, OWNER.key)),
     "receipt": (sign(OWNER, RECEIPT).sent, lambda sent: open_receipt(sent, RUN, OWNER.key)),
     "refused": (sign(OWNER, REFUSED).sent, lambda sent: open_receipt(sent, RUN, OWNER.key)),
-    "verdict": (sign(OWNER, VERDICT).sent, lambda sent: open_verdict(sent, RUN, OWNER.key)),
     "peer": (sign(PEER, BindPeer(RUN, ACCOUNT.key, 5)).sent, lambda sent: open_bind_peer(sent, RUN)),
     "binding": (BINDING.sent, lambda sent: open_binding(sent, RUN)),
 }
@@ -56,7 +52,7 @@ OPENERS = list({id(opener): opener for _, opener in SENT.values()}.values())
 
 
 def test_what_was_signed_opens_as_it_was():
-    for body, opener in ((HEAD, "head"), (RECEIPT, "receipt"), (REFUSED, "receipt"), (VERDICT, "verdict")):
+    for body, opener in ((HEAD, "head"), (RECEIPT, "receipt"), (REFUSED, "receipt")):
         word = sign(OWNER, body)
         assert SENT[opener][1](word.sent) == word
         assert (word.body, word.author) == (body, OWNER.key)
@@ -74,8 +70,8 @@ def test_a_binding_is_the_word_of_both():
         open_binding(sign(ACCOUNT, BindAccount(RUN, seal(PEER, "vote", b"").sent, 5, "ada", "")).sent, RUN)
 
 
-def test_only_the_owner_signs_heads_receipts_and_verdicts():
-    for body, name in ((HEAD, "head"), (RECEIPT, "receipt"), (VERDICT, "verdict")):
+def test_only_the_owner_signs_heads_and_receipts():
+    for body, name in ((HEAD, "head"), (RECEIPT, "receipt")):
         with pytest.raises(AdmissionError, match="owner"):
             SENT[name][1](sign(STRANGER, body).sent)
         relabelled = swarm_pb2.Envelope.FromString(sign(STRANGER, body).sent)
@@ -85,7 +81,7 @@ def test_only_the_owner_signs_heads_receipts_and_verdicts():
 
 
 def test_another_runs_words_are_none():
-    for body, name in ((HEAD, "head"), (RECEIPT, "receipt"), (VERDICT, "verdict")):
+    for body, name in ((HEAD, "head"), (RECEIPT, "receipt")):
         with pytest.raises(MalformedError, match="another run"):
             SENT[name][1](sign(OWNER, dataclasses.replace(body, run=OTHER_RUN)).sent)
     with pytest.raises(MalformedError, match="another run"):
@@ -104,8 +100,7 @@ def test_another_runs_words_are_none():
         dataclasses.replace(REFUSED, reason="x" * 201),
         dataclasses.replace(RECEIPT, tokens=MAX_COUNT + 1),
         dataclasses.replace(HEAD, size=MAX_COUNT + 1),
-        dataclasses.replace(VERDICT, reason=""),
-        dataclasses.replace(VERDICT, reason="two\nlines"),
+        dataclasses.replace(REFUSED, reason="two\nlines"),
         BindAccount(RUN, b"", 1, "x" * 41, ""),
         BindAccount(RUN, b"", 1, "ada", "team\x1b[31m"),
         BindAccount(RUN, b"", 1, " ada", ""),

@@ -275,6 +275,20 @@ class Ledger:
         """A peer's refusals, newest first, each with its number; of those before number `before`."""
         return reading.refusals(self._db, peer, before, limit)
 
+    def refused(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, Refusal]]:
+        """A peer's refusals in rounds that are posted, newest first, each with the round's entry; of those before entry
+        `before`."""
+        return reading.refused(self._db, peer, before, limit)
+
+    def posted(self) -> int:
+        """Round entries in the log."""
+        return reading.posted(self._db)
+
+    def earned_since(self, time: int) -> list[tuple[PeerKey, float, int]]:
+        """Who was credited how many micro-credits (less what was voided since) at about which times (unix seconds),
+        from a time in unix milliseconds on."""
+        return reading.earned_since(self._db, time)
+
     def add_head(self, head: Head) -> None:
         """Keep a signed tree head."""
         with self._writing():

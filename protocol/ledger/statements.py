@@ -1,7 +1,7 @@
-"""Signed words about the ledger: tree heads, receipts and verdicts by the owner, bindings by peers and accounts.
+"""Signed words about the ledger: tree heads and receipts by the owner, bindings by peers and accounts.
 
 Each is opened by a function that verifies before it decodes, and refuses what its maker would not have written byte for
-byte: one statement has one form.
+byte: one statement has one form. Verdicts, which are part of entries, are in `verdicts`.
 """
 
 from __future__ import annotations
@@ -57,18 +57,6 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The owner's word on one accepted update, by which its credit is voided. `reason` is for people."""
-
-    run: RunId
-    round: Round
-    record: Digest
-    peer: PeerKey
-    update: Digest
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class BindPeer:
     """A peer's word that what it earns counts for an account. `time` in unix seconds: the newest counts."""
 
@@ -89,7 +77,7 @@ class BindAccount:
     team: str
 
 
-T = TypeVar("T", TreeHead, Receipt, Verdict, BindPeer, BindAccount)
+T = TypeVar("T", TreeHead, Receipt, BindPeer, BindAccount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +125,6 @@ def open_tree_head(sent: bytes, run: RunId, owner: PeerKey) -> Word[TreeHead]:
 def open_receipt(sent: bytes, run: RunId, owner: PeerKey) -> Word[Receipt]:
     """Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
     return _open(sent, Receipt, run, owner)
-
-
-def open_verdict(sent: bytes, run: RunId, owner: PeerKey) -> Word[Verdict]:
-    """Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
-    return _open(sent, Verdict, run, owner)
 
 
 def open_bind_peer(sent: bytes, run: RunId) -> Word[BindPeer]:
@@ -216,20 +199,6 @@ def _decode_receipt(payload: bytes) -> Receipt:
     return receipt
 
 
-def _encode_verdict(b: Verdict) -> Message:
-    return wire.Verdict(run=b.run, round=b.round, record=b.record, peer=b.peer, update=b.update, reason=b.reason)
-
-
-def _decode_verdict(payload: bytes) -> Verdict:
-    m = _parsed(wire.Verdict(), payload)
-    if not m.reason:
-        raise MalformedError("a verdict says why")
-    return Verdict(
-        RunId(m.run), Round(_count("round", m.round, MAX_ROUND)), Digest(m.record), PeerKey(m.peer), Digest(m.update),
-        _text("reason", m.reason, MAX_REASON),
-    )  # fmt: skip
-
-
 def _encode_bind_peer(b: BindPeer) -> Message:
     return wire.BindPeer(run=b.run, account=b.account, time=b.time)
 
@@ -277,7 +246,6 @@ def _parsed(message: M, payload: bytes) -> M:
 _KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes], Any]]] = {
     TreeHead: ("tree-head", 320, _encode_head, _decode_head),
     Receipt: ("receipt", 640, _encode_receipt, _decode_receipt),
-    Verdict: ("verdict", 512, _encode_verdict, _decode_verdict),
     BindPeer: ("bind-peer", 256, _encode_bind_peer, _decode_bind_peer),
     BindAccount: ("bind-account", 640, _encode_bind_account, _decode_bind_account),
 }

@@ -1,0 +1,1 @@
+"""Commands of `cairn` in modules of their own, registered in `main`."""
