@@ -43,8 +43,8 @@ def new_account(home: Path) -> str:
 
 def peer_word(text: str, account: str, home: Path) -> str:
     """This machine's peer's word that it belongs to an account whose key is elsewhere. Raises CairnError."""
-    invite = parsed(text)
-    word = sign(_identity(home), BindPeer(invite.run, _key(account, "ACCOUNT"), int(time.time())))
+    body = BindPeer(parsed(text).run, _key(account, "ACCOUNT"), int(time.time()))
+    word = sign(_identity(home), body)
     return b64url(word.sent)
 
 

@@ -102,7 +102,7 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
     if not report.differences:
         _remember_head(home, r, heads[0])
     warnings = list(chain.warnings)
-    if not chain.from_members:
+    if not chain.agreed:
         warnings.append(
             "no member of the swarm gave a certificate: the chain is what the coordinator gives. Its signatures are "
             "those of the peers, but whether the swarm follows this very chain, nobody else could tell"
@@ -110,7 +110,7 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
     elif chain.from_coordinator:
         warnings.append(
             f"{chain.from_coordinator} certificates that members no longer keep are from the coordinator: they are "
-            "signed by the peers, and lead to those that members gave"
+            "signed by the peers, and lead to those that members have"
         )
     return Audited(
         report, newest, seen.body if seen else None, len(heads), chain.from_members, chain.from_coordinator,
@@ -138,12 +138,15 @@ async def _heads(r: Reached) -> tuple[list[Word[TreeHead]], list[Difference]]:
 
 
 async def _take_all(r: Reached, auditor: Auditor, chain: AuditedChain, size: int) -> None:
-    """Hand the log to the auditor, page by page, each round after its certificate was read."""
-    first = 0
-    while first < size:
-        page, _ = await r.log.entries(first, min(PAGE, size - first))
+    """Hand the log to the auditor, page by page, each round after its certificate was read: `size` entries, and those
+    that have come since the newest head was signed."""
+    first, end = 0, None
+    while end is None or first < end:
+        page, now = await r.log.entries(first, PAGE)
         if not page:
-            return  # the head over more entries says so
+            return  # a head over more entries says so
+        end = max(size, now) if end is None else end
+        page = page[: end - first]
         lines = await _lines_of(r, first, first + len(page))
         for i, sent in enumerate(page):
             record = _record_of(sent)
@@ -208,8 +211,11 @@ def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, v
             wrong = []
             for word in words:
                 b = word.body
-                problem = await receipt_problem(r, b, head.body)
                 what = f"round {b.round}, peer {b.peer.short}, update {b.update.short}"
+                if b.entry >= head.body.size:
+                    click.echo(f"{what}  entry {b.entry} is in no signed head yet: try again in a minute")
+                    continue
+                problem = await receipt_problem(r, b, head.body)
                 verdict = f"WRONG: {problem}" if problem else f"good: entry {b.entry} of {head.body.size}, proved"
                 click.echo(f"{what}  {verdict}")
                 wrong += [problem] if problem else []

@@ -44,7 +44,9 @@ class AuditedChain:
         self._silent: set[PeerKey] = set()
         self._ended = False
         self.from_members: dict[PeerKey, int] = {}
-        """How many certificates each member gave."""
+        """How many certificates each member gave that nobody had given before."""
+        self.agreed: set[PeerKey] = set()
+        """Members that gave a certificate of the chain that was read, whoever gave it first."""
         self.from_coordinator = 0
         self.newest_final: tuple[Round, Digest] | None = None
         """The newest final that a member gave: the owner's signed word."""
@@ -96,8 +98,10 @@ class AuditedChain:
         """How many certificates it gave that were new."""
         if self._asker is None:
             return 0
+        # Not from the newest: that it gives the newest again shows that it is on the same chain.
+        locator = self._chain.locator()
         try:
-            reply = await self._asker.ask(member, self._chain.locator())
+            reply = await self._asker.ask(member, locator[1:] or locator)
         except PeerRefused as e:
             log.info("%s", e)  # it keeps nothing that old: later perhaps
             return 0
@@ -112,6 +116,8 @@ class AuditedChain:
                     self.newest_final = (final.body.round, final.body.record)
                 self._chain.add_final(final)
             added = self._add(reply.certificates[:256])
+            if reply.certificates:
+                self.agreed.add(member)
         except ProtocolError as e:
             self.warnings.append(f"member {member.short} gave what is no part of the chain: {e}")
             self._silent.add(member)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,10 @@ async def reached(text: str, via: Sequence[str] = ()) -> AsyncIterator[Reached]:
             client.moved(found.whereabouts.body)
             own = list(found.whereabouts.body.addresses)
             info = await client.get_run()
-        observers = {parse_address(a)[0] for a in [*own, *info.addresses[:1]]}
+        observers = set()
+        for address in [*own, *info.addresses[:1]]:
+            with suppress(MalformedError):
+                observers.add(parse_address(address)[0])
         members = tuple(dict.fromkeys([*via, *info.addresses, *invite.addresses]))
         log = LogClient(client, info.spec.owner_key)
         yield Reached(invite, client, log, info.spec, members, frozenset(observers))
