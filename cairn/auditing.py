@@ -91,7 +91,7 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
         wanted = [SeenHead(h.body, f"signed at {_when(h.body)}") for h in heads]
         if seen is not None:
             wanted.append(SeenHead(seen.body, f"seen by this machine, signed at {_when(seen.body)}"))
-        auditor = Auditor(r.spec, chain.find, wanted)
+        auditor = Auditor(r.spec, chain.find, wanted, is_left=chain.is_left)
         await _take_all(r, auditor, chain, newest.size)
     report = auditor.finish(*(final or (None, None)))
     if not chain.is_followed(auditor.tip):

@@ -41,6 +41,7 @@ class AuditedChain:
         self._asker = asker
         self._coordinator = coordinator
         self._accounts: OrderedDict[Digest, RoundAccount] = OrderedDict()
+        self._left: set[Digest] = set()
         self._silent: set[PeerKey] = set()
         self._ended = False
         self.from_members: dict[PeerKey, int] = {}
@@ -80,7 +81,27 @@ class AuditedChain:
         while record not in self._accounts and not self._ended:
             if not await self._read_on():
                 self._ended = True
+        if record not in self._accounts:
+            await self._from_left(record)
         return record in self._accounts
+
+    def is_left(self, record: Digest) -> bool:
+        """Whether a record is known, but not of the chain that was read: such rounds count only until a rollback."""
+        return record in self._left
+
+    async def _from_left(self, record: Digest) -> None:
+        """A record of a branch that was left: members keep none of it, the coordinator's observer may."""
+        try:
+            sent = await self._coordinator.certificate(record)
+            if sent is None:
+                return
+            certificate = self._opener.certificate(sent)
+        except CairnError as e:
+            self.warnings.append(f"the coordinator gives no certificate of record {record.short}: {e}")
+            return
+        if certificate.digest == record:
+            self._left.add(record)
+            self._accounts[record] = account_for(certificate, self._rule)
 
     def look_again(self) -> None:
         """The chain may have grown since its end was reached."""

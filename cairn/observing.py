@@ -56,6 +56,10 @@ class ObserverView:
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
         return self._node.chainlog.after(record, limit)
 
+    def certificate(self, record: Digest) -> Certificate | None:
+        chain = self._node.chain
+        return chain.certificate(record) if record in chain and record != chain.root else None
+
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback)

@@ -153,6 +153,10 @@ class LedgerLog:
     async def bind(self, sent: bytes) -> int:
         return await self._standings.bind(sent)
 
+    async def certificate(self, record: Digest) -> bytes | None:
+        found = self._view.certificate(record)
+        return None if found is None else encode_certificate(found)
+
     async def certificates(self, after: Digest, limit: int) -> tuple[list[bytes], bool]:
         limit = min(limit, MAX_CERTIFICATES)
         found = await self._view.certificates_after(after, limit)

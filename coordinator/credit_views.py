@@ -101,6 +101,10 @@ class CreditLog(Protocol):
         """Keep a binding; how many peers the account has then."""
         ...
 
+    async def certificate(self, record: Digest) -> bytes | None:
+        """Of one record, also of a branch that was left; None when the observer does not hold it."""
+        ...
+
     async def certificates(self, after: Digest, limit: int) -> tuple[list[bytes], bool]:
         """The chain after a record, and whether there is more."""
         ...

@@ -102,6 +102,9 @@ class LogCalls:
 
     async def Certificates(self, request: wire.CertificatesRequest, context) -> wire.CertificatesReply:
         async def work() -> wire.CertificatesReply:
+            if request.record:
+                one = await self._log().certificate(Digest(request.record))
+                return wire.CertificatesReply(certificates=[] if one is None else [one])
             limit = _limit(request.limit, MAX_CERTIFICATES)
             found, more = await self._log().certificates(Digest(request.after), limit)
             return wire.CertificatesReply(certificates=found, more=more)

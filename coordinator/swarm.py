@@ -53,6 +53,10 @@ class SwarmView(Protocol):
         """
         ...
 
+    def certificate(self, record: Digest) -> Certificate | None:
+        """Of any record that this observer holds, also of a branch that was left; None for others."""
+        ...
+
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Calls back, on the event loop, whenever the head or the final changed. Returns what ends that."""
         ...

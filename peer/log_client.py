@@ -127,6 +127,12 @@ class LogClient:
         reply: wire.CertificatesReply = await self._client.call(lambda stub, t: stub.Certificates(request, timeout=t))
         return list(reply.certificates), reply.more
 
+    async def certificate(self, record: Digest) -> bytes | None:
+        """The certificate of one record, unverified, also of a branch that was left; None when it is not kept."""
+        request = wire.CertificatesRequest(run=self._run, record=record)
+        reply: wire.CertificatesReply = await self._client.call(lambda stub, t: stub.Certificates(request, timeout=t))
+        return reply.certificates[0] if reply.certificates else None
+
 
 def _hashes(reply: wire.ProofReply) -> tuple[bytes, ...]:
     if len(reply.hashes) > MAX_PROOF:

@@ -100,6 +100,8 @@ class FakeSwarm:
         self.words: list[Signed[Any]] = []
         self.heard: dict[PeerKey, Heard] = {}
         self.blobs: set[Digest] = set()
+        self.left: list[Certificate] = []
+        """Of branches that the chain has left."""
         self.headers: list[Announced] = []
         self.held: int | None = None
         """The newest round whose state is held; None: the newest of all."""
@@ -121,6 +123,9 @@ class FakeSwarm:
             if c.record.digest == record:
                 return certificates[i + 1 : i + 1 + limit]
         return None
+
+    def certificate(self, record: Digest) -> Certificate | None:
+        return next((c for c in [*self.chain.certificates, *self.left] if c.digest == record), None)
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._callbacks.append(callback)

@@ -32,6 +32,7 @@ from peer.keyfile import load_or_make
 from peer.log_client import LogClient
 from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain, UnknownParent
+from protocol.envelope import seal
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry, encode_line, lines_root
 from protocol.ledger.statements import TreeHead, open_receipt, sign
@@ -352,6 +353,34 @@ async def test_a_branch_that_the_swarm_does_not_follow_is_named(tmp_path, monkey
             await w.ledger.run(lambda ledger, a=account: ledger.post(a))
         found = await w.found()
         assert any("not in the chain" in f or "not on the chain that the swarm follows" in f for f in found)
+
+
+async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        old = w.swarm.chain
+        w.swarm.chain = old.fork(6)
+        record, amendment = old.certificates[5].digest, seal(OWNER, "amendment", b"back").sent
+        await w.ledger.run(lambda ledger: ledger.rollback(record, 5, amendment))  # type: ignore[arg-type]
+        for _ in range(4):
+            account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)
+            w.clock[0] += 61
+            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+        found = await w.audit()
+        assert len(found.report.unproved) == 2 and found.report.differences == []
+        w.swarm.left = old.certificates[6:]
+        found = await w.audit()
+        assert found.clean, _lines(found)
+
+
+async def test_a_branch_of_the_owners_own_is_named_though_its_certificates_are_given(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch, rounds=5) as w:
+        lighter = w.swarm.chain.fork(5)
+        w.swarm.chain.add({1: 40, 2: 30, 3: 20})
+        account = account_for(lighter.add({8: 5}), RULE)
+        w.swarm.left = lighter.certificates[5:]
+        await w.ledger.run(lambda ledger: ledger.post(account))
+        found = await w.found()
+        assert any("credits round 5" in f and "the swarm follows another" in f for f in found)
 
 
 async def test_what_is_final_and_not_credited_is_named(tmp_path, monkeypatch):

@@ -88,11 +88,21 @@ class Auditor:
     """`take` each entry in order, then `finish`.
 
     `find` knows the certificates that were verified; `heads` are those that the log must agree with, newest first.
+    `is_left`: whether a record that `find` knows is not of the chain that the swarm follows; the owner must have rolled
+    back what was credited for it.
     """
 
-    def __init__(self, spec: RunSpec, find: Find, heads: Sequence[SeenHead] = ()):
+    def __init__(
+        self,
+        spec: RunSpec,
+        find: Find,
+        heads: Sequence[SeenHead] = (),
+        *,
+        is_left: Callable[[Digest], bool] | None = None,
+    ):
         self._run = spec.run_id
         self._find = find
+        self._is_left = is_left or (lambda record: False)
         self._books = Books.of(spec)
         self._log = Appender()
         self._number = 0
@@ -108,7 +118,8 @@ class Auditor:
         self._posted: dict[Digest, int] = {}
         self._filled: set[Digest] = set()
         """Rounds that were credited for want of their entry."""
-        self._orphans: dict[int, RoundEntry] = {}
+        self._orphans: dict[int, tuple[RoundEntry, bool]] = {}
+        """Rounds that are not of the chain, and whether their certificates are known."""
         self._wanted: dict[int, list[SeenHead]] = {}
         self._heads = list(heads)
         self.report = Report()
@@ -148,11 +159,14 @@ class Auditor:
         report, books = self.report, self._books
         for of, n in self._early.items():
             self._say(n, f"entry {n} settles entry {of}, which is not due")
-        for n, orphan in self._orphans.items():
+        for n, (orphan, proved) in self._orphans.items():
+            why = (
+                "the swarm follows another" if proved else "this round was invented, or its certificate is kept from us"
+            )
             self._say(
                 n,
                 f"entry {n} credits round {orphan.round} with record {orphan.record.short}, which is not in the chain: "
-                "this round was invented, or its certificate is kept from us",
+                f"{why}",
             )
         if (due := books.due) is not None:
             self._say(None, f"the settlement of entry {due} is due, and the log ends without it")
@@ -257,8 +271,10 @@ class Auditor:
                 case RollbackEntry():
                     self._compare(entry, books._rollback(what.record, what.round, what.amendment, entry.time).entry)
                     # The branch is given up: its certificates need not be in the chain that peers keep.
-                    for m in [m for m, orphan in self._orphans.items() if orphan.round > what.round]:
-                        gone = self._orphans.pop(m)
+                    for m in [m for m, (orphan, _) in self._orphans.items() if orphan.round > what.round]:
+                        gone, proved = self._orphans.pop(m)
+                        if proved:
+                            continue
                         self.report.unproved.append(
                             Difference(m, f"entry {m}: nobody gives the certificate of round {gone.round}, which the "
                                        "owner has rolled back")
@@ -296,11 +312,13 @@ class Auditor:
             return
         account = self._find(what.record)
         if account is None:
-            self._orphans[n] = what
+            self._orphans[n] = (what, False)
             account = self._as_told(entry, what, lines)
             if account is None:
                 return
         else:
+            if self._is_left(what.record):
+                self._orphans[n] = (what, True)
             self._check_round(n, what, account, lines)
             if what.record in self._filled:
                 return

@@ -324,14 +324,16 @@ class StandingReply(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., team: _Optional[str] = ..., account: _Optional[bytes] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., micro_credits_voided: _Optional[int] = ..., recent: _Optional[int] = ..., tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., peers: _Optional[_Iterable[bytes]] = ..., rounds_in_all: _Optional[int] = ...) -> None: ...
 
 class CertificatesRequest(_message.Message):
-    __slots__ = ("run", "after", "limit")
+    __slots__ = ("run", "after", "limit", "record")
     RUN_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     after: bytes
     limit: int
-    def __init__(self, run: _Optional[bytes] = ..., after: _Optional[bytes] = ..., limit: _Optional[int] = ...) -> None: ...
+    record: bytes
+    def __init__(self, run: _Optional[bytes] = ..., after: _Optional[bytes] = ..., limit: _Optional[int] = ..., record: _Optional[bytes] = ...) -> None: ...
 
 class CertificatesReply(_message.Message):
     __slots__ = ("certificates", "more")
