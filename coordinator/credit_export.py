@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,32 +91,40 @@ async def credit_rows(source: EntrySource) -> AsyncIterator[list[CreditRow]]:
         if following <= first:
             break
         entries = await _entries(source, first, following)
-        rows = []
-        for group in found:
-            entry = entries.get(group.entry)
-            if entry is None or not isinstance(entry.what, RoundEntry) or group.entry >= len(settled):
-                continue
-            for i, sent in enumerate(group.lines):
-                line = decode_line(sent)
-                status = "voided" if (group.entry, i) in voided else "settled" if settled[group.entry] else "pending"
-                rows.append(
-                    CreditRow(
-                        group.entry,
-                        i,
-                        entry.time,
-                        entry.what.round,
-                        str(entry.what.record),
-                        str(line.peer),
-                        str(line.update),
-                        line.windows,
-                        line.tokens,
-                        line.micro_credits,
-                        status,
-                    )  # fmt: skip
-                )
+        # Beside the event loop: a page can be thousands of lines.
+        rows = await asyncio.to_thread(_rows, found, entries, settled, voided)
         if rows:
             yield rows
         first = following
+
+
+def _rows(
+    found: Sequence[Lines], entries: Mapping[int, Entry], settled: bytearray, voided: set[tuple[int, int]]
+) -> list[CreditRow]:
+    rows = []
+    for group in found:
+        entry = entries.get(group.entry)
+        if entry is None or not isinstance(entry.what, RoundEntry) or group.entry >= len(settled):
+            continue
+        for i, sent in enumerate(group.lines):
+            line = decode_line(sent)
+            status = "voided" if (group.entry, i) in voided else "settled" if settled[group.entry] else "pending"
+            rows.append(
+                CreditRow(
+                    group.entry,
+                    i,
+                    entry.time,
+                    entry.what.round,
+                    str(entry.what.record),
+                    str(line.peer),
+                    str(line.update),
+                    line.windows,
+                    line.tokens,
+                    line.micro_credits,
+                    status,
+                )  # fmt: skip
+            )
+    return rows
 
 
 async def _entries(source: EntrySource, first: int, end: int) -> dict[int, Entry]:
@@ -138,7 +147,7 @@ async def as_csv(pages: AsyncIterator[Sequence[CreditRow]]) -> AsyncIterator[byt
     """RFC 4180, with a header."""
     yield _csv([COLUMNS])
     async for rows in pages:
-        yield _csv([row.values() for row in rows])
+        yield await asyncio.to_thread(lambda some=rows: _csv([row.values() for row in some]))
 
 
 def _csv(rows: Sequence[Sequence[Any]]) -> bytes:
@@ -170,10 +179,10 @@ async def as_parquet(pages: AsyncIterator[Sequence[CreditRow]]) -> AsyncIterator
     async for rows in pages:
         waiting.extend(rows)
         if len(waiting) >= ROW_GROUP:
-            write()
+            await asyncio.to_thread(write)
             yield sink.taken()
     if waiting:
-        write()
+        await asyncio.to_thread(write)
     writer.close()
     yield sink.taken()
 

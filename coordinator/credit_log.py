@@ -66,6 +66,7 @@ class LedgerLog:
         """For ever: sign a head each minute; note what each new round leaves out, and what it earned. `newest` gives so
         many of the newest rounds, newest first."""
         signing = asyncio.create_task(self._heads.sign_on(), name="tree heads")
+        reading = asyncio.create_task(self._standings.load_recent(), name="recent credits")
         try:
             while True:
                 await wait_at_most(self.news, 5.0)
@@ -77,9 +78,13 @@ class LedgerLog:
                     log.error("credits are not brought up to date: %s", e)
                 if signing.done():
                     signing.result()
+                if reading.done() and not reading.cancelled() and (error := reading.exception()) is not None:
+                    log.error("recent averages are read again: %s", error)
+                    reading = asyncio.create_task(self._standings.load_recent(), name="recent credits")
         finally:
-            signing.cancel()
-            await asyncio.gather(signing, return_exceptions=True)
+            for task in (signing, reading):
+                task.cancel()
+            await asyncio.gather(signing, reading, return_exceptions=True)
 
     @property
     def problem(self) -> str:

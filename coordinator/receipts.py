@@ -19,8 +19,8 @@ from protocol.ids import Digest, PeerKey
 from protocol.ledger.statements import MAX_REASON, Receipt, sign
 from protocol.spec import RunSpec
 
-LOOK_BACK = 4
-"""Rounds after which an update that was late is still heard of."""
+LOOK_BACK = 8
+"""Newest rounds whose announced updates are looked at: those that were late come when the next is under way."""
 
 REMEMBERED = 20_000
 """Signed receipts kept in memory: about 8 MB."""

@@ -73,7 +73,7 @@ class _Account:
 
 
 class Standings:
-    """`load`, then `refresh` when the ledger has grown. Read on the event loop."""
+    """`load`, then `load_recent` beside all else, and `refresh` when the ledger has grown. Read on the event loop."""
 
     def __init__(
         self,
@@ -90,6 +90,8 @@ class Standings:
         self._is_known = is_known
         self._now = now
         self._size = 0
+        self._unread = 0
+        """Of the entries before this one the recent averages know nothing yet."""
         self._peers: dict[PeerKey, Standing] = {}
         self._recent = Recent()
         self._bound: dict[PeerKey, Binding] = {}
@@ -100,15 +102,13 @@ class Standings:
         """Round entries in the log."""
 
     async def load(self) -> None:
-        """Read totals, the recent weeks and who is bound to which account. Raises LedgerError."""
+        """Read totals, and who is bound to which account. Raises LedgerError."""
 
         def read(ledger: Ledger) -> tuple:
-            since = int((self._now() - FORGET) * 1000)
-            return ledger.size(), ledger.posted(), ledger.standings(), ledger.earned_since(since), ledger.bindings()
+            return ledger.size(), ledger.posted(), ledger.standings(), ledger.bindings()
 
-        self._size, self.rounds, self._peers, earned, rows = await self._ledger.read(read)
-        for peer, at, micro_credits in earned:
-            self._recent.add(peer, micro_credits, at)
+        self._size, self.rounds, self._peers, rows = await self._ledger.read(read)
+        self._unread = self._size
         for row in rows:
             try:
                 self._take(open_binding(row.sent, self._run))
@@ -117,6 +117,18 @@ class Standings:
                     "a binding of peer %s in the database does not verify, and is left out: %s", row.peer.short, e
                 )
         self._ranked = {}
+
+    async def load_recent(self) -> None:
+        """Read what was earned in the recent weeks, up to what `load` read: in pieces, newest first, so that a long run
+        holds up nobody. Raises LedgerError."""
+        since = int((self._now() - FORGET) * 1000)
+        first = await self._ledger.read(lambda ledger: ledger.first_since(since))
+        while self._unread > first:
+            start, end = max(first, self._unread - PAGE), self._unread
+            earned = await self._ledger.read(lambda ledger, a=start, b=end: ledger.earned(a, b))
+            for peer, at, micro_credits in earned:
+                self._recent.add(peer, micro_credits, at)
+            self._unread = start
 
     async def refresh(self) -> None:
         """Take in what the log has more than before. Raises LedgerError."""

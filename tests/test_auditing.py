@@ -27,17 +27,18 @@ from coordinator.credit_log import LedgerLog
 from coordinator.credits import CreditRule, account_for
 from coordinator.ledger_thread import LedgerThread
 from coordinator.page.log_routes import FOR_EVER, leaderboard_of, log_routes
+from coordinator.swarm import Announced
 from peer.coordinator_client import CoordinatorRefused
 from peer.keyfile import load_or_make
 from peer.log_client import LogClient
 from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain, UnknownParent
 from protocol.envelope import seal
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry, encode_line, lines_root
 from protocol.ledger.statements import TreeHead, open_receipt, sign
 from protocol.merkle import leaf_hash, tree_hash
-from protocol.messages import Final, KeySigner, encode_certificate
+from protocol.messages import Final, Header, KeySigner, encode_certificate
 from protocol.rounds.policy import Policy
 from protocol.wire import swarm_pb2 as wire
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer, state
@@ -466,6 +467,7 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
     async with running(tmp_path, spec=SPEC, swarm=FakeSwarm(SPEC)) as (c, swarm):
         for n in (1, 2):
             await c._admitter.admit(admit_request(n))
+        swarm.headers.append(Announced(late_header(swarm), True, ""))
         for _ in range(7):
             swarm.round({1: 40, 2: 30})
         await settled(c, 7)
@@ -496,6 +498,8 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         assert (shown["kind"], shown["name"], len(shown["peers"]), len(shown["receipts"])) == ("account", "ada", 2, 8)
         text = await run("account", "show", invite, "--peer", str(peer(1).key))
         assert "pending: settles" in text and "settled" in text and "credits" in text
+        text = await run("account", "show", invite, "--peer", str(peer(3).key))
+        assert "not accepted: it was announced when" in " ".join(text.split())
         out = tmp_path / "credits.csv"
         done = await asyncio.to_thread(CliRunner().invoke, main, ["account", "export", invite, str(out)])
         assert done.exit_code == 0 and len(out.read_text().splitlines()) == 9, done.output
@@ -533,6 +537,13 @@ def admit_request(number: int) -> bytes:
 
     body = coordinator_pb2.AdmitBody(run=SPEC.run_id, time=int(time.time()), name=f"peer {number}")
     return seal(peer(number), "admit", body.SerializeToString(deterministic=True)).sent
+
+
+def late_header(swarm: FakeSwarm) -> Any:
+    header = Header(
+        SPEC.run_id, Round(0), swarm.chain.head, state(0), 0, 4, 1, digest(3), 100, 5.0, b""
+    )  # fmt: skip
+    return KeySigner(peer(3)).sign(header)
 
 
 async def receipts_of(c: Any, number: int) -> list[bytes]:

@@ -64,6 +64,7 @@ class World:
         admitter: Any = Admitters()
         self.log = LedgerLog(SPEC, OWNER, self.swarm, self.ledger, admitter, lambda: self.clock[0])
         await self.log.start()
+        await self.log._standings.load_recent()
 
     async def restart(self) -> None:
         await self.ledger.close()

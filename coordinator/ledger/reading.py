@@ -175,9 +175,8 @@ def posted(db: Database) -> int:
     return rows[0][0] + 1 if rows else 0
 
 
-def earned_since(db: Database, time: int) -> list[tuple[PeerKey, float, int]]:
-    """By hour and peer, in one pass over the transfers of the newer entries. Times never go back, so the first of these
-    is found by halving."""
+def first_since(db: Database, time: int) -> int:
+    """Times never go back, so it is found by halving."""
     low, high = 0, size(db)
     while low < high:
         middle = (low + high) // 2
@@ -185,11 +184,15 @@ def earned_since(db: Database, time: int) -> list[tuple[PeerKey, float, int]]:
             low = middle + 1
         else:
             high = middle
+    return low
+
+
+def earned(db: Database, first: int, end: int) -> list[tuple[PeerKey, float, int]]:
     rows = db.query(
         "SELECT p.peer, e.time / 3600000, sum(CASE WHEN t.source = 0 THEN t.micro_credits ELSE -t.micro_credits END) "
         "FROM transfers t JOIN entries e ON e.sequence = t.entry JOIN peers p ON p.id = t.target / 4 "
-        "WHERE t.entry >= ? AND (t.source = 0 OR t.target % 4 = 3) GROUP BY p.peer, e.time / 3600000",
-        (low,),
+        "WHERE t.entry >= ? AND t.entry < ? AND (t.source = 0 OR t.target % 4 = 3) GROUP BY p.peer, e.time / 3600000",
+        (first, end),
     )
     return [(PeerKey(bytes(r[0])), (r[1] + 0.5) * 3600, int(r[2])) for r in rows]
 

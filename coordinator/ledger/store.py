@@ -284,10 +284,14 @@ class Ledger:
         """Round entries in the log."""
         return reading.posted(self._db)
 
-    def earned_since(self, time: int) -> list[tuple[PeerKey, float, int]]:
-        """Who was credited how many micro-credits (less what was voided since) at about which times (unix seconds),
-        from a time in unix milliseconds on."""
-        return reading.earned_since(self._db, time)
+    def first_since(self, time: int) -> int:
+        """The first entry of a time (unix milliseconds) or later; the log's size when there is none."""
+        return reading.first_since(self._db, time)
+
+    def earned(self, first: int, end: int) -> list[tuple[PeerKey, float, int]]:
+        """Who was credited how many micro-credits, less what was voided since, by the round entries of a range; and at
+        about which times (unix seconds, by the hour)."""
+        return reading.earned(self._db, first, end)
 
     def add_head(self, head: Head) -> None:
         """Keep a signed tree head."""
