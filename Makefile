@@ -29,6 +29,12 @@ SCENARIOS ?=
 test-wan: $(STAMP) nft
 	$(BIN)/python -m tests.scenarios $(SCENARIOS)
 
+# The ledger under kill -9, power cuts and lying disks, and a long run of its state machine. About half an hour.
+KILLS ?= 1000
+.PHONY: test-chaos
+test-chaos: $(STAMP) postgres
+	$(BIN)/python -m tests.chaos --kills $(KILLS)
+
 # For the NAT gateways of the emulated internet; without it what needs them says so and is left out.
 .PHONY: nft
 nft:

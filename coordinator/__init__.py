@@ -4,6 +4,6 @@ It is never in the training path: rounds are between peers, and go on when this 
 service, the ledger, the page and the metrics, and `authoring`, which makes a signed run spec of the owner's `run.toml`.
 Nothing here imports `peer`: the swarm comes in through the interface in `swarm`, which `cairn` wires to an observer.
 
-Read in this order: `swarm`, `credits`, `ledger`, `follower`, `admission`, `limits`, `rpc`, `overview`, `page`,
-`service`.
+Read in this order: `swarm`, `credits`, `ledger`, `plausible`, `follower`, `admission`, `limits`, `rpc`, `overview`,
+`page`, `service`.
 """

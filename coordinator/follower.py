@@ -78,6 +78,8 @@ class Follower:
         """What each peer had, and lost by a verdict of the owner."""
         self.problem = ""
         """Why the chain cannot be followed, for people; empty when all is well."""
+        self.damage = ""
+        """What a check of the ledger found, for people: nothing is posted on top of it."""
         self.caught_up = False
         self.changed: Callable[[], None] = lambda: None
 
@@ -173,7 +175,7 @@ class Follower:
             self._wake.clear()
             try:
                 async with self._moving:
-                    problem = await self._follow()
+                    problem = self.damage or await self._follow()
             except CairnError as e:
                 problem = str(e)
             except Exception as e:  # said loudly, shown on the page, and tried again

@@ -59,6 +59,7 @@ class LedgerThread:
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-reader")
         self._ledger: Ledger | None = None
         self._reader: Ledger | None = None
+        self._where: tuple[str | Path, RunSpec] | None = None
         self._waiting = 0
 
     async def open(self, where: str | Path, spec: RunSpec, now: Callable[[], float] = time.time) -> None:
@@ -69,7 +70,7 @@ class LedgerThread:
         except BaseException:
             ledger.close()
             raise
-        self._ledger = ledger
+        self._ledger, self._where = ledger, (where, spec)
         self._thread = threading.Thread(target=self._write_on, args=(ledger,), name="ledger", daemon=True)
         self._thread.start()
 
@@ -90,6 +91,13 @@ class LedgerThread:
         if (reader := self._reader) is None:
             raise RuntimeError("the ledger is not open")
         return await self._answered(asyncio.get_running_loop().run_in_executor(self._reading, work, reader))
+
+    async def check(self) -> list[str]:
+        """Where the whole ledger differs from what it should be (`Ledger.check`); by a connection of its own, since it
+        may take minutes. Raises LedgerError."""
+        if self._where is None:
+            raise RuntimeError("the ledger is not open")
+        return await asyncio.to_thread(_checked, *self._where)
 
     def _check(self) -> None:
         if self._ledger is None:
@@ -128,6 +136,14 @@ class LedgerThread:
             last = len(jobs) < len(group)
             if jobs:
                 write_group(ledger, jobs)
+        ledger.close()
+
+
+def _checked(where: str | Path, spec: RunSpec) -> list[str]:
+    ledger = Ledger(where, spec, reader=True)
+    try:
+        return ledger.check()
+    finally:
         ledger.close()
 
 

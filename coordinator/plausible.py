@@ -30,9 +30,9 @@ class Plausibility:
         flops = line.tokens * self._flops_per_token
         if flops * 1000 <= self._limit * 10**12 * milliseconds:
             return ""
-        rate = flops * 1000 // milliseconds // 10**12
+        rate = flops / (milliseconds * 10**9)
         return (
-            f"{line.tokens} tokens in {milliseconds / 1000:.0f} s ({self._slack:.0f} s of them slack) are {rate} "
+            f"{line.tokens} tokens in {milliseconds / 1000:.0f} s ({self._slack:.0f} s of them slack) are {rate:.3g} "
             f"teraflops a second; this run believes at most {self._limit} of one peer"
         )
 

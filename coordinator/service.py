@@ -16,9 +16,10 @@ from coordinator.admission import Admitter
 from coordinator.announcing import Announcer
 from coordinator.credit_log import LedgerLog
 from coordinator.credits import Balance
-from coordinator.errors import CoordinatorError
+from coordinator.errors import CoordinatorError, LedgerError
 from coordinator.follower import Follower, wait_at_most
 from coordinator.history import charts
+from coordinator.ledger.checking import REMEDY
 from coordinator.ledger_thread import LedgerThread
 from coordinator.metrics import Metrics
 from coordinator.overview import Overlooker, Overview, PeerView
@@ -42,6 +43,8 @@ LEDGER_FILE = "ledger.sqlite"
 MAX_STATUS_PEERS = 1000
 MAX_ENTRIES = 50
 STOP_SECONDS = 3.0
+CHECK_SECONDS = 86_400.0
+"""Between two checks of the whole ledger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ class Coordinator:
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
         self.page_port = await self._page.start(c.page_host, c.page_port)
         self._tasks.append(asyncio.create_task(self._publish_on(), name="publisher"))
+        self._tasks.append(asyncio.create_task(self._check_on(), name="ledger check"))
         self._tasks.append(asyncio.create_task(self._announcer.announce_on(), name="announcer"))
         self._tasks.append(asyncio.create_task(self._log.keep_on(self._follower.newest), name="credits"))
 
@@ -202,6 +206,17 @@ class Coordinator:
             self._news.clear()
             # A burst of news is one; and a large swarm is looked at less often, so that peers are answered in between.
             await asyncio.sleep(max(0.3 if len(self.feed) <= 20 else 3, 20 * took))
+
+    async def _check_on(self) -> None:
+        """The whole ledger against itself, now and each day: a start looks at all of it only while it is small."""
+        while True:
+            try:
+                if found := await self._ledger.check():
+                    self._follower.damage = f"the ledger is damaged: {'; '.join(found[:3])}: {REMEDY}"
+                    log.error("%s", self._follower.damage)
+            except LedgerError as e:
+                log.error("the ledger could not be checked: %s", e)
+            await asyncio.sleep(CHECK_SECONDS)
 
     def status_json(self) -> bytes:
         return json_view.encode(json_view.status(self.overview()))

@@ -6,5 +6,5 @@ opens a socket or a file, reads a clock, draws a random number or starts a proce
 `peer`, `coordinator` and `cairn`, which depend on this package and never the other way round.
 
 Read in this order to learn the protocol: `ids`, `errors`, `identity`, `envelope`, `merkle`, `spec`, `layout`,
-`bodies`, `messages`, `assignment`, `codec`, `outer`, `exchange`, `chain`, `rounds`.
+`bodies`, `messages`, `assignment`, `codec`, `outer`, `exchange`, `chain`, `rounds`, `ledger`.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -54,3 +55,20 @@ def server(*, fsync: bool = False) -> Iterator[str]:
             run(control, "-D", str(data), "-w", "-m", "immediate", "stop")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+_made = itertools.count()
+
+
+@contextmanager
+def empty_database(url: str) -> Iterator[str]:
+    """A database of its own on a running server: its URL."""
+    import psycopg
+
+    name = f"ledger_{next(_made)}"
+    with psycopg.connect(url, autocommit=True) as db:
+        db.execute(f"CREATE DATABASE {name}".encode())
+        try:
+            yield url.replace("/postgres?", f"/{name}?")
+        finally:
+            db.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())

@@ -22,6 +22,7 @@ class Database(ABC):
 
     dialect: str
     where: str
+    SNAPSHOT = "BEGIN"
     _open = False
 
     @abstractmethod
@@ -66,6 +67,15 @@ class Database(ABC):
             raise
         finally:
             self._open = False
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """All that is read within is of one moment, whatever is written meanwhile."""
+        self.query(self.SNAPSHOT)
+        try:
+            yield
+        finally:
+            self.query("ROLLBACK")
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
@@ -149,8 +159,8 @@ class SqliteDatabase(Database):
 
 def _statements(script: str) -> Iterator[str]:
     statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
+    for part in script.split(";")[:-1]:
+        statement += part + ";"  # a trigger has more than one: SQLite knows where it ends
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""

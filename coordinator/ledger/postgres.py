@@ -11,18 +11,13 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import TransactionStatus
+
 from coordinator.errors import LedgerError
 from coordinator.ledger.database import Database, Row
 from protocol.ids import RunId
-
-try:
-    import psycopg
-    from psycopg.conninfo import conninfo_to_dict
-    from psycopg.pq import TransactionStatus
-except ImportError as e:  # said when the first ledger is opened, with the remedy
-    _missing: ImportError | None = e
-else:
-    _missing = None
 
 CONNECT_SECONDS = 10
 SETTINGS = {
@@ -38,10 +33,9 @@ class PostgresDatabase(Database):
     """A connection to the schema `cairn_` and the first 16 digits of the run id, made when it is not there."""
 
     dialect = "postgresql"
+    SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
     def __init__(self, url: str, run: RunId, *, reader: bool = False):
-        if _missing is not None:
-            raise LedgerError("a ledger in PostgreSQL needs psycopg: pip install 'cairn[postgres]'") from _missing
         self._url = url
         self._schema = f"cairn_{run.hex()[:16]}"
         self._lock = int.from_bytes(run[:8], "big", signed=True)

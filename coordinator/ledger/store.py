@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from coordinator.credits import Balance, RoundAccount
@@ -31,8 +31,10 @@ from protocol.spec import RunSpec
 def connect(where: str | Path, spec: RunSpec, *, reader: bool = False) -> Database:
     """The database at a path (SQLite) or a postgresql:// URL. Raises LedgerError."""
     if isinstance(where, str) and where.startswith(("postgresql://", "postgres://")):
-        from coordinator.ledger.postgres import PostgresDatabase
-
+        try:
+            from coordinator.ledger.postgres import PostgresDatabase
+        except ImportError as e:
+            raise LedgerError("a ledger in PostgreSQL needs psycopg: pip install 'cairn[postgres]'") from e
         return PostgresDatabase(where, spec.run_id, reader=reader)
     if isinstance(where, str) and "://" in where:
         raise LedgerError(f"{where.split('://')[0]}:// is no address of a ledger: want a file, or postgresql://...")
@@ -216,8 +218,12 @@ class Ledger:
         return rows[0][0] if rows else None
 
     def check(self) -> list[str]:
-        """Where the ledger differs from what it should be; replays and reads everything. Empty: it is whole."""
-        return list(check_all(self._db, self._spec))
+        """Where the ledger differs from what it should be; replays and reads everything. Empty: it is whole.
+
+        Of a ledger that others write to, it is of the moment when this begins.
+        """
+        with nullcontext() if self._grouped else self._db.snapshot():
+            return list(check_all(self._db, self._spec))
 
     # -- rounds and balances ---------------------------------------------------------------------------------
 
