@@ -51,8 +51,8 @@ class Admitters:
 
 
 class World:
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, place: str):
+        self.place = place
         self.clock = [1_700_000_000.0]
         self.swarm = FakeSwarm(SPEC)
         self.ledger = LedgerThread()
@@ -60,7 +60,7 @@ class World:
 
     async def open(self) -> None:
         self.ledger = LedgerThread()
-        await self.ledger.open(self.folder / "ledger.sqlite", SPEC, lambda: self.clock[0])
+        await self.ledger.open(self.place, SPEC, lambda: self.clock[0])
         admitter: Any = Admitters()
         self.log = LedgerLog(SPEC, OWNER, self.swarm, self.ledger, admitter, lambda: self.clock[0])
         await self.log.start()
@@ -104,8 +104,8 @@ class World:
 
 
 @asynccontextmanager
-async def made(folder: Path):
-    world = World(folder)
+async def made(place: str):
+    world = World(place)
     await world.open()
     try:
         yield world
@@ -116,8 +116,8 @@ async def made(folder: Path):
 # -- receipts ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_receipt_says_what_was_accepted_and_when_it_settles(tmp_path):
-    async with made(tmp_path) as w:
+async def test_a_receipt_says_what_was_accepted_and_when_it_settles(ledger_place):
+    async with made(ledger_place) as w:
         account = await w.post({1: 40, 2: 30})
         line = next(x for x in account.entries if x.peer == peer(1).key)
         (item,) = (await w.receipts(1)).items
@@ -134,8 +134,8 @@ async def test_a_receipt_says_what_was_accepted_and_when_it_settles(tmp_path):
         assert w.log.rounds - 1 == r.pending_until  # the newest round entry has just that number
 
 
-async def test_asking_again_gives_the_same_bytes_also_after_a_restart(tmp_path):
-    async with made(tmp_path) as w:
+async def test_asking_again_gives_the_same_bytes_also_after_a_restart(ledger_place):
+    async with made(ledger_place) as w:
         w.announce(3)
         for _ in range(5):
             await w.post({1: 40, 2: 30})
@@ -148,8 +148,8 @@ async def test_asking_again_gives_the_same_bytes_also_after_a_restart(tmp_path):
         assert [[i.sent for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
 
 
-async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(tmp_path):
-    async with made(tmp_path) as w:
+async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(ledger_place):
+    async with made(ledger_place) as w:
         told = {
             3: (w.announce(3), "too few of the contributors held all of its bytes in time"),
             4: (w.announce(4, late=True), "decided already"),
@@ -172,8 +172,8 @@ async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(tmp_path):
         assert [len((await w.receipts(n)).items) for n in (3, 4)] == [1, 1]
 
 
-async def test_a_round_that_never_becomes_final_gives_no_receipts(tmp_path):
-    async with made(tmp_path) as w:
+async def test_a_round_that_never_becomes_final_gives_no_receipts(ledger_place):
+    async with made(ledger_place) as w:
         w.announce(3)
         lost = account_for(w.swarm.chain.fork(0).add({1: 5}), RULE)
         await w.log._receipts.note([lost])  # seen at the head once, and left by the chain
@@ -181,8 +181,8 @@ async def test_a_round_that_never_becomes_final_gives_no_receipts(tmp_path):
         assert len((await w.receipts(3)).items) == 1
 
 
-async def test_receipts_come_page_by_page_without_gaps(tmp_path):
-    async with made(tmp_path) as w:
+async def test_receipts_come_page_by_page_without_gaps(ledger_place):
+    async with made(ledger_place) as w:
         for i in range(7):
             if i % 2:
                 w.announce(1)  # an update beside the accepted one: two receipts of one round
@@ -200,8 +200,8 @@ async def test_receipts_come_page_by_page_without_gaps(tmp_path):
             assert found == whole, limit
 
 
-async def test_a_voided_line_is_said_and_its_receipt_stays(tmp_path):
-    async with made(tmp_path) as w:
+async def test_a_voided_line_is_said_and_its_receipt_stays(ledger_place):
+    async with made(ledger_place) as w:
         account = await w.post({1: 40, 2: 30})
         (before,) = (await w.receipts(1)).items
         line = next(x for x in account.entries if x.peer == peer(1).key)
@@ -230,8 +230,8 @@ async def heads_of(w: World, limit: int = 100) -> list[Any]:
     return [open_tree_head(sent, SPEC.run_id, OWNER.key).body for sent in await w.log.heads(None, limit)]
 
 
-async def test_a_head_is_at_most_a_minute_old_and_covers_the_log(tmp_path):
-    async with made(tmp_path) as w:
+async def test_a_head_is_at_most_a_minute_old_and_covers_the_log(ledger_place):
+    async with made(ledger_place) as w:
         (empty,) = await heads_of(w)
         assert empty.size == 0
         await w.post({1: 40})
@@ -250,8 +250,8 @@ async def test_a_head_is_at_most_a_minute_old_and_covers_the_log(tmp_path):
         assert (await heads_of(w))[0].size == 1
 
 
-async def test_unsigned_growth_is_counted_until_it_is_signed(tmp_path, monkeypatch):
-    async with made(tmp_path) as w:
+async def test_unsigned_growth_is_counted_until_it_is_signed(ledger_place, monkeypatch):
+    async with made(ledger_place) as w:
         await w.log.heads(None, 1)
         await w.post({1: 40})
         await w.log._heads._look()
@@ -277,7 +277,7 @@ async def test_unsigned_growth_is_counted_until_it_is_signed(tmp_path, monkeypat
 
 
 async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
-    async with made(tmp_path) as w:
+    async with made(str(tmp_path / "ledger.sqlite")) as w:
         for _ in range(4):
             await w.post({1: 40})
         w.clock[0] += 61
@@ -314,7 +314,7 @@ async def reopened(w: World) -> treeheads.TreeHeads:
 
     w.ledger = Opened()
     ledger = Ledger.__new__(Ledger)
-    reader = Ledger(w.folder / "ledger.sqlite", SPEC, reader=True)
+    reader = Ledger(w.place, SPEC, reader=True)
     ledger.__dict__.update(reader.__dict__)
     w.ledger._ledger = w.ledger._reader = reader
     log = treeheads.TreeHeads(SPEC.run_id, OWNER, w.ledger, lambda: w.clock[0])
@@ -334,8 +334,8 @@ def tamper(folder: Path, statement: str, *_: str) -> None:
 # -- the log and its proofs ------------------------------------------------------------------------------------------
 
 
-async def test_entries_lines_and_proofs_are_those_of_the_signed_head(tmp_path):
-    async with made(tmp_path) as w:
+async def test_entries_lines_and_proofs_are_those_of_the_signed_head(ledger_place):
+    async with made(ledger_place) as w:
         for r in range(6):
             await w.post({1: 40 + r, 2: 30})
         w.clock[0] += 61
@@ -359,8 +359,8 @@ async def test_entries_lines_and_proofs_are_those_of_the_signed_head(tmp_path):
                 await bad
 
 
-async def test_certificates_are_given_from_where_one_asks(tmp_path):
-    async with made(tmp_path) as w:
+async def test_certificates_are_given_from_where_one_asks(ledger_place):
+    async with made(ledger_place) as w:
         for _ in range(3):
             await w.post({1: 40})
         from protocol.chain import genesis_digest
@@ -376,8 +376,8 @@ async def test_certificates_are_given_from_where_one_asks(tmp_path):
 # -- standings -------------------------------------------------------------------------------------------------------
 
 
-async def test_totals_follow_the_ledger_and_survive_a_restart(tmp_path):
-    async with made(tmp_path) as w:
+async def test_totals_follow_the_ledger_and_survive_a_restart(ledger_place):
+    async with made(ledger_place) as w:
         for r in range(5):
             await w.post({1: 40, 2: 30 + r})
         w.clock[0] += 60
@@ -422,9 +422,9 @@ def test_the_order_of_earning_does_not_matter_and_what_is_taken_back_is_gone():
     assert round(a.of(key, 6 * DAY)) == 0
 
 
-async def test_several_peers_are_one_account_and_accounts_are_a_team(tmp_path):
+async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_place):
     ada, bob = identity("ada"), identity("bob")
-    async with made(tmp_path) as w:
+    async with made(ledger_place) as w:
         await w.post({1: 40, 2: 30, 3: 20})
         now = int(w.clock[0])
         assert await w.log.bind(bind(peer(1), ada, SPEC.run_id, now, "ada", "engines").sent) == 1
@@ -445,9 +445,9 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(tmp_path):
         assert [v.pending for v in await w.log.leaderboard("team", 10, "")] == [RULE.micro_credits(40)]
 
 
-async def test_a_binding_that_is_not_good_is_refused(tmp_path, monkeypatch):
+async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):
     ada, bob = identity("ada"), identity("bob")
-    async with made(tmp_path) as w:
+    async with made(ledger_place) as w:
         now = int(w.clock[0])
         first = bind(peer(1), ada, SPEC.run_id, now, "ada")
         assert await w.log.bind(first.sent) == await w.log.bind(first.sent) == 1  # again: nothing happens
