@@ -12,11 +12,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.auditing_chain import AuditedChain
 from cairn.figures import credits
 from cairn.reaching import Reached, reached
 from protocol.errors import CairnError, MalformedError, ProtocolError
@@ -26,6 +25,9 @@ from protocol.ledger.entries import RoundEntry, decode_entry, decode_line
 from protocol.ledger.statements import Receipt, TreeHead, Word, open_receipt, open_tree_head
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.proofs import check_consistency, check_inclusion
+
+if TYPE_CHECKING:
+    from cairn.auditing_chain import AuditedChain
 
 log = logging.getLogger("cairn.audit")
 
@@ -71,13 +73,16 @@ def audit_ledger(text: str, home: Path, *, as_json: bool, via: Sequence[str]) ->
 
 async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Audited:
     """Read everything, check everything; remember the newest head for the next time. Raises CairnError."""
-    from peer.swarm.asking_chain import ANY, chain_asker
+    from cairn.auditing_chain import AuditedChain  # with it come hivemind and torch, which receipts do not need
+    from peer.swarm.asking import ANY, members_at
+    from peer.swarm.asking_chain import chain_asker
 
     seen = _seen_head(home, r)
     async with AsyncExitStack() as stack:
         asker = None
         if r.members:
-            asking = chain_asker(r.spec.run_id, r.members, leave_out=r.observers, listen=listen or ANY)
+            own = members_at(r.own)
+            asking = chain_asker(r.spec.run_id, r.members, leave_out=own, listen=listen or ANY)
             asker = await stack.enter_async_context(asking)
         chain = AuditedChain(r.spec, asker, r.log)
         await chain.begin()
@@ -255,13 +260,14 @@ async def receipt_problem(r: Reached, receipt: Receipt, head: TreeHead) -> str:
 
 
 def _receipt_bytes(path: Path) -> bytes:
-    """A receipt's envelope: as it is, or as base64url text."""
+    """A receipt's envelope: as it is, or as base64 or base64url text."""
     try:
         data = path.read_bytes()
     except OSError as e:
         raise CairnError(f"{path} cannot be read: {(e.strerror or str(e)).lower()}") from None
     try:
-        return from_b64url(data.decode("ascii").strip())
+        text = data.decode("ascii").strip()
+        return from_b64url(text.translate(str.maketrans("+/", "-_")).rstrip("="))
     except (UnicodeDecodeError, MalformedError):
         return data
 

@@ -7,6 +7,7 @@ are read as the audit needs them, so that memory does not grow with the run.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from protocol.ledger.credits import CreditRule, RoundAccount, account_for
 from protocol.messages import Final, Opener
 from protocol.rounds.policy import Policy
 from protocol.spec import RunSpec
+from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("cairn.audit")
 
@@ -73,8 +75,10 @@ class AuditedChain:
         """
         if self._asker is None:
             return
-        for member in self._asker.members:
-            await self._from_member(member)
+        asked = [self._ask(self._asker, member) for member in self._asker.members]  # at once: many may be gone
+        for member, reply in zip(self._asker.members, await asyncio.gather(*asked), strict=True):
+            if reply is not None:
+                self._take(member, reply)
 
     async def ensure(self, record: Digest) -> bool:
         """Read on until a record is known. False when nobody gives it."""
@@ -117,19 +121,24 @@ class AuditedChain:
 
     async def _from_member(self, member: PeerKey) -> int:
         """How many certificates it gave that were new."""
-        if self._asker is None:
+        if self._asker is None or (reply := await self._ask(self._asker, member)) is None:
             return 0
+        return self._take(member, reply)
+
+    async def _ask(self, asker: ChainAsker, member: PeerKey) -> wire.ChainReply | None:
         # Not from the newest: that it gives the newest again shows that it is on the same chain.
         locator = self._chain.locator()
         try:
-            reply = await self._asker.ask(member, locator[1:] or locator)
+            return await asker.ask(member, locator[1:] or locator)
         except PeerRefused as e:
             log.info("%s", e)  # it keeps nothing that old: later perhaps
-            return 0
         except PeerUnreachable as e:
             log.info("%s", e)
             self._silent.add(member)
-            return 0
+        return None
+
+    def _take(self, member: PeerKey, reply: wire.ChainReply) -> int:
+        """What a member said, verified; how many certificates were new."""
         try:
             if reply.final:
                 final = self._opener.open(reply.final, Final)
@@ -137,12 +146,12 @@ class AuditedChain:
                     self.newest_final = (final.body.round, final.body.record)
                 self._chain.add_final(final)
             added = self._add(reply.certificates[:256])
-            if reply.certificates:
-                self.agreed.add(member)
         except ProtocolError as e:
             self.warnings.append(f"member {member.short} gave what is no part of the chain: {e}")
             self._silent.add(member)
             return 0
+        if reply.certificates:
+            self.agreed.add(member)
         if added:
             self.from_members[member] = self.from_members.get(member, 0) + added
         return added

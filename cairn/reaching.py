@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cairn.joining import check_via
 from protocol.errors import CairnError, MalformedError
-from protocol.ids import PeerKey
 from protocol.invite import Invite
 from protocol.spec import RunSpec
 
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reached:
-    """A coordinator that answers. `members`: multiaddresses of its swarm; `observers`: the coordinator's own peers in
-    it, which are not to be asked when the coordinator itself is to be checked."""
+    """A coordinator that answers. `members`: multiaddresses of its swarm; `own`: those of the coordinator's observer in
+    it, which is not to be asked when the coordinator itself is to be checked."""
 
     invite: Invite
     client: CoordinatorClient
     log: LogClient
     spec: RunSpec
     members: tuple[str, ...]
-    observers: frozenset[PeerKey]
+    own: tuple[str, ...]
 
 
 def parsed(text: str) -> Invite:
@@ -46,7 +45,6 @@ async def reached(text: str, via: Sequence[str] = ()) -> AsyncIterator[Reached]:
     from peer.log_client import LogClient
     from peer.node.finding import find
     from peer.node.membership import ABSENT
-    from peer.swarm.addresses import parse_address
 
     invite = parsed(text)
     check_via(via)
@@ -63,10 +61,6 @@ async def reached(text: str, via: Sequence[str] = ()) -> AsyncIterator[Reached]:
             client.moved(found.whereabouts.body)
             own = list(found.whereabouts.body.addresses)
             info = await client.get_run()
-        observers = set()
-        for address in [*own, *info.addresses[:1]]:
-            with suppress(MalformedError):
-                observers.add(parse_address(address)[0])
         members = tuple(dict.fromkeys([*via, *info.addresses, *invite.addresses]))
         log = LogClient(client, info.spec.owner_key)
-        yield Reached(invite, client, log, info.spec, members, frozenset(observers))
+        yield Reached(invite, client, log, info.spec, members, (*own, *info.addresses[:1]))

@@ -153,7 +153,7 @@ class World:
 
         client: Any = Client()
         invite: Any = None
-        return Reached(invite, client, LogClient(client, OWNER.key), SPEC, ("somewhere",), frozenset())
+        return Reached(invite, client, LogClient(client, OWNER.key), SPEC, ("somewhere",), ())
 
     async def audit(self, home: str = "home") -> Audited:
         chains = self.chains or {peer(1).key: self.chain()}
