@@ -10,6 +10,8 @@ from pathlib import Path
 import click
 
 from cairn import __version__
+from cairn.commands.account import account
+from cairn.commands.audit import audit
 from cairn.commands.checkpoint import archive_options
 from cairn.commands.checkpoint import checkpoint as checkpoint_commands
 from protocol.errors import CairnError
@@ -66,9 +68,13 @@ def main() -> None:
     \b
     Volunteer:   cairn peer join INVITE
     Run owner:   cairn run plan, cairn run validate run.toml, then cairn coordinator serve run.toml
-    Anyone:      cairn status INVITE
+    Anyone:      cairn status INVITE, cairn audit ledger INVITE
     Look first:  cairn demo
     """
+
+
+main.add_command(account)
+main.add_command(audit)
 
 
 @main.group(cls=_Commands)

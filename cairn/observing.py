@@ -11,16 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cairn.announcements import Announcements
 from coordinator.archive import MODEL, Archive, Archived
 from coordinator.follower import wait_at_most
-from coordinator.swarm import Heard
+from coordinator.swarm import Announced, Heard
 from peer.node.node import Node
 from peer.store import Store
 from peer.store.disk import disk
+from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Final, Heartbeat, Signed, encode_certificate, votes_needed
 from protocol.rounds import events
+from protocol.rounds.policy import Policy
 from protocol.spec import RunSpec
 from protocol.state import state_layout
 
@@ -43,6 +46,9 @@ class ObserverView:
         self._news = asyncio.Event()
         self.archive_problem = ""
         """Why the newest checkpoint is not archived, for people; empty when it is."""
+        size = make_codec(spec.codec, spec.model.layout).size
+        self._announcements = Announcements(node.chain, Policy.of(spec), lambda n: n == size)
+        node.network.listeners.append(self._announcements.hear)
         node.on_change = self._changed
 
     # -- SwarmView -------------------------------------------------------------------------------------------
@@ -58,6 +64,10 @@ class ObserverView:
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
         return self._node.chainlog.after(record, limit)
 
+    def certificate(self, record: Digest) -> Certificate | None:
+        chain = self._node.chain
+        return chain.certificate(record) if record in chain and record != chain.root else None
+
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback)
@@ -66,6 +76,9 @@ class ObserverView:
         now = time.monotonic()
         entries = self._node.network.directory.entries()
         return {k: Heard(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
+
+    def announced(self, parent: Digest) -> Sequence[Announced]:
+        return self._announcements.announced(parent)
 
     def addresses(self) -> Sequence[str]:
         own = self._node.network.addresses

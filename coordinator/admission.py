@@ -116,6 +116,10 @@ class Admitter:
         known = self._admitted.get(peer)
         return known.name if known and known.name else peer.short
 
+    def knows(self, peer: PeerKey) -> bool:
+        """Whether a peer was admitted (and is not forgotten yet)."""
+        return peer in self._admitted
+
     @property
     def count(self) -> int:
         return len(self._admitted)

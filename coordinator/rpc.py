@@ -12,8 +12,10 @@ import grpc
 import grpc.aio
 
 from coordinator.admission import MAX_REQUEST
+from coordinator.credit_views import CreditLog
 from coordinator.errors import PortTakenError, RefusedError, TooManyError, UnknownRunError
 from coordinator.limits import Rate, RateLimit, caller_of
+from coordinator.log_rpc import LogCalls
 from coordinator.tls import Certificate
 from protocol.envelope import author_of
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
@@ -64,6 +66,9 @@ class Backend(Protocol):
 
     run: RunId
 
+    @property
+    def credit_log(self) -> CreditLog: ...
+
     async def run_reply(self) -> wire.GetRunReply: ...
 
     async def admit_reply(self, sent: bytes) -> wire.AdmitReply: ...
@@ -73,10 +78,12 @@ class Backend(Protocol):
     async def account_reply(self, peer: PeerKey) -> wire.AccountReply: ...
 
 
-class Service(stubs.CoordinatorServicer):
-    """The four calls. `counted(method, code, seconds)` hears of each."""
+class Service(LogCalls, stubs.CoordinatorServicer):
+    """All calls; those about credits are in `log_rpc`. `counted(method, code, seconds)` hears of each."""
 
     def __init__(self, backend: Backend, counted: Callable[[str, str, float], None]):
+        super().__init__()
+        self._log = lambda: backend.credit_log
         self._backend = backend
         self._counted = counted
         self._reads = RateLimit(READS)

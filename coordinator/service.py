@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import grpc.aio
 from coordinator import tls
 from coordinator.admission import Admitter
 from coordinator.announcing import Announcer
+from coordinator.credit_log import LedgerLog
 from coordinator.credits import Balance
 from coordinator.errors import CoordinatorError, LedgerError
 from coordinator.follower import Follower, wait_at_most
@@ -89,6 +90,7 @@ class Coordinator:
         self._ledger = LedgerThread()
         self._admitter = Admitter(spec, owner, config.codes, self._ledger, now)
         self._follower = Follower(spec, owner, view, self._ledger, now)
+        self._log = LedgerLog(spec, owner, view, self._ledger, self._admitter, now)
         self._book = PeerBook(spec.round.member_seconds)
         self._overlooker = Overlooker(spec, self._follower, self._book, self._admitter.name_of)
         self._metrics = Metrics(self.overview, lambda: len(self.feed))
@@ -122,16 +124,22 @@ class Coordinator:
         self.fingerprint = certificate.fingerprint
         await self._ledger.open(c.ledger or c.folder / LEDGER_FILE, self._spec, self._now)
         await self._admitter.load()
-        self._follower.changed = self._news.set
+        self._follower.changed = self._changed
         await self._follower.start()
         if self.keeper is not None:
             self.keeper.start(self._is_settled)
+        await self._log.start()
         service = Service(self, self._metrics.counted)
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
         self.page_port = await self._page.start(c.page_host, c.page_port)
         self._tasks.append(asyncio.create_task(self._publish_on(), name="publisher"))
         self._tasks.append(asyncio.create_task(self._check_on(), name="ledger check"))
         self._tasks.append(asyncio.create_task(self._announcer.announce_on(), name="announcer"))
+        self._tasks.append(asyncio.create_task(self._log.keep_on(self._follower.newest), name="credits"))
+
+    def _changed(self) -> None:
+        self._news.set()
+        self._log.news.set()
 
     async def stop(self) -> None:
         """Within seconds: what is under way is answered or cut, what was settled is on disk."""
@@ -174,6 +182,15 @@ class Coordinator:
         return self._follower.problem
 
     # -- what is told ----------------------------------------------------------------------------------------
+
+    @property
+    def credit_log(self) -> LedgerLog:
+        """Receipts, proofs, accounts: what `log_rpc` and `page.log_routes` answer from."""
+        return self._log
+
+    def export_credits(self, form: str) -> AsyncIterator[bytes]:
+        """All credits as "csv" or "parquet"."""
+        return self._log.export(form)
 
     def overview(self) -> Overview:
         """The swarm now; made anew at most four times a second, and in a tenth of the time, whoever asks."""

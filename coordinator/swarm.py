@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Final, Heartbeat, Signed
+from protocol.messages import Certificate, Final, Header, Heartbeat, Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,16 @@ class Heard:
 
     heartbeat: Heartbeat
     seconds_since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """An update that was announced: its header, whether it came when its round was decided already, and what rule of
+    the chain it breaks ("": none)."""
+
+    header: Signed[Header]
+    late: bool
+    flaw: str
 
 
 class SwarmView(Protocol):
@@ -43,12 +53,21 @@ class SwarmView(Protocol):
         """
         ...
 
+    def certificate(self, record: Digest) -> Certificate | None:
+        """Of any record that this observer holds, also of a branch that was left; None for others."""
+        ...
+
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Calls back, on the event loop, whenever the head or the final changed. Returns what ends that."""
         ...
 
     def heartbeats(self) -> Mapping[PeerKey, Heard]:
         """The members that were heard of lately, observers too."""
+        ...
+
+    def announced(self, parent: Digest) -> Sequence[Announced]:
+        """The updates that this observer heard announced for the round after a record, accepted or not; of an author
+        the first. Of the newest few rounds only, and nothing from before its start."""
         ...
 
     def addresses(self) -> Sequence[str]:

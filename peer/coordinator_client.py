@@ -2,7 +2,7 @@
 
 The coordinator is known by the fingerprint of its TLS certificate in the invite (or in the owner's newer word on where
 it is, see `protocol.whereabouts`), and what it says is checked all the same: the spec against the run id, the admission
-against the owner's key. All four calls may be repeated without harm, so one that got no answer is tried again, at the
+against the owner's key. All calls may be repeated without harm, so one that got no answer is tried again, at the
 next address if there is one.
 """
 
@@ -26,7 +26,7 @@ from peer.errors import PeerError
 from protocol.envelope import seal
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import Digest, PeerKey, sha256
+from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.invite import TLS_NAME, Endpoint, Invite
 from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Opener, Signed
 from protocol.spec import RunSpec, open_spec
@@ -244,6 +244,15 @@ class CoordinatorClient:
         )  # fmt: skip
 
     # -- how they are made -----------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> RunId:
+        """The run that is asked about."""
+        return self._invite.run
+
+    async def call(self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]]) -> T:
+        """One more kind of call (see `log_client`): `ask(stub, seconds)`. It may be made again. Raises CairnError."""
+        return await self._call(ask)
 
     async def _call(
         self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]], attempts: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coordinator.swarm import Heard
+from coordinator.swarm import Announced, Heard
 from protocol.chain import genesis_digest
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
@@ -100,6 +100,9 @@ class FakeSwarm:
         self.words: list[Signed[Any]] = []
         self.heard: dict[PeerKey, Heard] = {}
         self.blobs: set[Digest] = set()
+        self.left: list[Certificate] = []
+        """Of branches that the chain has left."""
+        self.headers: list[Announced] = []
         self.held: int | None = None
         """The newest round whose state is held; None: the newest of all."""
         self._callbacks: list[Callable[[], None]] = []
@@ -121,12 +124,18 @@ class FakeSwarm:
                 return certificates[i + 1 : i + 1 + limit]
         return None
 
+    def certificate(self, record: Digest) -> Certificate | None:
+        return next((c for c in [*self.chain.certificates, *self.left] if c.digest == record), None)
+
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback)
 
     def heartbeats(self) -> Mapping[PeerKey, Heard]:
         return self.heard
+
+    def announced(self, parent: Digest) -> Sequence[Announced]:
+        return [a for a in self.headers if a.header.body.parent == parent]
 
     def addresses(self) -> Sequence[str]:
         return ["/ip4/127.0.0.1/tcp/4001/p2p/observer"]

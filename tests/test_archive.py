@@ -112,7 +112,7 @@ class FakeNode:
         self.on_change = lambda: None
         self.held: list[Digest] = []
         self.folder = folder
-        self.network = SimpleNamespace(fetch_blob=self._fetch, everyone=lambda: [], directory=self)
+        self.network = SimpleNamespace(fetch_blob=self._fetch, everyone=lambda: [], directory=self, listeners=[])
         self.store = SimpleNamespace(path=lambda d: folder / "blob", has=lambda d: True)
         (folder / "blob").write_bytes(b"blob")
         self.fetched: list[Digest] = []

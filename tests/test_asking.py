@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from peer.swarm import PeerRefused, asking
+from peer.swarm import PeerRefused, PeerUnreachable, asking
 from peer.swarm.asking import ask_members
+from peer.swarm.asking_chain import chain_asker
 from protocol.errors import MalformedError
-from protocol.ids import PeerKey, RunId
+from protocol.ids import Digest, PeerKey, RunId
 from protocol.wire import swarm_pb2 as wire
 from tests.swarm_world import LOOPBACK, RUN, members
 
@@ -51,3 +52,18 @@ async def test_what_is_given_out_is_counted_against_whoever_asks(tmp_path, monke
         monkeypatch.setattr(a.swarm._daemon.guard, "charge", lambda sender, size: charged.append((sender, size)))
         reply = await b.swarm.request_whereabouts(a.key, wire.WhereaboutsRequest(run=RUN, spec=True))
         assert charged == [(b.key, reply.ByteSize())] and a.swarm.bytes_up >= 1_000_000
+
+
+async def test_a_stranger_reads_the_chain_from_members_and_hears_who_is_silent(tmp_path):
+    async with members(2, tmp_path) as (a, b):
+        a.chain = wire.ChainReply(certificates=[b"one", b"two"], more=True)
+        addresses = [*a.swarm.addresses, *b.swarm.addresses]
+        async with chain_asker(RUN, addresses, listen=LOOPBACK) as asker:
+            assert set(asker.members) == {a.key, b.key}
+            for _ in range(2):
+                assert list((await asker.ask(a.key, [Digest(b"h" * 32)])).certificates) == [b"one", b"two"]
+            await b.swarm.stop()
+            with pytest.raises(PeerUnreachable):
+                await asker.ask(b.key, [])
+        async with chain_asker(RUN, addresses, leave_out=[b.key], listen=LOOPBACK) as asker:
+            assert asker.members == [a.key]

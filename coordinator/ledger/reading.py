@@ -158,6 +158,45 @@ def refusals(db: Database, peer: PeerKey, before: int | None, limit: int) -> lis
     ]
 
 
+def refused(db: Database, peer: PeerKey, before: int | None, limit: int) -> list[tuple[int, Refusal]]:
+    rows = db.query(
+        "SELECT r.entry, f.round, f.parent, f.record, f.peer, f.header, f.reason, f.at FROM refusals f "
+        "JOIN rounds r ON r.record = f.record WHERE f.peer = ? AND r.entry < ? "
+        "ORDER BY r.entry DESC, f.id DESC LIMIT ?",
+        (bytes(peer), 2**62 if before is None else before, limit),
+    )
+    return [
+        (r[0], Refusal(Round(r[1]), Digest(r[2]), Digest(r[3]), PeerKey(r[4]), Digest(r[5]), r[6], r[7])) for r in rows
+    ]
+
+
+def posted(db: Database) -> int:
+    rows = db.query("SELECT number FROM rounds ORDER BY number DESC LIMIT 1")
+    return rows[0][0] + 1 if rows else 0
+
+
+def first_since(db: Database, time: int) -> int:
+    """Times never go back, so it is found by halving."""
+    low, high = 0, size(db)
+    while low < high:
+        middle = (low + high) // 2
+        if db.query("SELECT time FROM entries WHERE sequence = ?", (middle,))[0][0] < time:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def earned(db: Database, first: int, end: int) -> list[tuple[PeerKey, float, int]]:
+    rows = db.query(
+        "SELECT p.peer, e.time / 3600000, sum(CASE WHEN t.source = 0 THEN t.micro_credits ELSE -t.micro_credits END) "
+        "FROM transfers t JOIN entries e ON e.sequence = t.entry JOIN peers p ON p.id = t.target / 4 "
+        "WHERE t.entry >= ? AND t.entry < ? AND (t.source = 0 OR t.target % 4 = 3) GROUP BY p.peer, e.time / 3600000",
+        (first, end),
+    )
+    return [(PeerKey(bytes(r[0])), (r[1] + 0.5) * 3600, int(r[2])) for r in rows]
+
+
 def add_head(db: Database, h: Head) -> None:
     db.query(
         "INSERT INTO heads (id, size, root, time, sent) VALUES (?, ?, ?, ?, ?)",

@@ -281,6 +281,24 @@ class Ledger:
         """A peer's refusals, newest first, each with its number; of those before number `before`."""
         return reading.refusals(self._db, peer, before, limit)
 
+    def refused(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, Refusal]]:
+        """A peer's refusals in rounds that are posted, newest first, each with the round's entry; of those before entry
+        `before`."""
+        return reading.refused(self._db, peer, before, limit)
+
+    def posted(self) -> int:
+        """Round entries in the log."""
+        return reading.posted(self._db)
+
+    def first_since(self, time: int) -> int:
+        """The first entry of a time (unix milliseconds) or later; the log's size when there is none."""
+        return reading.first_since(self._db, time)
+
+    def earned(self, first: int, end: int) -> list[tuple[PeerKey, float, int]]:
+        """Who was credited how many micro-credits, less what was voided since, by the round entries of a range; and at
+        about which times (unix seconds, by the hour)."""
+        return reading.earned(self._db, first, end)
+
     def add_head(self, head: Head) -> None:
         """Keep a signed tree head."""
         with self._writing():

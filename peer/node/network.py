@@ -97,6 +97,8 @@ class Network:
         self._relaying, self._relaying_due = Relaying({}), 0.0
         self._passed: Counter[PeerKey] = Counter()
         self._passed_on: dict[Digest, None] = {}
+        self.listeners: list[Callable[[Signed], None]] = []
+        """Called with each verified message of another member, also with those that come too late to count."""
         self._told: dict[PeerKey, set[PeerKey]] = {}
         """Who has told us of a peer: TOLD_BY of them at most."""
         self._unheard: tuple[int, ...] = ()
@@ -197,6 +199,8 @@ class Network:
         direct = sender == message.author
         news = None
         self.briefs.heard(message)
+        for listener in self.listeners:
+            listener(message)
         if isinstance(message.body, Heartbeat):
             news = self.directory.hear(message, time.monotonic(), direct=direct)
         if direct and (news is not None or not isinstance(message.body, Heartbeat)):

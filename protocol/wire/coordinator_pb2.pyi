@@ -156,3 +156,189 @@ class AccountEntry(_message.Message):
     micro_credits: int
     settled: bool
     def __init__(self, round: _Optional[int] = ..., record: _Optional[bytes] = ..., tokens: _Optional[int] = ..., micro_credits: _Optional[int] = ..., settled: bool = ...) -> None: ...
+
+class ReceiptsRequest(_message.Message):
+    __slots__ = ("run", "peer", "before", "limit")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    peer: bytes
+    before: int
+    limit: int
+    def __init__(self, run: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., before: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ReceiptItem(_message.Message):
+    __slots__ = ("receipt", "status")
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    receipt: bytes
+    status: str
+    def __init__(self, receipt: _Optional[bytes] = ..., status: _Optional[str] = ...) -> None: ...
+
+class ReceiptsReply(_message.Message):
+    __slots__ = ("receipts", "next")
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    receipts: _containers.RepeatedCompositeFieldContainer[ReceiptItem]
+    next: int
+    def __init__(self, receipts: _Optional[_Iterable[_Union[ReceiptItem, _Mapping]]] = ..., next: _Optional[int] = ...) -> None: ...
+
+class TreeHeadRequest(_message.Message):
+    __slots__ = ("run", "before", "limit")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    before: int
+    limit: int
+    def __init__(self, run: _Optional[bytes] = ..., before: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class TreeHeadReply(_message.Message):
+    __slots__ = ("heads",)
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    heads: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, heads: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class EntriesRequest(_message.Message):
+    __slots__ = ("run", "first", "limit")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    first: int
+    limit: int
+    def __init__(self, run: _Optional[bytes] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class EntriesReply(_message.Message):
+    __slots__ = ("entries", "size")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedScalarFieldContainer[bytes]
+    size: int
+    def __init__(self, entries: _Optional[_Iterable[bytes]] = ..., size: _Optional[int] = ...) -> None: ...
+
+class LinesRequest(_message.Message):
+    __slots__ = ("run", "first", "limit")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    first: int
+    limit: int
+    def __init__(self, run: _Optional[bytes] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class EntryLines(_message.Message):
+    __slots__ = ("entry", "lines")
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    entry: int
+    lines: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, entry: _Optional[int] = ..., lines: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class LinesReply(_message.Message):
+    __slots__ = ("entries", "next")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[EntryLines]
+    next: int
+    def __init__(self, entries: _Optional[_Iterable[_Union[EntryLines, _Mapping]]] = ..., next: _Optional[int] = ...) -> None: ...
+
+class InclusionRequest(_message.Message):
+    __slots__ = ("run", "entry", "size")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    entry: int
+    size: int
+    def __init__(self, run: _Optional[bytes] = ..., entry: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class ConsistencyRequest(_message.Message):
+    __slots__ = ("run", "first", "second")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SECOND_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    first: int
+    second: int
+    def __init__(self, run: _Optional[bytes] = ..., first: _Optional[int] = ..., second: _Optional[int] = ...) -> None: ...
+
+class ProofReply(_message.Message):
+    __slots__ = ("hashes",)
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class BindRequest(_message.Message):
+    __slots__ = ("run", "binding")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    BINDING_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    binding: bytes
+    def __init__(self, run: _Optional[bytes] = ..., binding: _Optional[bytes] = ...) -> None: ...
+
+class BindReply(_message.Message):
+    __slots__ = ("peers",)
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    peers: int
+    def __init__(self, peers: _Optional[int] = ...) -> None: ...
+
+class StandingRequest(_message.Message):
+    __slots__ = ("run", "key")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    key: bytes
+    def __init__(self, run: _Optional[bytes] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class StandingReply(_message.Message):
+    __slots__ = ("key", "kind", "name", "team", "account", "micro_credits_settled", "micro_credits_pending", "micro_credits_voided", "recent", "tokens", "rounds", "peers", "rounds_in_all")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEAM_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    MICRO_CREDITS_SETTLED_FIELD_NUMBER: _ClassVar[int]
+    MICRO_CREDITS_PENDING_FIELD_NUMBER: _ClassVar[int]
+    MICRO_CREDITS_VOIDED_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_IN_ALL_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    kind: str
+    name: str
+    team: str
+    account: bytes
+    micro_credits_settled: int
+    micro_credits_pending: int
+    micro_credits_voided: int
+    recent: int
+    tokens: int
+    rounds: int
+    peers: _containers.RepeatedScalarFieldContainer[bytes]
+    rounds_in_all: int
+    def __init__(self, key: _Optional[bytes] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., team: _Optional[str] = ..., account: _Optional[bytes] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., micro_credits_voided: _Optional[int] = ..., recent: _Optional[int] = ..., tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., peers: _Optional[_Iterable[bytes]] = ..., rounds_in_all: _Optional[int] = ...) -> None: ...
+
+class CertificatesRequest(_message.Message):
+    __slots__ = ("run", "after", "limit", "record")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    after: bytes
+    limit: int
+    record: bytes
+    def __init__(self, run: _Optional[bytes] = ..., after: _Optional[bytes] = ..., limit: _Optional[int] = ..., record: _Optional[bytes] = ...) -> None: ...
+
+class CertificatesReply(_message.Message):
+    __slots__ = ("certificates", "more")
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    certificates: _containers.RepeatedScalarFieldContainer[bytes]
+    more: bool
+    def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., more: bool = ...) -> None: ...

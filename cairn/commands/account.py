@@ -1,0 +1,106 @@
+"""`cairn account ...`: parses arguments and hands over to `cairn.accounts`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+def home_option(f):
+    """As `cairn peer join --home`."""
+    return click.option(
+        "--home",
+        type=click.Path(file_okay=False, path_type=Path),
+        default="~/.cairn",
+        envvar="CAIRN_HOME",
+        show_default=True,
+        help="Where identity, account and runs are kept.",
+        callback=lambda _c, _p, value: value.expanduser(),
+    )(f)
+
+
+def via_option(f):
+    """As `cairn status --via`."""
+    return click.option(
+        "--via",
+        multiple=True,
+        metavar="MULTIADDR",
+        help="A member to ask where the coordinator is, should it have moved; may be repeated.",
+    )(f)
+
+
+@click.group()
+def account() -> None:
+    """Credits: what peers have earned, and one account for several of them."""
+
+
+@account.command("new")
+@home_option
+def new(home) -> None:
+    """Make an account: a key file, to which peers are bound."""
+    from cairn.accounts import new_account
+
+    click.echo(new_account(home))
+
+
+@account.command("bind")
+@click.argument("invite")
+@click.option("--name", required=True, help="What the account is called on the run's page (at most 40 bytes).")
+@click.option("--team", default="", help="Its team, if any (at most 40 bytes).")
+@click.option("--word", "words", multiple=True, help="What `cairn account word` printed where the peer is.")
+@click.option(
+    "--key",
+    "key_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="The account's key file.  [default: account.key in --home]",
+)
+@home_option
+@via_option
+def bind(invite, name, team, words, key_file, home, via) -> None:
+    """Let what this machine's peer earns in a run count for the account."""
+    from cairn.accounts import bind_peers
+
+    for line in bind_peers(invite, home, name=name, team=team, words=words, key_file=key_file, via=via):
+        click.echo(line)
+
+
+@account.command("word")
+@click.argument("invite")
+@click.argument("account_key", metavar="ACCOUNT")
+@home_option
+def word(invite, account_key, home) -> None:
+    """Print this peer's word that it belongs to ACCOUNT, for `cairn account bind --word` where the account's key is.
+
+    So the account's key need not be on rented machines.
+    """
+    from cairn.accounts import peer_word
+
+    click.echo(peer_word(invite, account_key, home))
+
+
+@account.command("show")
+@click.argument("invite")
+@click.option("--peer", default="", metavar="KEY", help="Of this peer.")
+@click.option("--account", "account_key", default="", metavar="KEY", help="Of this account.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@home_option
+@via_option
+def show(invite, peer, account_key, as_json, home, via) -> None:
+    """Show totals, the recent average, and the newest receipts; of your own account or peer unless told otherwise."""
+    from cairn.accounts import show as show_account
+
+    show_account(invite, home, peer=peer, account=account_key, as_json=as_json, via=via)
+
+
+@account.command("export")
+@click.argument("invite")
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--force", is_flag=True, help="Write over what is there.")
+@via_option
+def export(invite, out, force, via) -> None:
+    """Write every credit of the run to OUT, a .csv or .parquet file."""
+    from cairn.accounts import export_credits
+
+    export_credits(invite, out, via=via, force=force)

@@ -1,0 +1,46 @@
+"""`cairn audit ...`: parses arguments and hands over to `cairn.auditing`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from cairn.commands.account import home_option, via_option
+
+
+@click.group()
+def audit() -> None:
+    """Check a run's credits yourself. The exit code is 0 when all is as it should be, 1 when it is not."""
+
+
+@audit.command("ledger")
+@click.argument("invite")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@home_option
+@via_option
+def ledger(invite, as_json, home, via) -> None:
+    """Recompute every credit of the run from the peers' certificates, and say where the coordinator's log differs.
+
+    The chain is read from members of the swarm. The newest signed head of the log is remembered under --home: the next
+    audit sees whether the log has only grown since.
+    """
+    from cairn.auditing import audit_ledger
+
+    if not audit_ledger(invite, home, as_json=as_json, via=via):
+        sys.exit(1)
+
+
+@audit.command("receipt")
+@click.argument("invite")
+@click.argument("files", nargs=-1, type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--peer", default="", metavar="KEY", help="The newest receipts of this peer.  [default: this machine's]")
+@home_option
+@via_option
+def receipt(invite, files, peer, home, via) -> None:
+    """Check receipts (FILES, or the newest of a peer) against the log: each is proved to be in it."""
+    from cairn.auditing import audit_receipts
+
+    if not audit_receipts(invite, files, peer, home, via=via):
+        sys.exit(1)

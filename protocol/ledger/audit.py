@@ -1,0 +1,447 @@
+"""Checks a log of credits against the chain: every entry, every line, every hash, every signed head. Pure.
+
+An auditor is handed the entries in the order in which the coordinator gives them, and finds each difference by itself:
+after one it goes on from what the chain says, so that a single change is a single finding, not a flood. The rules of
+the accounts are those of `books`; what a round earned comes from its certificate, never from the log.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from protocol.errors import BooksError, MalformedError
+from protocol.ids import Digest, PeerKey, Round
+from protocol.ledger.accounts import Standing
+from protocol.ledger.books import Books
+from protocol.ledger.credits import RoundAccount
+from protocol.ledger.entries import (
+    Entry,
+    Line,
+    RollbackEntry,
+    RoundEntry,
+    SettleEntry,
+    VoidEntry,
+    decode_entry,
+    decode_line,
+    encode_line,
+    first_previous,
+    lines_root,
+)
+from protocol.ledger.statements import TreeHead
+from protocol.merkle import leaf_hash, tree_hash
+from protocol.proofs import Appender
+from protocol.spec import RunSpec
+
+MAX_LINES_NAMED = 20
+"""Lines of one entry that are named one by one; the rest is counted."""
+
+MAX_DIFFERENCES = 10_000
+MAX_GAP = 100_000
+REMEMBERED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where the log is not what it should be. `entry`: which; None for what is about the log as a whole."""
+
+    entry: int | None
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeenHead:
+    """A verified tree head, and where it is from, for people: "signed" or "seen by this machine"."""
+
+    head: TreeHead
+    origin: str = "signed"
+
+
+@dataclass(slots=True)
+class Report:
+    """What an audit found. `unproved`: what could not be checked, and why; amounts in micro-credits."""
+
+    entries: int = 0
+    rounds: int = 0
+    lines: int = 0
+    root: str = ""
+    issued: int = 0
+    pending: int = 0
+    settled: int = 0
+    voided: int = 0
+    standings: dict[PeerKey, Standing] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+    unproved: list[Difference] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        """Everything was checked, and all is as it should be."""
+        return not self.differences and not self.unproved
+
+
+Find = Callable[[Digest], RoundAccount | None]
+"""What the certificate of a record earns whom (`credits.account_for`); None for a record of no known certificate."""
+
+
+class Auditor:
+    """`take` each entry in order, then `finish`.
+
+    `find` knows the certificates that were verified; `heads` are those that the log must agree with, newest first.
+    `is_left`: whether a record that `find` knows is not of the chain that the swarm follows; the owner must have rolled
+    back what was credited for it.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        find: Find,
+        heads: Sequence[SeenHead] = (),
+        *,
+        is_left: Callable[[Digest], bool] | None = None,
+    ):
+        self._run = spec.run_id
+        self._find = find
+        self._is_left = is_left or (lambda record: False)
+        self._books = Books.of(spec)
+        self._log = Appender()
+        self._number = 0
+        """Of the entry that should come next."""
+        self._leaves: OrderedDict[int, bytes] = OrderedDict({-1: bytes(first_previous(spec.run_id))})
+        self._time = 0
+        self._missing: list[int] = []
+        """Numbers of entries that are missing so far."""
+        self._early: dict[int, int] = {}
+        """Settlements that came before they were due, as when a round is missing: of which entry, by which."""
+        self._wanting: set[int] = set()
+        """Entries that were settled for want of their settlement."""
+        self._posted: dict[Digest, int] = {}
+        self._filled: set[Digest] = set()
+        """Rounds that were credited for want of their entry."""
+        self._orphans: dict[int, tuple[RoundEntry, bool]] = {}
+        """Rounds that are not of the chain, and whether their certificates are known."""
+        self._wanted: dict[int, list[SeenHead]] = {}
+        self._heads = list(heads)
+        self.report = Report()
+        for seen in heads:
+            self._wanted.setdefault(seen.head.size, []).append(seen)
+        self._check_order(heads)
+        self._check_heads()
+
+    @property
+    def tip(self) -> Digest:
+        """The record of the newest round that is credited."""
+        return self._books.tip
+
+    def take(self, sent: bytes, lines: Sequence[bytes] = ()) -> None:
+        """The next entry as it was given, and the lines of a round."""
+        report, place = self.report, self._log.size
+        leaf = leaf_hash(sent)
+        self._log.append(leaf)
+        report.entries += 1
+        try:
+            entry = decode_entry(sent)
+        except MalformedError as e:
+            self._say(place, f"entry {place} cannot be read: {e}")
+            self._number = max(self._number, place + 1)
+            self._remember(place, leaf)
+        else:
+            again = self._leaves.get(entry.sequence) == leaf
+            self._check_place(entry, place)
+            if not again:
+                self._check_what(entry, list(lines))
+            self._remember(entry.sequence, leaf)
+        self._check_heads()
+
+    def finish(self, final: Round | None = None, record: Digest | None = None) -> Report:
+        """The report. `final`: the newest round that the owner has signed as final, as the swarm holds it; `record` its
+        record."""
+        report, books = self.report, self._books
+        for of, n in self._early.items():
+            self._say(n, f"entry {n} settles entry {of}, which is not due")
+        for n, (orphan, proved) in self._orphans.items():
+            why = (
+                "the swarm follows another" if proved else "this round was invented, or its certificate is kept from us"
+            )
+            self._say(
+                n,
+                f"entry {n} credits round {orphan.round} with record {orphan.record.short}, which is not in the chain: "
+                f"{why}",
+            )
+        if (due := books.due) is not None:
+            self._say(None, f"the settlement of entry {due} is due, and the log ends without it")
+        if final is not None and final >= books.rounds:
+            missing = f"round {books.rounds}" if final == books.rounds else f"rounds {books.rounds} to {final}"
+            self._say(None, f"the log ends before {missing}: final by the owner's word, and not credited")
+        elif final is not None and record is not None and books.record_of(final) != record:
+            self._say(
+                books.entry_of(final),
+                f"entry {books.entry_of(final)} credits round {final} with record {books.record_of(final).short}; the "
+                f"owner has signed record {record.short} as final",
+            )
+        for seen in (s for heads in self._wanted.values() for s in heads):
+            self._say(
+                None,
+                f"a tree head over {seen.head.size} entries was {seen.origin}, but the log has {self._log.size}: "
+                "entries were removed",
+            )
+        report.root = str(self._log.root())
+        report.standings = dict(books.standings)
+        report.issued = -books.sums["issuance"]
+        report.pending, report.settled = books.sums["pending"], books.sums["settled"]
+        report.voided = books.sums["voided"]
+        report.differences.sort(key=lambda d: (d.entry is None, d.entry or 0))
+        return report
+
+    # -- the log itself --------------------------------------------------------------------------------------
+
+    def _check_place(self, entry: Entry, place: int) -> None:
+        """Number, hash chain and time."""
+        n, expected = entry.sequence, self._number
+        if entry.run != self._run:
+            self._say(place, f"place {place} holds an entry of another run ({entry.run.short})")
+        if n > expected:
+            self._missing += range(expected, min(n, expected + MAX_GAP))
+            missing = f"entry {expected} is" if n == expected + 1 else f"entries {expected} to {n - 1} are"
+            self._say(expected, f"place {place} holds entry {n}: {missing} missing there")
+        elif n < expected:
+            self._say(n, f"place {place} holds entry {n}: it stands there twice, or the order was changed")
+        before = self._leaves.get(n - 1)
+        if before is not None and before != entry.previous:
+            self._say(
+                max(0, n - 1),
+                f"entry {n} names another entry before it than entry {n - 1} as it is now: one of the two was changed "
+                "after it was written"
+                if n
+                else "entry 0 does not begin the log of this run",
+            )
+        if entry.time < self._time and not n < expected:
+            self._say(n, f"entry {n} is of {entry.time} ms, before the entry before it ({self._time} ms)")
+        self._time = max(self._time, entry.time)
+        self._number = max(expected, n + 1)
+
+    def _remember(self, number: int, leaf: bytes) -> None:
+        self._leaves[number] = leaf
+        while len(self._leaves) > REMEMBERED:
+            self._leaves.popitem(last=False)
+
+    def _check_heads(self) -> None:
+        """The heads over as many entries as there are now."""
+        for seen in self._wanted.pop(self._log.size, ()):
+            if self._log.root() != seen.head.root:
+                self._say(
+                    None,
+                    f"the tree head over {seen.head.size} entries that was {seen.origin} has root "
+                    f"{seen.head.root.short}, and these entries hash to {self._log.root().short}: an entry before "
+                    f"number {seen.head.size} was changed, added or removed since, or the head is of another log",
+                )
+
+    def _check_order(self, heads: Iterable[SeenHead]) -> None:
+        by_size: dict[int, Digest] = {}
+        signed = sorted((s.head for s in heads), key=lambda h: (h.time, h.size))
+        for a, b in zip(signed, signed[1:], strict=False):
+            if b.size < a.size:
+                self._say(None, f"a tree head over {b.size} entries was signed after one over {a.size}")
+        for head in signed:
+            if by_size.setdefault(head.size, head.root) != head.root:
+                self._say(None, f"two tree heads over {head.size} entries were signed with different roots")
+
+    # -- what entries say ------------------------------------------------------------------------------------
+
+    def _check_what(self, entry: Entry, lines: list[bytes]) -> None:
+        books, what, n = self._books, entry.what, entry.sequence
+        # What the log itself is has been looked at above: the books are to judge what is said.
+        books.size, books.leaf, books.time = n, entry.previous, min(books.time, entry.time)
+        if lines and not isinstance(what, RoundEntry):
+            self._say(n, f"entry {n} is no round, and has lines")
+        if not (isinstance(what, SettleEntry) and what.entry == books.due):
+            self._settle_what_is_due(entry)
+        try:
+            match what:
+                case RoundEntry():
+                    self._round(entry, what, lines)
+                case SettleEntry() if what.entry in self._wanting:
+                    self._wanting.discard(what.entry)  # it stands in another place, which was said
+                case SettleEntry() if what.entry != books.due and self._missing:
+                    self._early[what.entry] = n
+                case SettleEntry():
+                    self._compare(entry, books._settle(what.entry, entry.time).entry)
+                case VoidEntry():
+                    self._compare(entry, books._void(what.verdict, entry.time).entry)
+                case RollbackEntry():
+                    self._compare(entry, books._rollback(what.record, what.round, what.amendment, entry.time).entry)
+                    # The branch is given up: its certificates need not be in the chain that peers keep.
+                    for m in [m for m, (orphan, _) in self._orphans.items() if orphan.round > what.round]:
+                        gone, proved = self._orphans.pop(m)
+                        if proved:
+                            continue
+                        self.report.unproved.append(
+                            Difference(m, f"entry {m}: nobody gives the certificate of round {gone.round}, which the "
+                                       "owner has rolled back")
+                        )  # fmt: skip
+        except BooksError as e:
+            self._say(n, f"entry {n} ({entry.kind}): {e}")
+
+    def _settle_what_is_due(self, entry: Entry) -> None:
+        books, n = self._books, entry.sequence
+        while (due := books.due) is not None:
+            if self._early.pop(due, None) is None:
+                self._wanting.add(due)
+                self._say(n, f"the settlement of entry {due} is missing: it was due before entry {n}")
+            books.size = self._spare(n)
+            books._settle(due, entry.time)
+        books.size = n
+
+    def _spare(self, number: int) -> int:
+        """The number of a missing entry, for what takes its place."""
+        return self._missing.pop(0) if self._missing else number
+
+    def _compare(self, entry: Entry, made: Entry) -> None:
+        if entry.what != made.what:
+            self._say(
+                entry.sequence,
+                f"entry {entry.sequence} says {_said(entry)}; what follows from the chain is {_said(made)}",
+            )
+
+    def _round(self, entry: Entry, what: RoundEntry, lines: list[bytes]) -> None:
+        n, report = entry.sequence, self.report
+        report.rounds += 1
+        report.lines += len(lines)
+        if (first := self._posted.setdefault(what.record, n)) != n:
+            self._say(n, f"entry {n} credits round {what.round} again: entry {first} has done so")
+            return
+        account = self._find(what.record)
+        if account is None:
+            self._orphans[n] = (what, False)
+            account = self._as_told(entry, what, lines)
+            if account is None:
+                return
+        else:
+            if self._is_left(what.record):
+                self._orphans[n] = (what, True)
+            self._check_round(n, what, account, lines)
+            if what.record in self._filled:
+                return
+            self._post_what_is_missing(account, entry)
+        self._books.size = n
+        self._books._post(account, entry.time)
+
+    def _check_round(self, n: int, what: RoundEntry, account: RoundAccount, lines: list[bytes]) -> None:
+        """Against the certificate: what the entry says, and each line."""
+        true = [encode_line(line) for line in account.entries]
+        root = lines_root(account.entries)
+        wrong = [
+            f"{name} {said}, not {is_}"
+            for name, said, is_ in (
+                ("round", what.round, account.round),
+                ("parent", what.parent.short, account.parent.short),
+                ("number of lines", what.count, len(true)),
+                ("micro-credits", what.micro_credits, account.micro_credits),
+            )
+            if said != is_
+        ]
+        if wrong:
+            self._say(n, f"entry {n} says of record {what.record.short}: {'; '.join(wrong)} as its certificate says")
+        if lines != true:
+            self._name_lines(n, what, account, lines, true)
+            if tree_hash([leaf_hash(line) for line in lines]) != what.lines_root and what.lines_root == root:
+                self._say(n, f"the lines of entry {n} do not hash to what the entry commits to: lines were changed")
+        if what.lines_root != root:
+            self._say(n, f"entry {n} commits to other lines than the certificate of round {account.round} gives")
+
+    def _name_lines(
+        self, n: int, what: RoundEntry, account: RoundAccount, lines: list[bytes], true: list[bytes]
+    ) -> None:
+        named = 0
+        for i in range(max(len(lines), len(true))):
+            said, is_ = (lines[i] if i < len(lines) else None), (true[i] if i < len(true) else None)
+            if said == is_:
+                continue
+            named += 1
+            if named <= MAX_LINES_NAMED:
+                line = account.entries[i] if is_ is not None else None
+                self._say(n, f"line {i} of entry {n} (round {what.round}): {_line_words(said, line)}")
+        if named > MAX_LINES_NAMED:
+            self._say(n, f"{named - MAX_LINES_NAMED} more lines of entry {n} differ")
+
+    def _as_told(self, entry: Entry, what: RoundEntry, lines: list[bytes]) -> RoundAccount | None:
+        """A round without a certificate, as the log itself has it."""
+        if tree_hash([leaf_hash(line) for line in lines]) != what.lines_root:
+            self._say(entry.sequence, f"the lines of entry {entry.sequence} do not hash to what the entry commits to")
+        try:
+            shares = tuple(decode_line(line) for line in lines)
+        except MalformedError as e:
+            self._say(entry.sequence, f"the lines of entry {entry.sequence} cannot be read: {e}")
+            return None
+        return RoundAccount(what.round, what.record, what.parent, what.parent, 0.0, shares)
+
+    def _post_what_is_missing(self, account: RoundAccount, entry: Entry) -> None:
+        """Rounds of the chain between where the books are and this one, of which the log has no entry."""
+        books = self._books
+        missing: list[RoundAccount] = []
+        parent = account.parent
+        while parent != books.tip and len(missing) < MAX_GAP:
+            known = self._find(parent)
+            if known is None or known.round < books.rounds:
+                return  # the books say what is wrong
+            missing.append(known)
+            parent = known.parent
+        n = entry.sequence
+        for round_ in reversed(missing):
+            self._say(
+                n,
+                f"round {round_.round} (record {round_.record.short}) is not credited before entry {n}, which credits "
+                "a later one",
+            )
+            self._filled.add(round_.record)
+            books.size = self._spare(n)
+            books._post(round_, entry.time)
+            while (due := books.due) is not None:
+                if self._early.pop(due, None) is None:
+                    self._wanting.add(due)
+                books.size = self._spare(n)
+                books._settle(due, entry.time)
+
+    def _say(self, entry: int | None, words: str) -> None:
+        if len(self.report.differences) < MAX_DIFFERENCES:
+            self.report.differences.append(Difference(entry, words))
+
+
+def _said(entry: Entry) -> str:
+    """An entry in words."""
+    what = entry.what
+    match what:
+        case RoundEntry():
+            return f"round {what.round}, {what.count} lines, {what.micro_credits} micro-credits"
+        case SettleEntry():
+            return f"{what.count} lines of entry {what.entry} settle, {what.micro_credits} micro-credits"
+        case VoidEntry():
+            return f"line {what.line} of entry {what.entry} is void, {what.micro_credits} micro-credits"
+        case RollbackEntry():
+            return f"back to round {what.round}, record {what.record.short}"
+
+
+def _line_words(said: bytes | None, true: Line | None) -> str:
+    """What a line says, and what it should."""
+    if said is None and true is not None:
+        return f"it is missing; peer {true.peer.short} earned {true.micro_credits} micro-credits"
+    try:
+        line = decode_line(said or b"")
+    except MalformedError as e:
+        return f"it cannot be read: {e}"
+    if true is None:
+        return (
+            f"it gives peer {line.peer.short} {line.micro_credits} micro-credits, and the certificate has no such line"
+        )
+    if line.peer != true.peer:
+        return (
+            f"it gives {line.micro_credits} micro-credits to peer {line.peer.short}; by the certificate they are peer "
+            f"{true.peer.short}'s ({true.micro_credits})"
+        )
+    names = ("update", "windows", "tokens", "micro_credits")
+    wrong = [
+        f"{name.replace('_', '-')} {getattr(line, name)}, not {getattr(true, name)}"
+        for name in names
+        if getattr(line, name) != getattr(true, name)
+    ]
+    return f"peer {line.peer.short}: {'; '.join(wrong)}"

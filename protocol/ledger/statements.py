@@ -1,0 +1,256 @@
+"""Signed words about the ledger: tree heads and receipts by the owner, bindings by peers and accounts.
+
+Each is opened by a function that verifies before it decodes, and refuses what its maker would not have written byte for
+byte: one statement has one form. Verdicts, which are part of entries, are in `verdicts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from protocol.envelope import author_of, open_envelope, seal
+from protocol.errors import AdmissionError, MalformedError
+from protocol.identity import Identity
+from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId
+from protocol.wire import ledger_pb2 as wire
+
+MAX_REASON = 200
+MAX_ACCOUNT_NAME = 40
+
+
+@dataclass(frozen=True, slots=True)
+class TreeHead:
+    """The owner's word that the log has `size` entries with this root at a time (unix milliseconds)."""
+
+    run: RunId
+    size: int
+    root: Digest
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The owner's word on one update that was announced in a round that is final.
+
+    `windows`, `tokens` and `micro_credits` are what was accepted: 0 when it was not, and then `reason` says why.
+    `entry` is the sequence of the round's entry, `line` its place among the round's lines. It settles when the ledger's
+    newest round entry is number `pending_until` (from 0).
+    """
+
+    run: RunId
+    peer: PeerKey
+    round: Round
+    record: Digest
+    update: Digest
+    accepted: bool
+    reason: str
+    windows: int
+    tokens: int
+    micro_credits: int
+    entry: int
+    line: int
+    pending_until: int
+
+
+@dataclass(frozen=True, slots=True)
+class BindPeer:
+    """A peer's word that what it earns counts for an account. `time` in unix seconds: the newest counts."""
+
+    run: RunId
+    account: PeerKey
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class BindAccount:
+    """An account's word that a peer is one of its own, what it is called, and its team ("": none). `peer_word`: the
+    envelope of the peer's `BindPeer`."""
+
+    run: RunId
+    peer_word: bytes
+    time: int
+    name: str
+    team: str
+
+
+T = TypeVar("T", TreeHead, Receipt, BindPeer, BindAccount)
+
+
+@dataclass(frozen=True, slots=True)
+class Word(Generic[T]):
+    """A verified statement, who signed it, its digest, and the envelope to keep and to pass on."""
+
+    body: T
+    author: PeerKey
+    digest: Digest
+    sent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A peer and an account that both said so. Of several of a peer, that with the greatest `order` counts."""
+
+    peer: PeerKey
+    account: PeerKey
+    name: str
+    team: str
+    peer_time: int
+    account_time: int
+    sent: bytes
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The peer's word decides first: an account cannot keep a peer that has gone to another."""
+        return self.peer_time, self.account_time
+
+
+def sign(identity: Identity, body: T) -> Word[T]:
+    """The signed statement. Raises MalformedError for one that others would refuse."""
+    kind, limit, encode, decode = _KINDS[type(body)]
+    e = seal(identity, kind, encode(body).SerializeToString(deterministic=True))
+    if len(e.sent) > limit or decode(e.payload) != body:
+        raise MalformedError(f"this {kind} has no form on the wire: a text or a number is too large")
+    return Word(body, e.author, e.digest, e.sent)
+
+
+def open_tree_head(sent: bytes, run: RunId, owner: PeerKey) -> Word[TreeHead]:
+    """Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
+    return _open(sent, TreeHead, run, owner)
+
+
+def open_receipt(sent: bytes, run: RunId, owner: PeerKey) -> Word[Receipt]:
+    """Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
+    return _open(sent, Receipt, run, owner)
+
+
+def open_bind_peer(sent: bytes, run: RunId) -> Word[BindPeer]:
+    """A peer's word for an account, to be signed by the account. Raises MalformedError, SignatureError."""
+    return _open(sent, BindPeer, run, None)
+
+
+def open_binding(sent: bytes, run: RunId) -> Binding:
+    """Both words, verified. Raises MalformedError, SignatureError; AdmissionError when they name different accounts."""
+    outer = _open(sent, BindAccount, run, None)
+    inner = _open(outer.body.peer_word, BindPeer, run, None)
+    if inner.body.account != outer.author:
+        raise AdmissionError(
+            f"peer {inner.author.short} binds itself to account {inner.body.account.short}, not to "
+            f"{outer.author.short}, which signs"
+        )
+    b = outer.body
+    return Binding(inner.author, outer.author, b.name, b.team, inner.body.time, b.time, outer.sent)
+
+
+def bind(peer: Identity, account: Identity, run: RunId, time: int, name: str, team: str = "") -> Binding:
+    """Both words, signed. Raises MalformedError for names that are too long or not printable."""
+    inner = sign(peer, BindPeer(run, account.key, time))
+    return open_binding(sign(account, BindAccount(run, inner.sent, time, name, team)).sent, run)
+
+
+def _open(sent: bytes, body: type[T], run: RunId, by: PeerKey | None) -> Word[T]:
+    kind, limit, encode, decode = _KINDS[body]
+    if by is not None and author_of(sent, limit=limit) != by:
+        raise AdmissionError(f"a {kind} that is not signed by the run's owner")
+    e = open_envelope(sent, kind, limit=limit)
+    decoded = decode(e.payload)
+    if encode(decoded).SerializeToString(deterministic=True) != e.payload:
+        raise MalformedError(f"a {kind} that is not in canonical form")
+    if decoded.run != run:
+        raise MalformedError(f"a {kind} of another run ({decoded.run.short})")
+    return Word(decoded, e.author, e.digest, e.sent)
+
+
+# -- the forms on the wire -------------------------------------------------------------------------------------------
+
+
+def _encode_head(b: TreeHead) -> Message:
+    return wire.TreeHead(run=b.run, size=b.size, root=b.root, time=b.time)
+
+
+def _decode_head(payload: bytes) -> TreeHead:
+    m = _parsed(wire.TreeHead(), payload)
+    return TreeHead(RunId(m.run), _count("size", m.size), Digest(m.root), _count("time", m.time))
+
+
+def _encode_receipt(b: Receipt) -> Message:
+    return wire.Receipt(
+        run=b.run, peer=b.peer, round=b.round, record=b.record, update=b.update, accepted=b.accepted, reason=b.reason,
+        windows=b.windows, tokens=b.tokens, micro_credits=b.micro_credits, entry=b.entry, line=b.line,
+        pending_until=b.pending_until,
+    )  # fmt: skip
+
+
+def _decode_receipt(payload: bytes) -> Receipt:
+    m = _parsed(wire.Receipt(), payload)
+    receipt = Receipt(
+        RunId(m.run), PeerKey(m.peer), Round(_count("round", m.round, MAX_ROUND)), Digest(m.record), Digest(m.update),
+        m.accepted, _text("reason", m.reason, MAX_REASON), _count("windows", m.windows), _count("tokens", m.tokens),
+        _count("micro_credits", m.micro_credits), _count("entry", m.entry), _count("line", m.line),
+        _count("pending_until", m.pending_until),
+    )  # fmt: skip
+    if receipt.accepted == bool(receipt.reason):
+        raise MalformedError("a receipt says why an update was not accepted, and nothing else")
+    if not receipt.accepted and any((receipt.windows, receipt.tokens, receipt.micro_credits, receipt.line)):
+        raise MalformedError("a receipt for what was not accepted gives no credit")
+    return receipt
+
+
+def _encode_bind_peer(b: BindPeer) -> Message:
+    return wire.BindPeer(run=b.run, account=b.account, time=b.time)
+
+
+def _decode_bind_peer(payload: bytes) -> BindPeer:
+    m = _parsed(wire.BindPeer(), payload)
+    return BindPeer(RunId(m.run), PeerKey(m.account), _count("time", m.time))
+
+
+def _encode_bind_account(b: BindAccount) -> Message:
+    return wire.BindAccount(run=b.run, peer_word=b.peer_word, time=b.time, name=b.name, team=b.team)
+
+
+def _decode_bind_account(payload: bytes) -> BindAccount:
+    m = _parsed(wire.BindAccount(), payload)
+    name, team = _text("name", m.name, MAX_ACCOUNT_NAME), _text("team", m.team, MAX_ACCOUNT_NAME)
+    if name != name.strip() or team != team.strip():
+        raise MalformedError("a name neither begins nor ends with a space")
+    return BindAccount(RunId(m.run), bytes(m.peer_word), _count("time", m.time), name, team)
+
+
+def _count(what: str, value: int, top: int = MAX_COUNT) -> int:
+    if value > top:
+        raise MalformedError(f"{what} is {value}: at most {top} is accepted")
+    return value
+
+
+def _text(what: str, value: str, top: int) -> str:
+    if len(value.encode()) > top or not value.isprintable():
+        raise MalformedError(f"{what} is longer than {top} bytes or not printable")
+    return value
+
+
+M = TypeVar("M", bound=Message)
+
+
+def _parsed(message: M, payload: bytes) -> M:
+    try:
+        message.ParseFromString(payload)
+    except DecodeError:
+        raise MalformedError(f"the payload is not a {type(message).__name__}") from None
+    return message
+
+
+_KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes], Any]]] = {
+    TreeHead: ("tree-head", 320, _encode_head, _decode_head),
+    Receipt: ("receipt", 640, _encode_receipt, _decode_receipt),
+    BindPeer: ("bind-peer", 256, _encode_bind_peer, _decode_bind_peer),
+    BindAccount: ("bind-account", 640, _encode_bind_account, _decode_bind_account),
+}
+"""For each statement: its kind on the wire, the largest envelope in bytes, how it is encoded and decoded."""
+
+MAX_BINDING = _KINDS[BindAccount][1]
+MAX_HEAD = _KINDS[TreeHead][1]
+MAX_RECEIPT = _KINDS[Receipt][1]
