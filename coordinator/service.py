@@ -17,7 +17,6 @@ from coordinator.announcing import Announcer
 from coordinator.credits import Balance
 from coordinator.errors import CoordinatorError
 from coordinator.follower import Follower, wait_at_most
-from coordinator.history import charts
 from coordinator.ledger_thread import LedgerThread
 from coordinator.metrics import Metrics
 from coordinator.overview import Overlooker, Overview, PeerView
@@ -27,6 +26,9 @@ from coordinator.page.feed import Feed
 from coordinator.page.server import PageServer
 from coordinator.peers import PeerBook
 from coordinator.rpc import Service, start_server
+from coordinator.showing import Showing
+from coordinator.sightings import Sightings
+from coordinator.sightings_file import SightingsFile
 from coordinator.swarm import SwarmView
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
@@ -38,6 +40,7 @@ from protocol.wire import coordinator_pb2 as wire
 log = logging.getLogger(__name__)
 
 LEDGER_FILE = "ledger.sqlite"
+SIGHTINGS_FILE = "sightings.jsonl"
 MAX_STATUS_PEERS = 1000
 MAX_ENTRIES = 50
 STOP_SECONDS = 3.0
@@ -84,14 +87,20 @@ class Coordinator:
         self._admitter = Admitter(spec, owner, config.codes, self._ledger, now)
         self._follower = Follower(spec, owner, view, self._ledger, now)
         self._book = PeerBook(spec.round.member_seconds)
-        self._overlooker = Overlooker(spec, self._follower, self._book, self._admitter.name_of)
+        self._sightings = Sightings(spec.round.member_seconds, now)
+        self._sightings_file = SightingsFile(config.folder / SIGHTINGS_FILE)
+        self._overlooker = Overlooker(spec, self._follower, self._book, self._sightings, self._admitter.name_of)
         self._metrics = Metrics(self.overview, lambda: len(self.feed))
-        self._page = PageServer(make_app(self))
+        self._showing = Showing(
+            feed=self.feed, look=self.overview, follower=self._follower, sightings=self._sightings, ledger=self._ledger,
+            view=view, name_of=self._admitter.name_of, checkpoints=config.folder / "checkpoints",
+            metrics_text=self._metrics.text, now=now,
+        )  # fmt: skip
+        self._page = PageServer(make_app(self._showing))
         self._news = asyncio.Event()
         self._announcer = Announcer(owner, view, self.invite, now)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
-        self._charts: tuple[Digest | None, bytes] | None = None
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
         self.fingerprint: Digest | None = None
@@ -114,7 +123,10 @@ class Coordinator:
         self.fingerprint = certificate.fingerprint
         await self._ledger.open(c.folder / LEDGER_FILE, self.run)
         await self._admitter.load()
+        self._sightings.restore(await asyncio.to_thread(self._sightings_file.read))
+        self._view.listen(self._sightings.hear)
         self._follower.changed = self._news.set
+        self._follower.noted = lambda account: self._sightings.decide(account, self._view.heartbeats())
         await self._follower.start()
         service = Service(self, self._metrics.counted)
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
@@ -134,6 +146,7 @@ class Coordinator:
         for result in await asyncio.gather(*stops, return_exceptions=True):
             if isinstance(result, BaseException):
                 log.error("while stopping: %r", result)
+        await self._save_sightings()
         await self._ledger.close()
 
     @property
@@ -174,38 +187,20 @@ class Coordinator:
             self._lasts = max(0.25, 10 * (time.monotonic() - began))
         return self._overview[1]
 
+    async def _save_sightings(self) -> None:
+        if unsaved := self._sightings.take_unsaved():
+            await asyncio.to_thread(self._sightings_file.append, unsaved)
+
     async def _publish_on(self) -> None:
         while True:
             self._overview, began = None, time.monotonic()
-            self.feed.publish(self.status_json())
+            self.feed.publish(json_view.encode(self._showing.status()))
             took = time.monotonic() - began
+            await self._save_sightings()
             await wait_at_most(self._news, 2)  # news at once; else the ages of heartbeats move on
             self._news.clear()
             # A burst of news is one; and a large swarm is looked at less often, so that peers are answered in between.
             await asyncio.sleep(max(0.3 if len(self.feed) <= 20 else 3, 20 * took))
-
-    def status_json(self) -> bytes:
-        return json_view.encode(json_view.status(self.overview()))
-
-    def charts_json(self) -> bytes:
-        """Made once a round."""
-        head = self._follower.head
-        key = head[1] if head else None
-        if self._charts is None or self._charts[0] != key:
-            points = [*self._follower.history.points(), *self._follower.open_points()]
-            self._charts = (key, json_view.encode(json_view.charts(charts(points))))
-        return self._charts[1]
-
-    async def rounds_json(self, after: int, limit: int) -> bytes:
-        accounts = await self._ledger.run(lambda ledger: ledger.accounts(after=after, limit=limit))
-        final = len(accounts)
-        at = accounts[-1].round if accounts else after
-        accounts += [a for a in self._follower.open if a.round > at][: limit - final]
-        name_of = self._admitter.name_of
-        return json_view.encode([json_view.account(a, i < final, name_of) for i, a in enumerate(accounts)])
-
-    def metrics_text(self) -> bytes:
-        return self._metrics.text()
 
     # -- what gRPC answers -----------------------------------------------------------------------------------
 
