@@ -33,7 +33,7 @@ Standings = Callable[[str, int, str], Awaitable[list[dict[str, Any]]]]
 
 
 class ModelShown(Protocol):
-    """Who keeps the model's samples and checkpoints: rows as /api/samples and /api/checkpoints have them, newest first."""
+    """Who keeps samples and checkpoints: rows as /api/samples and /api/checkpoints have them, newest first."""
 
     async def samples(self) -> list[dict[str, Any]]: ...
 

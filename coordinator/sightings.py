@@ -79,7 +79,7 @@ class Typical:
 
 class Sightings:
     """Fed with what the observer hears (`hear`) and with each record as it becomes the newest (`decide`). Bounded: one
-    early word of each author, MAX_PROPOSALS of a round, MAX_ROUNDS rounds."""
+    early announcement and proposal of each author, MAX_PROPOSALS of a round, MAX_ROUNDS rounds."""
 
     def __init__(self, member_seconds: float, now: Callable[[], float]):
         self._member_seconds = member_seconds
@@ -89,7 +89,7 @@ class Sightings:
         self._began: float | None = None
         self._heard: dict[PeerKey, Announced] = {}
         self._proposed: dict[Digest, tuple[float, frozenset[PeerKey]]] = {}
-        self._early: OrderedDict[PeerKey, tuple[Signed, float]] = OrderedDict()
+        self._early: OrderedDict[tuple[PeerKey, type], tuple[Signed, float]] = OrderedDict()
         self._announcements: OrderedDict[Digest, Mapping[PeerKey, float]] = OrderedDict()
         self._before: frozenset[PeerKey] = frozenset()
         self._bytes: dict[PeerKey, tuple[int, int]] = {}
@@ -154,9 +154,10 @@ class Sightings:
             self._take(message, now)
             return
         # Of a round that has not begun here, or of another branch: the newest of each author waits for its turn.
-        if message.author not in self._early and len(self._early) >= MAX_AUTHORS:
+        key = (message.author, type(message.body))
+        if key not in self._early and len(self._early) >= MAX_AUTHORS:
             self._early.popitem(last=False)
-        self._early[message.author] = (message, now)
+        self._early[key] = (message, now)
 
     def _take(self, message: Signed, at: float) -> None:
         if isinstance(message.body, Header):
@@ -198,9 +199,9 @@ class Sightings:
     def _turn_to(self, head: Digest, began: float | None) -> None:
         self._head, self._began = head, began
         self._heard, self._proposed = {}, {}
-        for author, (message, at) in list(self._early.items()):
+        for key, (message, at) in list(self._early.items()):
             if message.body.parent == head:
-                del self._early[author]
+                del self._early[key]
                 self._take(message, at)
 
     def _traffic(self, heard: Mapping[PeerKey, Heard]) -> tuple[int, int]:

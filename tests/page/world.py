@@ -137,8 +137,9 @@ class World:
         rounds = len(self.swarm.chain.certificates)
         for n in range(self.peers):
             fields: dict[str, Any] = dict(
-                device=DEVICES[n % len(DEVICES)], tokens_per_second=900.0 + 61 * (n % 17), loss=_loss(rounds) + n * 0.002,
-                windows=400 + 10 * (n % 40), bytes_up=(rounds + 1) * (2_500_000 + 9000 * n),
+                device=DEVICES[n % len(DEVICES)], tokens_per_second=900.0 + 61 * (n % 17),
+                loss=_loss(rounds) + n * 0.002, windows=400 + 10 * (n % 40),
+                bytes_up=(rounds + 1) * (2_500_000 + 9000 * n),
                 bytes_down=(rounds + 1) * (24_000_000 + 9000 * n),
             )  # fmt: skip
             self.swarm.beat(n, **(fields | each))
