@@ -194,7 +194,7 @@ class Coordinator:
     async def _publish_on(self) -> None:
         while True:
             self._overview, began = None, time.monotonic()
-            self.feed.publish(json_view.encode(self._showing.status()))
+            self.feed.publish(json_view.encode(self._showing.event()))
             took = time.monotonic() - began
             await self._save_sightings()
             await wait_at_most(self._news, 2)  # news at once; else the ages of heartbeats move on

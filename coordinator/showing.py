@@ -90,6 +90,10 @@ class Showing:
     def status(self) -> dict[str, Any]:
         return json_view.status(self._look(), self._name_of, self._now())
 
+    def event(self) -> dict[str, Any]:
+        """What every viewer is sent."""
+        return json_view.event(self._look(), self._now())
+
     # -- peers -----------------------------------------------------------------------------------------------
 
     def peers(self, sort: str, descending: bool, text: str, offset: int, limit: int) -> dict[str, Any]:
@@ -108,7 +112,7 @@ class Showing:
         f, nothing = self._follower, Balance()
         settled, pending = f.settled_balances.get(key, nothing), f.pending.get(key, nothing)
         if shown is None:
-            if not settled.rounds + pending.rounds and not self._name_of(key):
+            if not settled.rounds + pending.rounds:
                 return None
             shown = PeerView(key, self._name_of(key), "gone", None, 0.0, settled.micro_credits, pending.micro_credits)
         newest = []

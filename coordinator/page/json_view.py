@@ -31,8 +31,8 @@ def encode(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
-    """The state, and the first peers and rounds: small, for it is sent to every viewer every two seconds."""
+def event(o: Overview, now: float) -> dict[str, Any]:
+    """The state alone: small, for it is sent to every viewer every two seconds."""
     return {
         "name": o.name,
         "run": o.run,
@@ -53,6 +53,12 @@ def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
         "micro_credits_settled": o.settled,
         "micro_credits_pending": o.pending,
         "peers_in_all": len(o.peers),
+    }
+
+
+def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
+    """The state, and the first peers and the newest rounds."""
+    return event(o, now) | {
         "peers": [peer(p) for p in o.peers[:FIRST_PEERS]],
         "rounds": [round_row(r, name_of) for r in o.rounds[:FIRST_ROUNDS]],
     }

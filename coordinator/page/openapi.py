@@ -12,16 +12,16 @@ ABOUT = (
     "Everything that a Cairn coordinator's page shows, as JSON. Reading only; no key is needed. Answers are made at "
     "most so often and carry an ETag: send it back in If-None-Match. Keys and digests are hexadecimal, credits are "
     "whole micro-credits (10^9 model FLOPs), times are unix seconds. To be told of changes, read /events (server-sent "
-    "events, each with the newest /api/status) instead of asking again and again."
+    "events, each with the newest state) instead of asking again and again."
 )
 
 _PLAIN = {"text/plain": {"schema": s.TEXT}}
 _OTHERS: dict[str, Any] = {
     "/events": {
         "get": {
-            "summary": "The status as server-sent events, whenever it changes and every two seconds",
+            "summary": "The state as server-sent events (`data:` and JSON), when it changes and every two seconds",
             "responses": {
-                "200": {"description": "a stream", "content": {"text/event-stream": {"schema": s.TEXT}}},
+                "200": {"description": "a stream", "content": {"text/event-stream": {"schema": s.EVENT}}},
                 "503": {"description": "too many watch at this moment", "content": _PLAIN},
             },
         }

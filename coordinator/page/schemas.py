@@ -148,31 +148,31 @@ CERTIFICATE = of(
     }
 )
 
+_STATE: dict[str, Any] = {
+    "name": TEXT,
+    "run": DIGEST,
+    "time": TIME,
+    "health": TEXT,
+    "words": TEXT,
+    "round": COUNT,
+    "next_round_seconds": maybe(SECONDS),
+    "head": DIGEST,
+    "state": DIGEST,
+    "state_round": COUNT,
+    "tokens": COUNT,
+    "total_tokens": COUNT,
+    "tokens_per_second": maybe(NUMBER),
+    "loss": maybe(NUMBER),
+    "training": COUNT,
+    "final_round": maybe(COUNT),
+    "micro_credits_settled": MICRO,
+    "micro_credits_pending": MICRO,
+    "peers_in_all": COUNT,
+}
+EVENT = of(_STATE, description="The state, in words and in numbers.")
 STATUS = of(
-    {
-        "name": TEXT,
-        "run": DIGEST,
-        "time": TIME,
-        "health": TEXT,
-        "words": TEXT,
-        "round": COUNT,
-        "next_round_seconds": maybe(SECONDS),
-        "head": DIGEST,
-        "state": DIGEST,
-        "state_round": COUNT,
-        "tokens": COUNT,
-        "total_tokens": COUNT,
-        "tokens_per_second": maybe(NUMBER),
-        "loss": maybe(NUMBER),
-        "training": COUNT,
-        "final_round": maybe(COUNT),
-        "micro_credits_settled": MICRO,
-        "micro_credits_pending": MICRO,
-        "peers_in_all": COUNT,
-        "peers": many(PEER),
-        "rounds": many(ROUND_ROW),
-    },
-    description="The state in words, and the first page of peers and of rounds. The same comes on /events.",
+    _STATE | {"peers": many(PEER), "rounds": many(ROUND_ROW)},
+    description="The state, and the first page of peers and of rounds.",
 )
 
 CHARTS = of(

@@ -36,6 +36,7 @@ export class Overview {
   }
 
   close() {
+    this.closed = true;
     removeEventListener("resize", this.resized);
     this.scheme.removeEventListener("change", this.recolored);
   }
@@ -47,7 +48,6 @@ export class Overview {
       ["Tokens", short(s.tokens)], ["Credits", credits(s.micro_credits_settled + s.micro_credits_pending)],
       ["Final up to", s.final_round === null ? "–" : `round ${s.final_round}`],
     ]));
-    this.rounds.replaceChildren(roundTable(s.rounds));
     if (s.head !== this.head) {
       this.head = s.head;
       this.draw();
@@ -55,11 +55,11 @@ export class Overview {
   }
 
   async draw() {
-    const c = await askOr(null, "/api/charts");
-    if (c === null) {
-      this.head = null; // asked again with the next event
-      return;
-    }
+    const [c, newest] = await Promise.all([askOr(null, "/api/charts"), askOr(null, "/api/rounds/newest", { limit: 8 })]);
+    if (this.closed) return;
+    if (newest) this.rounds.replaceChildren(roundTable(newest.rounds));
+    if (!c || !newest) this.head = null; // asked again with the next event
+    if (!c) return;
     const known = (p) => p.tokens !== null;
     this.charts.loss.show(merge(c.tokens, c.loss, c.validation.filter(known).map((v) => [v.tokens, v.loss])));
     const seen = c.seen.map((t, i) => [t, c.loss[i]]).filter(([t]) => t !== null);

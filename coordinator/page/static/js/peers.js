@@ -65,14 +65,8 @@ export class Peers {
   status(s) {
     this.now = s.time;
     if (Date.now() - this.at < EVERY) return;
-    if (this.at === 0 && this.isFirst()) this.show({ total: s.peers_in_all, matching: s.peers_in_all, offset: 0, peers: s.peers });
-    else this.load();
+    this.load();
     this.at = Date.now();
-  }
-
-  isFirst() {
-    const { sort, order, q, offset } = this.asked;
-    return sort === "state" && order === "up" && !q && !offset;
   }
 
   filtered() {
