@@ -25,7 +25,7 @@ _PAGE = re.compile(r"https?://[A-Za-z0-9._~:\[\]-]+(/[A-Za-z0-9._~/-]*)?")
 
 
 def own_page(page: str, key: PeerKey) -> str:
-    """Where a peer finds itself on its coordinator's page; "" when what the coordinator calls its page is no address."""
+    """Where a peer finds itself on the run's page; "" when what the coordinator calls its page is no address."""
     if not _PAGE.fullmatch(page):
         return ""
     return f"{page}{'' if page.endswith('/') else '/'}#peer/{key}"

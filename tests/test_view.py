@@ -39,7 +39,7 @@ def test_what_is_no_address_of_a_page_is_not_shown(page):
 
 async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkeypatch):
     monkeypatch.setattr(joining, "CREDIT_SECONDS", 0.01)
-    asked = {"status": 0, "account": 0}
+    asked, thrice = {"status": 0, "account": 0}, asyncio.Event()
 
     class Client:
         async def status(self):
@@ -50,14 +50,15 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
 
         async def account(self, key):
             asked["account"] += 1
+            if asked["account"] == 3:
+                thrice.set()
             return SimpleNamespace(micro_credits_settled=5, micro_credits_pending=1, rounds=2)
 
     view = PeerView(live=False)
     membership = SimpleNamespace(client=Client(), identity=SimpleNamespace(key=KEY))
     with caplog.at_level(logging.INFO, logger="cairn.peer"):
         task = asyncio.create_task(joining._ask_for_credits(cast(Any, membership), view))
-        while asked["account"] < 3:
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(thrice.wait(), 10)
         task.cancel()
     assert [r.message for r in caplog.records] == [f"this peer on the run's page: http://192.0.2.1:7180/#peer/{KEY}"]
     assert asked["status"] == 2 and view.earned is not None and view.earned.rounds == 2

@@ -7,12 +7,16 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.routing import Route
+
+from coordinator.page.app import make_app
+from coordinator.page.server import PageServer
 from coordinator.service import Coordinator, CoordinatorConfig
 from coordinator.sightings import Sighting
 from coordinator.sightings_file import SightingsFile
@@ -76,6 +80,8 @@ class World:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.coordinator: Coordinator | None = None
+        self.routes: Sequence[Route] = ()
+        """More than the page has by itself, from the next start on."""
 
     @property
     def url(self) -> str:
@@ -100,6 +106,8 @@ class World:
                 self.folder, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=self.port
             )
             made = Coordinator(config, spec, sign_spec(OWNER, spec).sent, OWNER, self.swarm, now=self.clock)
+            if self.routes:
+                made._page = PageServer(make_app(made._showing, self.routes))
             await made.start()
             return made
 
