@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,6 +86,11 @@ class Showing:
         self._standings = standings
         self._model = model
         self._charts: tuple[object, dict[str, Any]] | None = None
+
+    @property
+    def head(self) -> Hashable:
+        """What all that is shown of rounds belongs to: the newest record, and the newest final one."""
+        return self._follower.head, self._follower.settled
 
     def status(self) -> dict[str, Any]:
         return json_view.status(self._look(), self._name_of, self._now())

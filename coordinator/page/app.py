@@ -110,7 +110,8 @@ def _answering(endpoint: Endpoint, source: Source, answers: Answers) -> Callable
             return None if value is None else Body.of(json_view.encode(value))
 
         try:
-            body = await answers.get((endpoint.path, *asked.values()), endpoint.seconds, make)
+            # With the head: who hears of a round and asks must not get what was made before it.
+            body = await answers.get((source.head, endpoint.path, *asked.values()), endpoint.seconds, make)
         except (LedgerError, TooManyError):
             return PlainTextResponse("the ledger cannot be read at this moment: try again\n", 503, {"retry-after": "5"})
         return PlainTextResponse(f"{endpoint.missing}\n", 404) if body is None else body.answer(request)

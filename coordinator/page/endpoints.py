@@ -3,7 +3,7 @@ document."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,9 @@ class Source(Protocol):
     """What the page shows, as JSON values; None where there is no such thing."""
 
     feed: Feed
+
+    @property
+    def head(self) -> Hashable: ...
 
     def status(self) -> dict[str, Any]: ...
 
