@@ -46,11 +46,18 @@ class PeerView:
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """One round as the chain has it, and what was seen of it (None: nobody looked)."""
+    """One round: who was in, with how many tokens; who could have been and was not (None: nobody looked); all that the
+    chain has of it, and what was seen of it."""
 
+    round: int
+    record: Digest
+    tokens: int
+    loss: float
+    contributors: tuple[tuple[str, int], ...]
+    absent: tuple[str, ...] | None
+    final: bool
     account: RoundAccount
     seen: Sighting | None
-    final: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +242,24 @@ class Overlooker:
     def _round_view(self, account: RoundAccount) -> RoundView:
         settled = self._follower.settled
         final = settled is not None and account.round <= settled[0]
-        return RoundView(account, self._sightings.get(account.record), final)
+        return round_view(account, self._sightings.get(account.record), final, self._name_of)
+
+
+def round_view(
+    account: RoundAccount, seen: Sighting | None, final: bool, name_of: Callable[[PeerKey], str]
+) -> RoundView:
+    """Both together."""
+    return RoundView(
+        account.round,
+        account.record,
+        account.tokens,
+        account.loss,
+        tuple((name_of(e.peer), e.tokens) for e in account.entries),
+        None if seen is None or seen.absent is None else tuple(name_of(a.peer) for a in seen.absent),
+        final,
+        account,
+        seen,
+    )
 
 
 def amount(number: float) -> str:

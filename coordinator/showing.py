@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Awaitable, Callable, Hashable
 from pathlib import Path
@@ -14,7 +13,7 @@ from coordinator.credits import Balance, RoundAccount
 from coordinator.follower import Follower
 from coordinator.history import charts
 from coordinator.ledger_thread import LedgerThread
-from coordinator.overview import Overview, PeerView, RoundView
+from coordinator.overview import Overview, PeerView, RoundView, round_view
 from coordinator.page import json_view
 from coordinator.page.feed import Feed
 from coordinator.round_charts import round_charts
@@ -25,7 +24,9 @@ from protocol.ids import PeerKey
 MAX_LINES = 20_000
 """Entries in one answer of /api/rounds: in a large swarm there are fewer rounds in it."""
 
-CHECKPOINT_FILES = ("model.safetensors", "config.json", "tokenizer.json", SHEET)
+CHECKPOINT_FILES = (
+    "model.safetensors", "config.json", "tokenizer.json", SHEET, "spec.signed", "certificate.bin", "witnesses.json",
+)  # fmt: skip
 _FOLDER = re.compile(r"round-[0-9]{6,12}")
 
 Standings = Callable[[str, int, str], Awaitable[list[dict[str, Any]]]]
@@ -35,9 +36,13 @@ Standings = Callable[[str, int, str], Awaitable[list[dict[str, Any]]]]
 class ModelShown(Protocol):
     """Who keeps samples and checkpoints: rows as /api/samples and /api/checkpoints have them, newest first."""
 
-    async def samples(self) -> list[dict[str, Any]]: ...
+    async def samples(self, before: int | None, limit: int) -> list[dict[str, Any]]: ...
 
     async def checkpoints(self) -> list[dict[str, Any]]: ...
+
+    def validation(self) -> list[tuple[int, float]]:
+        """Round of a state and its validation loss, ascending."""
+        ...
 
 
 _BY: dict[str, Callable[[PeerView], Any]] = {
@@ -227,7 +232,7 @@ class Showing:
         return settled is not None and account.round <= settled[0]
 
     def _round_view(self, account: RoundAccount) -> RoundView:
-        return RoundView(account, self._sightings.get(account.record), self._is_final(account))
+        return round_view(account, self._sightings.get(account.record), self._is_final(account), self._name_of)
 
     # -- charts ----------------------------------------------------------------------------------------------
 
@@ -235,20 +240,20 @@ class Showing:
         """Made once a round."""
         f = self._follower
         head = f.head[1] if f.head else None
-        validated = [c for c in await self.checkpoints() if c["validation_loss"] is not None]
-        key = (head, len(self._sightings), len(validated))
+        validated = [] if self._model is None else self._model.validation()
+        key = (head, len(self._sightings), len(validated), validated[-1:])
         if self._charts is None or self._charts[0] != key:
             points = [*f.history.points(), *f.open_points()]
             by_round = {p.round: p for p in points} if validated else {}
             validation = []
-            for c in sorted(validated, key=lambda c: c["round"]):
-                before = by_round.get(c["round"] - 1)  # a state is what the record before it led to
+            for number, loss in validated:
+                before = by_round.get(number - 1)  # a state is what the record before it led to
                 validation.append(
                     {
-                        "round": c["round"],
-                        "tokens": before.tokens if before else 0 if c["round"] == 0 else None,
+                        "round": number,
+                        "tokens": before.tokens if before else 0 if number == 0 else None,
                         "seen": before.seen_at if before else None,
-                        "loss": json_view.rounded(c["validation_loss"]),
+                        "loss": json_view.rounded(loss),
                     }
                 )
             self._charts = (key, json_view.charts(charts(points), round_charts(list(self._sightings)), validation))
@@ -256,8 +261,8 @@ class Showing:
 
     # -- the model -------------------------------------------------------------------------------------------
 
-    async def samples(self) -> list[dict[str, Any]]:
-        return [] if self._model is None else await self._model.samples()
+    async def samples(self, before: int, limit: int) -> list[dict[str, Any]]:
+        return [] if self._model is None else await self._model.samples(before, limit)
 
     async def checkpoints(self) -> list[dict[str, Any]]:
         if self._model is not None:
@@ -283,7 +288,7 @@ class Showing:
                 for name in CHECKPOINT_FILES
                 if (folder / name).is_file()
             ]
-            found.append(self._sheet(sheet, files) | _more(folder))
+            found.append(self._sheet(sheet, files))
         return sorted(found, key=lambda c: -c["round"])
 
     def _sheet(self, a: Archived, files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -292,20 +297,13 @@ class Showing:
             "round": a.round,
             "state": str(a.state),
             "record": str(a.record),
+            "tokens": a.tokens,
             "bytes": sum(f["bytes"] for f in files),
             "files": files,
             "final": a.round == 0 or (settled is not None and a.round <= settled[0] + 1),
+            "copied": False,
             "validation_loss": None,
         }
-
-
-def _more(folder: Path) -> dict[str, Any]:
-    """The validation loss, where the sheet has one."""
-    try:
-        value = json.loads((folder / SHEET).read_text()).get("validation_loss")
-    except (OSError, ValueError, AttributeError):
-        return {}
-    return {"validation_loss": json_view.rounded(float(value))} if isinstance(value, int | float) else {}
 
 
 def _searched(p: PeerView) -> str:

@@ -43,8 +43,8 @@ class Sighting:
     proposed: float | None
     certified: float
     working: int
-    sent: int
-    received: int
+    sent: int | None
+    received: int | None
     absent: tuple[Absence, ...] | None
     absent_in_all: int
 
@@ -204,8 +204,9 @@ class Sightings:
                 del self._early[key]
                 self._take(message, at)
 
-    def _traffic(self, heard: Mapping[PeerKey, Heard]) -> tuple[int, int]:
-        """Bytes sent and received since the last round; a counter that went back began anew."""
+    def _traffic(self, heard: Mapping[PeerKey, Heard]) -> tuple[int | None, int | None]:
+        """Bytes sent and received since the last round (None: it was not seen); a counter that went back began anew."""
+        known = bool(self._bytes)
         sent = received = 0
         counters = {}
         for peer, h in heard.items():
@@ -216,7 +217,7 @@ class Sightings:
                 received += down - before[1] if down >= before[1] else down
             counters[peer] = (up, down)
         self._bytes = counters
-        return sent, received
+        return (sent, received) if known else (None, None)
 
     def _forget(self) -> None:
         while len(self._rounds) > MAX_ROUNDS:

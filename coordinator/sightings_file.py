@@ -80,8 +80,8 @@ def _parse(line: bytes) -> Sighting | None:
         if absent is not None:
             absent = tuple(_absence(*a) for a in absent[:MAX_LISTED])
         return Sighting(
-            int(round_), Digest.parse(record), began, announced, proposed, float(certified), int(working), int(sent),
-            int(received), absent, int(many),
+            int(round_), Digest.parse(record), began, announced, proposed, float(certified), int(working),
+            None if sent is None else int(sent), None if received is None else int(received), absent, int(many),
         )  # fmt: skip
     except (ValueError, TypeError, OverflowError, MalformedError, RecursionError):
         return None

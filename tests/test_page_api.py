@@ -237,6 +237,23 @@ async def test_one_who_leaves_does_not_end_the_making_for_others_and_a_failure_i
             await answers.get("y", 1.0, fail)
 
 
+async def test_one_address_that_asks_too_much_is_told_to_wait_and_others_are_not(world, monkeypatch):
+    from coordinator.limits import Rate
+    from coordinator.page import app
+
+    monkeypatch.setattr(app, "REQUESTS_OF_ONE", Rate(0.1, 3))
+    made = make_app(world.coordinator._showing)
+
+    async def asks(host: str) -> int:
+        transport = httpx.ASGITransport(app=made, client=(host, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as get:
+            return (await get.get("/favicon.svg")).status_code
+
+    assert [await asks("192.0.2.7") for _ in range(4)] == [200, 200, 200, 429]
+    assert await asks("192.0.2.8") == 200
+    assert {await asks("127.0.0.1") for _ in range(9)} == {200}
+
+
 # -- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -296,12 +313,17 @@ async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world)
     showing = world.coordinator._showing
 
     class Kept:
-        async def samples(self):
-            return [{"round": 5, "prompt": "Once", "text": " upon a time", "validation_loss": 3.1}]
+        async def samples(self, before, limit):
+            assert before > 5 and limit == 50
+            about = {"round": 5, "state": "0" * 64, "temperature": 0.7, "validation_loss": 3.1}
+            return [about | {"prompt": "Once", "text": " upon a time"}]
+
+        def validation(self):
+            return [(0, 10.5), (5, 3.1), (900, 2.0)]
 
         async def checkpoints(self):
-            row = {"round": 5, "state": "0" * 64, "record": "0" * 64, "bytes": 9, "files": [], "final": True}
-            return [row | {"validation_loss": 3.1}]
+            row = {"round": 5, "state": "0" * 64, "record": "0" * 64, "tokens": 7, "bytes": 9, "files": []}
+            return [row | {"final": True, "copied": False, "validation_loss": 3.1}]
 
     async def standings(by, limit, after):
         return [{"by": by, "limit": limit, "after": after}]
@@ -313,8 +335,13 @@ async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world)
             row = (await get.get("/api/leaderboard?by=team&after=x")).json()
             assert row == [{"by": "team", "limit": 25, "after": "x"}]
             charts = (await get.get("/api/charts")).json()
-            point = charts["validation"][0]
+            begin, point, ahead = charts["validation"]
             assert point["loss"] == 3.1 and point["tokens"] == charts["tokens"][4] and point["seen"]
+            assert begin["tokens"] == 0 and ahead["tokens"] is ahead["seen"] is None
+            document = openapi.document(ENDPOINTS)["paths"]
+            for path in ("/api/samples", "/api/checkpoints", "/api/charts"):
+                schema = document[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+                jsonschema.validate((await get.get(path)).json(), schema)
     finally:
         showing._model = showing._standings = None
 

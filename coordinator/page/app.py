@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import mimetypes
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.errors import LedgerError, TooManyError
+from coordinator.limits import Rate, RateLimit, network_of
 from coordinator.page import json_view, openapi
 from coordinator.page.answers import Answers, Body
 from coordinator.page.api_page import api_page
@@ -21,6 +25,8 @@ from coordinator.page.downloads import Downloads
 from coordinator.page.endpoints import ENDPOINTS, Endpoint, Source
 
 STATIC = Path(__file__).parent / "static"
+REQUESTS_OF_ONE = Rate(30, 200)
+"""Of an address; a reverse proxy on this machine, which is everybody, is not counted."""
 
 _SECURITY = {
     "content-security-policy": (
@@ -39,7 +45,7 @@ def make_app(source: Source, more: Sequence[Route] = (), described: Mapping[str,
 
     Files that the page needs and that are missing fail here, not at the first visitor."""
     files = _load()
-    answers = Answers()
+    answers, rate = Answers(), RateLimit(REQUESTS_OF_ONE)
     downloads = Downloads(source.checkpoint_file)
     document = openapi.document(ENDPOINTS, described)
     spec = Body.of(json_view.encode(document), level=9)
@@ -80,6 +86,12 @@ def make_app(source: Source, more: Sequence[Route] = (), described: Mapping[str,
     )
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if (caller := _stranger(scope)) is not None:
+                rate.take(caller, time.monotonic())
+        except TooManyError as e:
+            await PlainTextResponse(f"{e}\n", 429, {"retry-after": "5"})(scope, receive, send)
+            return
         if scope["path"] == "/events" and scope["method"] == "GET":
             try:
                 viewer = source.feed.join()
@@ -117,6 +129,15 @@ def _answering(endpoint: Endpoint, source: Source, answers: Answers) -> Callable
         return PlainTextResponse(f"{endpoint.missing}\n", 404) if body is None else body.answer(request)
 
     return answer
+
+
+def _stranger(scope: Scope) -> str | None:
+    """The network that asks; None for this machine itself."""
+    host = (scope.get("client") or ("", 0))[0]
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return None
+    return network_of(host)
 
 
 def _load() -> dict[str, Body]:

@@ -43,7 +43,7 @@ class Source(Protocol):
 
     async def leaderboard(self, by: str, limit: int, after: str) -> list[dict[str, Any]]: ...
 
-    async def samples(self) -> list[dict[str, Any]]: ...
+    async def samples(self, before: int, limit: int) -> list[dict[str, Any]]: ...
 
     async def checkpoints(self) -> list[dict[str, Any]]: ...
 
@@ -228,7 +228,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/api/samples",
         "What the model writes, newest round first",
         s.many(s.SAMPLE),
-        lambda source: source.samples(),
+        lambda source, before, limit: source.samples(before, limit),
+        (
+            Parameter("before", "only of rounds before this one", TOP),
+            Parameter("limit", "at most so many", 50, 1, MAX_ROUNDS),
+        ),
         seconds=10,
     ),
     Endpoint(

@@ -75,8 +75,8 @@ SEEN = of(
         "whole": maybe(SECONDS),
         "certified": TIME,
         "working": COUNT,
-        "sent": COUNT,
-        "received": COUNT,
+        "sent": maybe(COUNT),
+        "received": maybe(COUNT),
     },
     description="What this coordinator saw of the round: seconds until the first update was announced, from there "
     "until the record was proposed, from there until it was certified; peers at work; bytes by peers' own counters.",
@@ -217,16 +217,27 @@ LEADER = of(
     description="`recent`: micro-credits a day, an exponential mean with a half-life of a week; null: none is kept.",
 )
 
-SAMPLE = of({"round": COUNT, "prompt": TEXT, "text": TEXT, "validation_loss": maybe(NUMBER)})
+SAMPLE = of(
+    {
+        "round": COUNT,
+        "state": DIGEST,
+        "prompt": TEXT,
+        "text": TEXT,
+        "temperature": maybe(NUMBER),
+        "validation_loss": maybe(NUMBER),
+    }
+)
 
 CHECKPOINT = of(
     {
         "round": COUNT,
         "state": DIGEST,
         "record": DIGEST,
+        "tokens": COUNT,
         "bytes": COUNT,
         "files": many(of({"name": TEXT, "bytes": COUNT})),
         "final": FLAG,
+        "copied": FLAG,
         "validation_loss": maybe(NUMBER),
     },
     description="Its files are at /checkpoints/round-NNNNNN/NAME, whole or by range.",

@@ -49,7 +49,8 @@ export class Chart {
     const time = by === "time";
     const axis = { stroke: color("--quiet-text"), grid: { stroke: color("--pico-muted-border-color"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
     const xs = (_, ticks, axisIndex, space, step) => ticks.map((t) => (time ? clock(t, step) : tidy(short(t))));
-    const ys = (_, ticks) => ticks.map((v) => (v === null ? "" : tidy(this.spec.kind === "loss" ? short(v) : this.write(v))));
+    const digits = (step) => Math.min(6, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
+    const ys = (_, ticks, axisIndex, space, step) => ticks.map((v) => (v === null ? "" : this.spec.kind === "loss" ? v.toFixed(digits(step)) : tidy(this.write(v))));
     const drawn = series.map((s, i) => ({
       label: s.label,
       stroke: color(s.color),

@@ -14,7 +14,7 @@ export function showHeader(s) {
   if (s.total_tokens) {
     const share = Math.min(1, s.tokens / s.total_tokens), left = s.total_tokens - s.tokens;
     byId("progress").value = share;
-    const when = s.tokens_per_second && left > 0 ? `, about ${duration(left / s.tokens_per_second)} to go` : "";
+    const when = s.health === "healthy" && s.tokens_per_second && left > 0 ? `, about ${duration(left / s.tokens_per_second)} to go` : "";
     say("progress-words", `${short(s.tokens)} of ${short(s.total_tokens)} tokens (${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%)${when}`);
   }
   say("run", s.run);

@@ -59,7 +59,9 @@ function roundRow(r) {
 }
 
 export function roundTable(rounds) {
-  return table("Rounds", [["Round"], ["Loss"], ["Tokens"], ["Took"], ["In"], "Who", "Not in, and why", "Record"], rounds.map(roundRow));
+  const made = table("Rounds", [["Round"], ["Loss"], ["Tokens"], ["Took"], ["In"], "Who", "Not in, and why", "Record"], rounds.map(roundRow));
+  made.classList.add("rounds");
+  return made;
 }
 
 export class Rounds {
