@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-wan lint format simulate stubs benchmarks clean
+.PHONY: demo test test-page test-wan lint format simulate stubs benchmarks clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,6 +49,16 @@ postgres:
 	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && timeout 180 sh -c \
 	  'apt-get install -y -q postgresql || { apt-get update -q && apt-get install -y -q postgresql; }' >/dev/null 2>&1; } \
 	  || echo "PostgreSQL is not here and could not be installed: the ledger is tested on SQLite alone"
+# The page in a real browser: tests/page. What has no browser says so and is left out.
+test-page: $(STAMP) chromium
+	$(BIN)/python -m pytest tests/page tests/test_page_api.py
+
+# Debian's Chromium for tests/page; Playwright brings none of its own here.
+.PHONY: chromium
+chromium:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && timeout 300 sh -c 'apt-get install -y -q --no-install-recommends chromium || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; }' >/dev/null 2>&1; } \
+	  || echo "chromium is not here and could not be installed: the page is not tested in a browser"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

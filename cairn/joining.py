@@ -145,11 +145,15 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
 
 async def _ask_for_credits(membership: Membership, view: PeerView) -> None:
     """For ever: keep the view's account fresh. A coordinator that is away is shown as such, and asked again."""
-    from cairn.view import Earned
+    from cairn.view import Earned, own_page
 
     client, key = membership.client, membership.identity.key
+    told = False
     while client is not None:
         try:
+            if not told and (page := own_page((await client.status()).page, key)):
+                log.info("this peer on the run's page: %s", page)
+            told = True
             account = await client.account(key)
             view.earned = Earned(account.micro_credits_settled, account.micro_credits_pending, account.rounds)
         except CairnError:

@@ -72,6 +72,9 @@ class ObserverView:
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback)
 
+    def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
+        self._node.on_heard = callback
+
     def heartbeats(self) -> Mapping[PeerKey, Heard]:
         now = time.monotonic()
         entries = self._node.network.directory.entries()

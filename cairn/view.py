@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,20 @@ from rich.live import Live
 from rich.text import Text
 
 from cairn.figures import byte_size, count, credits
+from protocol.ids import PeerKey
 
 LINE_SECONDS = 30.0
 """Without a terminal: a progress line in the log every so often."""
+
+
+_PAGE = re.compile(r"https?://[A-Za-z0-9._~:\[\]-]+(/[A-Za-z0-9._~/-]*)?")
+
+
+def own_page(page: str, key: PeerKey) -> str:
+    """Where a peer finds itself on the run's page; "" when what the coordinator calls its page is no address."""
+    if not _PAGE.fullmatch(page):
+        return ""
+    return f"{page}{'' if page.endswith('/') else '/'}#peer/{key}"
 
 
 @dataclass(frozen=True, slots=True)

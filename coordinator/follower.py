@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
@@ -64,7 +64,6 @@ class Follower:
         self._published: Digest | None = None
         self._settled: tuple[Round, Digest] | None = None
         self._standings: dict[PeerKey, Standing] = {}
-        self._absent: OrderedDict[Digest, tuple[PeerKey, ...]] = OrderedDict()
         self.history = History()
         self.recent: deque[RoundAccount] = deque(maxlen=MAX_REMEMBERED)
         """The newest final rounds, oldest first."""
@@ -82,6 +81,8 @@ class Follower:
         """What a check of the ledger found, for people: nothing is posted on top of it."""
         self.caught_up = False
         self.changed: Callable[[], None] = lambda: None
+        self.noted: Callable[[RoundAccount], object] = lambda _: None
+        """Called with each record that becomes the newest while this coordinator is there to see it."""
 
     # -- what is known ---------------------------------------------------------------------------------------
 
@@ -106,10 +107,6 @@ class Follower:
             tokens += account.tokens
             points.append(Point(account.round, tokens, account.loss, self._seen.get(account.record)))
         return points
-
-    def absent(self, record: Digest) -> tuple[PeerKey, ...] | None:
-        """Who trained when this record was seen and was not in it; None when nobody looked."""
-        return self._absent.get(record)
 
     # -- following -------------------------------------------------------------------------------------------
 
@@ -313,17 +310,7 @@ class Follower:
             return
         now = self._now()
         self._seen[newest.record] = now
-        heard = self._view.heartbeats()
-        contributors = {e.peer for e in newest.entries}
-        self._absent[newest.record] = tuple(
-            peer
-            for peer, h in heard.items()
-            if peer not in contributors
-            and h.heartbeat.phase in _WORKING
-            and h.seconds_since <= self._spec.round.member_seconds
-        )
-        while len(self._absent) > MAX_REMEMBERED:
-            self._absent.popitem(last=False)
+        self.noted(newest)
         await self._ledger.run(lambda ledger: ledger.saw(newest.record, newest.round, now))
 
     def _behind(self, head_round: int | None = None) -> bool:

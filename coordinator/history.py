@@ -20,10 +20,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """Columns of equal length for each chart, thinned to what a screen can show."""
+    """Columns for charts, thinned to what a screen can show. `rounds`, `tokens`, `loss`, `seen` (unix seconds, None:
+    not at first hand) have equal lengths, and so have `times` and `rates` (tokens a second)."""
 
+    rounds: list[int]
     tokens: list[int]
     loss: list[float]
+    seen: list[float | None]
     times: list[float]
     rates: list[float]
 
@@ -64,8 +67,10 @@ class History:
 def charts(points: Sequence[Point], limit: int = 600) -> Charts:
     """At most `limit` points a chart; neighbours are put together, the loss as their mean by tokens."""
     step = max(1, math.ceil(len(points) / limit))
+    rounds: list[int] = []
     tokens: list[int] = []
     loss: list[float] = []
+    seen_at: list[float | None] = []
     times: list[float] = []
     rates: list[float] = []
     before = 0
@@ -73,7 +78,9 @@ def charts(points: Sequence[Point], limit: int = 600) -> Charts:
         group = points[i : i + step]
         weights = [p.tokens - q for p, q in zip(group, [before, *(p.tokens for p in group[:-1])], strict=True)]
         total = sum(weights)
+        rounds.append(group[-1].round)
         tokens.append(group[-1].tokens)
+        seen_at.append(group[-1].seen_at)
         loss.append(sum(p.loss * w for p, w in zip(group, weights, strict=True)) / total if total else group[-1].loss)
         before = group[-1].tokens
     seen = [p for p in points if p.seen_at is not None]
@@ -82,7 +89,7 @@ def charts(points: Sequence[Point], limit: int = 600) -> Charts:
         if elapsed > 0:
             times.append(b.seen_at or 0.0)
             rates.append((b.tokens - a.tokens) / elapsed)
-    return Charts(tokens, loss, times, rates)
+    return Charts(rounds, tokens, loss, seen_at, times, rates)
 
 
 def tokens_per_second(points: Sequence[Point], now: float, *, rounds: int = 8) -> float:

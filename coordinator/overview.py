@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.credits import Balance
-from coordinator.follower import Follower
+from coordinator.absences import Absence
+from coordinator.credits import Balance, RoundAccount
+from coordinator.estimate import Work, next_round_seconds
+from coordinator.follower import MAX_REMEMBERED, Follower
 from coordinator.history import tokens_per_second
 from coordinator.peers import PeerBook
+from coordinator.sightings import Sighting, Sightings
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Heartbeat
@@ -21,7 +24,11 @@ _ORDER = {"training": 0, "exchanging": 0, "syncing": 1, "joining": 1, "silent": 
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """One peer. What it says of itself is for display only; credits are the chain's."""
+    """One peer. What it says of itself is for display only; credits are the chain's.
+
+    `since`: unix seconds when it began to do what it does (of a silent one: when it was last heard). `up`, `down`:
+    bytes a second. `last_round`: the newest it was in, of those remembered. `absence`: why it is not in the newest one.
+    """
 
     peer: PeerKey
     name: str
@@ -30,11 +37,17 @@ class PeerView:
     seconds_since: float
     settled: int
     pending: int
+    since: float | None = None
+    up: float = 0.0
+    down: float = 0.0
+    last_round: int | None = None
+    absence: Absence | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """One round: who was in, with how many tokens; who trained and was not in (None: nobody looked)."""
+    """One round: who was in, with how many tokens; who could have been and was not (None: nobody looked); all that the
+    chain has of it, and what was seen of it."""
 
     round: int
     record: Digest
@@ -43,6 +56,8 @@ class RoundView:
     contributors: tuple[tuple[str, int], ...]
     absent: tuple[str, ...] | None
     final: bool
+    account: RoundAccount
+    seen: Sighting | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +83,7 @@ class Overview:
     pending: int
     final_round: int | None
     problem: str
+    next_round_seconds: float | None
     validation_round: int | None = None
     """Of the newest state that was judged; its loss is None where the model's output was not finite."""
     validation_loss: float | None = None
@@ -78,12 +94,16 @@ class Overview:
 class Overlooker:
     """Makes overviews of the parts that know."""
 
-    def __init__(self, spec: RunSpec, follower: Follower, book: PeerBook, name_of: Callable[[PeerKey], str]):
+    def __init__(
+        self, spec: RunSpec, follower: Follower, book: PeerBook, sightings: Sightings, name_of: Callable[[PeerKey], str]
+    ):
         self._spec = spec
         self._run = spec.run_id
         self._follower = follower
         self._book = book
+        self._sightings = sightings
         self._name_of = name_of
+        self._last_rounds: tuple[Digest | None, dict[PeerKey, int]] = (None, {})
         self._round = -1
         self._moved_at: float | None = None
 
@@ -103,7 +123,8 @@ class Overlooker:
         tokens = points[-1].tokens if points else 0
         rate = tokens_per_second(points, now) if f.caught_up else 0.0
         loss = points[-1].loss if points else None
-        health, words = self._health(working, training, tokens, loss, rate, now)
+        due = self._next_round(working, head[1] if head else genesis_digest(self._run), now)
+        health, words = self._health(working, training, tokens, loss, rate, due, now)
         return Overview(
             name=spec.name,
             run=str(self._run),
@@ -124,10 +145,18 @@ class Overlooker:
             pending=sum(b.micro_credits for b in f.pending.values()),
             final_round=f.settled[0] if f.settled else None,
             problem=f.problem,
+            next_round_seconds=due if health == "healthy" else None,
         )
 
     def _health(
-        self, working: list[PeerView], training: int, tokens: int, loss: float | None, rate: float, now: float
+        self,
+        working: list[PeerView],
+        training: int,
+        tokens: int,
+        loss: float | None,
+        rate: float,
+        due: float | None,
+        now: float,
     ) -> tuple[str, str]:
         f, spec = self._follower, self._spec
         if f.problem:
@@ -154,10 +183,24 @@ class Overlooker:
         if 3 * len(astray) > len(working):
             names = ", ".join(p.name for p in astray[:5])
             return "split", f"{len(astray)} of {len(working)} training peers are on another chain or behind: {names}"
+        after = "" if due is None else f"; next round in {duration(due)}" if due >= 1 else "; the next round is due"
         if loss is None:
-            return "healthy", f"{who} in round 0; nothing is accepted yet"
+            return "healthy", f"{who} in round 0; nothing is accepted yet{after}"
         speed = f", {amount(rate)} tokens/s" if rate else ""
-        return "healthy", f"{who}, round {training}, loss {loss:.2f}{speed}"
+        return "healthy", f"{who}, round {training}, loss {loss:.2f}{speed}{after}"
+
+    def _next_round(self, working: list[PeerView], head: Digest, now: float) -> float | None:
+        """Seconds until the round that is being trained is decided."""
+        s, r, window = self._sightings, self._spec.round, self._spec.data.window
+        here = [(p.heartbeat, p.seconds_since) for p in working if p.heartbeat and p.heartbeat.head == head]
+        return next_round_seconds(
+            [Work(h.windows * window, h.tokens_per_second, since) for h, since in here],
+            target_tokens=r.target_tokens,
+            max_seconds=r.max_seconds,
+            elapsed=None if s.began is None else now - s.began,
+            announced=None if s.first_announced is None else now - s.first_announced,
+            typical=s.typical(),
+        )
 
     @staticmethod
     def _astray(p: PeerView, training: int, recent: set[Digest]) -> bool:
@@ -171,6 +214,7 @@ class Overlooker:
         """Everyone heard of or credited; those who train first, then by credits."""
         f = self._follower
         views, nothing = [], Balance()
+        last_rounds, missing = self._rounds_of_peers()
         for peer in dict.fromkeys([*self._book.keys(), *f.settled_balances, *f.pending]):
             known = self._book.get(peer)
             phase = self._book.phase(known, now)
@@ -179,22 +223,48 @@ class Overlooker:
             pending = f.pending.get(peer, nothing).micro_credits
             if phase in ("gone", "observing") and not settled + pending:
                 continue  # one that earned nothing and is gone is no news; an observer is no trainer
-            views.append(PeerView(peer, self._name_of(peer), phase, heartbeat, max(0.0, since), settled, pending))
+            began = None if known is None else known.heard_at if phase in ("silent", "gone") else known.since
+            up, down = (known.up_per_second, known.down_per_second) if known else (0.0, 0.0)
+            views.append(
+                PeerView(
+                    peer, self._name_of(peer), phase, heartbeat, max(0.0, since), settled, pending, began, up, down,
+                    last_rounds.get(peer), missing.get(peer),
+                )
+            )  # fmt: skip
         views.sort(key=lambda v: (_ORDER.get(v.phase, 5), -(v.settled + v.pending), v.peer))
         return tuple(views)
 
-    def _round_view(self, account) -> RoundView:
-        absent = self._follower.absent(account.record)
+    def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, Absence]]:
+        """The newest round that each was in, and why those who were not in the newest were not."""
+        f = self._follower
+        head = f.head[1] if f.head else None
+        if self._last_rounds[0] != head:
+            newest = reversed(f.newest(MAX_REMEMBERED))
+            self._last_rounds = (head, {e.peer: a.round for a in newest for e in a.entries})
+        seen = self._sightings.get(head) if head is not None else None
+        return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
+
+    def _round_view(self, account: RoundAccount) -> RoundView:
         settled = self._follower.settled
-        return RoundView(
-            account.round,
-            account.record,
-            account.tokens,
-            account.loss,
-            tuple((self._name_of(e.peer), e.tokens) for e in account.entries),
-            None if absent is None else tuple(self._name_of(p) for p in absent),
-            settled is not None and account.round <= settled[0],
-        )
+        final = settled is not None and account.round <= settled[0]
+        return round_view(account, self._sightings.get(account.record), final, self._name_of)
+
+
+def round_view(
+    account: RoundAccount, seen: Sighting | None, final: bool, name_of: Callable[[PeerKey], str]
+) -> RoundView:
+    """Both together."""
+    return RoundView(
+        account.round,
+        account.record,
+        account.tokens,
+        account.loss,
+        tuple((name_of(e.peer), e.tokens) for e in account.entries),
+        None if seen is None or seen.absent is None else tuple(name_of(a.peer) for a in seen.absent),
+        final,
+        account,
+        seen,
+    )
 
 
 def amount(number: float) -> str:

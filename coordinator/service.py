@@ -18,8 +18,8 @@ from coordinator.credit_log import LedgerLog
 from coordinator.credits import Balance
 from coordinator.errors import CoordinatorError, LedgerError
 from coordinator.follower import Follower, wait_at_most
-from coordinator.history import charts
 from coordinator.keeping.keeper import Keeper
+from coordinator.keeping.shown import Kept
 from coordinator.ledger.checking import REMEDY
 from coordinator.ledger_thread import LedgerThread
 from coordinator.metrics import Metrics
@@ -27,9 +27,14 @@ from coordinator.overview import Overlooker, Overview, PeerView
 from coordinator.page import json_view
 from coordinator.page.app import make_app
 from coordinator.page.feed import Feed
+from coordinator.page.log_paths import LOG_PATHS
+from coordinator.page.log_routes import leaderboard_of, log_routes
 from coordinator.page.server import PageServer
 from coordinator.peers import PeerBook
 from coordinator.rpc import Service, start_server
+from coordinator.showing import Showing
+from coordinator.sightings import Sightings
+from coordinator.sightings_file import SightingsFile
 from coordinator.swarm import SwarmView
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId
@@ -41,6 +46,7 @@ from protocol.wire import coordinator_pb2 as wire
 log = logging.getLogger(__name__)
 
 LEDGER_FILE = "ledger.sqlite"
+SIGHTINGS_FILE = "sightings.jsonl"
 MAX_STATUS_PEERS = 1000
 MAX_ENTRIES = 50
 STOP_SECONDS = 3.0
@@ -92,16 +98,23 @@ class Coordinator:
         self._follower = Follower(spec, owner, view, self._ledger, now)
         self._log = LedgerLog(spec, owner, view, self._ledger, self._admitter, now)
         self._book = PeerBook(spec.round.member_seconds)
-        self._overlooker = Overlooker(spec, self._follower, self._book, self._admitter.name_of)
+        self._sightings = Sightings(spec.round.member_seconds, now)
+        self._sightings_file = SightingsFile(config.folder / SIGHTINGS_FILE)
+        self._overlooker = Overlooker(spec, self._follower, self._book, self._sightings, self._admitter.name_of)
         self._metrics = Metrics(self.overview, lambda: len(self.feed))
-        self._page = PageServer(make_app(self))
         self.keeper = keeper
         """What looks after the archive, where there is one."""
+        self._showing = Showing(
+            feed=self.feed, look=self.overview, follower=self._follower, sightings=self._sightings, ledger=self._ledger,
+            view=view, name_of=self._admitter.name_of, checkpoints=config.folder / "checkpoints",
+            metrics_text=self._metrics.text, now=now, standings=leaderboard_of(self._log),
+            model=None if keeper is None else Kept(keeper),
+        )  # fmt: skip
+        self._page = PageServer(make_app(self._showing, log_routes(self), LOG_PATHS))
         self._news = asyncio.Event()
         self._announcer = Announcer(owner, view, self.invite, now)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
-        self._charts: tuple[Digest | None, bytes] | None = None
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
         self.fingerprint: Digest | None = None
@@ -124,7 +137,10 @@ class Coordinator:
         self.fingerprint = certificate.fingerprint
         await self._ledger.open(c.ledger or c.folder / LEDGER_FILE, self._spec, self._now)
         await self._admitter.load()
+        self._sightings.restore(await asyncio.to_thread(self._sightings_file.read))
+        self._view.listen(self._sightings.hear)
         self._follower.changed = self._changed
+        self._follower.noted = lambda account: self._sightings.decide(account, self._view.heartbeats())
         await self._follower.start()
         if self.keeper is not None:
             self.keeper.start(self._is_settled)
@@ -153,6 +169,7 @@ class Coordinator:
         for result in await asyncio.gather(*stops, return_exceptions=True):
             if isinstance(result, BaseException):
                 log.error("while stopping: %r", result)
+        await self._save_sightings()
         await self._ledger.close()
 
     @property
@@ -215,11 +232,16 @@ class Coordinator:
         rows = await self._ledger.run(lambda ledger: ledger.rounds(after=round_ - 1, limit=1))
         return bool(rows) and (rows[0].round, rows[0].record) == (round_, record)
 
+    async def _save_sightings(self) -> None:
+        if unsaved := self._sightings.take_unsaved():
+            await asyncio.to_thread(self._sightings_file.append, unsaved)
+
     async def _publish_on(self) -> None:
         while True:
             self._overview, began = None, time.monotonic()
-            self.feed.publish(self.status_json())
+            self.feed.publish(json_view.encode(self._showing.event()))
             took = time.monotonic() - began
+            await self._save_sightings()
             await wait_at_most(self._news, 2)  # news at once; else the ages of heartbeats move on
             self._news.clear()
             # A burst of news is one; and a large swarm is looked at less often, so that peers are answered in between.
@@ -235,35 +257,6 @@ class Coordinator:
             except LedgerError as e:
                 log.error("the ledger could not be checked: %s", e)
             await asyncio.sleep(CHECK_SECONDS)
-
-    def status_json(self) -> bytes:
-        return json_view.encode(json_view.status(self.overview()))
-
-    def charts_json(self) -> bytes:
-        """Made once a round."""
-        head = self._follower.head
-        key = head[1] if head else None
-        if self._charts is None or self._charts[0] != key:
-            points = [*self._follower.history.points(), *self._follower.open_points()]
-            self._charts = (key, json_view.encode(json_view.charts(charts(points))))
-        return self._charts[1]
-
-    async def rounds_json(self, after: int, limit: int) -> bytes:
-        accounts = await self._ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
-        final = len(accounts)
-        at = accounts[-1].round if accounts else after
-        accounts += [a for a in self._follower.open if a.round > at][: limit - final]
-        name_of = self._admitter.name_of
-        return json_view.encode([json_view.account(a, i < final, name_of) for i, a in enumerate(accounts)])
-
-    def samples_json(self, before: int | None, limit: int) -> bytes:
-        return b"[]" if self.keeper is None else self.keeper.samples_json(before, limit)
-
-    def checkpoints_json(self) -> bytes:
-        return b"[]" if self.keeper is None else self.keeper.checkpoints_json()
-
-    def metrics_text(self) -> bytes:
-        return self._metrics.text()
 
     # -- what gRPC answers -----------------------------------------------------------------------------------
 

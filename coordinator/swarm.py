@@ -61,6 +61,11 @@ class SwarmView(Protocol):
         """Calls back, on the event loop, whenever the head or the final changed. Returns what ends that."""
         ...
 
+    def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
+        """Calls back, on the event loop, with each verified message of a round (updates announced, records proposed) as
+        it is heard. For what people are shown; a message may be missed, or come twice."""
+        ...
+
     def heartbeats(self) -> Mapping[PeerKey, Heard]:
         """The members that were heard of lately, observers too."""
         ...

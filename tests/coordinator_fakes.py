@@ -106,6 +106,7 @@ class FakeSwarm:
         self.held: int | None = None
         """The newest round whose state is held; None: the newest of all."""
         self._callbacks: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[Signed[Any]], None]] = []
 
     @property
     def head(self) -> Digest:
@@ -130,6 +131,9 @@ class FakeSwarm:
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback)
+
+    def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
+        self._listeners.append(callback)
 
     def heartbeats(self) -> Mapping[PeerKey, Heard]:
         return self.heard
@@ -167,6 +171,19 @@ class FakeSwarm:
 
     def round(self, work: Mapping[int, int], **how) -> Certificate:
         certificate = self.chain.add(work, **how)
+        self.changed()
+        return certificate
+
+    def hear(self, *messages: Signed[Any]) -> None:
+        """The observer hears these."""
+        for message in messages:
+            for listener in self._listeners:
+                listener(message)
+
+    def announced_round(self, work: Mapping[int, int], **how) -> Certificate:
+        """A round that the observer hears all of: the updates announced, the record proposed, the certificate."""
+        certificate = self.chain.add(work, **how)
+        self.hear(*certificate.record.body.updates, certificate.record)
         self.changed()
         return certificate
 

@@ -176,20 +176,6 @@ async def test_a_view_that_gives_no_chain_settles_nothing(tmp_path):
         assert "not a chain" in f.problem and f.settled is None
 
 
-async def test_who_trained_and_was_not_in_is_noted_only_at_first_hand(tmp_path):
-    swarm = FakeSwarm(SPEC)
-    rounds(swarm, 3)
-    async with following(swarm, tmp_path) as (f, until):
-        for n in (0, 1, 2):
-            swarm.beat(n)
-        swarm.beat(3, phase="joining")
-        swarm.beat(4, seconds_since=60)
-        rounds(swarm, 1)
-        await until(lambda: len(f.open) + (f.settled is not None) == 4)
-        assert f.absent(swarm.chain.certificates[3].record.digest) == (peer(2).key,)
-        assert f.absent(swarm.chain.certificates[1].record.digest) is None
-
-
 async def test_the_times_of_rounds_survive_a_restart(tmp_path):
     swarm, clock = FakeSwarm(SPEC), [1000.0]
     async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):

@@ -19,6 +19,7 @@ from coordinator import admission, announcing, rpc
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
 from coordinator.overview import amount, duration
+from coordinator.page.app import STATIC
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.coordinator_client import (
     CoordinatorClient,
@@ -469,10 +470,13 @@ async def test_the_page_and_all_that_it_names_is_served_with_a_strict_policy(tmp
             answer = await get.get(link.replace("&amp;", "&"))
             assert answer.status_code == 200 and answer.content, link
         assert not re.search(r"<[^>]+ (on\w+|style)=", page.text)
-        script = (await get.get("/static/page.js")).text
-        assert "innerHTML" not in script and "insertAdjacentHTML" not in script
-        tag = (await get.get("/static/page.js")).headers["etag"]
-        assert (await get.get("/static/page.js", headers={"if-none-match": tag})).status_code == 304
+        scripts, found = ["main.js"], {}
+        while scripts:  # the modules, each by what imports it
+            name = scripts.pop()
+            script = found[name] = (await get.get(f"/static/js/{name}")).raise_for_status().text
+            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", script), name
+            scripts += set(re.findall(r'from "\./([a-z]+\.js)"', script)) - found.keys()
+        assert found.keys() == {p.name for p in (STATIC / "js").iterdir()}, "one that nothing imports"
         for licence in ("uPlot.LICENSE.txt", "pico.LICENSE.txt"):
             assert "Permission is hereby granted" in (await get.get(f"/static/vendor/{licence}")).text
         for bad in ("/static/../service.py", "/static/%2e%2e/app.py", "/nothing"):

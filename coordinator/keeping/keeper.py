@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from coordinator.archive import CERTIFICATE, FILES, Archive, Archived
 from coordinator.errors import CoordinatorError
@@ -364,30 +363,28 @@ class Keeper:
     def _copies(self) -> bool:
         return bool(self._settings.archive.address)
 
-    def samples_json(self, before: int | None, limit: int) -> bytes:
+    def samples(self, before: int | None, limit: int) -> list[Row]:
         """Texts of rounds before `before` (None: of all), the newest first, at most `limit`."""
-        return _encode(self.evaluations.samples(before, max(0, limit)))
+        return self.evaluations.samples(before, max(0, limit))
 
-    def checkpoints_json(self) -> bytes:
+    def checkpoints(self) -> list[Row]:
         """The archived states, the newest first."""
         losses, copied = self.evaluations.losses(), self._copied or set()
-        return _encode(
-            [
-                {
-                    "round": a.round,
-                    "state": str(a.state),
-                    "record": str(a.record),
-                    "tokens": a.tokens,
-                    "bytes": sum(size for _, size in files),
-                    "files": [{"name": name, "bytes": size} for name, size in files],
-                    "final": bool(a.final) or a.round == 0,
-                    "copied": str(a.state) in copied,
-                    "validation_loss": losses.get(a.state),
-                }
-                for a in reversed(self.archive.all())
-                if (files := a.files())
-            ]
-        )
+        return [
+            {
+                "round": a.round,
+                "state": str(a.state),
+                "record": str(a.record),
+                "tokens": a.tokens,
+                "bytes": sum(size for _, size in files),
+                "files": [{"name": name, "bytes": size} for name, size in files],
+                "final": bool(a.final) or a.round == 0,
+                "copied": str(a.state) in copied,
+                "validation_loss": losses.get(a.state),
+            }
+            for a in reversed(self.archive.all())
+            if (files := a.files())
+        ]
 
     @contextlib.contextmanager
     def open_file(self, state: Digest, name: str) -> Iterator[tuple[BinaryIO, int]]:
@@ -405,7 +402,3 @@ class Keeper:
                 raise CoordinatorError(f"this checkpoint has no {name}") from None
             with file:
                 yield file, os.fstat(file.fileno()).st_size
-
-
-def _encode(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -1,14 +1,14 @@
-"""The routes: the page and its files, /api/status, /api/rounds, /api/charts, /events, /metrics. Reading only."""
+"""The routes: the page and its files, the API by its table, /events, /metrics, checkpoints. Reading only."""
 
 from __future__ import annotations
 
-import gzip
-import hashlib
+import contextlib
+import ipaddress
 import mimetypes
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,10 +17,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.errors import LedgerError, TooManyError
-from coordinator.page.feed import Feed
+from coordinator.limits import Rate, RateLimit, network_of
+from coordinator.page import json_view, openapi
+from coordinator.page.answers import Answers, Body
+from coordinator.page.api_page import api_page
+from coordinator.page.downloads import Downloads
+from coordinator.page.endpoints import ENDPOINTS, Endpoint, Source
 
 STATIC = Path(__file__).parent / "static"
-MAX_ROUNDS = 200
+REQUESTS_OF_ONE = Rate(30, 200)
+"""Of an address; a reverse proxy on this machine, which is everybody, is not counted."""
 
 _SECURITY = {
     "content-security-policy": (
@@ -34,73 +40,32 @@ _SECURITY = {
 }
 
 
-class Source(Protocol):
-    """What the page shows, as JSON."""
+def make_app(source: Source, more: Sequence[Route] = (), described: Mapping[str, Any] | None = None) -> ASGIApp:
+    """The application; `more` routes of other modules, and their paths as OpenAPI has them.
 
-    feed: Feed
-
-    def status_json(self) -> bytes: ...
-
-    def charts_json(self) -> bytes: ...
-
-    async def rounds_json(self, after: int, limit: int) -> bytes: ...
-
-    def metrics_text(self) -> bytes: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    plain: bytes
-    zipped: bytes
-    kind: str
-    tag: str
-
-
-def _load(names: Sequence[str]) -> dict[str, _File]:
-    """Files are few and small: kept in memory, compressed once."""
-    files = {}
-    for name in names:
-        data = (STATIC / name).read_bytes()
-        kind = mimetypes.guess_type(name)[0] or "text/plain"
-        text = f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
-        files[name] = _File(data, gzip.compress(data, mtime=0), text, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
-    return files
-
-
-def make_app(source: Source) -> ASGIApp:
-    """The application. Files that the page needs and that are missing fail here, not at the first visitor."""
-    files = _load([p.relative_to(STATIC).as_posix() for p in sorted(STATIC.rglob("*")) if p.is_file()])
-    index = files["index.html"]
-
-    def page(request: Request) -> Response:
-        return _file(request, index)
+    Files that the page needs and that are missing fail here, not at the first visitor."""
+    files = _load()
+    answers, rate = Answers(), RateLimit(REQUESTS_OF_ONE)
+    downloads = Downloads(source.checkpoint_file)
+    document = openapi.document(ENDPOINTS, described)
+    spec = Body.of(json_view.encode(document), level=9)
+    human = Body.of(api_page(document).encode(), "text/html; charset=utf-8", level=9)
 
     async def static(request: Request) -> Response:
         found = files.get(request.path_params["name"])
-        return PlainTextResponse("no such file\n", 404) if found is None else _file(request, found)
+        return PlainTextResponse("no such file\n", 404) if found is None else found.answer(request)
 
     async def home(request: Request) -> Response:
-        return page(request)
+        return files["index.html"].answer(request)
 
     async def favicon(request: Request) -> Response:
-        return _file(request, files["favicon.svg"])
+        return files["favicon.svg"].answer(request)
 
-    async def status(_: Request) -> Response:
-        return _json(source.status_json())
+    async def api(request: Request) -> Response:
+        return human.answer(request)
 
-    async def charts(_: Request) -> Response:
-        return _json(source.charts_json())
-
-    async def rounds(request: Request) -> Response:
-        try:
-            after = _whole(request, "after", -1, -1, 2**40)
-            limit = _whole(request, "limit", 50, 1, MAX_ROUNDS)
-        except ValueError as e:
-            return PlainTextResponse(f"{e}\n", 400)
-        try:
-            return _json(await source.rounds_json(after, limit))
-        except (LedgerError, TooManyError):
-            return PlainTextResponse("the ledger cannot be read at this moment: try again\n", 503)
+    async def api_document(request: Request) -> Response:
+        return spec.answer(request)
 
     async def metrics(_: Request) -> Response:
         return Response(source.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -111,14 +76,22 @@ def make_app(source: Source) -> ASGIApp:
             Route("/static/{name:path}", static),
             Route("/favicon.svg", favicon),
             Route("/favicon.ico", favicon),
-            Route("/api/status", status),
-            Route("/api/charts", charts),
-            Route("/api/rounds", rounds),
+            Route("/api", api),
+            Route("/api/openapi.json", api_document),
+            *more,
+            *(Route(e.path, _answering(e, source, answers)) for e in ENDPOINTS),
+            Route("/checkpoints/{folder}/{file}", downloads.answer),
             Route("/metrics", metrics),
         ]
     )
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if (caller := _stranger(scope)) is not None:
+                rate.take(caller, time.monotonic())
+        except TooManyError as e:
+            await PlainTextResponse(f"{e}\n", 429, {"retry-after": "5"})(scope, receive, send)
+            return
         if scope["path"] == "/events" and scope["method"] == "GET":
             try:
                 viewer = source.feed.join()
@@ -130,6 +103,53 @@ def make_app(source: Source) -> ASGIApp:
             await app(scope, receive, send)
 
     return _secured(answer)
+
+
+def _answering(endpoint: Endpoint, source: Source, answers: Answers) -> Callable[[Request], Awaitable[Response]]:
+    """The route of one line of the table."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            asked = {
+                p.name: p.read((request.path_params if p.in_path else request.query_params).get(p.name))
+                for p in endpoint.parameters
+            }
+        except ValueError as e:
+            return PlainTextResponse(f"{e}\n", 400)
+
+        async def make() -> Body | None:
+            value = await endpoint.make(source, **asked)
+            return None if value is None else Body.of(json_view.encode(value))
+
+        try:
+            # With the head: who hears of a round and asks must not get what was made before it.
+            body = await answers.get((source.head, endpoint.path, *asked.values()), endpoint.seconds, make)
+        except (LedgerError, TooManyError):
+            return PlainTextResponse("the ledger cannot be read at this moment: try again\n", 503, {"retry-after": "5"})
+        return PlainTextResponse(f"{endpoint.missing}\n", 404) if body is None else body.answer(request)
+
+    return answer
+
+
+def _stranger(scope: Scope) -> str | None:
+    """The network that asks; None for this machine itself."""
+    host = (scope.get("client") or ("", 0))[0]
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return None
+    return network_of(host)
+
+
+def _load() -> dict[str, Body]:
+    """Files are few and small: kept in memory, compressed once."""
+    files = {}
+    for path in sorted(p for p in STATIC.rglob("*") if p.is_file()):
+        kind = mimetypes.guess_type(path.name)[0] or "text/plain"
+        if path.suffix == ".js":
+            kind = "text/javascript"  # whatever this machine's table says: a browser takes modules as nothing else
+        text = f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
+        files[path.relative_to(STATIC).as_posix()] = Body.of(path.read_bytes(), text, level=9)
+    return files
 
 
 def _secured(app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> ASGIApp:
@@ -148,26 +168,3 @@ def _secured(app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> ASGIApp:
         await app(scope, receive, with_headers)
 
     return secured
-
-
-def _file(request: Request, file: _File) -> Response:
-    headers = {"etag": file.tag, "cache-control": "no-cache", "vary": "accept-encoding"}
-    if request.headers.get("if-none-match") == file.tag:
-        return Response(status_code=304, headers=headers)
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(file.zipped, headers=headers | {"content-encoding": "gzip"}, media_type=file.kind)
-    return Response(file.plain, headers=headers, media_type=file.kind)
-
-
-def _json(data: bytes) -> Response:
-    return Response(data, headers={"cache-control": "no-store"}, media_type="application/json")
-
-
-def _whole(request: Request, name: str, default: int, low: int, top: int) -> int:
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 13 and low <= int(text) <= top):
-        raise ValueError(f"{name} must be a whole number from {low} to {top}")
-    return int(text)

@@ -66,7 +66,7 @@ class Viewer:
         self._news.set()
 
     async def __call__(self, scope, receive, send) -> None:
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             await self._stream(send, gone)
@@ -96,6 +96,7 @@ class Viewer:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _disconnected(receive) -> None:
+async def disconnected(receive) -> None:
+    """Returns when whoever asked is gone."""
     while (await receive())["type"] != "http.disconnect":
         continue

@@ -1,19 +1,29 @@
-"""Overviews, rounds and charts as JSON: what the page draws, and what anybody may fetch."""
+"""Overviews, peers, rounds and charts as JSON values: what the page draws, and what anybody may fetch."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable
 from typing import Any
 
+from coordinator.absences import Absence
 from coordinator.credits import RoundAccount
 from coordinator.history import Charts
-from coordinator.overview import Overview, PeerView
+from coordinator.overview import Overview, PeerView, RoundView
+from coordinator.round_charts import RoundCharts
+from coordinator.sightings import Sighting
 from protocol.ids import PeerKey
+from protocol.messages import Certificate
 
-MAX_SHOWN = 200
-"""Peers in a status: those who train and those with most credits come first."""
+FIRST_PEERS, FIRST_ROUNDS = 25, 8
+"""In a status: the first page of peers, and the newest rounds."""
+
+SHOWN = 12
+"""Names in a row of rounds; the round's own view has all."""
+
+NameOf = Callable[[PeerKey], str]
 
 
 def encode(value: Any) -> bytes:
@@ -21,96 +31,201 @@ def encode(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def status(o: Overview) -> dict[str, Any]:
-    """The whole overview."""
+def event(o: Overview, now: float) -> dict[str, Any]:
+    """The state alone: small, for it is sent to every viewer every two seconds."""
     return {
         "name": o.name,
         "run": o.run,
+        "time": round(now, 3),
         "health": o.health,
         "words": o.words,
         "round": o.round,
+        "next_round_seconds": None if o.next_round_seconds is None else round(o.next_round_seconds, 1),
         "head": str(o.head),
         "state": str(o.state),
         "state_round": o.state_round,
         "tokens": o.tokens,
         "total_tokens": o.total_tokens,
-        "tokens_per_second": _rounded(o.tokens_per_second),
-        "loss": _rounded(o.loss),
+        "tokens_per_second": rounded(o.tokens_per_second),
+        "loss": rounded(o.loss),
         "training": o.working,
         "final_round": o.final_round,
         "micro_credits_settled": o.settled,
         "micro_credits_pending": o.pending,
         "peers_in_all": len(o.peers),
-        "peers": [_peer(p) for p in o.peers[:MAX_SHOWN]],
-        "rounds": [
-            {
-                "round": r.round,
-                "record": str(r.record),
-                "tokens": r.tokens,
-                "loss": _rounded(r.loss),
-                "contributors": [name for name, _ in r.contributors[:MAX_SHOWN]],
-                "contributors_in_all": len(r.contributors),
-                "absent": None if r.absent is None else list(r.absent[:MAX_SHOWN]),
-                "final": r.final,
-            }
-            for r in o.rounds
-        ],
     }
 
 
-def _peer(p: PeerView) -> dict[str, Any]:
+def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
+    """The state, and the first peers and the newest rounds."""
+    return event(o, now) | {
+        "peers": [peer(p) for p in o.peers[:FIRST_PEERS]],
+        "rounds": [round_row(r, name_of) for r in o.rounds[:FIRST_ROUNDS]],
+    }
+
+
+def peer(p: PeerView) -> dict[str, Any]:
+    """One row of the table of peers."""
     h = p.heartbeat
-    return {
+    row = {
         "peer": str(p.peer),
         "name": p.name,
         "phase": p.phase,
+        "since": None if p.since is None else round(p.since, 1),
         "micro_credits_settled": p.settled,
         "micro_credits_pending": p.pending,
-        "seconds_since_heard": None if h is None else round(p.seconds_since, 1),
-        "round": None if h is None else h.round,
-        "loss": None if h is None else _rounded(h.loss),
-        "tokens_per_second": None if h is None else _rounded(h.tokens_per_second),
-        "bytes_up": None if h is None else h.bytes_up,
-        "bytes_down": None if h is None else h.bytes_down,
-        "device": None if h is None else h.device,
+        "last_round": p.last_round,
+        "absence": None if p.absence is None else _reason(p.absence),
+    }
+    if h is None:
+        return row | dict.fromkeys(_SAID_BY_ITSELF)
+    return row | {
+        "seconds_since_heard": round(p.seconds_since, 1),
+        "round": h.round,
+        "loss": rounded(h.loss) or None,
+        "tokens_per_second": rounded(h.tokens_per_second),
+        "bytes_up": h.bytes_up,
+        "bytes_down": h.bytes_down,
+        "up_per_second": round(p.up),
+        "down_per_second": round(p.down),
+        "unheard": len(h.unheard),
+        "device": h.device,
     }
 
 
-def account(a: RoundAccount, final: bool, name_of: Callable[[PeerKey], str]) -> dict[str, Any]:
+_SAID_BY_ITSELF = (
+    "seconds_since_heard", "round", "loss", "tokens_per_second", "bytes_up", "bytes_down", "up_per_second",
+    "down_per_second", "unheard", "device",
+)  # fmt: skip
+
+
+def round_row(r: RoundView, name_of: NameOf) -> dict[str, Any]:
+    """One row of the table of rounds."""
+    a, seen = r.account, r.seen
+    return {
+        "round": a.round,
+        "record": str(a.record),
+        "tokens": a.tokens,
+        "loss": rounded(a.loss),
+        "final": r.final,
+        "contributors": [_named(e.peer, name_of) for e in a.entries[:SHOWN]],
+        "contributors_in_all": len(a.entries),
+        "absent": None if seen is None or seen.absent is None else _absent(seen.absent[:SHOWN], name_of),
+        "absent_in_all": 0 if seen is None else seen.absent_in_all,
+        "seen": None if seen is None else _times(seen),
+    }
+
+
+def round_page(r: RoundView, announced: dict[PeerKey, float], name_of: NameOf) -> dict[str, Any]:
+    """One round whole. `announced`: seconds from the first announcement to each."""
+    a, seen = r.account, r.seen
+    return round_row(r, name_of) | {
+        "parent": str(a.parent),
+        "base_state": str(a.base_state),
+        "micro_credits": a.micro_credits,
+        "contributors": [
+            _entry(e, name_of) | {"announced_seconds": None if (t := announced.get(e.peer)) is None else round(t, 2)}
+            for e in a.entries
+        ],
+        "absent": None if seen is None or seen.absent is None else _absent(seen.absent, name_of),
+    }
+
+
+def account(a: RoundAccount, final: bool, name_of: NameOf) -> dict[str, Any]:
     """One round with all its entries: enough to check the ledger against the chain."""
     return {
         "round": a.round,
         "record": str(a.record),
         "parent": str(a.parent),
         "base_state": str(a.base_state),
-        "loss": _rounded(a.loss),
+        "loss": rounded(a.loss),
         "tokens": a.tokens,
         "final": final,
-        "entries": [
-            {
-                "peer": str(e.peer),
-                "name": name_of(e.peer),
-                "windows": e.windows,
-                "tokens": e.tokens,
-                "micro_credits": e.micro_credits,
-            }
-            for e in a.entries
-        ],
+        "entries": [_entry(e, name_of) for e in a.entries],
     }
 
 
-def charts(c: Charts) -> dict[str, Any]:
-    """The columns of both charts."""
+def certificate(c: Certificate, name_of: NameOf) -> dict[str, Any]:
+    """A certificate for people, and the signed bytes (base64) for whoever checks it."""
+    body = c.record.body
     return {
+        "round": body.round,
+        "record": str(c.digest),
+        "parent": str(body.parent),
+        "base_state": str(body.base_state),
+        "attempt": body.attempt,
+        "proposer": _named(c.record.author, name_of),
+        "updates": [
+            _named(u.author, name_of)
+            | {
+                "update": str(u.digest),
+                "blob": str(u.body.blob),
+                "first_window": u.body.first_window,
+                "end_window": u.body.end_window,
+                "loss": rounded(u.body.loss),
+            }
+            for u in body.updates
+        ],
+        "votes": [_named(v.author, name_of) for v in c.votes],
+        "parts": [str(p) for p in c.parts],
+        "bytes": {"record": _base64(c.record.sent), "votes": [_base64(v.sent) for v in c.votes]},
+    }
+
+
+def charts(c: Charts, r: RoundCharts, validation: list[dict[str, Any]]) -> dict[str, Any]:
+    """The columns of all charts."""
+    return {
+        "rounds": c.rounds,
         "tokens": c.tokens,
-        "loss": [_rounded(x) for x in c.loss],
+        "loss": [rounded(x) for x in c.loss],
+        "seen": [None if t is None else round(t, 1) for t in c.seen],
         "times": [round(t, 3) for t in c.times],
         "rates": [round(r, 1) for r in c.rates],
+        "by_round": {
+            "times": [round(t, 1) for t in r.times],
+            "train": _short(r.train, 2),
+            "exchange": _short(r.exchange, 2),
+            "commit": _short(r.commit, 2),
+            "peers": _short(r.peers, 1),
+            "sent": _short(r.sent, 0),
+            "received": _short(r.received, 0),
+        },
+        "validation": validation,
     }
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Six digits: what a float32 holds. None for what is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
+
+
+def _short(values: list[float | None], digits: int) -> list[float | None]:
+    return [None if v is None else round(v, digits) for v in values]
+
+
+def _named(peer: PeerKey, name_of: NameOf) -> dict[str, Any]:
+    return {"peer": str(peer), "name": name_of(peer)}
+
+
+def _entry(e, name_of: NameOf) -> dict[str, Any]:
+    return _named(e.peer, name_of) | {"windows": e.windows, "tokens": e.tokens, "micro_credits": e.micro_credits}
+
+
+def _reason(a: Absence) -> dict[str, str]:
+    return {"reason": a.reason, "words": a.words}
+
+
+def _absent(absent: tuple[Absence, ...], name_of: NameOf) -> list[dict[str, Any]]:
+    return [_named(a.peer, name_of) | _reason(a) for a in absent]
+
+
+def _times(s: Sighting) -> dict[str, Any]:
+    seconds = {"train": s.train, "exchange": s.exchange, "commit": s.commit, "whole": s.whole}
+    times = {name: None if t is None else round(t, 2) for name, t in seconds.items()}
+    return times | {"certified": round(s.certified, 1), "working": s.working, "sent": s.sent, "received": s.received}
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -30,7 +30,7 @@ from peer.node.updates import Updates
 from peer.swarm import Handlers
 from protocol.codec import make_codec
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Header, KeySigner
+from protocol.messages import Header, KeySigner, Signed
 from protocol.reduce import Reduction
 from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
@@ -90,6 +90,8 @@ class Node:
         self._tick_waits = False
         self.finish_reason = ""
         self.on_change: Callable[[], None] = lambda: None
+        self.on_heard: Callable[[Signed], None] = lambda _: None
+        """Called with each verified message of another, before the machine has it: for who watches."""
         self._training: Training | None = None
         self._snapshot_failed = False
         self._exchange = Exchange()
@@ -330,6 +332,7 @@ class Node:
                 if self._streaming.takes(event.message, sender):
                     continue
                 self.network.note(event.message, sender)
+                self.on_heard(event.message)
             self.post(event)
 
     async def _on_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:

@@ -1,0 +1,88 @@
+"""The OpenAPI 3.1 document of the page's API, from the table of endpoints (https://spec.openapis.org/oas/v3.1.0)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from coordinator.page import schemas as s
+from coordinator.page.endpoints import Endpoint, Parameter
+
+ABOUT = (
+    "Everything that a Cairn coordinator's page shows, as JSON. Reading only; no key is needed. Answers are made at "
+    "most so often and carry an ETag: send it back in If-None-Match. Keys and digests are hexadecimal, credits are "
+    "whole micro-credits (10^9 model FLOPs), times are unix seconds. To be told of changes, read /events (server-sent "
+    "events, each with the newest state) instead of asking again and again."
+)
+
+_PLAIN = {"text/plain": {"schema": s.TEXT}}
+_OTHERS: dict[str, Any] = {
+    "/events": {
+        "get": {
+            "summary": "The state as server-sent events (`data:` and JSON), when it changes and every two seconds",
+            "responses": {
+                "200": {"description": "a stream", "content": {"text/event-stream": {"schema": s.EVENT}}},
+                "503": {"description": "too many watch at this moment", "content": _PLAIN},
+            },
+        }
+    },
+    "/metrics": {
+        "get": {
+            "summary": "For Prometheus",
+            "responses": {"200": {"description": "the text format 0.0.4", "content": _PLAIN}},
+        }
+    },
+    "/api/openapi.json": {
+        "get": {
+            "summary": "This document",
+            "responses": {
+                "200": {"description": "OpenAPI 3.1", "content": {"application/json": {"schema": {"type": "object"}}}}
+            },
+        }
+    },
+    "/checkpoints/{folder}/{file}": {
+        "get": {
+            "summary": "A file of a checkpoint, whole or one range of it",
+            "parameters": [
+                {"name": "folder", "in": "path", "required": True, "schema": s.TEXT, "example": "round-000030"},
+                {"name": "file", "in": "path", "required": True, "schema": s.TEXT, "example": "model.safetensors"},
+                {"name": "Range", "in": "header", "required": False, "schema": s.TEXT, "example": "bytes=0-1023"},
+            ],
+            "responses": {
+                "200": {"description": "all of it", "content": {"application/octet-stream": {}}},
+                "206": {"description": "the range", "content": {"application/octet-stream": {}}},
+                "404": {"description": "not kept here", "content": _PLAIN},
+                "416": {"description": "no such range", "content": _PLAIN},
+                "503": {"description": "too many downloads at this moment", "content": _PLAIN},
+            },
+        }
+    },
+}  # fmt: skip
+
+
+def document(endpoints: Iterable[Endpoint], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The whole document; `others` are more paths, as the document has them."""
+    paths = {e.path: {"get": _operation(e)} for e in endpoints}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Cairn coordinator", "version": "1", "description": ABOUT},
+        "paths": dict(sorted((paths | _OTHERS | dict(others or {})).items())),
+    }
+
+
+def _operation(e: Endpoint) -> dict[str, Any]:
+    answers: dict[str, Any] = {
+        "200": {"description": "the answer", "content": {"application/json": {"schema": e.answer}}},
+        "304": {"description": "as you have it (If-None-Match)"},
+        "503": {"description": "the ledger cannot be read at this moment", "content": _PLAIN},
+    }
+    if e.parameters:
+        answers["400"] = {"description": "the question is not understood", "content": _PLAIN}
+    if e.missing:
+        answers["404"] = {"description": e.missing, "content": _PLAIN}
+    return {"summary": e.about, "parameters": [_parameter(p) for p in e.parameters], "responses": answers}
+
+
+def _parameter(p: Parameter) -> dict[str, Any]:
+    where = "path" if p.in_path else "query"
+    return {"name": p.name, "in": where, "required": p.in_path, "description": p.about, "schema": p.schema()}

@@ -1,0 +1,244 @@
+"""JSON schemas (draft 2020-12) of what the API answers. Tests hold every answer against them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+
+def of(properties: dict[str, Any], **more: Any) -> Schema:
+    """An object with exactly these properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    } | more
+
+
+def many(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items} | more
+
+
+def maybe(schema: Schema) -> Schema:
+    """Or null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+FLAG: Schema = {"type": "boolean"}
+KEY: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "a peer's public key, in hex"}
+DIGEST: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256, in hex"}
+TIME: Schema = {"type": "number", "description": "unix seconds, by the coordinator's clock"}
+SECONDS: Schema = {"type": "number", "minimum": 0}
+MICRO: Schema = {"type": "integer", "minimum": 0, "description": "millionths of a credit: 10^9 model FLOPs each"}
+BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
+
+REASON = of({"reason": TEXT, "words": TEXT})
+NAMED = of({"peer": KEY, "name": TEXT})
+ABSENT = of({"peer": KEY, "name": TEXT, "reason": TEXT, "words": TEXT})
+ENTRY = of({"peer": KEY, "name": TEXT, "windows": COUNT, "tokens": COUNT, "micro_credits": MICRO})
+
+PEER = of(
+    {
+        "peer": KEY,
+        "name": TEXT,
+        "phase": {"enum": ["joining", "syncing", "training", "exchanging", "observing", "silent", "gone"]},
+        "since": maybe(TIME),
+        "micro_credits_settled": MICRO,
+        "micro_credits_pending": MICRO,
+        "last_round": maybe(COUNT),
+        "absence": maybe(REASON),
+        "seconds_since_heard": maybe(SECONDS),
+        "round": maybe(COUNT),
+        "loss": maybe(NUMBER),
+        "tokens_per_second": maybe(NUMBER),
+        "bytes_up": maybe(COUNT),
+        "bytes_down": maybe(COUNT),
+        "up_per_second": maybe(COUNT),
+        "down_per_second": maybe(COUNT),
+        "unheard": maybe(COUNT),
+        "device": maybe(TEXT),
+    },
+    description="What a peer says of itself (device, speed, loss, bytes), and what the chain and the coordinator say.",
+)
+
+SEEN = of(
+    {
+        "train": maybe(SECONDS),
+        "exchange": maybe(SECONDS),
+        "commit": maybe(SECONDS),
+        "whole": maybe(SECONDS),
+        "certified": TIME,
+        "working": COUNT,
+        "sent": maybe(COUNT),
+        "received": maybe(COUNT),
+    },
+    description="What this coordinator saw of the round: seconds until the first update was announced, from there "
+    "until the record was proposed, from there until it was certified; peers at work; bytes by peers' own counters.",
+)
+
+_ROW: dict[str, Any] = {
+    "round": COUNT,
+    "record": DIGEST,
+    "tokens": COUNT,
+    "loss": maybe(NUMBER),
+    "final": FLAG,
+    "contributors": many(NAMED),
+    "contributors_in_all": COUNT,
+    "absent": maybe(many(ABSENT)),
+    "absent_in_all": COUNT,
+    "seen": maybe(SEEN),
+}
+ROUND_ROW = of(
+    _ROW, description="`contributors` and `absent` are the first twelve; `absent` is null where nobody looked."
+)
+
+ROUND = of(
+    _ROW
+    | {
+        "parent": DIGEST,
+        "base_state": DIGEST,
+        "micro_credits": MICRO,
+        "contributors": many(of(ENTRY["properties"] | {"announced_seconds": maybe(SECONDS)})),
+    }
+)
+
+ACCOUNTED = of(
+    {
+        "round": COUNT,
+        "record": DIGEST,
+        "parent": DIGEST,
+        "base_state": DIGEST,
+        "loss": maybe(NUMBER),
+        "tokens": COUNT,
+        "final": FLAG,
+        "entries": many(ENTRY),
+    }
+)
+
+CERTIFICATE = of(
+    {
+        "round": COUNT,
+        "record": DIGEST,
+        "parent": DIGEST,
+        "base_state": DIGEST,
+        "attempt": COUNT,
+        "proposer": NAMED,
+        "updates": many(
+            of(
+                {
+                    "peer": KEY,
+                    "name": TEXT,
+                    "update": DIGEST,
+                    "blob": DIGEST,
+                    "first_window": COUNT,
+                    "end_window": COUNT,
+                    "loss": maybe(NUMBER),
+                }
+            )
+        ),  # fmt: skip
+        "votes": many(NAMED),
+        "parts": many(DIGEST),
+        "bytes": of({"record": BASE64, "votes": many(BASE64)}),
+    }
+)
+
+_STATE: dict[str, Any] = {
+    "name": TEXT,
+    "run": DIGEST,
+    "time": TIME,
+    "health": TEXT,
+    "words": TEXT,
+    "round": COUNT,
+    "next_round_seconds": maybe(SECONDS),
+    "head": DIGEST,
+    "state": DIGEST,
+    "state_round": COUNT,
+    "tokens": COUNT,
+    "total_tokens": COUNT,
+    "tokens_per_second": maybe(NUMBER),
+    "loss": maybe(NUMBER),
+    "training": COUNT,
+    "final_round": maybe(COUNT),
+    "micro_credits_settled": MICRO,
+    "micro_credits_pending": MICRO,
+    "peers_in_all": COUNT,
+}
+EVENT = of(_STATE, description="The state, in words and in numbers.")
+STATUS = of(
+    _STATE | {"peers": many(PEER), "rounds": many(ROUND_ROW)},
+    description="The state, and the first page of peers and of rounds.",
+)
+
+CHARTS = of(
+    {
+        "rounds": many(COUNT),
+        "tokens": many(COUNT),
+        "loss": many(maybe(NUMBER)),
+        "seen": many(maybe(TIME)),
+        "times": many(TIME),
+        "rates": many(NUMBER),
+        "by_round": of(
+            {
+                "times": many(TIME),
+                "train": many(maybe(SECONDS)),
+                "exchange": many(maybe(SECONDS)),
+                "commit": many(maybe(SECONDS)),
+                "peers": many(maybe(NUMBER)),
+                "sent": many(maybe(NUMBER)),
+                "received": many(maybe(NUMBER)),
+            }
+        ),
+        "validation": many(of({"round": COUNT, "tokens": maybe(COUNT), "seen": maybe(TIME), "loss": NUMBER})),
+    },
+    description="Columns; neighbouring rounds are put together so that no chart has more than 600 points.",
+)
+
+LEADER = of(
+    {
+        "key": TEXT,
+        "kind": {"enum": ["peer", "account", "team"]},
+        "name": TEXT,
+        "team": TEXT,
+        "account": maybe(KEY),
+        "micro_credits_settled": MICRO,
+        "micro_credits_pending": MICRO,
+        "micro_credits_voided": MICRO,
+        "recent": maybe(MICRO),
+        "tokens": COUNT,
+        "rounds": COUNT,
+        "peers": many(KEY),
+    },
+    description="`recent`: micro-credits a day, an exponential mean with a half-life of a week; null: none is kept.",
+)
+
+SAMPLE = of(
+    {
+        "round": COUNT,
+        "state": DIGEST,
+        "prompt": TEXT,
+        "text": TEXT,
+        "temperature": maybe(NUMBER),
+        "validation_loss": maybe(NUMBER),
+    }
+)
+
+CHECKPOINT = of(
+    {
+        "round": COUNT,
+        "state": DIGEST,
+        "record": DIGEST,
+        "tokens": COUNT,
+        "bytes": COUNT,
+        "files": many(of({"name": TEXT, "bytes": COUNT})),
+        "final": FLAG,
+        "copied": FLAG,
+        "validation_loss": maybe(NUMBER),
+    },
+    description="Its files are at /checkpoints/round-NNNNNN/NAME, whole or by range.",
+)

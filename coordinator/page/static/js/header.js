@@ -1,0 +1,32 @@
+// What everybody wants to know first: how the run is, in words.
+
+import { byId, say } from "./dom.js";
+import { duration, short } from "./format.js";
+
+export function showHeader(s) {
+  document.title = `${s.health} · ${s.name}`;
+  say("name", s.name);
+  byId("state").dataset.health = s.health;
+  say("health", s.health);
+  say("words", s.words);
+  byId("lost").hidden = true;
+  byId("goal").hidden = !s.total_tokens;
+  if (s.total_tokens) {
+    const share = Math.min(1, s.tokens / s.total_tokens), left = s.total_tokens - s.tokens;
+    byId("progress").value = share;
+    const when = s.health === "healthy" && s.tokens_per_second && left > 0 ? `, about ${duration(left / s.tokens_per_second)} to go` : "";
+    say("progress-words", `${short(s.tokens)} of ${short(s.total_tokens)} tokens (${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%)${when}`);
+  }
+  say("run", s.run);
+  say("digest", `${s.state.slice(0, 16)}…`);
+}
+
+export function showLost(heardAt) {
+  document.title = "no answer · Cairn";
+  byId("state").dataset.health = "lost";
+  say("health", "no answer");
+  byId("lost").hidden = false;
+  say("lost", heardAt
+    ? `The coordinator does not answer. This is how it was at ${heardAt.toLocaleTimeString()}; peers go on training without it.`
+    : "The coordinator does not answer, or too many people watch at once. Trying again.");
+}

@@ -1,0 +1,131 @@
+// One peer, or one account: how it is, what it earned, its receipts, and how to check them.
+
+import { ask, askOr, Missing } from "./api.js";
+import { el, facts, number, peerLink, roundLink, table } from "./dom.js";
+import { bytes, credits, duration, loss, shortKey, short } from "./format.js";
+import { phase } from "./peers.js";
+import { checkReceipt, possible } from "./proof.js";
+
+const PAGE = 20;
+
+// Receipts with a button each; a coordinator that keeps none has no such section.
+class Receipts {
+  constructor(key) {
+    this.key = key;
+    this.box = el("section", { hidden: true });
+    this.rows = [];
+    this.next = null;
+  }
+
+  async load(more = false) {
+    const page = await askOr(null, "/api/receipts", { peer: this.key, limit: PAGE, before: more ? this.next : null });
+    if (!page) return;
+    this.rows = more ? [...this.rows, ...page.receipts] : page.receipts;
+    this.next = page.next;
+    this.box.hidden = false;
+    this.box.replaceChildren(
+      el("h3", {}, "Receipts"),
+      table("Receipts", [["Round"], "Status", "Why not", ["Tokens"], ["Credits"], "Proof"], this.rows.map((r) => this.row(r)), "none yet: a receipt is made when a round is final"),
+      this.next === null ? "" : el("div", { class: "pages" }, el("button", { class: "secondary outline", onclick: () => this.load(true) }, "Older")),
+      el("h3", {}, "Check it yourself"),
+      el("p", {}, "On your own machine, which trusts nobody: ", el("code", {}, "cairn audit ledger INVITE"), ". It fetches the chain and the log, computes every credit again and says where they differ, to the entry."),
+      possible() ? "" : el("p", { class: "note" }, "This browser checks proofs on pages by https or from this machine only."),
+    );
+  }
+
+  row(r) {
+    const said = el("span", { role: "status" });
+    const check = el("button", { class: "secondary outline small", disabled: !possible(), onclick: async () => {
+      said.textContent = " checking";
+      try {
+        said.textContent = ` holds: ${await checkReceipt(r, this.key)}`;
+        said.className = "holds";
+      } catch (e) {
+        said.textContent = ` does not hold: ${e.message}`;
+        said.className = "missed";
+      }
+    } }, "check");
+    const file = el("a", { href: `data:application/octet-stream;base64,${r.bytes}`, download: `receipt-${r.round}-${shortKey(this.key)}.bin` }, "save");
+    const status = r.status === "pending" ? `pending until round entry ${r.pending_until}` : r.status;
+    return el("tr", {}, el("td", { class: "n" }, roundLink(r.round)), el("td", { class: r.status === "pending" ? "pending" : null }, status), el("td", { class: "why" }, r.reason || "–"),
+      number(short(r.tokens)), number(credits(r.micro_credits)), el("td", { class: "why" }, check, " ", file, said));
+  }
+}
+
+export class Peer {
+  constructor(root, key) {
+    this.key = key;
+    this.body = el("div", {}, el("p", { "aria-busy": "true" }, "asking"));
+    this.receipts = new Receipts(key);
+    root.append(this.body, this.receipts.box);
+    this.at = 0;
+    this.head = null;
+  }
+
+  close() { this.closed = true; }
+
+  status(s) {
+    if (Date.now() - this.at > 2500) this.load(s.time);
+    if (s.head !== this.head && !this.receipts.rows.length) this.receipts.load();
+    this.head = s.head;
+  }
+
+  async load(now) {
+    this.at = Date.now();
+    let found;
+    try {
+      found = await ask(`/api/peers/${this.key}`);
+    } catch (e) {
+      this.body.replaceChildren(el("h2", {}, "Peer ", el("code", {}, shortKey(this.key))), el("p", {}, e instanceof Missing ? `${e.message[0].toUpperCase()}${e.message.slice(1)} (yet): a peer is shown from its first heartbeat on.` : "The coordinator does not answer."));
+      return;
+    }
+    if (this.closed) return;
+    const p = found.peer, away = p.phase === "silent" || p.phase === "gone";
+    const newest = found.newest[0];
+    const inWords = newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.words}. Its work goes into a later round.` : `It is in round ${newest.round}.`;
+    this.body.replaceChildren(
+      el("h2", {}, p.name || `Peer ${shortKey(p.peer)}`),
+      el("p", { class: "words" }, phase(p), p.since === null ? "" : ` for ${duration(Math.max(0, now - p.since))}. `, inWords),
+      facts([["Tokens/s", away ? "–" : short(p.tokens_per_second)], ["Loss", loss(p.loss)], ["Rounds in", String(found.rounds)], ["Tokens", short(found.tokens)],
+        ["Credits", credits(p.micro_credits_settled)], ["Not final", credits(p.micro_credits_pending)], ["Sent", bytes(p.bytes_up)], ["Received", bytes(p.bytes_down)]]),
+      el("dl", { class: "digests" }, el("dt", {}, "Key"), el("dd", {}, el("code", {}, p.peer)), el("dt", {}, "Device"), el("dd", {}, p.device || "–"),
+        el("dt", {}, "Link"), el("dd", {}, p.up_per_second === null ? "–" : `${bytes(p.up_per_second)}/s up, ${bytes(p.down_per_second)}/s down; ${p.unheard ? `hears ${p.unheard} peers through others` : "hears everybody directly"}`)),
+      el("h3", {}, "Newest rounds"),
+      table("Newest rounds of this peer", [["Round"], "Was it in?", ["Tokens"], ["Credits"], "Record"], found.newest.map((r) => el("tr", {}, el("td", { class: "n" }, roundLink(r.round)),
+        el("td", { class: r.absence ? "why missed" : "why" }, r.absence ? `no: ${r.absence.words}` : "yes"), number(r.tokens ? short(r.tokens) : "–"), number(r.micro_credits ? credits(r.micro_credits) : "–"),
+        el("td", { class: r.final ? "digest" : "digest pending", title: r.record }, r.record.slice(0, 8), r.final ? " final" : " not final"))), "in none of the newest rounds"),
+    );
+  }
+}
+
+export class Account {
+  constructor(root, key) {
+    this.key = key;
+    this.body = el("div", {}, el("p", { "aria-busy": "true" }, "asking"));
+    root.append(this.body);
+    this.head = null;
+  }
+
+  close() { this.closed = true; }
+
+  async status(s) {
+    if (s.head === this.head) return;
+    this.head = s.head;
+    const a = await askOr(null, `/api/accounts/${this.key}`);
+    if (this.closed) return;
+    if (!a) {
+      this.body.replaceChildren(el("h2", {}, "Account ", el("code", {}, shortKey(this.key))), el("p", {}, "This coordinator knows no such account."));
+      return;
+    }
+    this.body.replaceChildren(
+      el("h2", {}, a.name || `Account ${shortKey(this.key)}`, " ", el("small", {}, a.team ? `team ${a.team}` : "")),
+      facts([["Credits", credits(a.micro_credits_settled)], ["Pending", credits(a.micro_credits_pending)], ["Voided", credits(a.micro_credits_voided ?? 0)], ["A day", a.recent === null ? "–" : credits(a.recent)], ["Tokens", short(a.tokens)], ["Rounds", String(a.rounds)]]),
+      el("dl", { class: "digests" }, el("dt", {}, "Key"), el("dd", {}, el("code", {}, this.key))),
+      el("h3", {}, "Its peers"),
+      table("Peers of this account", ["Peer"], (a.peers ?? []).map((p) => el("tr", {}, el("td", {}, peerLink({ peer: p })))), "none"),
+      el("p", { class: "note" }, "Receipts are each peer's: follow its name."),
+    );
+  }
+}
+
+

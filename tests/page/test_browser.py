@@ -1,0 +1,276 @@
+"""The page in a real Chromium: it loads, lives, survives its coordinator, and is for everybody. One browser for all."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.page.log_fakes import FakeLog
+from tests.page.world import World, crowd, peer
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip("no Chromium here: `make chromium` installs Debian's", allow_module_level=True)
+
+ARGUMENTS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
+VIEWS = [
+    "",
+    "#peers",
+    "#rounds",
+    "#leaderboard",
+    "#model",
+    f"#peer/{peer(5).key}",
+    "#round/7",
+    f"#account/{peer(0).key}",
+]
+WAIT = 15_000
+OWN = "willReadFrequently"
+"""What the browser says of this test's own look at the pixels."""
+
+CROWD_ROUNDS = int(os.environ.get("PAGE_ROUNDS", "600"))
+"""Of the run with a thousand peers; 10,000 take half a minute to be followed."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as p:
+        chromium = p.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("run"))
+    world.log = FakeLog()
+    world.routes = world.log.routes()
+    world.start()
+    world.name_peers()
+    world.play(12)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    """`tab(world, "#peers", dark=..., phone=...)`: an open page; at the end, that no error was on its console."""
+    contexts, errors = [], []
+
+    def open_tab(world: World, view: str = "", *, dark: bool = False, phone: bool = False) -> Any:
+        size = {"width": 390, "height": 844} if phone else {"width": 1280, "height": 900}
+        context = browser.new_context(viewport=size, color_scheme="dark" if dark else "light")
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(WAIT)
+        page.on(
+            "console", lambda m: errors.append(m.text) if m.type in ("error", "warning") and OWN not in m.text else None
+        )
+        page.on("pageerror", lambda e: errors.append(str(e)))
+        page.errors = errors
+        page.goto(world.url + view)
+        until(page, "document.querySelector('#words').textContent.includes('training')")
+        return page
+
+    yield open_tab
+    for context in contexts:
+        context.close()
+    assert not errors
+
+
+def until(page: Any, expression: str) -> None:
+    """Waits for it. Not Playwright's own way, which the page's policy on scripts forbids."""
+    end = time.monotonic() + WAIT / 1000
+    while not page.evaluate(f"() => Boolean({expression})"):
+        assert time.monotonic() < end, f"not in time: {expression}"
+        page.wait_for_timeout(40)
+
+
+def drawn(page: Any) -> list[int]:
+    """Pixels with something on them, of each chart."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll('.chart canvas')].map((c) => {
+            const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+            let inked = 0;
+            for (let i = 3; i < pixels.length; i += 4) if (pixels[i]) inked++;
+            return inked;
+        })"""
+    )
+
+
+def text(page: Any, selector: str) -> str:
+    return page.locator(selector).inner_text()
+
+
+def test_it_opens_with_the_state_in_words_and_all_charts_drawn(world, tab):
+    page = tab(world)
+    assert text(page, "#health").casefold() == "healthy" and page.title().startswith("healthy · tiny stories")
+    words = r"12 peers training, round \d+, loss [\d.]+, [\d.]+k tokens/s; next round in "
+    assert re.search(words, text(page, "#words"))
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    until(page, "document.querySelectorAll('#view .wide tbody tr').length === 8")
+    assert all(pixels > 500 for pixels in drawn(page))
+    assert "newest train" in page.locator(".chart").nth(4).get_attribute("aria-label")
+    assert "announced 1.2 s after the record was proposed" in text(page, "#view")
+
+
+def test_it_lives_without_being_loaded_again(world, tab):
+    page = tab(world)
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    page.evaluate("window.untouched = true")
+    before, lines = len(world.swarm.chain.certificates), drawn(page)
+    world.act(world.round())
+    until(page, f"document.querySelector('#words').textContent.includes('round {before + 1},')")
+    until(page, f"document.querySelector('#view .wide tbody').innerText.startsWith('{before}')")
+    assert page.evaluate("window.untouched") and drawn(page) != lines
+
+
+def test_it_says_that_its_coordinator_is_gone_and_finds_it_again(world, tab):
+    page = tab(world)
+    page.evaluate("window.untouched = true")
+    world.stop()
+    until(page, "document.querySelector('#health').textContent === 'no answer'")
+    assert "peers go on training without it" in text(page, "#lost")
+    world.start()
+    until(page, "document.querySelector('#health').textContent === 'healthy'")
+    assert page.evaluate("window.untouched") and not page.locator("#lost").is_visible()
+    before = len(world.swarm.chain.certificates)
+    world.act(world.round())
+    until(page, f"document.querySelector('#words').textContent.includes('round {before + 1},')")
+    # What the browser itself says of a server that is not there is no fault of the page.
+    page.errors[:] = [e for e in page.errors if "ERR_CONNECTION_REFUSED" not in e and "ERR_INCOMPLETE" not in e]
+
+
+def test_everything_is_reached_and_used_by_keyboard(world, tab):
+    page = tab(world)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    reached = []
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.textContent"))
+    assert {"Overview", "Peers", "Rounds", "Leaderboard", "Model"} <= set(reached)
+    page.locator("#tabs a", has_text="Peers").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-sort=speed]")
+    assert page.evaluate("document.activeElement.id") == "view", "who turns to a view is in it"
+    page.locator("[data-sort=speed]").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("th[aria-sort=descending] [data-sort=speed]")
+    assert page.evaluate("document.activeElement.dataset.sort") == "speed", "the focus outlives the new table"
+    speeds = page.locator("#view .wide tbody tr td:nth-child(4)").all_inner_texts()
+    numbers = [float(n.replace("k", "")) * (1000 if "k" in n else 1) for n in speeds]
+    assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) > 5
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_no_view_has_what_axe_calls_a_fault(world, tab, dark):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = tab(world, dark=dark)
+    for view in VIEWS[:3] if dark else VIEWS:  # colours are the same in all
+        page.goto(world.url + view)
+        page.wait_for_selector("#view .wide table")
+        if not view:
+            until(page, "document.querySelectorAll('.chart canvas').length === 6")
+        found = axe.run(page)
+        assert not found.response["violations"], (view, found.generate_report())
+
+
+def test_on_a_phone_nothing_sticks_out(world, tab):
+    page = tab(world, phone=True)
+    for view in VIEWS:
+        page.goto(world.url + view)
+        page.wait_for_selector("#view .wide table")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
+
+
+def test_names_of_strangers_are_text(world, tab):
+    evil = "<img src=x onerror=window.evil=1>"
+    world.says(3, device=evil)
+    page = tab(world, "#peers")
+    until(page, "document.querySelector('#view .wide tbody').innerText.includes('onerror')")
+    assert page.evaluate("window.evil") is None and page.locator("#view img").count() == 0
+    world.beats()
+
+
+def test_a_peers_own_page_shows_its_rounds_and_receipts_that_can_be_checked(world, tab):
+    page = tab(world, f"#peer/{peer(1).key}")
+    rows = page.locator("section tbody tr")
+    rows.first.wait_for()
+    assert rows.count() == 20
+    rows.first.locator("button").click()
+    page.wait_for_selector(".holds")
+    assert "of entry 20, in a log of 21" in text(page, ".holds")
+    refused = page.locator("section tr", has_text="not accepted")
+    assert "announced after the record was proposed" in refused.inner_text()
+    refused.locator("button").click()
+    until(page, "document.querySelectorAll('.holds').length === 2")
+    page.locator("button", has_text="Older").click()
+    until(page, "document.querySelectorAll('section tbody tr').length === 21")
+    assert "cairn audit ledger" in text(page, "section")
+
+
+@pytest.mark.parametrize("what", ["entry", "lines", "receipt"])
+def test_a_tampered_log_does_not_hold(world, tab, what):
+    log, fresh = world.log, FakeLog()
+    if what == "entry":
+        log.entries[6] = log.entries[6].replace(log.record(6), log.record(7))
+    elif what == "lines":
+        log.lines[6] = [*log.lines[6][:2], fresh.lines[7][2], *log.lines[6][3:]]
+    else:
+        log.liar = 6
+    try:
+        page = tab(world, f"#peer/{peer(1).key}")
+        page.locator("section tr:has(a[href='#round/6']) button").click()
+        page.wait_for_selector("section .missed")
+        assert "does not hold" in text(page, "section .missed")
+    finally:
+        log.entries, log.lines, log.liar = fresh.entries, fresh.lines, None
+
+
+def test_a_thousand_peers_and_a_long_run_open_quickly(browser, tab, tmp_path_factory):
+    world = crowd(tmp_path_factory.mktemp("crowd"), rounds=CROWD_ROUNDS)
+    try:
+        for _ in range(600):
+            if world.do(world.coordinator.overview).round == CROWD_ROUNDS:
+                break
+            time.sleep(0.2)
+        opened = []
+        for _ in range(3):
+            context = browser.new_context(viewport={"width": 1280, "height": 900})
+            page = context.new_page()
+            session = context.new_cdp_session(page)
+            session.send("Network.enable")
+            sent = []
+            session.on("Network.loadingFinished", lambda e, sent=sent: sent.append(e["encodedDataLength"]))
+            began = time.monotonic()
+            page.goto(world.url)
+            until(page, "document.querySelectorAll('.chart canvas').length >= 4")
+            until(page, "document.querySelectorAll('#view .wide tbody tr').length === 8")
+            opened.append(time.monotonic() - began)
+            context.close()
+        print(f"opened with 1,000 peers and {CROWD_ROUNDS} rounds in {min(opened):.2f} s; {sum(sent):,} bytes")
+        assert sum(sent) < 200_000
+        page = tab(world, "#peers")
+        until(page, "document.querySelectorAll('#view .wide tbody tr').length === 25")
+        page.locator("input[type=search]").fill("radia-10")
+        until(page, "document.querySelector('.bar small').textContent.includes('match')")
+        names = page.locator("#view .wide tbody tr td:first-child").all_inner_texts()
+        assert names and all(n.startswith("radia-10") for n in names)
+        page.locator("input[type=search]").fill("")
+        until(page, "document.querySelector('.bar small').textContent.trim() === '1 to 25 of 1000'")
+        page.locator("button", has_text="Next").click()
+        until(page, "document.querySelector('.bar small').textContent.trim() === '26 to 50 of 1000'")
+        event = world.do(lambda: len(str(world.coordinator._showing.event())))
+        assert event < 1500, "what every viewer is sent every two seconds"
+    finally:
+        world.close()

@@ -1,0 +1,258 @@
+"""A coordinator with a swarm made by hand, on a thread of its own: what a browser in a test looks at, live or still."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.routing import Route
+
+from coordinator.page.app import make_app
+from coordinator.page.server import PageServer
+from coordinator.service import Coordinator, CoordinatorConfig
+from coordinator.sightings import Sighting
+from coordinator.sightings_file import SightingsFile
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.messages import Certificate, Header, Record, Signed
+from protocol.spec import sign_spec
+from tests.coordinator_fakes import ChainMaker, FakeSwarm, make_spec, peer, state
+from tests.specs import OWNER, spec_fields
+
+T = TypeVar("T")
+DEVICES = ("NVIDIA H200", "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "cpu, 8 threads", "Apple M3 Max")
+NAMES = (
+    "ada",
+    "grace",
+    "edsger",
+    "barbara",
+    "alan",
+    "donald",
+    "margaret",
+    "tony",
+    "frances",
+    "john",
+    "radia",
+    "leslie",
+)
+ROUND_SECONDS = 48.0
+
+ROUND_FIELDS = spec_fields()["round"] | {
+    "target_tokens": 400_000, "max_seconds": 600, "exchange_seconds": 60, "patience_seconds": 60,
+    "heartbeat_seconds": 2, "member_seconds": 20, "max_update_tokens": 10**7, "max_members": 1024,
+}  # fmt: skip
+
+
+def world_spec(**changes: Any):
+    """A run whose rounds take a minute or so and of which 60M tokens are wanted."""
+    return make_spec(**({"name": "tiny stories", "round": ROUND_FIELDS, "total_tokens": 60_000_000} | changes))
+
+
+class Clock:
+    """Wall time, shifted at will."""
+
+    def __init__(self, shift: float = 0.0):
+        self.shift = shift
+
+    def __call__(self) -> float:
+        return time.time() + self.shift
+
+
+class World:
+    """`act` runs something on the coordinator's event loop; `stop` and `start` are a restart under the browser."""
+
+    def __init__(self, folder: Path, swarm: FakeSwarm | None = None, clock: Clock | None = None, *, peers: int = 12):
+        self.folder = folder
+        self.swarm = swarm or FakeSwarm(world_spec())
+        self.clock = clock or Clock()
+        self.peers = peers
+        self.port = 0
+        self.random = random.Random(7)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.coordinator: Coordinator | None = None
+        self.routes: Sequence[Route] = ()
+        """More than the page has by itself, from the next start on."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+    def act(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+
+    def do(self, work: Callable[[], T]) -> T:
+        async def now() -> T:
+            return work()
+
+        return self.act(now())
+
+    def start(self) -> World:
+        spec = self.swarm.spec
+        self.swarm._callbacks.clear()
+        self.swarm._listeners.clear()
+
+        async def start() -> Coordinator:
+            config = CoordinatorConfig(
+                self.folder, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=self.port
+            )
+            made = Coordinator(config, spec, sign_spec(OWNER, spec).sent, OWNER, self.swarm, now=self.clock)
+            if self.routes:
+                made._page = PageServer(make_app(made._showing, self.routes))
+            await made.start()
+            return made
+
+        self.coordinator = self.act(start())
+        self.port = self.coordinator.page_port
+        return self
+
+    def stop(self) -> None:
+        if self.coordinator is not None:
+            self.act(self.coordinator.stop())
+            self.coordinator = None
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def name_peers(self, count: int | None = None) -> None:
+        """Admits peers under names, as the ledger remembers them."""
+        from coordinator.ledger import Admitted
+
+        rows = [
+            Admitted(peer(n).key, NAMES[n] if n < len(NAMES) else f"{NAMES[n % len(NAMES)]}-{n}", 0, 0, 2**33, b"")
+            for n in range(self.peers if count is None else count)
+        ]
+
+        def admit(ledger: Any) -> None:
+            for row in rows:
+                ledger.admit(row)
+
+        assert self.coordinator is not None
+        self.act(self.coordinator._ledger.run(admit))
+        self.act(self.coordinator._admitter.load())
+
+    # -- what happens ------------------------------------------------------------------------------------------
+
+    def beats(self, **each: Any) -> None:
+        """Every peer says how it is."""
+        rounds = len(self.swarm.chain.certificates)
+        for n in range(self.peers):
+            fields: dict[str, Any] = dict(
+                device=DEVICES[n % len(DEVICES)], tokens_per_second=900.0 + 61 * (n % 17),
+                loss=_loss(rounds) + n * 0.002, windows=400 + 10 * (n % 40),
+                bytes_up=(rounds + 1) * (2_500_000 + 9000 * n),
+                bytes_down=(rounds + 1) * (24_000_000 + 9000 * n),
+            )  # fmt: skip
+            self.swarm.beat(n, **(fields | each))
+
+    def says(self, number: int, **changes: Any) -> None:
+        """One peer's newest heartbeat, changed."""
+        heard = self.swarm.heard[peer(number).key]
+        self.swarm.heard[peer(number).key] = replace(heard, heartbeat=replace(heard.heartbeat, **changes))
+
+    async def round(self, *, out: tuple[int, ...] = (), late: tuple[int, ...] = ()) -> Certificate:
+        """One round as a swarm has it: trained, announced, proposed, certified; the clock goes on by itself."""
+        assert self.coordinator is not None
+        rounds = len(self.swarm.chain.certificates)
+        work = {n: 1400 + 37 * (n % 29) for n in range(self.peers) if n not in out}
+        tardy = self.swarm.chain.fork(rounds).add(dict.fromkeys(late, 900), loss=3.0) if late else None
+        certificate = self.swarm.chain.add(work, loss=_loss(rounds) + self.random.gauss(0, 0.02))
+        for _ in range(4):  # it is looked at in between, as it would be
+            self.clock.shift += (ROUND_SECONDS * 0.9 + self.random.uniform(-4, 4)) / 4
+            self.coordinator.overview()
+        for update in certificate.record.body.updates:
+            self.clock.shift += 1.5 / len(work)
+            self.swarm.hear(update)
+        self.clock.shift += self.random.uniform(2, 5)
+        self.swarm.hear(certificate.record)
+        for update in tardy.record.body.updates if tardy else ():
+            self.clock.shift += 1.2
+            self.swarm.hear(update)
+        self.clock.shift += self.random.uniform(0.5, 1.5)
+        self.swarm.changed()
+        for _ in range(400):
+            head = self.coordinator._follower.head
+            if head is not None and head[1] == certificate.digest:
+                break
+            await asyncio.sleep(0.005)
+        self.beats()
+        self.swarm.changed()
+        return certificate
+
+    def play(self, rounds: int) -> None:
+        """So many rounds, with what happens in swarms: one is away, one is late, one has just come."""
+
+        async def play() -> None:
+            for r in range(rounds):
+                if r % 7 == 3:
+                    self.says(2, phase="syncing")
+                if r % 5 == 2:
+                    self.says(4, windows=0)
+                out = (2,) if r % 7 == 3 else (4,) if r % 5 == 2 else (5,) if r % 4 == 1 else ()
+                await self.round(out=out, late=(5,) if 5 in out else ())
+
+        self.beats()
+        self.act(play())
+
+
+def _loss(round_: int) -> float:
+    return 2.1 + 7.5 * math.exp(-round_ / 14) + 1.1 * math.exp(-round_ / 160)
+
+
+class QuickChain(ChainMaker):
+    """Certificates whose signatures are made up: the coordinator's observer has checked them before it shows any."""
+
+    def add(self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0) -> Certificate:
+        number = Round(len(self.certificates))
+        headers = []
+        for identity in sorted((_peer(n) for n in work), key=lambda i: i.key):
+            windows, first = work[_number(identity.key)], self._next.get(identity.key, 0)
+            digest = Digest(sha256(b"header", identity.key, bytes(self.head)))
+            body = Header(self.run, number, self.head, state(number), first, first + windows, 1, digest, 100, loss, b"")
+            headers.append(Signed(body, identity.key, digest, b""))
+        record = Record(self.run, number, self.head, state(number), attempt, tuple(headers))
+        signed = Signed(record, headers[0].author, Digest(sha256(b"record", bytes(self.head), bytes([attempt]))), b"")
+        certificate = Certificate(signed, tuple(Signed(None, h.author, signed.digest, b"") for h in headers))
+        self._take(certificate)
+        return certificate
+
+
+@cache
+def _peer(number: int) -> Identity:
+    return peer(number)
+
+
+@cache
+def _number(key: PeerKey) -> int:
+    return next(n for n in range(10_000) if _peer(n).key == key)
+
+
+def crowd(folder: Path, *, peers: int = 1000, rounds: int = 10_000) -> World:
+    """A run of months and a thousand peers, started: small rounds, and in the newest everybody."""
+    swarm = FakeSwarm(world_spec(total_tokens=0))
+    swarm.chain = QuickChain(swarm.spec)
+    seen = []
+    began = time.time() - 40.0 * rounds
+    for r in range(rounds):
+        c = swarm.chain.add(dict.fromkeys(range(peers), 20) if r >= rounds - 2 else {0: 900, 1: 800}, loss=_loss(r))
+        at = began + 40.0 * r
+        seen.append(
+            Sighting(r, c.digest, at - 40, at - 8, at - 2, at, 900 + r % 90, 10**9 + r, 10**10, (), 0)
+        )  # fmt: skip
+    SightingsFile(folder / "sightings.jsonl").append(seen)
+    world = World(folder, swarm, peers=peers)
+    world.beats()
+    world.start()
+    world.name_peers()
+    return world
