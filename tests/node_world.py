@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,15 @@ class LoopSwarm:
             del self.internet.there[self.key]
 
 
+@dataclass
+class Pause:
+    """The updates of that round, and of later ones, stop before the first word of them and after it."""
+
+    round: int
+    may_begin: threading.Event = field(default_factory=threading.Event)
+    may_finish: threading.Event = field(default_factory=threading.Event)
+
+
 class LoopTrainer:
     """What `peer.node.trainer.Trainer` offers a node."""
 
@@ -237,8 +247,7 @@ class LoopTrainer:
         self.notes: list[str] = []
         self.spoil = False
         """Its updates break the codec's rules."""
-        self.may_finish: threading.Event | None = None
-        """It stops in the middle of an update until this is set."""
+        self.pause: Pause | None = None
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
@@ -269,7 +278,7 @@ class LoopTrainer:
         move = None
         try:
             if isinstance(ask, MakeUpdate):
-                answer: FromTrainer = await asyncio.to_thread(trainer.make_update, ask, self._grown)
+                answer: FromTrainer = await asyncio.to_thread(trainer.make_update, ask, partial(self._grown, ask.round))
                 if isinstance(answer, UpdateMade) and self.spoil:
                     answer = _spoilt(answer)
             elif isinstance(ask, Load):
@@ -285,11 +294,14 @@ class LoopTrainer:
         if move is not None:
             await asyncio.to_thread(trainer.settle, move)
 
-    def _grown(self, grown: UpdateGrows) -> None:
+    def _grown(self, round: int, grown: UpdateGrows) -> None:
         """By the thread that makes an update."""
+        pause = self.pause if self.pause is not None and round >= self.pause.round else None
+        if pause is not None:
+            pause.may_begin.wait(60)
         self._loop.call_soon_threadsafe(self._say, grown)
-        if self.may_finish is not None:
-            self.may_finish.wait(60)
+        if pause is not None:
+            pause.may_finish.wait(60)
 
     @property
     def is_ready(self) -> bool:

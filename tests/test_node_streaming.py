@@ -4,15 +4,15 @@ go on as ever."""
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
+from peer.node.node import Node
 from peer.node.streaming import BEGINNINGS
 from peer.store import Ahead
 from protocol.codec import interface
 from protocol.ids import Digest, PeerKey
-from tests.node_world import TIMERS, NodeWorld
+from tests.node_world import TIMERS, NodeWorld, Pause
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 """Updates of 1.3 MB in 8 bits: six chunks."""
@@ -38,24 +38,35 @@ async def world(tmp_path, monkeypatch):
     yield make
     for w in made:
         for name in w.running:
-            go_on(w, name)
+            if w.nodes[name]._training is not None:
+                go_on(w, name)
         await w.close()
 
 
 def go_on(w: NodeWorld, name: str) -> None:
-    if (held := w.trainer(name).may_finish) is not None:
-        held.set()
+    if (pause := w.trainer(name).pause) is not None:
+        pause.may_begin.set()
+        pause.may_finish.set()
 
 
 async def paused(w: NodeWorld, slow: str, others: list[str]) -> Digest:
-    """The trainer of `slow` stops in the middle of its next update, which the others wait for. The record before."""
+    """The trainer of `slow` stops in the middle of its next update, which the others wait for. The record before.
+
+    It says its first word of it when all know of each other that they have announced: chunks are dealt by that.
+    """
     for name in (slow, *others):
         w.start(name)
+    await w.until(f"{slow} has a trainer", lambda: w.nodes[slow]._training is not None)
+    pause = w.trainer(slow).pause = Pause(w.nodes[slow].snapshot().round + 1)
     await w.rounds([slow, *others], 1)
-    w.trainer(slow).may_finish = threading.Event()
     keys = {w.key(n) for n in others}
     ada = w.nodes[slow]
-    await w.until("the others have announced", lambda: set(ada.machine.announced(ada.chain.head)) == keys)
+
+    def announced(node: Node) -> bool:
+        return set(node.machine.announced(ada.chain.head)) == keys
+
+    await w.until("all know who has announced", lambda: all(announced(w.nodes[n]) for n in (slow, *others)))
+    pause.may_begin.set()
     return ada.chain.head
 
 
