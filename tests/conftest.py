@@ -29,13 +29,21 @@ TOGETHER = {
 """Files that are run one after the other, by one worker, and their common name."""
 
 FIRST = (
-    "tests/test_parallel_trainer.py",
+    # The swarm that tests of this folder share trains until a test of another folder comes: those with their own go
+    # before, on all cores.
+    "tests/e2e/test_moved",
+    "tests/e2e/test_parallel",
+    "tests/e2e/test_reduce",
+    "tests/e2e/test_end",
     "tests/e2e/",
+    "tests/test_parallel_trainer.py",
+    "tests/scenarios/",
+    "tests/wan/",
     "tests/test_trainer_process.py",
     "tests/test_trainer_saving_process.py",
     "tests/test_parallel_",
-    "tests/scenarios/",
-    "tests/wan/",
+    "tests/test_layers.py",
+    "tests/test_node_reduced_rounds.py",
 )
 """What takes longest, the longest first."""
 

@@ -118,7 +118,9 @@ class Pool:
         await self._stack.aclose()
 
     @asynccontextmanager
-    async def borrow(self, count: int, folder: Path) -> AsyncIterator[list[Member]]:
+    async def borrow(
+        self, count: int, folder: Path, *, links: LinkLimits = IMPATIENT.links
+    ) -> AsyncIterator[list[Member]]:
         lent = self._members[:count]
         # The last test's streams are ending: by themselves once they idle, for daemons do not tell that one is closed.
         until = time.monotonic() + 5
@@ -135,7 +137,7 @@ class Pool:
             swarm._store = swarm._server._store = m.store
             swarm._traffic.up = swarm._traffic.down = 0
             swarm._daemon.guard._senders.clear()
-            swarm._links = Links(swarm._open_blob_stream, swarm._traffic, IMPATIENT.links)
+            swarm._links = Links(swarm._open_blob_stream, swarm._traffic, links)
         try:
             yield lent
         finally:

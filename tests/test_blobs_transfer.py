@@ -76,7 +76,9 @@ async def test_chunks_of_a_blob_come_before_there_is_all_of_it_and_it_goes_on_fr
 
 async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool, tmp_path):
     big, small = data_of(120), data_of(0.2, 1)
-    async with pool.borrow(4, tmp_path) as (a, b, c, d):
+    # Nobody gives up a chunk that is held: who was held too long would be asked for little later.
+    patient = LinkLimits(open_seconds=60, reply_seconds=60)
+    async with pool.borrow(4, tmp_path, links=patient) as (a, b, c, d):
         digest = [m.store.put(big) for m in (a, b, c)][0]
         quick = a.store.put(small)
         passed, all_asked = asyncio.Event(), asyncio.Event()
@@ -90,9 +92,9 @@ async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool
                 await asyncio.sleep(0.005)
 
         a.may_serve = b.may_serve = c.may_serve = held
-        fetching = asyncio.ensure_future(d.fetch(digest, len(big), [a, b, c], seconds=30))
-        await asyncio.wait_for(all_asked.wait(), 10)
-        await d.fetch(quick, len(small), [a], seconds=4)  # sooner than a held chunk is given up
+        fetching = asyncio.ensure_future(d.fetch(digest, len(big), [a, b, c], seconds=100))
+        await asyncio.wait_for(all_asked.wait(), 20)
+        await d.fetch(quick, len(small), [a], seconds=30)  # sooner than a held chunk is given up
         assert not fetching.done()
         passed.set()
         await fetching
