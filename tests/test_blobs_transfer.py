@@ -83,15 +83,22 @@ async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool
         quick = a.store.put(small)
         passed, all_asked = asyncio.Event(), asyncio.Event()
 
-        async def held(blob: Digest, requester) -> None:
-            """Every chunk of the big one waits until the small one is through, and takes a while then."""
-            if blob == digest:
-                if all(m.served for m in (a, b, c)):
-                    all_asked.set()
-                await passed.wait()
-                await asyncio.sleep(0.005)
+        def holding():
+            """Every chunk of the big one waits until the small one is through; then one goes at a time, so that who
+            gets little of a core gives as much as the others."""
+            turn = asyncio.Lock()
 
-        a.may_serve = b.may_serve = c.may_serve = held
+            async def held(blob: Digest, requester) -> None:
+                if blob == digest:
+                    if all(m.served for m in (a, b, c)):
+                        all_asked.set()
+                    await passed.wait()
+                    async with turn:
+                        await asyncio.sleep(0.03)
+
+            return held
+
+        a.may_serve, b.may_serve, c.may_serve = holding(), holding(), holding()
         fetching = asyncio.ensure_future(d.fetch(digest, len(big), [a, b, c], seconds=100))
         await asyncio.wait_for(all_asked.wait(), 20)
         await d.fetch(quick, len(small), [a], seconds=30)  # sooner than a held chunk is given up
