@@ -19,9 +19,10 @@ stubs: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. protocol/wire/coordinator.proto
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. protocol/wire/swarm.proto protocol/wire/ledger.proto
 
-# Everything but the long suites.
+# Everything but the long suites. WORKERS processes share the files (tests/conftest.py): half of the time is waiting.
+WORKERS ?= 2
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 # Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About an hour.
 # SCENARIOS names some of tests/scenarios; all by default.

@@ -1,10 +1,16 @@
-"""What all tests share: property tests without a stopwatch, since the machines that run them are shared."""
+"""What all tests share: property tests without a stopwatch, since the machines that run them are shared; and, with
+pytest-xdist, which tests run one after the other.
+
+Two workers finish soonest when the long files begin first, and the short ones fill what is left. A file stays on one
+worker: its fixtures are made once, and what it measures is not measured beside itself.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -12,7 +18,7 @@ import pytest
 from tests import postgres_world
 
 # Before torch is imported by anybody: small tensors on shared cores gain nothing from threads.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
 hypothesis.settings.register_profile("cairn", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("cairn")
@@ -35,3 +41,56 @@ def ledger_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
     else:
         with postgres_world.empty_database(request.getfixturevalue("postgres_url")) as url:
             yield url
+
+
+TOGETHER = {
+    # One swarm is shared; and the names of network namespaces are the machine's.
+    "tests/e2e/test_liars_e2e.py": "tests/e2e",
+    "tests/e2e/test_swarm_e2e.py": "tests/e2e",
+    "tests/wan/test_wan.py": "wan",
+    "tests/scenarios/test_scenarios.py": "wan",
+}
+"""Files that are run one after the other, by one worker, and their common name."""
+
+FIRST = (
+    # The swarm that tests of this folder share trains until a test of another folder comes: those with their own go
+    # before, on all cores.
+    "tests/e2e/test_moved",
+    "tests/e2e/test_parallel",
+    "tests/e2e/test_reduce",
+    "tests/e2e/test_end",
+    "tests/e2e/",
+    "tests/test_parallel_trainer.py",
+    "tests/scenarios/",
+    "tests/wan/",
+    "tests/test_trainer_process.py",
+    "tests/test_trainer_saving_process.py",
+    "tests/test_parallel_",
+    "tests/test_layers.py",
+    "tests/test_node_reduced_rounds.py",
+)
+"""What takes longest, the longest first."""
+
+
+def lane(nodeid: str) -> str:
+    """What is run one after the other has the same one."""
+    file = nodeid.split("::")[0]
+    return TOGETHER.get(file, file)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: next((i for i, f in enumerate(FIRST) if item.nodeid.startswith(f)), len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Lanes, in the order of the items."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return lane(nodeid)
+
+    config.option.loadscopereorder = False
+    return Lanes(config, log)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -75,10 +75,25 @@ class Source:
     def generated(self) -> bool:
         return "_pb2" in self.path
 
-    def imports(self) -> Iterator[str]:
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of the tree: many rules look at each."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> tuple[str, ...]:
         """Every module that is imported, at the top or in a function, as a dotted name."""
+        return tuple(self._imports())
+
+    @cached_property
+    def calls(self) -> tuple[str, ...]:
+        """The dotted name of everything that is called, where it has one."""
+        called = (node.func for node in self.nodes if isinstance(node, ast.Call))
+        return tuple(ast.unparse(what) for what in called if isinstance(what, ast.Name | ast.Attribute))
+
+    def _imports(self) -> Iterator[str]:
         here = self.path.removesuffix(".py").split("/")
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -88,21 +103,17 @@ class Source:
                 yield module
                 yield from (f"{module}.{alias.name}" for alias in node.names)
 
-    def calls(self) -> Iterator[str]:
-        """The dotted name of everything that is called, where it has one."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                yield ast.unparse(node.func)
+
+@cache
+def read(path: Path) -> Source:
+    text = path.read_text()
+    return Source(str(path.relative_to(ROOT)), text, ast.parse(text, str(path)))
 
 
 @cache
 def sources(*folders: str) -> tuple[Source, ...]:
-    found = []
-    for folder in folders or (*PACKAGES, "benchmarks", "tests"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            text = path.read_text()
-            found.append(Source(str(path.relative_to(ROOT)), text, ast.parse(text, str(path))))
-    return tuple(found)
+    paths = [p for f in folders or (*PACKAGES, "benchmarks", "tests") for p in sorted((ROOT / f).rglob("*.py"))]
+    return tuple(read(p) for p in paths)
 
 
 def is_of(module: str, packages: set[str]) -> bool:
@@ -113,20 +124,20 @@ def test_the_walk_sees_every_package_and_every_kind_of_import():
     assert {s.package for s in sources()} >= {*PACKAGES, "tests"}
     text = "import a.b\ndef f():\n from c import d\n from . import e\n from ..g import h\nx.y(z())"
     seen = Source("peer/swarm/x.py", text, ast.parse(text))
-    assert set(seen.imports()) == {"a.b", "c", "c.d", "peer.swarm", "peer.swarm.e", "peer.g", "peer.g.h"}
-    assert set(seen.calls()) == {"x.y", "z"}
+    assert set(seen.imports) == {"a.b", "c", "c.d", "peer.swarm", "peer.swarm.e", "peer.g", "peer.g.h"}
+    assert set(seen.calls) == {"x.y", "z"}
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_dependencies_point_one_way(package: str):
     forbidden = {*PACKAGES, "benchmarks", "tests"} - MAY_IMPORT[package]
-    wrong = [(s.path, m) for s in sources(package) for m in s.imports() if is_of(m, forbidden)]
+    wrong = [(s.path, m) for s in sources(package) for m in s.imports if is_of(m, forbidden)]
     assert not [(p, m) for p, m in wrong if not is_of(m, {OF_TESTS.get(package, package)})]
 
 
 def test_the_emulated_internet_knows_nothing_of_the_project():
     packages = {*PACKAGES, "benchmarks"}
-    assert not [(s.path, m) for s in sources("tests/wan") for m in s.imports() if is_of(m, packages)]
+    assert not [(s.path, m) for s in sources("tests/wan") for m in s.imports if is_of(m, packages)]
 
 
 def test_the_protocol_touches_no_socket_file_clock_process_or_chance():
@@ -134,29 +145,27 @@ def test_the_protocol_touches_no_socket_file_clock_process_or_chance():
     for source in sources("protocol"):
         if source.path.endswith("_pb2_grpc.py"):
             continue  # generated: the service's stubs, which only peer and coordinator use
-        for module in source.imports():
+        for module in source.imports:
             for part in WORLD:
                 if is_of(module, {part}) and (source.path, part) not in PURE_EXCEPTIONS:
                     wrong.add((source.path, module))
-        wrong |= {(source.path, call) for call in source.calls() if call in WORLD_CALLS}
+        wrong |= {(source.path, call) for call in source.calls if call in WORLD_CALLS}
     assert not wrong
 
 
 def test_each_exception_is_still_needed():
-    used = {(s.path, part) for s in sources("protocol") for m in s.imports() for part in WORLD if is_of(m, {part})}
+    used = {(s.path, part) for s in sources("protocol") for m in s.imports for part in WORLD if is_of(m, {part})}
     assert PURE_EXCEPTIONS.keys() <= used
 
 
 def test_chance_in_the_protocol_comes_from_the_spec():
     # Initial weights are drawn from the spec's seed, in a forked generator: a pure function of the seed.
-    seeders = {
-        s.path for s in sources("protocol") for call in s.calls() if "manual_seed" in call or "Generator" in call
-    }
+    seeders = {s.path for s in sources("protocol") for call in s.calls if "manual_seed" in call or "Generator" in call}
     assert seeders <= {"protocol/model.py"}
 
 
 def test_generated_services_are_imported_at_the_edges_alone():
-    wrong = [s.path for s in sources("protocol") for m in s.imports() if m.endswith("_pb2_grpc")]
+    wrong = [s.path for s in sources("protocol") for m in s.imports if m.endswith("_pb2_grpc")]
     assert not wrong
 
 
@@ -165,7 +174,7 @@ def test_the_round_machine_and_the_chain_know_no_tensors():
         (s.path, m)
         for s in sources("protocol")
         if s.path.startswith("protocol/rounds/") or s.path == "protocol/chain.py"
-        for m in s.imports()
+        for m in s.imports
         if is_of(
             m,
             {"torch", "numpy", "transformers", "protocol.codec", "protocol.outer", "protocol.state", "protocol.model"},
@@ -179,7 +188,7 @@ def test_the_codec_and_the_outer_step_know_no_network():
         (s.path, m)
         for s in sources("protocol")
         if s.path.startswith(("protocol/codec/", "protocol/outer.py", "protocol/state.py"))
-        for m in s.imports()
+        for m in s.imports
         if is_of(m, {"protocol.rounds", "protocol.chain", "protocol.envelope", "protocol.wire", "protocol.invite"})
     ]
     assert not wrong
@@ -206,7 +215,7 @@ def test_the_network_side_of_a_peer_never_loads_cuda():
         (s.path, m)
         for s in sources("peer")
         if s.path.startswith(("peer/node/", "peer/store/", "peer/swarm/"))
-        for m in s.imports()
+        for m in s.imports
         if is_of(m, {"torch.cuda", "transformers"})
     ]
     assert not wrong
@@ -226,15 +235,15 @@ def test_the_trainer_knows_the_channel_and_not_the_swarm():
         (s.path, m)
         for s in sources("peer")
         if s.path.startswith("peer/training/")
-        for m in s.imports()
+        for m in s.imports
         if is_of(m, swarm)
     ]
     assert not wrong
 
 
 def test_nothing_is_pickled_or_evaluated():
-    wrong = [(s.path, m) for s in sources() for m in s.imports() if is_of(m, NEVER)]
-    wrong += [(s.path, c) for s in sources(*PACKAGES) for c in s.calls() if c in NEVER_CALLED]
+    wrong = [(s.path, m) for s in sources() for m in s.imports if is_of(m, NEVER)]
+    wrong += [(s.path, c) for s in sources(*PACKAGES) for c in s.calls if c in NEVER_CALLED]
     assert not wrong
 
 
@@ -243,7 +252,7 @@ def test_no_input_is_checked_by_an_assertion():
     wrong = [
         f"{s.path}:{node.lineno}"
         for s in sources(*PACKAGES)
-        for node in ast.walk(s.tree)
+        for node in s.nodes
         if isinstance(node, ast.Assert) and not ast.unparse(node.test).endswith(" is not None")
     ]
     assert not wrong
@@ -278,7 +287,7 @@ def test_errors_are_one_tree():
     """Every error is a CairnError, so that a command line can print any of them as one line."""
     ours: dict[str, list[str]] = {}
     for source in sources(*PACKAGES):
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef):
                 ours[node.name] = [ast.unparse(base).split(".")[-1] for base in node.bases]
 

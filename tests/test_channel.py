@@ -153,7 +153,7 @@ def test_the_trainers_end_polls_waits_and_reads_lines_that_come_in_pieces():
     assert end.receive(0) is None
     began = time.monotonic()
     assert end.receive(0.05) is None
-    assert 0.04 < time.monotonic() - began < 2
+    assert 0.04 < time.monotonic() - began < 20
     line = to_line(EVERY_MESSAGE[0]) + to_line(Stop())
     node.sendall(line[:10])
     assert end.receive(0) is None
@@ -245,7 +245,7 @@ async def test_a_trainer_that_does_not_leave_is_killed_after_the_deadline():
         break
     began = time.monotonic()
     gone = await link.stop(0.3)
-    assert gone.code == -signal.SIGKILL and time.monotonic() - began < 5
+    assert gone.code == -signal.SIGKILL and time.monotonic() - began < 30
 
 
 async def test_rubbish_from_a_trainer_is_an_error_and_not_a_message():

@@ -158,7 +158,7 @@ def test_a_bad_server_is_named_bounded_and_left_for_the_next(shards, fault, says
         index = CHUNK // (2 * WINDOW) + 5  # in the second chunk
         start = time.monotonic()
         assert np.array_equal(reader.read([index])[0].numpy(), expected(arrays, index))
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 15
         assert told and bad.address in told[0]
         assert bad.requests < 200  # the endless one was not read on and on
         with pytest.raises(DataUnavailableError, match=says):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +52,13 @@ async def test_told_to_leave_while_it_starts_it_does_not_finish_starting_first(f
     if slow == "the swarm":
         monkeypatch.setattr(Network, "start", forever)
     monkeypatch.setattr(node_module, "fetch_assets", forever)
+    monkeypatch.setattr(node_module, "LEAVE_SECONDS", 100.0)
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store, observer=False)
         running = asyncio.create_task(n.run())
         await asyncio.sleep(0.05)
-        began = time.monotonic()
         n.leave()
-        await asyncio.wait_for(running, 5)
-        assert time.monotonic() - began < 1
+        await asyncio.wait_for(running, 30)
         assert n.snapshot().finished and (shown := read_snapshot(folder)) is not None and shown.finished
 
 
@@ -70,9 +68,9 @@ async def test_an_observer_leaves_with_a_goodbye(folder, monkeypatch):
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())
-        await asyncio.wait_for(n.started(running), 5)
+        await asyncio.wait_for(n.started(running), 30)
         n.leave()
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 30)
     assert said[0] == "Heartbeat" and said[-1] == "Goodbye"
 
 
@@ -85,10 +83,10 @@ async def test_a_certificate_that_the_disk_does_not_take_ends_the_node_with_that
 
         monkeypatch.setattr(store, "append_certificate", full)
         running = asyncio.create_task(n.run())
-        await asyncio.wait_for(n.started(running), 5)
+        await asyncio.wait_for(n.started(running), 30)
         n.post(CertificateHeard(ChainMaker(SPEC).add({1: 1}), identity("other").key))
         with pytest.raises(StoreFull, match="no space left"):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 30)
 
 
 async def test_a_task_that_fails_ends_the_node_with_its_error_and_the_rest_is_stopped(folder, monkeypatch):
@@ -108,7 +106,7 @@ async def test_a_task_that_fails_ends_the_node_with_its_error_and_the_rest_is_st
     monkeypatch.setattr(Network, "mend", fails)
     with Store(folder / "store", 1 << 30) as store:
         with pytest.raises(StoreFull, match="no room"):
-            await asyncio.wait_for(node(folder, store).run(), 5)
+            await asyncio.wait_for(node(folder, store).run(), 30)
     assert ended == [True]
 
 
@@ -126,9 +124,9 @@ async def test_a_cancellation_that_was_swallowed_does_not_keep_the_node(folder, 
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())
-        await asyncio.wait_for(n.started(running), 5)
+        await asyncio.wait_for(n.started(running), 30)
         n.leave()
-        await asyncio.wait_for(running, 6)
+        await asyncio.wait_for(running, 30)
     assert swallowed == [True]
 
 
@@ -141,8 +139,8 @@ async def test_a_status_file_that_cannot_be_written_is_said_once(folder, monkeyp
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())
-        await asyncio.wait_for(n.started(running), 5)
+        await asyncio.wait_for(n.started(running), 30)
         await asyncio.sleep(0.1)
         n.leave()
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 30)
     assert caplog.text.count("status.json is not written: no space left") == 1

@@ -107,7 +107,7 @@ class World:
         return Resync(path, how.get("missed", ()), 7, 70)
 
     async def next(self) -> None:
-        await asyncio.wait_for(self.sent.wait(), 5)
+        await asyncio.wait_for(self.sent.wait(), 20)
         self.sent.clear()
 
 
@@ -224,7 +224,7 @@ async def test_an_update_that_does_not_come_is_reported_and_a_full_disk_ends_the
         w.error = StoreFull("the disk is full: free some")
         w.states.apply(Apply(w.chain.certificates[0], (), 0, 0))
         with pytest.raises(StoreFull):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 20)
         assert len(w.failed) == 1
 
 

@@ -47,10 +47,11 @@ async def test_peers_of_one_process_and_of_two_ranks_hold_the_same_bits_also_aft
     assert world.left == ([], [])
 
 
-LAYOUTS = {"ada": "dp=1", "alan": "dp=2", "grace": "fsdp=2", "edsger": "tp=2", "barbara": "pp=2"}
+LAYOUTS = {"ada": "dp=1", "alan": "dp=2", "edsger": "tp=2", "barbara": "pp=2"}
+"""Every kind of layout but fsdp, which is above."""
 
 
-async def test_a_swarm_of_every_layout_trains_together_and_all_hold_the_same_bits():
+async def test_a_swarm_of_many_layouts_trains_together_and_all_hold_the_same_bits():
     with World(tied=False) as world:  # pp does not split tied embeddings
         world.start_coordinator()
         await world.coordinator_ready()

@@ -85,6 +85,7 @@ class Crew:
         """Taken for good by whoever says that the ranks are lost."""
         self._turn = threading.Lock()
         self._closing = False
+        self._meeting = True
         self._copied = 0
         """Bytes of memory that the last copy took, on all ranks."""
         self._part: PartSaver | None = None
@@ -106,6 +107,7 @@ class Crew:
         self._watch.start()
         try:
             self._group = Group.join(degrees, 0, self._folder / "meet", self.device, seconds)
+            self._meeting = False
             self.hands = Hands(spec, self._group, self.device, known.windows, layers, report, beside)
             self._part = self.hands.keeping.part
         except (RuntimeError, TrainingError) as e:
@@ -172,7 +174,8 @@ class Crew:
         if not self._closing and self._told.acquire(blocking=False):
             if in_a_pass or any(process.poll() == OUT_OF_MEMORY for process in self._ranks):
                 why += self._easier_pass()
-            shutil.rmtree(self._folder, ignore_errors=True)  # whoever is told may end this process at once
+            if not self._meeting:  # torch would look for the file for minutes, and let no other thread do anything
+                shutil.rmtree(self._folder, ignore_errors=True)  # whoever is told may end this process at once
             self._tell_lost(why)
         return TrainingError(why)
 
