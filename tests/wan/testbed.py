@@ -154,7 +154,7 @@ class Wan:
         self._set(self.host(b), self.host(a), line)
 
     def block_udp(self, host: str) -> None:
-        """From now on whatever comes to a host by UDP is dropped without a word: there are such firewalls. Needs nft."""
+        """From now on whatever comes to a host by UDP is dropped without a word, as by some firewalls. Needs nft."""
         rules = "table ip firewall { chain inp { type filter hook input priority 0; ip protocol udp drop; }; }"
         sh(*self.command(host, ["nft", "-f", "-"]), text=rules)
 
