@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("cairn.peer")
 
 MAX_NAME_BYTES = 40
-VIA = re.compile(r"/[a-z0-9]+/[^/ ]+/(tcp|udp)/[0-9]+(/quic(-v1)?)?/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
+VIA = re.compile(r"/[a-z0-9]+/[^/ ]+/(tcp/[0-9]+|udp/[0-9]+/quic-v1)/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 CREDIT_SECONDS = 15.0
 """How often the coordinator is asked what this peer has earned."""
 

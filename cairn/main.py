@@ -119,7 +119,9 @@ def peer() -> None:
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the trainer.  [default: all]"
 )
-@click.option("--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free TCP port]")
+@click.option(
+    "--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free port, TCP and UDP]"
+)
 @click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to tell others, if not those found.")
 @click.option("--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")

@@ -25,7 +25,7 @@ RUN = RunId(b"r" * 32)
 IMPATIENT = SwarmLimits(
     calls=Limits(handler_seconds=2),
     links=LinkLimits(open_seconds=3, reply_seconds=1.5),
-    serve=ServeLimits(idle_seconds=5, write_seconds=1.5),
+    serve=ServeLimits(idle_seconds=5, write_seconds=1.5, linger_seconds=0.3),
 )
 
 

@@ -198,7 +198,7 @@ def test_whom_to_ask_is_bounded_and_an_address_may_be_anything():
 
     many = [address(i % 40, 1000 + i) for i in range(4000)]
     members = asking.members_at(["rubbish", "/ip4/1.2.3.4/tcp/1", *many])
-    assert len(members) == asking.MAX_ASKED and {len(a) for a in members.values()} == {asking.ADDRESSES_OF_ONE}
+    assert len(members) == asking.MAX_ASKED and {len(a) for a in members.values()} == {asking.WAYS_TO_ONE}
 
 
 async def test_without_an_address_nothing_is_started():

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from peer.swarm import PeerUnreachable, SwarmStartError
-from peer.swarm.addresses import dialable, parse_address
+from peer.swarm.addresses import dialable, parse_address, quic_beside, ways_to
 from peer.swarm.daemon import start_daemon
 from peer.swarm.limits import Guard, Limits, TooBusy
 from protocol.errors import MalformedError
@@ -35,6 +36,37 @@ async def test_a_port_that_is_taken_is_an_error_with_a_remedy(tmp_path):
         taken = a.swarm.addresses[0].split("/p2p/")[0]
         with pytest.raises(SwarmStartError, match="choose another port"):
             await Member(2, tmp_path).start(listen=[taken])
+
+
+async def test_a_peer_listens_by_tcp_and_quic_at_one_number_tells_of_one_and_is_met_by_quic(tmp_path):
+    async with members(2, tmp_path) as (a, b):
+        visible = [str(w).split("/p2p/")[0] for w in await a.swarm._daemon.get_visible_maddrs(latest=True)]
+        (tcp,) = [w for w in visible if "/tcp/" in w]
+        assert set(visible) == {tcp, quic_beside(tcp)} and [w.split("/p2p/")[0] for w in a.swarm.addresses] == [tcp]
+        assert await _transports(b) == {"udp"}
+
+
+async def test_where_udp_does_not_get_through_tcp_does_all_by_itself(tmp_path):
+    a, b = Member(1, tmp_path), Member(2, tmp_path)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:  # swallows what comes, as a firewall does
+        silent.bind(("127.0.0.1", 0))
+        try:
+            await a.start(listen=[f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"])
+            began = time.monotonic()
+            await b.start(initial=a.swarm.addresses)
+            assert not b.warnings and time.monotonic() - began < 4.5  # QUIC's own patience is 5 s: nobody waits for it
+            await b.swarm.send(a.key, wire.Packet(messages=[b"there"]))
+            await a.swarm.send(b.key, wire.Packet(messages=[b"and back"]))
+            assert await _transports(b) == {"tcp"} and len(a.packets) == len(b.packets) == 1
+            assert silent.recv(2048, socket.MSG_DONTWAIT)  # it was tried
+        finally:
+            for m in (a, b):
+                await m.swarm.stop()
+                m.store.close()
+
+
+async def _transports(member: Member) -> set[str]:
+    return {str(at).split("/")[3] for peer in await member.swarm._daemon.list_peers() for at in peer.addrs}
 
 
 async def test_a_daemon_that_does_not_come_up_is_an_error_with_its_own_words(tmp_path):
@@ -146,10 +178,20 @@ def test_addresses_are_parsed_and_all_else_refused():
         "", "x", "/ip4/192.0.2.1/tcp/4001", f"/ip4/1.2.3/tcp/1/p2p/{ID}", f"/ip4/1.2.3.4/tcp/99999/p2p/{ID}",
         f"/ip4/1.2.3.4/tcp/1/p2p/{ID}/p2p-circuit/p2p/{ID}", f"/unix/tmp/x/p2p/{ID}",
         "/ip4/1.2.3.4/tcp/1/p2p/" + "1" * 50, "/ip4/1.2.3.4/udp/1",
+        f"/ip4/1.2.3.4/udp/1/p2p/{ID}", f"/ip4/1.2.3.4/udp/1/quic/p2p/{ID}", f"/ip4/1.2.3.4/tcp/1/quic-v1/p2p/{ID}",
         "/ip4/1.2.3.4/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", f"/dns/{'a' * 300}/tcp/1/p2p/{ID}",
     ):  # fmt: skip
         with pytest.raises(MalformedError):
             parse_address(bad)
+
+
+def test_an_address_of_tcp_stands_for_quic_at_the_same_number_too():
+    tcp, quic = f"/ip4/192.0.2.1/tcp/4001/p2p/{ID}", f"/ip4/192.0.2.1/udp/4001/quic-v1/p2p/{ID}"
+    assert quic_beside(tcp) == quic and quic_beside(quic) is None and quic_beside("/ip4/192.0.2.1") is None
+    assert ways_to(tcp) == (identity(1).key, [parse_address(quic)[1], parse_address(tcp)[1]])
+    assert ways_to(quic) == (identity(1).key, [parse_address(quic)[1]])
+    elsewhere = quic.replace("4001", "5001")
+    assert dialable([tcp, quic, elsewhere]) == [tcp, elsewhere] and dialable([quic]) == [quic]
 
 
 def test_loopback_is_told_to_others_only_where_there_is_nothing_else():

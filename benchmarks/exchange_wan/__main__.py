@@ -4,10 +4,11 @@
                                       [--dies] [--add]
 
 Each row starts real processes, a peer on a host of its own: 100 Mbit/s up and down, 50 ms one way between any two (one
-number for all rows; --mbit, --rtt-ms). Cairn's peers are the product's node, swarm, store, codec and round machine; in
-the trainer's place is a process that trains nothing, makes updates of noise (of the codec's real size) and applies
-accepted ones for real. All announce at the same instant; a round before those that are measured has warmed up what
-there is to warm. The peers share the machine's cores: CPU seconds are given, for each peer and round.
+number for all rows; --mbit, --rtt-ms). Cairn's peers are the product's node, swarm, store, codec and round machine (by
+QUIC; in the rows -no-udp by TCP, as firewalls drop UDP); in the trainer's place is a process that trains nothing, makes
+updates of noise (of the codec's real size) and applies accepted ones for real. All announce at the same instant; a
+round before those that are measured has warmed up what there is to warm. The peers share the machine's cores: CPU
+seconds are given, for each peer and round.
 
 The floor of a row is its own bytes / bandwidth + 2 round trips: n - 1 updates into each peer, or 2 (n - 1) / n times
 the values for an all-reduce. Plain TCP rows send an update's bytes and do nothing else. hivemind's search for a group,
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs and diaries there")
     parser.add_argument("--add", action="store_true", help="add to the rows that the JSON file has")
     options = parser.parse_args(argv)
-    if reason := why_not():
+    if reason := why_not(nat=True):  # nftables: for rows where UDP is blocked
         print(f"no emulated internet: {reason}", file=sys.stderr)
         return 2
     wanted = options.rows.split(",") if options.rows else list(SYSTEMS)

@@ -48,7 +48,8 @@ class Setting:
 class System:
     """One row: the module that each peer runs, what it is told, and how its bytes flow.
 
-    `codec`: of updates that each sends to all. Otherwise `width` is the bytes of a value in an all-reduce.
+    `codec`: of updates that each sends to all. Otherwise `width` is the bytes of a value in an all-reduce. Without
+    `udp` firewalls drop it, and Cairn's peers have TCP alone.
     """
 
     module: str
@@ -56,6 +57,7 @@ class System:
     options: Mapping[str, Any] = field(default_factory=dict)
     codec: Mapping[str, Any] | None = None
     width: float = 0.0
+    udp: bool = True
 
     def size(self, layout: Layout) -> int:
         """Bytes of what one peer gives: an update, or its values as they go over the wire."""
@@ -80,8 +82,9 @@ def _codec(kind: str, **more: Any) -> dict[str, Any]:
     return {"kind": kind, **more}
 
 
-def _cairn(says: str, kind: str, **more: Any) -> System:
-    return System(f"{HEAD}.cairn_peer", says, codec=_codec(kind, **more))
+def _cairn(says: str, kind: str, *, udp: bool = True, **more: Any) -> System:
+    says = f"Cairn, {says}" + ("" if udp else ", UDP blocked")
+    return System(f"{HEAD}.cairn_peer", says, codec=_codec(kind, **more), udp=udp)
 
 
 def _tcp(kind: str, **more: Any) -> System:
@@ -95,10 +98,13 @@ def _hivemind(says: str, wire: str, width: float) -> System:
 
 
 SYSTEMS: dict[str, System] = {
-    "sparse": _cairn("Cairn, sparse, 64 of 4096", "sparse", k=64),
-    "sign": _cairn("Cairn, sign (the default)", "sign"),
-    "int8": _cairn("Cairn, int8", "int8"),
-    "none": _cairn("Cairn, none (fp32)", "none"),
+    "sparse": _cairn("sparse, 64 of 4096", "sparse", k=64),
+    "sign": _cairn("sign (the default)", "sign"),
+    "int8": _cairn("int8", "int8"),
+    "none": _cairn("none (fp32)", "none"),
+    "sparse-no-udp": _cairn("sparse, 64 of 4096", "sparse", udp=False, k=64),
+    "sign-no-udp": _cairn("sign (the default)", "sign", udp=False),
+    "int8-no-udp": _cairn("int8", "int8", udp=False),
     "tcp-sparse": _tcp("sparse", k=64),
     "tcp-sign": _tcp("sign"),
     "tcp-int8": _tcp("int8"),

@@ -73,6 +73,8 @@ class _Play:
             (folder / "spec.json").write_bytes(spec.canonical())
             write_genesis(spec, folder / "genesis")
         for i, host in enumerate(self.names):
+            if not system.udp:
+                self.world.wan.block_udp(host)
             self.world.start(host, [sys.executable, "-m", system.module, str(file), str(i)])
         if system.module.endswith((".cairn_peer", ".hivemind_peer")):
             self._until("everybody knows everybody", lambda: self._ready(-1), START_SECONDS)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from google.protobuf.message import DecodeError
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
-from peer.swarm.addresses import parse_address
+from peer.swarm.addresses import ways_to
 from peer.swarm.daemon import Daemon, start_daemon
 from peer.swarm.errors import PeerUnreachable, libp2p_words
 from peer.swarm.limits import Limits
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 ANY = ("/ip4/0.0.0.0/tcp/0",)
 MAX_ASKED = 16
-ADDRESSES_OF_ONE = 8
+WAYS_TO_ONE = 16
 DIAL_SECONDS, ANSWER_SECONDS = 8.0, 8.0
 SETTLE_SECONDS = 2.0
 """How long others are waited for after the first good answer: it may be an old one."""
@@ -42,11 +42,11 @@ def members_at(addresses: Iterable[str]) -> dict[PeerKey, list[bytes]]:
     found: dict[PeerKey, list[bytes]] = {}
     for text in addresses:
         try:
-            peer, address = parse_address(text)
+            peer, ways = ways_to(text)
         except MalformedError:
             continue
-        if (len(found) < MAX_ASKED or peer in found) and len(found.setdefault(peer, [])) < ADDRESSES_OF_ONE:
-            found[peer].append(address)
+        if (len(found) < MAX_ASKED or peer in found) and len(found.setdefault(peer, [])) < WAYS_TO_ONE:
+            found[peer] += ways
     return found
 
 

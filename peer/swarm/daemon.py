@@ -12,7 +12,6 @@ import importlib
 import logging
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections import deque
@@ -27,10 +26,11 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
 from hivemind.utils.logging import use_hivemind_log_handler
 
-from peer.swarm.addresses import bind_of
+from peer.swarm.addresses import quic_beside
 from peer.swarm.errors import PeerUnreachable, SwarmError, SwarmStartError, libp2p_words
 from peer.swarm.limits import Guard, Limits
-from protocol.errors import CairnError, IdentityError, MalformedError
+from peer.swarm.listening import check_ports, reserved
+from protocol.errors import CairnError, IdentityError
 from protocol.identity import Identity
 from protocol.ids import PeerKey
 
@@ -238,13 +238,15 @@ async def start_daemon(
     limits: Limits,
     start_seconds: float = START_SECONDS,
 ) -> Daemon:
-    """A running daemon whose libp2p identity is this key. Raises SwarmStartError after two attempts."""
-    for address in listen:
-        _check_port_free(address)
+    """A running daemon whose libp2p identity is this key. It listens at the TCP addresses of `listen` and by QUIC at
+    the same port numbers, where UDP is to be had. Raises SwarmStartError after two attempts."""
+    check_ports(listen)
+    announce = [way for a in announce for way in (a, quic_beside(a)) if way is not None]
     causes: list[str] = []
     for _ in range(2):
         try:
-            return await _start_once(identity, listen, announce, folder, limits, start_seconds)
+            with reserved(listen) as both:
+                return await _start_once(identity, both, announce, folder, limits, start_seconds)
         except (P2PDaemonError, OSError) as e:
             causes.append(libp2p_words(str(e)))
             log.warning("libp2p's daemon did not start: %s", causes[-1])
@@ -301,22 +303,3 @@ def _private_folder(folder: Path | None) -> str:
     if len(os.fsencode(parent)) + 20 > MAX_SOCKET_FOLDER:
         parent = "/tmp"
     return os.path.realpath(tempfile.mkdtemp(prefix="cairn-", dir=parent))
-
-
-def _check_port_free(address: str) -> None:
-    """libp2p shares ports (SO_REUSEPORT), so a second peer on the same port would take half of its connections."""
-    try:
-        host, port, family = bind_of(address)
-    except MalformedError as e:
-        raise SwarmStartError(f"{e}; write e.g. /ip4/0.0.0.0/tcp/0") from None
-    if port == 0:
-        return
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as e:
-            raise SwarmStartError(
-                f"cannot listen on {address}: {(e.strerror or str(e)).lower()}; stop what listens there, or choose "
-                "another port (0: any)"
-            ) from None

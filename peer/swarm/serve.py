@@ -48,6 +48,10 @@ class ServeLimits:
     read_ahead: int = 2
     idle_seconds: float = 60
     write_seconds: float = 20
+    linger_seconds: float = 1
+    """How long a stream is kept open after last words, unless the other side hangs up: libp2p's daemon resets a stream
+    of QUIC's that is closed, and what is not there yet is lost."""
+    lingering: int = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +61,8 @@ class _Stream:
     """It is idle since then, unless something is unanswered."""
     unanswered: int = 0
     closing: bool = False
+    senseless: bool = False
+    """It asked for what makes no sense, and is told so before it ends."""
 
 
 class BlobServer:
@@ -71,19 +77,20 @@ class BlobServer:
         self._streams: Counter[PeerKey] = Counter()
         self._open: set[_Stream] = set()
         self._waiting = 0
+        self._lingering = 0
 
     async def handle(self, peer: PeerKey, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One stream, until it is idle, breaks, or asks for what makes no sense."""
         limits = self._limits
         if self._streams[peer] >= limits.streams_per_peer or self._waiting >= limits.streams:
-            await self._write(writer, refusal(Status.BUSY, "too many streams"))
+            await self._turn_away(reader, writer)
             return
         self._streams[peer] += 1
         try:
             if await self._room():
                 await self._serve(peer, reader, writer)
             else:
-                await self._write(writer, refusal(Status.BUSY, "too many streams"))
+                await self._turn_away(reader, writer)
         finally:
             self._streams[peer] -= 1
             if not self._streams[peer]:
@@ -100,6 +107,8 @@ class BlobServer:
                 await self._write(writer, await answer)
                 stream.unanswered -= 1
                 stream.since = clock()
+            if stream.senseless:
+                await self._linger(reader)
         finally:
             self._open.discard(stream)
             reading.cancel()
@@ -141,6 +150,7 @@ class BlobServer:
                 await answers.put(asyncio.ensure_future(self._answer(peer, request)))
         except MalformedError as e:
             log.warning("peer %s sent what is no request for a blob: its stream is closed", peer.short)
+            stream.senseless = True
             bad: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
             bad.set_result(refusal(Status.BAD_REQUEST, str(e)))
             await answers.put(bad)
@@ -153,6 +163,22 @@ class BlobServer:
         writer.writelines((reply.head(), reply.data))
         await asyncio.wait_for(writer.drain(), self._limits.write_seconds)
         self._traffic.up += len(reply.data)
+
+    async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._write(writer, refusal(Status.BUSY, "too many streams"))
+        await self._linger(reader)
+
+    async def _linger(self, reader: asyncio.StreamReader) -> None:
+        """Time for last words to get there. What comes meanwhile is not looked at."""
+        if self._lingering >= self._limits.lingering:
+            return
+        self._lingering += 1
+        try:
+            await asyncio.wait_for(_drain(reader), self._limits.linger_seconds)
+        except (asyncio.TimeoutError, OSError):
+            pass
+        finally:
+            self._lingering -= 1
 
     async def _answer(self, peer: PeerKey, request: Request) -> Reply:
         try:
@@ -195,6 +221,11 @@ class BlobServer:
         if not arriving.has(index):
             return refusal(Status.ABSENT, "not here yet")
         return Reply(Status.OK, arriving.read_chunk(index))
+
+
+async def _drain(reader: asyncio.StreamReader) -> None:
+    while await reader.read(1 << 16):
+        pass
 
 
 def _page(bitmap: bytes, index: int) -> bytes:

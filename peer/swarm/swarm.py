@@ -17,7 +17,7 @@ from hivemind.p2p import P2PContext
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
 from peer.store import Ahead, Store
-from peer.swarm.addresses import dialable, parse_address
+from peer.swarm.addresses import dialable, ways_to
 from peer.swarm.ahead import Deal, FetchAhead
 from peer.swarm.asking import whereabouts_call
 from peer.swarm.daemon import START_SECONDS, Daemon, sender_key, start_daemon
@@ -194,12 +194,12 @@ class Swarm:
         by_peer: dict[PeerKey, list[bytes]] = {}
         for text in list(addresses)[:1024]:
             try:
-                peer, address = parse_address(text)
+                peer, ways = ways_to(text)
             except MalformedError as e:
                 log.info("%s", e)
                 continue
-            if peer != self.key and len(by_peer.setdefault(peer, [])) < MAX_ADDRESSES:
-                by_peer[peer].append(address)
+            if peer != self.key and len(by_peer.setdefault(peer, [])) < 2 * MAX_ADDRESSES:
+                by_peer[peer] += ways
 
         async def dial(peer: PeerKey) -> PeerKey | None:
             async with self._dials:
