@@ -10,9 +10,13 @@ from typing import Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from coordinator.admission import MAX_REQUEST
 from coordinator.errors import PortTakenError, RefusedError, TooManyError, UnknownRunError
+from coordinator.guard import Guard
+from coordinator.health import Health, Reflection
 from coordinator.limits import Rate, RateLimit, caller_of
 from coordinator.tls import Certificate
 from protocol.envelope import author_of
@@ -43,11 +47,17 @@ OPTIONS = (
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CALLS),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
+    # Nothing but the end of its connection ends a call whose caller never takes the answer. Clients connect again by
+    # themselves.
+    ("grpc.max_connection_age_ms", 1_800_000),
+    ("grpc.max_connection_age_grace_ms", 15_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
     # Two coordinators on one port would answer in turn: the second must fail instead.
     ("grpc.so_reuseport", 0),
 )
+
+METHODS = frozenset(m.name for m in wire.DESCRIPTOR.services_by_name["Coordinator"].methods)
 
 _CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
     (UnknownRunError, grpc.StatusCode.NOT_FOUND),
@@ -78,7 +88,10 @@ class Service(stubs.CoordinatorServicer):
 
     def __init__(self, backend: Backend, counted: Callable[[str, str, float], None]):
         self._backend = backend
-        self._counted = counted
+        self.counted = counted
+        self.serving = True
+        """False: probes are told that this server goes away."""
+
         self._reads = RateLimit(READS)
         self._admissions = RateLimit(ADMISSIONS)
         self._admissions_of_one = RateLimit(ADMISSIONS_OF_ONE)
@@ -143,15 +156,18 @@ class Service(stubs.CoordinatorServicer):
                 log.info("%s from %s refused: %s", method, caller_of(context.peer()), e)
                 message = str(e)
         finally:
-            self._counted(method, code.name, time.monotonic() - began)
+            self.counted(method, code.name, time.monotonic() - began)
         await context.abort(code, message)
         raise AssertionError("abort raises")
 
 
 async def start_server(service: Service, certificate: Certificate, host: str, port: int) -> tuple[grpc.aio.Server, int]:
     """The running server and its port. Raises PortTakenError."""
-    server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    guard = Guard(service.counted, METHODS, MAX_CALLS)
+    server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     stubs.add_CoordinatorServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(Health(lambda: service.serving), server)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(), server)
     credentials = grpc.ssl_server_credentials([(certificate.key_pem, certificate.certificate_pem)])
     listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     bound = 0

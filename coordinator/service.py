@@ -91,6 +91,7 @@ class Coordinator:
         self._announcer = Announcer(owner, view, self.invite, now)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
+        self._service: Service | None = None
         self._charts: tuple[Digest | None, bytes] | None = None
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
@@ -116,7 +117,7 @@ class Coordinator:
         await self._admitter.load()
         self._follower.changed = self._news.set
         await self._follower.start()
-        service = Service(self, self._metrics.counted)
+        self._service = service = Service(self, self._metrics.counted)
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
         self.page_port = await self._page.start(c.page_host, c.page_port)
         self._tasks.append(asyncio.create_task(self._publish_on(), name="publisher"))
@@ -125,6 +126,8 @@ class Coordinator:
     async def stop(self) -> None:
         """Within seconds: what is under way is answered or cut, what was settled is on disk."""
         self.feed.close()
+        if self._service is not None:
+            self._service.serving = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
