@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from cairn import __version__
+from cairn.commands.alerting import test_alert
 from protocol.errors import CairnError
 
 DEFAULT_HOME = "~/.cairn"
@@ -171,11 +172,15 @@ def coordinator() -> None:
 @click.option("--swarm", default="/ip4/0.0.0.0/tcp/7412", show_default=True, metavar="MULTIADDR", help="For the swarm.")
 @click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
-def serve(run_file, home, grpc, page, swarm, public, code) -> None:
+@click.option("--webhook", multiple=True, metavar="URL", help="Tell alerts there; may be repeated (or alerts.toml).")
+def serve(run_file, home, grpc, page, swarm, public, code, webhook) -> None:
     """Serve the run that RUN_FILE (a run.toml) describes, and print its invite."""
     from cairn.serving import ServeOptions, serve_run
 
-    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code))
+    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code, webhook))
+
+
+coordinator.add_command(test_alert)
 
 
 @main.command()

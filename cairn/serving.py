@@ -47,6 +47,7 @@ class ServeOptions:
     swarm: str
     public: str
     code: str
+    webhooks: tuple[str, ...] = ()
 
 
 def coordinator_folder(home: Path, name: str) -> Path:
@@ -56,6 +57,7 @@ def coordinator_folder(home: Path, name: str) -> Path:
 
 def serve_run(options: ServeOptions) -> None:
     """Until SIGINT or SIGTERM. Raises CairnError."""
+    from coordinator.alerts.config import load_config
     from coordinator.authoring import load_run, resolve
     from coordinator.service import CoordinatorConfig
     from peer.keyfile import load_or_make
@@ -78,6 +80,7 @@ def serve_run(options: ServeOptions) -> None:
             page_port=page[1],
             public=public,
             codes=_codes(options.code, folder, resolved.spec),
+            alerts=load_config(folder, options.webhooks),
         )
         asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce))
 

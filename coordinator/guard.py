@@ -153,7 +153,7 @@ class Guard(grpc.aio.ServerInterceptor):
         """The messages of a stream, each of which counts as a call."""
         while True:
             sent = await _in_time(context.read(), IDLE_SECONDS, "the stream was silent for too long")
-            if sent is grpc.aio.EOF:
+            if not isinstance(sent, bytes):  # the end of the stream
                 return
             self._rate.take(caller, time.monotonic())
             yield _parsed(parse, sent)
@@ -167,7 +167,8 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             self._rate.take(caller, began)
             # Freed when the call is over and not before: a caller that does not take its answer keeps its place.
-            context.add_done_callback(lambda _, free=places.take(caller): free())
+            free = places.take(caller)
+            context.add_done_callback(lambda _: free())
             await asyncio.wait_for(work(caller), seconds)
         except asyncio.TimeoutError:
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the call took too long and was ended: call again"
@@ -197,7 +198,7 @@ class _Ended(Exception):
 
 
 def _parsed(parse: Callable[[bytes], T], sent: Any) -> T:
-    if sent is grpc.aio.EOF:
+    if not isinstance(sent, bytes):  # the end of the stream
         raise MalformedError("the call carries no request")
     try:
         return parse(sent)

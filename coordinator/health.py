@@ -1,7 +1,7 @@
 """Health (https://grpc.io/docs/guides/health-checking/) and reflection, for probes, load balancers and grpcurl.
 
-Both go through `guard` as all methods do, which bounds streams by number, address and life. Reflection's one method is a
-stream of requests (that is its standard); each request on it counts as a call.
+Both go through `guard` as all methods do, which bounds streams by number, address and life. Reflection's one method is
+a stream of requests (that is its standard); each request on it counts as a call.
 """
 
 from __future__ import annotations

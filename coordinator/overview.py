@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter as CountOf
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from coordinator.alerts.journal import Alert
 from coordinator.credits import Balance
 from coordinator.follower import Follower
 from coordinator.history import tokens_per_second
@@ -68,13 +70,21 @@ class Overview:
     pending: int
     final_round: int | None
     problem: str
+    differing: tuple[str, ...] = ()
+    """Who says another state than the chain names for the same record, or, at the head, than most others."""
+
+    alerts: tuple[Alert, ...] = ()
 
 
 class Overlooker:
     """Makes overviews of the parts that know."""
 
-    def __init__(self, spec: RunSpec, follower: Follower, book: PeerBook, name_of: Callable[[PeerKey], str]):
+    def __init__(
+        self, spec: RunSpec, follower: Follower, book: PeerBook, name_of: Callable[[PeerKey], str],
+        alerts: Callable[[], tuple[Alert, ...]] = lambda: (),
+    ):  # fmt: skip
         self._spec = spec
+        self._alerts = alerts
         self._run = spec.run_id
         self._follower = follower
         self._book = book
@@ -119,7 +129,20 @@ class Overlooker:
             pending=sum(b.micro_credits for b in f.pending.values()),
             final_round=f.settled[0] if f.settled else None,
             problem=f.problem,
+            differing=self._differing(working),
+            alerts=self._alerts(),
         )
+
+    def _differing(self, working: list[PeerView]) -> tuple[str, ...]:
+        """A record's child names the state after it; of the head, most of those who hold a state are believed."""
+        named = {a.parent: a.base_state for a in self._follower.newest(NEWEST)}
+        claims = [(p, h.head, h.state) for p in working if (h := p.heartbeat) is not None and h.state is not None]
+        head = self._follower.head
+        if head is not None and head[1] not in named:
+            for state, count in CountOf(s for _, h, s in claims if h == head[1]).most_common(1):
+                if 2 * count > sum(h == head[1] for _, h, _ in claims):
+                    named[head[1]] = state
+        return tuple(p.name for p, h, s in claims if named.get(h, s) != s)
 
     def _health(
         self, working: list[PeerView], training: int, tokens: int, loss: float | None, rate: float, now: float

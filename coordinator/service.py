@@ -13,13 +13,17 @@ import grpc.aio
 
 from coordinator import tls
 from coordinator.admission import Admitter
+from coordinator.alerts.config import AlertConfig
+from coordinator.alerts.rules import Sight
+from coordinator.alerts.seeing import sight_of
+from coordinator.alerts.watcher import Watcher
 from coordinator.announcing import Announcer
 from coordinator.credits import Balance
 from coordinator.errors import CoordinatorError
 from coordinator.follower import Follower, wait_at_most
 from coordinator.history import charts
 from coordinator.ledger_thread import LedgerThread
-from coordinator.metrics import Metrics
+from coordinator.metrics import Metrics, Sources
 from coordinator.overview import Overlooker, Overview, PeerView
 from coordinator.page import json_view
 from coordinator.page.app import make_app
@@ -59,6 +63,7 @@ class CoordinatorConfig:
     public: tuple[Endpoint, ...] = ()
     page_url: str = ""
     codes: tuple[str, ...] = ()
+    alerts: AlertConfig = AlertConfig()
 
 
 class Coordinator:
@@ -84,10 +89,19 @@ class Coordinator:
         self._admitter = Admitter(spec, owner, config.codes, self._ledger, now)
         self._follower = Follower(spec, owner, view, self._ledger, now)
         self._book = PeerBook(spec.round.member_seconds)
-        self._overlooker = Overlooker(spec, self._follower, self._book, self._admitter.name_of)
-        self._metrics = Metrics(self.overview, lambda: len(self.feed))
-        self._page = PageServer(make_app(self))
         self._news = asyncio.Event()
+        self._watcher = Watcher(
+            config.folder, config.alerts, spec.name, lambda: self.page_url, self._sight,
+            self._news.set, lambda result: self._metrics.delivered(result),
+        )  # fmt: skip
+        self._overlooker = Overlooker(
+            spec, self._follower, self._book, self._admitter.name_of, lambda: self._watcher.standing
+        )
+        self._metrics = Metrics(Sources(
+            look=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
+            admitted=lambda: self._admitter.count, head_seconds=self.head_seconds, alerts=lambda: self._watcher.names,
+        ))  # fmt: skip
+        self._page = PageServer(self._metrics.counting(make_app(self)))
         self._announcer = Announcer(owner, view, self.invite, now)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
@@ -95,6 +109,7 @@ class Coordinator:
         self._charts: tuple[Digest | None, bytes] | None = None
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
+        self._began = now()
         self.fingerprint: Digest | None = None
         self.grpc_port = 0
         self.page_port = 0
@@ -120,8 +135,11 @@ class Coordinator:
         self._service = service = Service(self, self._metrics.counted)
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
         self.page_port = await self._page.start(c.page_host, c.page_port)
+        self._began = self._now()
+        await self._watcher.start()
         self._tasks.append(asyncio.create_task(self._publish_on(), name="publisher"))
         self._tasks.append(asyncio.create_task(self._announcer.announce_on(), name="announcer"))
+        self._tasks.append(asyncio.create_task(self._metrics.watch_loop(), name="event loop"))
 
     async def stop(self) -> None:
         """Within seconds: what is under way is answered or cut, what was settled is on disk."""
@@ -131,7 +149,7 @@ class Coordinator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        stops = [self._page.stop(), self._follower.stop()]
+        stops = [self._page.stop(), self._follower.stop(), self._watcher.stop()]
         if self._server is not None:
             stops.append(self._server.stop(STOP_SECONDS))
         for result in await asyncio.gather(*stops, return_exceptions=True):
@@ -165,6 +183,17 @@ class Coordinator:
         """Why the chain cannot be followed; empty when it can."""
         return self._follower.problem
 
+    def head_seconds(self) -> float | None:
+        """Since the newest signed tree head; None where no log is signed."""
+        return None
+
+    def _sight(self) -> Sight:
+        now, f = self._now(), self._follower
+        return sight_of(
+            self.overview(), self._spec, self._config.folder, now=now, up=now - self._began, caught_up=f.caught_up,
+            head_age=self.head_seconds(),
+        )  # fmt: skip
+
     # -- what is told ----------------------------------------------------------------------------------------
 
     def overview(self) -> Overview:
@@ -181,6 +210,7 @@ class Coordinator:
         while True:
             self._overview, began = None, time.monotonic()
             self.feed.publish(self.status_json())
+            self._metrics.looked(self.overview(), self._now())
             took = time.monotonic() - began
             await wait_at_most(self._news, 2)  # news at once; else the ages of heartbeats move on
             self._news.clear()

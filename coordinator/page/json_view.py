@@ -40,6 +40,7 @@ def status(o: Overview) -> dict[str, Any]:
         "final_round": o.final_round,
         "micro_credits_settled": o.settled,
         "micro_credits_pending": o.pending,
+        "alerts": [{"name": a.name, "since": round(a.since), "words": a.words} for a in o.alerts],
         "peers_in_all": len(o.peers),
         "peers": [_peer(p) for p in o.peers[:MAX_SHOWN]],
         "rounds": [
