@@ -11,6 +11,7 @@ import click
 
 from cairn import __version__
 from cairn.commands.alerting import test_alert
+from cairn.commands.watch import watch
 from protocol.errors import CairnError
 
 DEFAULT_HOME = "~/.cairn"
@@ -65,7 +66,7 @@ def main() -> None:
     \b
     Volunteer:   cairn peer join INVITE
     Run owner:   cairn run plan, cairn run validate run.toml, then cairn coordinator serve run.toml
-    Anyone:      cairn status INVITE
+    Anyone:      cairn status INVITE, cairn watch INVITE
     Look first:  cairn demo
     """
 
@@ -181,6 +182,7 @@ def serve(run_file, home, grpc, page, swarm, public, code, webhook) -> None:
 
 
 coordinator.add_command(test_alert)
+main.add_command(watch)
 
 
 @main.command()

@@ -33,7 +33,7 @@ from coordinator.peers import PeerBook
 from coordinator.rpc import Service, start_server
 from coordinator.swarm import SwarmView
 from protocol.identity import Identity
-from protocol.ids import Digest, PeerKey, RunId
+from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.invite import MAX_SWARM_ADDRESSES, Endpoint, Invite, one_of_each
 from protocol.messages import MAX_ADDRESSES
 from protocol.spec import RunSpec
@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 LEDGER_FILE = "ledger.sqlite"
 MAX_STATUS_PEERS = 1000
+MAX_ABSENT = 8
+MAX_LOSSES = 120
 MAX_ENTRIES = 50
 STOP_SECONDS = 3.0
 
@@ -109,6 +111,7 @@ class Coordinator:
         self._charts: tuple[Digest | None, bytes] | None = None
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
+        self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
         self._began = now()
         self.fingerprint: Digest | None = None
         self.grpc_port = 0
@@ -265,7 +268,24 @@ class Coordinator:
             reply.final_round = o.final_round
         if checkpoint is not None:
             reply.checkpoint, reply.checkpoint_round = checkpoint
+        for r in o.rounds:
+            absent = r.absent or ()
+            reply.newest.add(
+                round=r.round, tokens=r.tokens, loss=r.loss, contributors=len(r.contributors),
+                absent=absent[:MAX_ABSENT], absent_in_all=len(absent), final=r.final,
+            )  # fmt: skip
+        reply.losses.extend(self._losses())
+        for a in o.alerts:
+            reply.alerts.add(name=a.name, since=int(a.since), words=a.words)
         return reply
+
+    def _losses(self) -> list[float]:
+        """Of the whole run, thinned; made once a round."""
+        head = self._follower.head
+        if self._thinned is None or self._thinned[0] != head:
+            points = [*self._follower.history.points(), *self._follower.open_points()]
+            self._thinned = (head, charts(points, MAX_LOSSES).loss)
+        return self._thinned[1]
 
     def _newest_checkpoint(self) -> tuple[Digest, int] | None:
         """The newest state that is a checkpoint (every `checkpoint.every` rounds) and is in the observer's store."""
