@@ -19,7 +19,7 @@ from coordinator.alerts.seeing import sight_of
 from coordinator.alerts.watcher import Watcher
 from coordinator.announcing import Announcer
 from coordinator.credits import Balance
-from coordinator.errors import CoordinatorError
+from coordinator.errors import CoordinatorError, LedgerError, TooManyError
 from coordinator.follower import Follower, wait_at_most
 from coordinator.history import charts
 from coordinator.ledger_thread import LedgerThread
@@ -46,6 +46,7 @@ MAX_STATUS_PEERS = 1000
 MAX_ABSENT = 8
 MAX_LOSSES = 120
 MAX_ENTRIES = 50
+LOG_SECONDS = 15.0
 STOP_SECONDS = 3.0
 
 
@@ -55,6 +56,7 @@ class CoordinatorConfig:
 
     `listen` is gRPC's, for peers; `page` is HTTP's, for people; port 0 takes any free one. `public` are the addresses
     that invites name (none: the listening address), `page_url` is what people are told ("": the page's address).
+    `ledger` is a postgresql:// URL ("": a file of SQLite in the folder).
     """
 
     folder: Path
@@ -66,6 +68,7 @@ class CoordinatorConfig:
     page_url: str = ""
     codes: tuple[str, ...] = ()
     alerts: AlertConfig = AlertConfig()
+    ledger: str = ""
 
 
 class Coordinator:
@@ -101,7 +104,8 @@ class Coordinator:
         )
         self._metrics = Metrics(Sources(
             look=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
-            admitted=lambda: self._admitter.count, head_seconds=self.head_seconds, alerts=lambda: self._watcher.names,
+            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._log[0], head_seconds=self.head_seconds,
+            alerts=lambda: self._watcher.names,
         ))  # fmt: skip
         self._page = PageServer(self._metrics.counting(make_app(self)))
         self._announcer = Announcer(owner, view, self.invite, now)
@@ -111,6 +115,7 @@ class Coordinator:
         self._charts: tuple[Digest | None, bytes] | None = None
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
+        self._log: tuple[int | None, float | None] = (None, None)  # entries, and when the newest head was signed
         self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
         self._began = now()
         self.fingerprint: Digest | None = None
@@ -131,7 +136,7 @@ class Coordinator:
         c = self._config
         certificate = await asyncio.to_thread(tls.load_or_make, c.folder)
         self.fingerprint = certificate.fingerprint
-        await self._ledger.open(c.folder / LEDGER_FILE, self.run)
+        await self._ledger.open(c.ledger or c.folder / LEDGER_FILE, self._spec, self._now)
         await self._admitter.load()
         self._follower.changed = self._news.set
         await self._follower.start()
@@ -143,6 +148,7 @@ class Coordinator:
         self._tasks.append(asyncio.create_task(self._publish_on(), name="publisher"))
         self._tasks.append(asyncio.create_task(self._announcer.announce_on(), name="announcer"))
         self._tasks.append(asyncio.create_task(self._metrics.watch_loop(), name="event loop"))
+        self._tasks.append(asyncio.create_task(self._look_at_log(), name="log"))
 
     async def stop(self) -> None:
         """Within seconds: what is under way is answered or cut, what was settled is on disk."""
@@ -188,7 +194,17 @@ class Coordinator:
 
     def head_seconds(self) -> float | None:
         """Since the newest signed tree head; None where no log is signed."""
-        return None
+        return None if self._log[1] is None else max(0.0, self._now() - self._log[1])
+
+    async def _look_at_log(self) -> None:
+        """For ever."""
+        while True:
+            try:
+                size, heads = await self._ledger.read(lambda ledger: (ledger.size(), ledger.heads(1)))
+                self._log = (size, heads[0].time / 1000 if heads else None)
+            except (LedgerError, TooManyError) as e:
+                log.warning("the log's size is not known: %s", e)
+            await asyncio.sleep(LOG_SECONDS)
 
     def _sight(self) -> Sight:
         now, f = self._now(), self._follower
@@ -233,7 +249,7 @@ class Coordinator:
         return self._charts[1]
 
     async def rounds_json(self, after: int, limit: int) -> bytes:
-        accounts = await self._ledger.run(lambda ledger: ledger.accounts(after=after, limit=limit))
+        accounts = await self._ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
         final = len(accounts)
         at = accounts[-1].round if accounts else after
         accounts += [a for a in self._follower.open if a.round > at][: limit - final]
@@ -307,14 +323,16 @@ class Coordinator:
         ]
         settled, pending = f.settled_balances.get(peer, Balance()), f.pending.get(peer, Balance())
         final = f.settled
-        entries = await self._ledger.run(lambda ledger: ledger.newest_entries(peer, MAX_ENTRIES))
+        entries = await self._ledger.read(lambda ledger: ledger.history_of(peer, limit=MAX_ENTRIES))
         newest += [
             wire.AccountEntry(
-                round=e.round, record=e.record, tokens=e.tokens, micro_credits=e.micro_credits, settled=True
+                round=e.round, record=e.record, tokens=e.tokens, micro_credits=e.micro_credits,
+                settled=e.status == "settled",
             )
             for e in entries
-            if final is not None and e.round <= final[0]  # settled since the balances above were read: next time
-        ]
+            # Posted since the balances above were read: next time. What was voided earned nothing.
+            if final is not None and e.round <= final[0] and e.status != "voided"
+        ]  # fmt: skip
         return wire.AccountReply(
             name=self._admitter.name_of(peer),
             micro_credits_settled=settled.micro_credits,

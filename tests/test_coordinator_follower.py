@@ -24,7 +24,7 @@ DEPTH = SPEC.checkpoint.final_depth
 @asynccontextmanager
 async def following(swarm, tmp_path, now=lambda: 1000.0):
     ledger = LedgerThread()
-    await ledger.open(tmp_path / "ledger.sqlite", swarm.spec.run_id)
+    await ledger.open(tmp_path / "ledger.sqlite", swarm.spec, now)
     follower = Follower(swarm.spec, OWNER, swarm, ledger, now)
     passes = asyncio.Semaphore(0)
     follower.changed = passes.release

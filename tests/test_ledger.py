@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.credits import Balance, CreditRule, account_for, pending
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import Admitted, Ledger
+from coordinator.ledger import Admitted, Binding, Head, Ledger, Refusal
 from protocol.ids import Digest
 from tests.coordinator_fakes import PARAMETERS, ChainMaker, make_spec, peer
 
@@ -32,14 +32,14 @@ def make_accounts(rounds: int):
 
 @pytest.fixture
 def ledger(tmp_path):
-    opened = Ledger(tmp_path / "ledger.sqlite", SPEC.run_id)
+    opened = Ledger(tmp_path / "ledger.sqlite", SPEC)
     yield opened
     opened.close()
 
 
 def test_credits_are_whole_micro_credits_of_model_flops():
     window = SPEC.data.window
-    assert RULE == CreditRule(6, PARAMETERS, window)
+    assert RULE == CreditRule(6, PARAMETERS, window, hold_rounds=0)
     assert RULE.micro_credits(1000) == 6 * PARAMETERS * 1000 * window // 10**9
     assert CreditRule(6, 10**9, 128).micro_credits(10**6) == 768_000_000  # beyond what a double divides exactly
     chain = ChainMaker(SPEC)
@@ -53,20 +53,20 @@ def test_credits_are_whole_micro_credits_of_model_flops():
 def test_a_settled_round_is_read_back_whole(ledger):
     accounts = make_accounts(5)
     for account in accounts:
-        assert ledger.settle(account)
+        assert ledger.post(account)
     assert ledger.accounts(limit=10) == accounts
     assert ledger.accounts(after=2, limit=1) == accounts[3:4]
     assert ledger.last() == (4, accounts[4].record)
     assert ledger.balances() == pending(accounts)
-    newest = ledger.newest_entries(peer(0).key, 2)
+    newest = ledger.history_of(peer(0).key, limit=2)
     assert [e.round for e in newest] == [4, 3]
 
 
 def test_settling_a_round_again_changes_nothing(ledger):
     accounts = make_accounts(3)
     for account in accounts + accounts:
-        ledger.settle(account)
-    assert ledger.settle(accounts[1]) is False
+        ledger.post(account)
+    assert ledger.post(accounts[1]) is False
     assert ledger.balances() == pending(accounts)
 
 
@@ -74,50 +74,85 @@ def test_another_record_for_a_settled_round_is_refused_loudly(ledger):
     chain = ChainMaker(SPEC)
     first = account_for(chain.add({0: 10}), RULE)
     other = account_for(ChainMaker(SPEC).add({0: 10}, attempt=1), RULE)
-    ledger.settle(first)
+    ledger.post(first)
     with pytest.raises(LedgerConflictError, match="settled with record"):
-        ledger.settle(other)
+        ledger.post(other)
     assert ledger.last() == (0, first.record)
 
 
 def test_other_entries_for_a_settled_record_are_refused_loudly(ledger):
     account = make_accounts(1)[0]
-    ledger.settle(account)
+    ledger.post(account)
     inflated = replace(account, entries=tuple(replace(e, micro_credits=e.micro_credits + 1) for e in account.entries))
     with pytest.raises(LedgerConflictError, match="not what record"):
-        ledger.settle(inflated)
+        ledger.post(inflated)
 
 
 def test_a_round_that_does_not_follow_the_last_is_refused(ledger):
     accounts = make_accounts(3)
     with pytest.raises(LedgerConflictError, match="is empty"):
-        ledger.settle(accounts[1])
-    ledger.settle(accounts[0])
+        ledger.post(accounts[1])
+    ledger.post(accounts[0])
     with pytest.raises(LedgerConflictError, match="does not follow"):
-        ledger.settle(accounts[2])
+        ledger.post(accounts[2])
     with pytest.raises(LedgerConflictError, match="does not follow"):
-        ledger.settle(replace(accounts[1], parent=Digest(bytes(32))))
+        ledger.post(replace(accounts[1], parent=Digest(bytes(32))))
     assert ledger.last() == (0, accounts[0].record)
+
+
+TABLES = ("log", "entries", "nodes", "rounds", "peers", "lines", "transfers", "refusals", "heads", "bindings")
+
+
+def filled(ledger) -> None:
+    """Something in every table of the ledger."""
+    accounts = make_accounts(4)
+    for account in accounts:
+        ledger.post(account)
+    a, line = accounts[0], accounts[0].entries[0]
+    ledger.refuse(Refusal(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
+    ledger.add_head(Head(ledger.size(), ledger.root(), 5, b"head"))
+    ledger.bind(Binding(line.peer, peer(7).key, 5, b"word"))
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    "statement", ["UPDATE {t} SET {c} = {c}", "DELETE FROM {t}", "INSERT OR REPLACE INTO {t} SELECT * FROM {t}"]
+)
+def test_the_database_itself_refuses_to_change_what_is_written(ledger, table, statement):
+    filled(ledger)
+    ledger.close()
+    db = sqlite3.connect(ledger.where)
+    before = db.execute(f"SELECT * FROM {table}").fetchall()
+    column = db.execute(f"SELECT name FROM pragma_table_info('{table}')").fetchone()[0]
+    assert before
+    with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+        with db:
+            db.execute(statement.format(t=table, c=column))
+    assert db.execute(f"SELECT * FROM {table}").fetchall() == before
+    db.close()
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE credits SET micro_credits = 10",
-        "DELETE FROM credits",
-        "UPDATE rounds SET tokens = 1",
-        "DELETE FROM rounds",
-        "INSERT INTO credits SELECT run, 7, record, peer, windows, tokens, micro_credits FROM credits",
-        "INSERT OR REPLACE INTO rounds SELECT run, round, record, parent, base_state, 0, 1, NULL, NULL FROM rounds",
-        "INSERT OR REPLACE INTO credits SELECT run, round, record, peer, windows, tokens, 9 FROM credits",
-        "INSERT OR REPLACE INTO rounds SELECT run, round + 5, record, parent, base_state, 0, 1, NULL, NULL FROM rounds",
+        # By another unique column than the key.
+        "INSERT OR REPLACE INTO rounds SELECT entry + 1, number, round, record, parent, base_state, 0, 1, NULL, NULL "
+        "FROM rounds WHERE number = 3",
+        "INSERT OR REPLACE INTO lines SELECT entry, line + 50, peer, sent FROM lines",
+        # Credit twice: settled after it was settled, issued again, out of nowhere, to somebody else.
+        "INSERT INTO transfers SELECT entry, line, source, target + 1, sequence, 1 FROM transfers WHERE source > 0",
+        "INSERT INTO transfers SELECT entry, line, source, target, sequence, 1 FROM transfers WHERE source = 0",
+        "INSERT INTO transfers SELECT entry, line, target, 4, sequence, 1 FROM transfers WHERE source = 0",
+        "INSERT INTO transfers SELECT entry, line + 70, 0, target, sequence, 1 FROM transfers WHERE source = 0",
+        # A gap, and a link that does not fit.
+        "INSERT INTO entries SELECT sequence + 9, kind, previous, leaf, time, sent FROM entries",
+        "INSERT INTO entries SELECT max(sequence) + 1, kind, previous, leaf, time, sent FROM entries",
     ],
 )
-def test_the_file_itself_refuses_to_change_what_is_settled(ledger, statement):
-    for account in make_accounts(2):
-        ledger.settle(account)
+def test_the_database_itself_refuses_what_does_not_follow(ledger, statement):
+    filled(ledger)
     ledger.close()
-    db = sqlite3.connect(ledger.path)
+    db = sqlite3.connect(ledger.where)
     db.execute("PRAGMA foreign_keys = ON")
     with pytest.raises(sqlite3.IntegrityError):
         with db:
@@ -127,20 +162,33 @@ def test_the_file_itself_refuses_to_change_what_is_settled(ledger, statement):
 
 def test_a_ledger_of_another_form_is_refused_with_the_remedy(tmp_path):
     path = tmp_path / "ledger.sqlite"
-    Ledger(path, SPEC.run_id).close()
+    Ledger(path, SPEC).close()
     db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 99")
+    with db:
+        db.execute("INSERT INTO migrations (number, name) VALUES (99, 'future')")
     db.close()
-    with pytest.raises(LedgerError, match="form 99.*move the file away"):
-        Ledger(path, SPEC.run_id)
+    with pytest.raises(LedgerError, match="form 99.*move it away"):
+        Ledger(path, SPEC)
+    old = tmp_path / "old.sqlite"
+    db = sqlite3.connect(old)
+    db.executescript("CREATE TABLE rounds (run BLOB); CREATE TABLE credits (run BLOB); PRAGMA user_version = 1")
+    db.close()
+    with pytest.raises(LedgerError, match="form 1, from before.*move it away"):
+        Ledger(old, SPEC)
+
+
+def test_a_ledger_of_another_run_is_refused(tmp_path):
+    Ledger(tmp_path / "ledger.sqlite", SPEC).close()
+    with pytest.raises(LedgerError, match="is the ledger of run"):
+        Ledger(tmp_path / "ledger.sqlite", make_spec(seed=9))
 
 
 def test_a_file_that_is_no_ledger_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "ledger.sqlite").write_bytes(b"hello" * 1000)
     with pytest.raises(LedgerError, match="move it away"):
-        Ledger(tmp_path / "ledger.sqlite", SPEC.run_id)
+        Ledger(tmp_path / "ledger.sqlite", SPEC)
     with pytest.raises(LedgerError, match="check that the folder exists"):
-        Ledger(tmp_path / "missing" / "ledger.sqlite", SPEC.run_id)
+        Ledger(tmp_path / "missing" / "ledger.sqlite", SPEC)
 
 
 def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
@@ -149,13 +197,13 @@ def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
     ledger.saw(accounts[0].record, accounts[0].round, 2000.0)
     assert ledger.sightings() == {accounts[0].record: 1000.0}
     for account in accounts:
-        ledger.settle(account)
+        ledger.post(account)
     assert [r.seen_at for r in ledger.rounds()] == [1000.0, None]
     assert ledger.sightings() == {}
 
 
 def test_admissions_of_peers_without_credits_are_forgotten_in_the_end(ledger):
-    ledger.settle(make_accounts(1)[0])
+    ledger.post(make_accounts(1)[0])
     for n in (0, 9):
         ledger.admit(Admitted(peer(n).key, f"p{n}", 1, 1, 10, b"x"))
     ledger.admit(Admitted(peer(0).key, "new name", 5, 5, 20, b"y"))
@@ -168,12 +216,12 @@ import sys
 from pathlib import Path
 from tests.test_ledger import make_accounts, SPEC
 from coordinator.ledger import Ledger
-ledger = Ledger(Path(sys.argv[1]), SPEC.run_id)
+ledger = Ledger(Path(sys.argv[1]), SPEC)
 accounts = make_accounts(60)
 print("ready", flush=True)
 # Everything from the start again, as a coordinator does that does not trust its memory.
 for account in accounts:
-    ledger.settle(account)
+    ledger.post(account)
     print(account.round, flush=True)
 """
 
@@ -196,7 +244,7 @@ def test_no_kill_loses_or_doubles_a_credit(tmp_path):
             said = worker.stdout.read().split()
             worker.wait()
             worker.stdout.close()
-        ledger = Ledger(path, SPEC.run_id)
+        ledger = Ledger(path, SPEC)
         last = ledger.last()
         count = 0 if last is None else last[0] + 1
         # Said means committed; and what is there is exactly a beginning of the chain's accounts.
@@ -205,9 +253,9 @@ def test_no_kill_loses_or_doubles_a_credit(tmp_path):
         assert ledger.balances() == pending(accounts[:count])
         settled = count - 1
         ledger.close()
-    ledger = Ledger(path, SPEC.run_id)
+    ledger = Ledger(path, SPEC)
     for account in accounts:
-        ledger.settle(account)
+        ledger.post(account)
     assert ledger.balances() == pending(accounts) != {}
     ledger.close()
 
