@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from coordinator.deadline import within
 from coordinator.errors import TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
 from protocol.errors import MalformedError
@@ -169,7 +170,7 @@ class Guard(grpc.aio.ServerInterceptor):
             # Freed when the call is over and not before: a caller that does not take its answer keeps its place.
             free = places.take(caller)
             context.add_done_callback(lambda _: free())
-            await asyncio.wait_for(work(caller), seconds)
+            await within(seconds, work(caller))
         except asyncio.TimeoutError:
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the call took too long and was ended: call again"
         except _Ended as e:
@@ -208,7 +209,7 @@ def _parsed(parse: Callable[[bytes], T], sent: Any) -> T:
 
 async def _in_time(work: Awaitable[T], seconds: float, otherwise: str) -> T:
     try:
-        return await asyncio.wait_for(work, seconds)
+        return await within(seconds, work)
     except asyncio.TimeoutError:
         raise _Ended(grpc.StatusCode.DEADLINE_EXCEEDED, f"{otherwise} within {seconds:.0f} s") from None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.alerts.journal import Alert
-from coordinator.credits import Balance
+from coordinator.credits import Balance, RoundAccount
 from coordinator.follower import Follower
 from coordinator.history import tokens_per_second
 from coordinator.peers import PeerBook
@@ -89,6 +89,7 @@ class Overlooker:
         self._follower = follower
         self._book = book
         self._name_of = name_of
+        self._rounds: dict[Digest, RoundView] = {}
         self._round = -1
         self._moved_at: float | None = None
 
@@ -124,7 +125,7 @@ class Overlooker:
             loss=loss,
             working=len(working),
             peers=peers,
-            rounds=tuple(self._round_view(a) for a in newest),
+            rounds=self._round_views(newest),
             settled=sum(b.micro_credits for b in f.settled_balances.values()),
             pending=sum(b.micro_credits for b in f.pending.values()),
             final_round=f.settled[0] if f.settled else None,
@@ -201,7 +202,18 @@ class Overlooker:
         views.sort(key=lambda v: (_ORDER.get(v.phase, 5), -(v.settled + v.pending), v.peer))
         return tuple(views)
 
-    def _round_view(self, account) -> RoundView:
+    def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundView, ...]:
+        """Each made once, and once more when it has become final: there may be thousands of names in them."""
+        settled = self._follower.settled
+        made = {}
+        for a in newest:
+            known = self._rounds.get(a.record)
+            final = settled is not None and a.round <= settled[0]
+            made[a.record] = known if known is not None and known.final == final else self._round_view(a)
+        self._rounds = made
+        return tuple(made.values())
+
+    def _round_view(self, account: RoundAccount) -> RoundView:
         absent = self._follower.absent(account.record)
         settled = self._follower.settled
         return RoundView(

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from coordinator.admission import MAX_REQUEST
+from coordinator.deadline import within
 from coordinator.errors import PortTakenError, RefusedError, TooManyError, UnknownRunError
 from coordinator.guard import Guard
 from coordinator.health import Health, Reflection
@@ -139,7 +140,7 @@ class Service(stubs.CoordinatorServicer):
         began, code, message = time.monotonic(), grpc.StatusCode.OK, ""
         try:
             limit.take(caller_of(context.peer()), began)
-            return await asyncio.wait_for(work(), DEADLINE)
+            return await within(DEADLINE, work())
         except asyncio.TimeoutError:
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the coordinator is too busy: try again in a minute"
             log.warning("%s took more than %.0f s", method, DEADLINE)

@@ -115,6 +115,7 @@ class Coordinator:
         self._charts: tuple[Digest | None, bytes] | None = None
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
+        self._status: tuple[Overview, wire.StatusReply] | None = None
         self._log: tuple[int | None, float | None] = (None, None)  # entries, and when the newest head was signed
         self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
         self._began = now()
@@ -273,6 +274,8 @@ class Coordinator:
 
     async def status_reply(self) -> wire.StatusReply:
         o = self.overview()
+        if self._status is not None and self._status[0] is o:
+            return self._status[1]  # hundreds of kilobytes for those who watch: made once a look
         checkpoint = self._newest_checkpoint()
         reply = wire.StatusReply(
             name=o.name, health=o.health, words=o.words, round=o.round, head=o.head, state=o.state,
@@ -293,6 +296,7 @@ class Coordinator:
         reply.losses.extend(self._losses())
         for a in o.alerts:
             reply.alerts.add(name=a.name, since=int(a.since), words=a.words)
+        self._status = (o, reply)
         return reply
 
     def _losses(self) -> list[float]:

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from coordinator.alerts.config import AlertConfig, Hook
@@ -42,7 +43,8 @@ class Watcher:
         self._news = {h.name: asyncio.Event() for h in config.hooks}
         self._tasks: list[asyncio.Task[None]] = []
         self._saved_at = 0.0
-        self._saving = asyncio.Lock()
+        # One after the other, also when whoever waits for a write is cancelled.
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="alerts")
 
     @property
     def standing(self) -> tuple[Alert, ...]:
@@ -71,6 +73,7 @@ class Watcher:
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._save()
+        self._disk.shutdown(wait=False)
 
     async def look(self) -> list[Event]:
         """Once."""
@@ -128,13 +131,12 @@ class Watcher:
 
     async def _save(self) -> None:
         self._saved_at = time.monotonic()
-        async with self._saving:
-            text = json.dumps(self._journal.to_json())
-            try:
-                await asyncio.to_thread(_write, self._path, text)
-            except OSError as e:
-                # The disk may be what is wrong: then telling matters more than keeping.
-                log.error("%s cannot be written (%s): after a restart alerts may be told twice", self._path, e)
+        text = json.dumps(self._journal.to_json())
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._disk, _write, self._path, text)
+        except OSError as e:
+            # The disk may be what is wrong: then telling matters more than keeping.
+            log.error("%s cannot be written (%s): after a restart alerts may be told twice", self._path, e)
 
 
 def _write(path: Path, text: str) -> None:
