@@ -51,7 +51,7 @@ class Traffic:
 
     def look(self, o: Overview, now: float) -> None:
         """Take in what is so now."""
-        most = int(MAX_BYTES_PER_SECOND * max(0.0, now - (self._at or now)))
+        most = int(MAX_BYTES_PER_SECOND * max(0.0, now - (now if self._at is None else self._at)))
         last: dict[PeerKey, tuple[int, int]] = {}
         for p in o.peers:
             if (h := p.heartbeat) is None:

@@ -1,16 +1,18 @@
 """What the coordinator bears: peers, callers, viewers, rounds and floods, on the machine that this runs on.
 
-Server and callers are processes of their own on the same cores. Calls are open loop; a call's time counts from when it was
-due. The swarm is simulated behind `SwarmView`: verifying heartbeats and records is the observer's work, and not in here.
+Server and callers are processes of their own on the same cores. Calls are open loop; a call's time counts from when it
+was due. The swarm is simulated behind `SwarmView`: verifying heartbeats and records is the observer's work, not here.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load
-  growth: a list by peers (and the last with the full load, "flood": false): peers, seconds, idle_percent (of a core, before
-    anybody calls), busy_percent, megabytes, viewers, events (updates sent to viewers), calls: by method, p50, p99 and max in
-    ms, calls, codes; late_ms (how late the callers themselves were at most)
-  flood: the same at 10,000 peers while ten times as many bad calls come; bad: their codes; megabytes_before, megabytes_after
-  hour: peers, rounds, processor_seconds (for so many rounds, a minute of simulated time each), wall_seconds, followed_ms
-    (median from a round's arrival to its being followed), bytes_per_round, final_rounds, restart_seconds, peak_megabytes
+  growth: a list by peers: peers, seconds, idle_percent (of a core, before anybody calls), busy_percent, megabytes,
+    viewers, events (updates sent to viewers), late_ms (how late the callers themselves were at most),
+    calls: by method, p50, p99 and max in ms, calls, codes
+  flood: calls and late_ms as above, at 10,000 peers while ten times as many bad calls come; rate (honest calls a
+    second), bad (their codes), megabytes_before, megabytes_after
+  hour: peers, rounds, processor_seconds (for so many rounds, a minute of simulated time each), wall_seconds,
+    followed_ms (median from a round's arrival to its being followed), followed_max_ms, bytes_per_round,
+    final_rounds, restart_seconds, peak_megabytes
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = {"machine": machine, "growth": growth, "flood": flood, "hour": hour}
     print(f"{machine['cores']} cores at load {machine['load']}, Python {machine['python']}\n")
     columns = ("peers", "at rest, % of a core", "under load", "MB", *(f"{m} p99 ms" for m in METHODS), "viewers")
-    rows = [
+    rows: list[list[object]] = [
         [f"{g['peers']:,}", f"{g['idle_percent']:.0f}", f"{g['busy_percent']:.0f}", f"{g['megabytes']:.0f}"]
         + [_p99(g, m) for m in METHODS]
         + [g["viewers"]]
