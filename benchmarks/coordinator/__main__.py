@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = {"machine": machine, "growth": growth, "flood": flood, "hour": hour}
     print(f"{machine['cores']} cores at load {machine['load']}, Python {machine['python']}\n")
     columns = ("peers", "at rest, % of a core", "under load", "MB", *(f"{m} p99 ms" for m in METHODS), "viewers")
-    rows: list[list[object]] = [
+    rows: list[Sequence[object]] = [
         [f"{g['peers']:,}", f"{g['idle_percent']:.0f}", f"{g['busy_percent']:.0f}", f"{g['megabytes']:.0f}"]
         + [_p99(g, m) for m in METHODS]
         + [g["viewers"]]

@@ -27,13 +27,20 @@ async def hour(folder: Path, peers: int, rounds: int) -> dict[str, Any]:
     spec, clock = make_spec(), [1.9e9]
     swarm = SimulatedSwarm(spec, peers)
     config = CoordinatorConfig(folder, "127.0.0.1", 0, "127.0.0.1", 0)
-    coordinator = Coordinator(
-        config, spec, sign_spec(OWNER, spec).sent, OWNER, swarm, now=lambda: clock[0]  # type: ignore[arg-type]
-    )  # fmt: skip
+
+    def made() -> Coordinator:
+        envelope = sign_spec(OWNER, spec).sent
+        return Coordinator(config, spec, envelope, OWNER, swarm, now=lambda: clock[0])  # type: ignore[arg-type]
+
+    coordinator = made()
+    await coordinator.start()
+    await coordinator.stop()
+    empty = _bytes(folder)  # stopped: all is in the database's file, and nothing in its log
+    coordinator = made()
     await coordinator.start()
     making, used, began = 0.0, processor_seconds(), time.monotonic()
     follower = coordinator._follower
-    size_before, waits = _bytes(folder), []
+    waits: list[float] = []
     for n in range(rounds):
         clock[0] += 60
         at = processor_seconds()
@@ -47,17 +54,16 @@ async def hour(folder: Path, peers: int, rounds: int) -> dict[str, Any]:
     took, used = time.monotonic() - began, processor_seconds() - used - making
     settled = follower.settled
     await coordinator.stop()
+    on_disk = _bytes(folder) - empty
     again = time.monotonic()
-    coordinator = Coordinator(
-        config, spec, sign_spec(OWNER, spec).sent, OWNER, swarm, now=lambda: clock[0]  # type: ignore[arg-type]
-    )  # fmt: skip
+    coordinator = made()
     await coordinator.start()
     restart = time.monotonic() - again
     await coordinator.stop()
     return {
         "peers": peers, "rounds": rounds, "processor_seconds": used, "wall_seconds": took,
         "followed_ms": 1e3 * sorted(waits)[len(waits) // 2], "followed_max_ms": 1e3 * max(waits),
-        "bytes_per_round": (_bytes(folder) - size_before) / rounds,
+        "bytes_per_round": on_disk / rounds,
         "final_rounds": 0 if settled is None else settled[0] + 1,
         "restart_seconds": restart, "peak_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }  # fmt: skip
