@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("cairn.coordinator")
 
 OBSERVER_BYTES = 200 * 10**9
+
+MAX_FILES = 65_536
 
 INVITE_SECONDS = 10.0
 """How often the invite in the folder is brought up to date."""
@@ -63,6 +66,7 @@ def serve_run(options: ServeOptions) -> None:
     from peer.keyfile import load_or_make
     from peer.store import Store
 
+    _allow_many_files()
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
     public, announce = _public(options, listen[1])
     run_file = load_run(options.run_file)
@@ -83,6 +87,14 @@ def serve_run(options: ServeOptions) -> None:
             alerts=load_config(folder, options.webhooks),
         )
         asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce))
+
+
+def _allow_many_files() -> None:
+    """Each peer's connection is one; the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _serve(

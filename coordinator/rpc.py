@@ -33,6 +33,9 @@ DEADLINE = 10.0
 """Seconds that any call may take, whatever the client asked for."""
 
 MAX_CALLS = 512
+MAX_CONNECTIONS = 16_384
+"""A peer keeps one open while it trains."""
+
 
 READS = Rate(per_second=20, burst=200)
 ADMISSIONS = Rate(per_second=5, burst=100)
@@ -47,6 +50,7 @@ OPTIONS = (
     ("grpc.server.max_pending_requests", MAX_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CALLS),
     ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_connection_idle_ms", 300_000),
     # Nothing but the end of its connection ends a call whose caller never takes the answer. Clients connect again by
     # themselves.

@@ -75,11 +75,10 @@ class Calls:
             body = wire.AdmitBody(run=self._run, time=int(time.time()), name="somebody")
             sealed = seal(me, "admit", body.SerializeToString(deterministic=True)).sent
             return self._raw(method, wire.AdmitRequest(request=sealed).SerializeToString())
-        if method == "Account":
-            peer = identity(self._random.randrange(self._peers)).key
-            return self._raw(method, wire.AccountRequest(run=self._run, peer=bytes(peer)).SerializeToString())
-        kind = {"Status": wire.StatusRequest, "GetRun": wire.GetRunRequest}[method]
-        return self._raw(method, kind(run=self._run).SerializeToString())
+        request = getattr(wire, f"{method}Request")(run=self._run)
+        if "peer" in request.DESCRIPTOR.fields_by_name:
+            request.peer = bytes(identity(self._random.randrange(self._peers)).key)
+        return self._raw(method, request.SerializeToString())
 
     def bad(self, _: str) -> Ask:
         """Rubbish of many kinds: what does not parse, is signed wrong, too large, unknown, or of another run."""
