@@ -104,7 +104,7 @@ class Coordinator:
         )
         self._metrics = Metrics(Sources(
             look=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
-            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._log[0], head_seconds=self.head_seconds,
+            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._logged[0], head_seconds=self.head_seconds,
             alerts=lambda: self._watcher.names,
         ))  # fmt: skip
         self._page = PageServer(self._metrics.counting(make_app(self)))
@@ -116,7 +116,7 @@ class Coordinator:
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
         self._status: tuple[Overview, wire.StatusReply] | None = None
-        self._log: tuple[int | None, float | None] = (None, None)  # entries, and when the newest head was signed
+        self._logged: tuple[int | None, float | None] = (None, None)  # entries, and when the newest head was signed
         self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
         self._began = now()
         self.fingerprint: Digest | None = None
@@ -195,14 +195,14 @@ class Coordinator:
 
     def head_seconds(self) -> float | None:
         """Since the newest signed tree head; None where no log is signed."""
-        return None if self._log[1] is None else max(0.0, self._now() - self._log[1])
+        return None if self._logged[1] is None else max(0.0, self._now() - self._logged[1])
 
     async def _look_at_log(self) -> None:
         """For ever."""
         while True:
             try:
                 size, heads = await self._ledger.read(lambda ledger: (ledger.size(), ledger.heads(1)))
-                self._log = (size, heads[0].time / 1000 if heads else None)
+                self._logged = (size, heads[0].time / 1000 if heads else None)
             except (LedgerError, TooManyError) as e:
                 log.warning("the log's size is not known: %s", e)
             await asyncio.sleep(LOG_SECONDS)
