@@ -66,6 +66,10 @@ class SimulatedSwarm:
         first = self._at.get(record)
         return None if first is None else self.certificates[first : first + limit]
 
+    def certificate(self, record: Digest) -> Certificate | None:
+        at = self._at.get(record, 0)
+        return self.certificates[at - 1] if at else None
+
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback)
