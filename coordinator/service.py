@@ -104,8 +104,8 @@ class Coordinator:
         )
         self._metrics = Metrics(Sources(
             look=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
-            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._logged[0], head_seconds=self.head_seconds,
-            alerts=lambda: self._watcher.names,
+            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._logged[0],
+            head_seconds=self.head_seconds, alerts=lambda: self._watcher.names,
         ))  # fmt: skip
         self._page = PageServer(self._metrics.counting(make_app(self)))
         self._announcer = Announcer(owner, view, self.invite, now)

@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save."""
     options = report.command_line(__doc__ or "", "coordinator").parse_args(arguments)
     quick = options.quick
-    seconds = 6.0 if quick else 30.0
+    seconds = 6.0 if quick else 20.0
     machine = report.machine()
     sizes = (100, 10_000) if quick else (100, 1000, 10_000)
     growth = [
