@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,9 @@ log = logging.getLogger("cairn.peer")
 MAX_NAME_BYTES = 40
 VIA = re.compile(r"/[a-z0-9]+/[^/ ]+/(tcp/[0-9]+|udp/[0-9]+/quic-v1)/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 CREDIT_SECONDS = 15.0
-"""How often the coordinator is asked what this peer has earned."""
+"""How often the coordinator is asked what this peer has earned; in a large swarm less often (see `credit_seconds`)."""
+
+CREDIT_CALLS = 160.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                  f' "{options.name}"' if options.name else "")  # fmt: skip
         node = Node(membership, node_options)
         running = asyncio.create_task(node.run())
-        asking = asyncio.create_task(_ask_for_credits(membership, view))
+        asking = asyncio.create_task(_ask_for_credits(membership, view, lambda: node.latest.members))
         with view.showing(lambda: node.latest):  # drawn by another thread
             await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
@@ -143,7 +146,12 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         )
 
 
-async def _ask_for_credits(membership: Membership, view: PeerView) -> None:
+def credit_seconds(members: int) -> float:
+    """So that all members together ask no more than CREDIT_CALLS times a second."""
+    return max(CREDIT_SECONDS, members / CREDIT_CALLS)
+
+
+async def _ask_for_credits(membership: Membership, view: PeerView, members: Callable[[], int]) -> None:
     """For ever: keep the view's account fresh. A coordinator that is away is shown as such, and asked again."""
     from cairn.view import Earned, own_page
 
@@ -159,4 +167,4 @@ async def _ask_for_credits(membership: Membership, view: PeerView) -> None:
         except CairnError:
             if view.earned is not None:
                 view.earned = replace(view.earned, fresh=False)
-        await asyncio.sleep(CREDIT_SECONDS)
+        await asyncio.sleep(credit_seconds(members()) * random.uniform(0.9, 1.1))

@@ -11,9 +11,11 @@ import click
 
 from cairn import __version__
 from cairn.commands.account import account
+from cairn.commands.alerting import test_alert
 from cairn.commands.audit import audit
 from cairn.commands.checkpoint import archive_options
 from cairn.commands.checkpoint import checkpoint as checkpoint_commands
+from cairn.commands.watch import watch
 from protocol.errors import CairnError
 
 DEFAULT_HOME = "~/.cairn"
@@ -68,7 +70,7 @@ def main() -> None:
     \b
     Volunteer:   cairn peer join INVITE
     Run owner:   cairn run plan, cairn run validate run.toml, then cairn coordinator serve run.toml
-    Anyone:      cairn status INVITE, cairn audit ledger INVITE
+    Anyone:      cairn status INVITE, cairn watch INVITE, cairn audit ledger INVITE
     Look first:  cairn demo
     """
 
@@ -182,14 +184,19 @@ def coordinator() -> None:
 @click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
 @click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
+@click.option("--webhook", multiple=True, metavar="URL", help="Tell alerts there; may be repeated (or alerts.toml).")
 @archive_options
-def serve(run_file, home, grpc, page, swarm, public, code, ledger, **keeping) -> None:
+def serve(run_file, home, grpc, page, swarm, public, code, ledger, webhook, **keeping) -> None:
     """Serve the run that RUN_FILE (a run.toml) describes, and print its invite."""
     from cairn.commands.checkpoint import settings_of
     from cairn.serving import ServeOptions, serve_run
 
     settings = settings_of(run_file, **keeping)
-    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code, ledger=ledger, keeping=settings))
+    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code, ledger, settings, webhook))
+
+
+coordinator.add_command(test_alert)
+main.add_command(watch)
 
 
 @main.command()

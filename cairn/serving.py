@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -33,6 +34,8 @@ log = logging.getLogger("cairn.coordinator")
 
 OBSERVER_BYTES = 200 * 10**9
 
+MAX_FILES = 65_536
+
 INVITE_SECONDS = 10.0
 """How often the invite in the folder is brought up to date."""
 
@@ -50,6 +53,7 @@ class ServeOptions:
     code: str
     ledger: str = ""
     keeping: Settings | None = None
+    webhooks: tuple[str, ...] = ()
 
 
 def coordinator_folder(home: Path, name: str) -> Path:
@@ -59,11 +63,13 @@ def coordinator_folder(home: Path, name: str) -> Path:
 
 def serve_run(options: ServeOptions) -> None:
     """Until SIGINT or SIGTERM. Raises CairnError."""
+    from coordinator.alerts.config import load_config
     from coordinator.authoring import load_run, resolve
     from coordinator.service import CoordinatorConfig
     from peer.keyfile import load_or_make
     from peer.store import Store
 
+    _allow_many_files()
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
     public, announce = _public(options, listen[1])
     run_file = load_run(options.run_file)
@@ -82,8 +88,17 @@ def serve_run(options: ServeOptions) -> None:
             public=public,
             codes=_codes(options.code, folder, resolved.spec),
             ledger=options.ledger,
+            alerts=load_config(folder, options.webhooks),
         )
         asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce, options.keeping))
+
+
+def _allow_many_files() -> None:
+    """Each peer's connection is one; the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _serve(

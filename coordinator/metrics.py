@@ -1,68 +1,197 @@
-"""Prometheus metrics in a registry of their own. Never a label by peer: strangers would decide how many there are."""
+"""Prometheus metrics in a registry of their own. Never a label by peer: strangers would decide how many there are.
+
+Names follow https://prometheus.io/docs/practices/naming: the unit at the end, `_total` for what only grows.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import time
 from collections import Counter as CountOf
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.measuring import RoundClock, Traffic
 from coordinator.overview import Overview
+
+LAG_SECONDS = 0.5
+HEALTHS = (
+    "healthy", "waiting", "idle", "stalled", "split", "catching up", "trouble", "finished", "paused", "ended",
+)  # fmt: skip
+_GOOD = ("healthy", "finished", "waiting", "paused", "ended")
+PHASES = ("training", "exchanging", "syncing", "joining", "silent", "observing", "gone")
+
+_CALL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_ROUND = (1, 3, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
+_SHOWN = ("static", "api", "events", "metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the numbers come from. `ledger_entries` and `head_seconds` (since the newest tree head) may be None."""
+
+    look: Callable[[], Overview]
+    viewers: Callable[[], int]
+    folder: Path
+    admitted: Callable[[], int] = lambda: 0
+    ledger_entries: Callable[[], int | None] = lambda: None
+    head_seconds: Callable[[], float | None] = lambda: None
+    alerts: Callable[[], tuple[str, ...]] = lambda: ()
+    """Of all there may be."""
 
 
 class Metrics:
     """What /metrics answers: the swarm at the moment of asking, and how the coordinator itself is doing."""
 
-    def __init__(self, look: Callable[[], Overview], viewers: Callable[[], int]):
-        self._registry = CollectorRegistry()
-        self._calls = Counter("cairn_grpc_calls", "gRPC calls answered.", ["method", "code"], registry=self._registry)
+    def __init__(self, sources: Sources):
+        self.registry = registry = CollectorRegistry()
+        self._sources = sources
+        self._calls = Counter("cairn_grpc_calls", "gRPC calls answered.", ["method", "code"], registry=registry)
         self._seconds = Histogram(
-            "cairn_grpc_seconds", "How long gRPC calls took.", ["method"], registry=self._registry,
-            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+            "cairn_grpc_call_seconds", "How long gRPC calls took.", ["method"], registry=registry, buckets=_CALL
+        )
+        self._requests = Counter(
+            "cairn_http_requests", "HTTP requests answered.", ["handler", "code"], registry=registry
+        )
+        self._http = Histogram(
+            "cairn_http_request_seconds", "How long HTTP requests took, live views not counted.", ["handler"],
+            registry=registry, buckets=_CALL,
         )  # fmt: skip
-        self._registry.register(_Swarm(look, viewers))
+        self._lag = Histogram(
+            "cairn_event_loop_lag_seconds", "By how much a timer of the event loop is late.", registry=registry,
+            buckets=_CALL,
+        )  # fmt: skip
+        self._rounds = Histogram(
+            "cairn_round_duration_seconds", "How long rounds took that were seen from begin to end.", ["phase"],
+            registry=registry, buckets=_ROUND,
+        )  # fmt: skip
+        self._deliveries = Counter(
+            "cairn_webhook_deliveries", "Events posted to webhooks.", ["result"], registry=registry
+        )
+        for phase in ("train", "exchange", "all"):
+            self._rounds.labels(phase)
+        for result in ("delivered", "failed", "dropped"):
+            self._deliveries.labels(result)
+        self._clock = RoundClock(lambda phase, seconds: self._rounds.labels(phase).observe(seconds))
+        self._traffic = Traffic()
+        registry.register(_Swarm(sources, self._traffic))
+        ProcessCollector(registry=registry)
+        GCCollector(registry=registry)
 
     def counted(self, method: str, code: str, seconds: float) -> None:
         """One gRPC call was answered. Methods and codes are the service's own: few."""
         self._calls.labels(method, code).inc()
         self._seconds.labels(method).observe(seconds)
 
+    def delivered(self, result: str) -> None:
+        """A webhook was tried: delivered, failed (told again), dropped."""
+        self._deliveries.labels(result).inc()
+
+    def looked(self, o: Overview, now: float) -> None:
+        """The swarm was looked at."""
+        self._clock.look(o, now)
+        self._traffic.look(o, now)
+
     def text(self) -> bytes:
         """The exposition format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
+
+    async def watch_loop(self) -> None:
+        """For ever: how late the event loop is."""
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(LAG_SECONDS)
+            self._lag.observe(max(0.0, time.monotonic() - began - LAG_SECONDS))
+
+    def counting(self, app: ASGIApp) -> ASGIApp:
+        """The application, its requests counted by the first part of the path: what strangers ask for is no label."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            first = scope["path"].split("/", 2)[1] if scope["path"].startswith("/") else ""
+            handler = first if first in _SHOWN else "other" if first else "page"
+            began, code = time.monotonic(), 500
+
+            async def watched(message: Message) -> None:
+                nonlocal code
+                if message["type"] == "http.response.start":
+                    code = message["status"]
+                await send(message)
+
+            try:
+                await app(scope, receive, watched)
+            finally:
+                self._requests.labels(handler, str(code)).inc()
+                if handler != "events":
+                    self._http.labels(handler).observe(time.monotonic() - began)
+
+        return counted
 
 
 class _Swarm:
     """Gauges computed from an overview when they are asked for."""
 
-    def __init__(self, look: Callable[[], Overview], viewers: Callable[[], int]):
-        self._look = look
-        self._viewers = viewers
+    def __init__(self, sources: Sources, traffic: Traffic):
+        self._sources = sources
+        self._traffic = traffic
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        o = self._look()
+        s = self._sources
+        o, disk = s.look(), shutil.disk_usage(s.folder)
+        entries, age = s.ledger_entries(), s.head_seconds()
+        newest = o.rounds[0] if o.rounds else None
         for name, what, value in (
-            ("cairn_healthy", "1 while the swarm is healthy (or the run is finished).", o.health in _GOOD),
+            ("cairn_healthy", "1 while the swarm is healthy, or rightly at rest.", o.health in _GOOD),
             ("cairn_round", "The round being trained.", o.round),
-            ("cairn_final_rounds", "Rounds that are final.", 0 if o.final_round is None else o.final_round + 1),
-            ("cairn_tokens", "Tokens accepted by the chain.", o.tokens),
+            ("cairn_rounds_final", "Rounds that are final.", 0 if o.final_round is None else o.final_round + 1),
+            ("cairn_tokens_goal", "Tokens that the run is to be trained on; 0: no end.", o.total_tokens),
             ("cairn_tokens_per_second", "Accepted tokens per second over the last rounds.", o.tokens_per_second),
-            ("cairn_micro_credits_settled", "Micro-credits in final rounds.", o.settled),
-            ("cairn_micro_credits_pending", "Micro-credits in rounds that are not final yet.", o.pending),
-            ("cairn_page_viewers", "Open live views of the page.", self._viewers()),
+            ("cairn_loss", "Training loss of the newest round.", o.loss),
+            ("cairn_round_contributors", "Peers in the newest round.", newest and len(newest.contributors)),
+            ("cairn_round_absent", "Peers that trained and were not in the newest round.",
+             len(newest.absent) if newest and newest.absent is not None else None),
+            ("cairn_peers_differing", "Peers whose state differs from the chain's.", len(o.differing)),
+            ("cairn_peers_admitted", "Peers that hold or held an admission and are remembered.", s.admitted()),
             ("cairn_chain_problem", "1 while the chain cannot be followed.", bool(o.problem)),
-        ):
-            yield GaugeMetricFamily(name, what, value=float(value))
-        if o.loss is not None:
-            yield GaugeMetricFamily("cairn_loss", "Training loss of the newest round.", value=o.loss)
-        peers = GaugeMetricFamily("cairn_peers", "Peers by state.", labels=["phase"])
-        for phase, count in CountOf(p.phase for p in o.peers).items():
-            peers.add_metric([phase], count)
-        yield peers
+            ("cairn_page_viewers", "Open live views of the page.", s.viewers()),
+            ("cairn_disk_free_bytes", "Free where the run's folder is.", disk.free),
+            ("cairn_disk_size_bytes", "Size of the disk where the run's folder is.", disk.total),
+            ("cairn_ledger_entries", "Entries of the ledger's log.", entries),
+            ("cairn_tree_head_age_seconds", "Since the newest signed tree head.", age),
+        ):  # fmt: skip
+            if value is not None:
+                yield GaugeMetricFamily(name, what, value=float(value))
+        yield CounterMetricFamily("cairn_tokens", "Tokens accepted by the chain.", value=o.tokens)
+        yield _by("cairn_state", "1 for the state that the swarm is in.", "state",
+                  {h: float(h == o.health) for h in dict.fromkeys([*HEALTHS, o.health])})  # fmt: skip
+        phases = CountOf(p.phase for p in o.peers)
+        yield _by("cairn_peers", "Peers by what they do.", "phase", {p: phases.pop(p, 0) for p in PHASES} | phases)
+        yield _by("cairn_micro_credits", "Micro-credits by whether they are final.", "status",
+                  {"settled": o.settled, "pending": o.pending})  # fmt: skip
+        standing = {a.name for a in o.alerts}
+        yield _by("cairn_alert", "1 while the coordinator's own alert stands.", "name",
+                  {name: float(name in standing) for name in s.alerts()})  # fmt: skip
+        traffic = CounterMetricFamily(
+            "cairn_peer_bytes", "Bytes that peers say they sent and received.", labels=["direction"]
+        )
+        traffic.add_metric(["up"], self._traffic.up)
+        traffic.add_metric(["down"], self._traffic.down)
+        yield traffic
 
 
-_GOOD = ("healthy", "finished", "waiting")
+def _by(name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
+    gauge = GaugeMetricFamily(name, what, labels=[label])
+    for key, value in values.items():
+        gauge.add_metric([key], value)
+    return gauge

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter as CountOf
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.absences import Absence
+from coordinator.alerts.journal import Alert
 from coordinator.credits import Balance, RoundAccount
 from coordinator.estimate import Work, next_round_seconds
 from coordinator.follower import MAX_REMEMBERED, Follower
@@ -89,21 +91,28 @@ class Overview:
     validation_loss: float | None = None
     archive_problem: str = ""
     """What is in the way of archiving, copying or judging; empty when all is well."""
+    differing: tuple[str, ...] = ()
+    """Who says another state than the chain names for the same record, or, at the head, than most others."""
+
+    alerts: tuple[Alert, ...] = ()
 
 
 class Overlooker:
     """Makes overviews of the parts that know."""
 
     def __init__(
-        self, spec: RunSpec, follower: Follower, book: PeerBook, sightings: Sightings, name_of: Callable[[PeerKey], str]
-    ):
+        self, spec: RunSpec, follower: Follower, book: PeerBook, sightings: Sightings,
+        name_of: Callable[[PeerKey], str], alerts: Callable[[], tuple[Alert, ...]] = lambda: (),
+    ):  # fmt: skip
         self._spec = spec
+        self._alerts = alerts
         self._run = spec.run_id
         self._follower = follower
         self._book = book
         self._sightings = sightings
         self._name_of = name_of
         self._last_rounds: tuple[Digest | None, dict[PeerKey, int]] = (None, {})
+        self._rounds: dict[Digest, RoundView] = {}
         self._round = -1
         self._moved_at: float | None = None
 
@@ -140,13 +149,26 @@ class Overlooker:
             loss=loss,
             working=len(working),
             peers=peers,
-            rounds=tuple(self._round_view(a) for a in newest),
+            rounds=self._round_views(newest),
             settled=sum(b.micro_credits for b in f.settled_balances.values()),
             pending=sum(b.micro_credits for b in f.pending.values()),
             final_round=f.settled[0] if f.settled else None,
             problem=f.problem,
             next_round_seconds=due if health == "healthy" else None,
+            differing=self._differing(working),
+            alerts=self._alerts(),
         )
+
+    def _differing(self, working: list[PeerView]) -> tuple[str, ...]:
+        """A record's child names the state after it; of the head, most of those who hold a state are believed."""
+        named = {a.parent: a.base_state for a in self._follower.newest(NEWEST)}
+        claims = [(p, h.head, h.state) for p in working if (h := p.heartbeat) is not None and h.state is not None]
+        head = self._follower.head
+        if head is not None and head[1] not in named:
+            for state, count in CountOf(s for _, h, s in claims if h == head[1]).most_common(1):
+                if 2 * count > sum(h == head[1] for _, h, _ in claims):
+                    named[head[1]] = state
+        return tuple(p.name for p, h, s in claims if named.get(h, s) != s)
 
     def _health(
         self,
@@ -243,6 +265,17 @@ class Overlooker:
             self._last_rounds = (head, {e.peer: a.round for a in newest for e in a.entries})
         seen = self._sightings.get(head) if head is not None else None
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
+
+    def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundView, ...]:
+        """Each made once, and once more when it has become final: there may be thousands of names in them."""
+        settled = self._follower.settled
+        made = {}
+        for a in newest:
+            known = self._rounds.get(a.record)
+            final = settled is not None and a.round <= settled[0]
+            made[a.record] = known if known is not None and known.final == final else self._round_view(a)
+        self._rounds = made
+        return tuple(made.values())
 
     def _round_view(self, account: RoundAccount) -> RoundView:
         settled = self._follower.settled

@@ -10,10 +10,15 @@ from typing import Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from coordinator.admission import MAX_REQUEST
 from coordinator.credit_views import CreditLog
+from coordinator.deadline import within
 from coordinator.errors import PortTakenError, RefusedError, TooManyError, UnknownRunError
+from coordinator.guard import Guard
+from coordinator.health import Health, Reflection
 from coordinator.limits import Rate, RateLimit, caller_of
 from coordinator.log_rpc import LogCalls
 from coordinator.tls import Certificate
@@ -30,6 +35,9 @@ DEADLINE = 10.0
 """Seconds that any call may take, whatever the client asked for."""
 
 MAX_CALLS = 512
+MAX_CONNECTIONS = 16_384
+"""A peer keeps one open while it trains."""
+
 
 READS = Rate(per_second=20, burst=200)
 ADMISSIONS = Rate(per_second=5, burst=100)
@@ -44,12 +52,19 @@ OPTIONS = (
     ("grpc.server.max_pending_requests", MAX_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CALLS),
     ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_connection_idle_ms", 300_000),
+    # Nothing but the end of its connection ends a call whose caller never takes the answer. Clients connect again by
+    # themselves.
+    ("grpc.max_connection_age_ms", 1_800_000),
+    ("grpc.max_connection_age_grace_ms", 15_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
     # Two coordinators on one port would answer in turn: the second must fail instead.
     ("grpc.so_reuseport", 0),
 )
+
+METHODS = frozenset(m.name for m in wire.DESCRIPTOR.services_by_name["Coordinator"].methods)
 
 _CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
     (UnknownRunError, grpc.StatusCode.NOT_FOUND),
@@ -85,7 +100,10 @@ class Service(LogCalls, stubs.CoordinatorServicer):
         super().__init__()
         self._log = lambda: backend.credit_log
         self._backend = backend
-        self._counted = counted
+        self.counted = counted
+        self.serving = True
+        """False: probes are told that this server goes away."""
+
         self._reads = RateLimit(READS)
         self._admissions = RateLimit(ADMISSIONS)
         self._admissions_of_one = RateLimit(ADMISSIONS_OF_ONE)
@@ -133,7 +151,7 @@ class Service(LogCalls, stubs.CoordinatorServicer):
         began, code, message = time.monotonic(), grpc.StatusCode.OK, ""
         try:
             limit.take(caller_of(context.peer()), began)
-            return await asyncio.wait_for(work(), DEADLINE)
+            return await within(DEADLINE, work())
         except asyncio.TimeoutError:
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the coordinator is too busy: try again in a minute"
             log.warning("%s took more than %.0f s", method, DEADLINE)
@@ -150,15 +168,18 @@ class Service(LogCalls, stubs.CoordinatorServicer):
                 log.info("%s from %s refused: %s", method, caller_of(context.peer()), e)
                 message = str(e)
         finally:
-            self._counted(method, code.name, time.monotonic() - began)
+            self.counted(method, code.name, time.monotonic() - began)
         await context.abort(code, message)
         raise AssertionError("abort raises")
 
 
 async def start_server(service: Service, certificate: Certificate, host: str, port: int) -> tuple[grpc.aio.Server, int]:
     """The running server and its port. Raises PortTakenError."""
-    server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    guard = Guard(service.counted, METHODS, MAX_CALLS)
+    server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     stubs.add_CoordinatorServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(Health(lambda: service.serving), server)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(), server)
     credentials = grpc.ssl_server_credentials([(certificate.key_pem, certificate.certificate_pem)])
     listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     bound = 0

@@ -13,16 +13,21 @@ import grpc.aio
 
 from coordinator import tls
 from coordinator.admission import Admitter
+from coordinator.alerts.config import AlertConfig
+from coordinator.alerts.rules import Sight
+from coordinator.alerts.seeing import sight_of
+from coordinator.alerts.watcher import Watcher
 from coordinator.announcing import Announcer
 from coordinator.credit_log import LedgerLog
 from coordinator.credits import Balance
-from coordinator.errors import CoordinatorError, LedgerError
+from coordinator.errors import CoordinatorError, LedgerError, TooManyError
 from coordinator.follower import Follower, wait_at_most
+from coordinator.history import charts
 from coordinator.keeping.keeper import Keeper
 from coordinator.keeping.shown import Kept
 from coordinator.ledger.checking import REMEDY
 from coordinator.ledger_thread import LedgerThread
-from coordinator.metrics import Metrics
+from coordinator.metrics import Metrics, Sources
 from coordinator.overview import Overlooker, Overview, PeerView
 from coordinator.page import json_view
 from coordinator.page.app import make_app
@@ -48,7 +53,10 @@ log = logging.getLogger(__name__)
 LEDGER_FILE = "ledger.sqlite"
 SIGHTINGS_FILE = "sightings.jsonl"
 MAX_STATUS_PEERS = 1000
+MAX_ABSENT = 8
+MAX_LOSSES = 120
 MAX_ENTRIES = 50
+LOG_SECONDS = 15.0
 STOP_SECONDS = 3.0
 FIRST_CHECK_SECONDS = 60.0
 CHECK_SECONDS = 86_400.0
@@ -72,6 +80,7 @@ class CoordinatorConfig:
     public: tuple[Endpoint, ...] = ()
     page_url: str = ""
     codes: tuple[str, ...] = ()
+    alerts: AlertConfig = AlertConfig()
     ledger: str = ""
 
 
@@ -101,23 +110,38 @@ class Coordinator:
         self._book = PeerBook(spec.round.member_seconds)
         self._sightings = Sightings(spec.round.member_seconds, now)
         self._sightings_file = SightingsFile(config.folder / SIGHTINGS_FILE)
-        self._overlooker = Overlooker(spec, self._follower, self._book, self._sightings, self._admitter.name_of)
-        self._metrics = Metrics(self.overview, lambda: len(self.feed))
         self.keeper = keeper
         """What looks after the archive, where there is one."""
+        self._news = asyncio.Event()
+        self._watcher = Watcher(
+            config.folder, config.alerts, spec.name, lambda: self.page_url, self._sight,
+            self._news.set, lambda result: self._metrics.delivered(result),
+        )  # fmt: skip
+        self._overlooker = Overlooker(
+            spec, self._follower, self._book, self._sightings, self._admitter.name_of, lambda: self._watcher.standing
+        )
+        self._metrics = Metrics(Sources(
+            look=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
+            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._logged[0],
+            head_seconds=self.head_seconds, alerts=lambda: self._watcher.names,
+        ))  # fmt: skip
         self._showing = Showing(
             feed=self.feed, look=self.overview, follower=self._follower, sightings=self._sightings, ledger=self._ledger,
             view=view, name_of=self._admitter.name_of, checkpoints=config.folder / "checkpoints",
             metrics_text=self._metrics.text, now=now, standings=leaderboard_of(self._log),
             model=None if keeper is None else Kept(keeper),
         )  # fmt: skip
-        self._page = PageServer(make_app(self._showing, log_routes(self), LOG_PATHS))
-        self._news = asyncio.Event()
+        self._page = PageServer(self._metrics.counting(make_app(self._showing, log_routes(self), LOG_PATHS)))
         self._announcer = Announcer(owner, view, self.invite, now)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
+        self._service: Service | None = None
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
+        self._status: tuple[Overview, wire.StatusReply] | None = None
+        self._logged: tuple[int | None, float | None] = (None, None)  # entries, and when the newest head was signed
+        self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
+        self._began = now()
         self.fingerprint: Digest | None = None
         self.grpc_port = 0
         self.page_port = 0
@@ -146,13 +170,17 @@ class Coordinator:
         if self.keeper is not None:
             self.keeper.start(self._is_settled)
         await self._log.start()
-        service = Service(self, self._metrics.counted)
+        self._service = service = Service(self, self._metrics.counted)
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
         self.page_port = await self._page.start(c.page_host, c.page_port)
+        self._began = self._now()
+        await self._watcher.start()
         self._tasks.append(asyncio.create_task(self._publish_on(), name="publisher"))
         self._tasks.append(asyncio.create_task(self._check_on(), name="ledger check"))
         self._tasks.append(asyncio.create_task(self._announcer.announce_on(), name="announcer"))
         self._tasks.append(asyncio.create_task(self._log.keep_on(self._follower.newest), name="credits"))
+        self._tasks.append(asyncio.create_task(self._metrics.watch_loop(), name="event loop"))
+        self._tasks.append(asyncio.create_task(self._look_at_log(), name="log"))
 
     def _changed(self) -> None:
         self._news.set()
@@ -161,10 +189,13 @@ class Coordinator:
     async def stop(self) -> None:
         """Within seconds: what is under way is answered or cut, what was settled is on disk."""
         self.feed.close()
+        if self._service is not None:
+            self._service.serving = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        stops = [self._page.stop(), self._follower.stop(), *([self.keeper.stop()] if self.keeper else [])]
+        stops = [self._page.stop(), self._follower.stop(), self._watcher.stop()]
+        stops += [self.keeper.stop()] if self.keeper else []
         if self._server is not None:
             stops.append(self._server.stop(STOP_SECONDS))
         for result in await asyncio.gather(*stops, return_exceptions=True):
@@ -198,6 +229,27 @@ class Coordinator:
     def problem(self) -> str:
         """Why the chain cannot be followed; empty when it can."""
         return self._follower.problem
+
+    def head_seconds(self) -> float | None:
+        """Since the newest signed tree head; None where no log is signed."""
+        return None if self._logged[1] is None else max(0.0, self._now() - self._logged[1])
+
+    async def _look_at_log(self) -> None:
+        """For ever."""
+        while True:
+            try:
+                size, heads = await self._ledger.read(lambda ledger: (ledger.size(), ledger.heads(1)))
+                self._logged = (size, heads[0].time / 1000 if heads else None)
+            except (LedgerError, TooManyError) as e:
+                log.warning("the log's size is not known: %s", e)
+            await asyncio.sleep(LOG_SECONDS)
+
+    def _sight(self) -> Sight:
+        now, f = self._now(), self._follower
+        return sight_of(
+            self.overview(), self._spec, self._config.folder, now=now, up=now - self._began, caught_up=f.caught_up,
+            head_age=self.head_seconds(),
+        )  # fmt: skip
 
     # -- what is told ----------------------------------------------------------------------------------------
 
@@ -241,6 +293,7 @@ class Coordinator:
         while True:
             self._overview, began = None, time.monotonic()
             self.feed.publish(json_view.encode(self._showing.event()))
+            self._metrics.looked(self.overview(), self._now())
             took = time.monotonic() - began
             await self._save_sightings()
             await wait_at_most(self._news, 2)  # news at once; else the ages of heartbeats move on
@@ -274,6 +327,8 @@ class Coordinator:
 
     async def status_reply(self) -> wire.StatusReply:
         o = self.overview()
+        if self._status is not None and self._status[0] is o:
+            return self._status[1]  # hundreds of kilobytes for those who watch: made once a look
         checkpoint = self._newest_checkpoint()
         reply = wire.StatusReply(
             name=o.name, health=o.health, words=o.words, round=o.round, head=o.head, state=o.state,
@@ -285,7 +340,25 @@ class Coordinator:
             reply.final_round = o.final_round
         if checkpoint is not None:
             reply.checkpoint, reply.checkpoint_round = checkpoint
+        for r in o.rounds:
+            absent = r.absent or ()
+            reply.newest.add(
+                round=r.round, tokens=r.tokens, loss=r.loss, contributors=len(r.contributors),
+                absent=absent[:MAX_ABSENT], absent_in_all=len(absent), final=r.final,
+            )  # fmt: skip
+        reply.losses.extend(self._losses())
+        for a in o.alerts:
+            reply.alerts.add(name=a.name, since=int(a.since), words=a.words)
+        self._status = (o, reply)
         return reply
+
+    def _losses(self) -> list[float]:
+        """Of the whole run, thinned; made once a round."""
+        head = self._follower.head
+        if self._thinned is None or self._thinned[0] != head:
+            points = [*self._follower.history.points(), *self._follower.open_points()]
+            self._thinned = (head, charts(points, MAX_LOSSES).loss)
+        return self._thinned[1]
 
     def _newest_checkpoint(self) -> tuple[Digest, int] | None:
         """The newest state that is a checkpoint (every `checkpoint.every` rounds) and is in the observer's store."""

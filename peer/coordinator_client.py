@@ -106,8 +106,31 @@ class PeerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundStatus:
+    """One round: how many were in, and who trained and was not (the first few names, and how many in all)."""
+
+    round: int
+    tokens: int
+    loss: float
+    contributors: int
+    absent: tuple[str, ...]
+    absent_in_all: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AlertStatus:
+    """What is wrong, since when (unix seconds), in words."""
+
+    name: str
+    since: int
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
-    """The swarm as the coordinator sees it. `checkpoint` is the state digest of the newest one it holds."""
+    """The swarm as the coordinator sees it. `checkpoint` is the state digest of the newest one it holds; `losses` are
+    those of the run so far, thinned."""
 
     name: str
     health: str
@@ -125,6 +148,9 @@ class Status:
     checkpoint: Digest | None
     checkpoint_round: int
     final_round: int | None
+    newest: tuple[RoundStatus, ...] = ()
+    losses: tuple[float, ...] = ()
+    alerts: tuple[AlertStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +256,8 @@ class CoordinatorClient:
             tuple(_peer(p) for p in m.peers),
             _text(m.page, 300), Digest(m.checkpoint) if m.checkpoint else None, m.checkpoint_round,
             m.final_round if m.HasField("final_round") else None,
+            tuple(_round(r) for r in m.newest[:20]), tuple(_number(x) for x in m.losses[:120]),
+            tuple(AlertStatus(_text(a.name), a.since, _text(a.words, 600)) for a in m.alerts[:20]),
         )  # fmt: skip
 
     async def account(self, peer: PeerKey) -> Account:
@@ -353,6 +381,11 @@ def _peer(m: wire.PeerStatus) -> PeerStatus:
         m.bytes_up, m.bytes_down, m.micro_credits_settled, m.micro_credits_pending,
         Digest(m.head) if m.head else None, _number(m.seconds_since_heard), _text(m.device),
     )  # fmt: skip
+
+
+def _round(m: wire.RoundStatus) -> RoundStatus:
+    absent = tuple(_text(n) for n in m.absent[:8])
+    return RoundStatus(m.round, m.tokens, _number(m.loss), m.contributors, absent, m.absent_in_all, m.final)
 
 
 def _text(text: str, top: int = 80) -> str:

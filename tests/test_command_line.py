@@ -149,6 +149,12 @@ def test_what_is_no_invite_is_said_to_be_none(tmp_path: Path, command, text: str
     assert "invite" in refused(*command, text, env={"CAIRN_HOME": str(tmp_path)})
 
 
+def test_a_large_swarm_asks_for_its_credits_less_often():
+    from cairn.joining import CREDIT_CALLS, CREDIT_SECONDS, credit_seconds
+
+    assert credit_seconds(4) == CREDIT_SECONDS and 10_000 / credit_seconds(10_000) <= CREDIT_CALLS
+
+
 def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path):
     said = refused("peer", "join", invite(), "--home", tmp_path)
     assert "127.0.0.1:9" in said and "is it running" in said

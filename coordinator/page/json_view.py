@@ -52,6 +52,7 @@ def event(o: Overview, now: float) -> dict[str, Any]:
         "final_round": o.final_round,
         "micro_credits_settled": o.settled,
         "micro_credits_pending": o.pending,
+        "alerts": [{"name": a.name, "since": round(a.since), "words": a.words} for a in o.alerts],
         "peers_in_all": len(o.peers),
     }
 

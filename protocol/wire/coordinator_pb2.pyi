@@ -84,7 +84,7 @@ class PeerStatus(_message.Message):
     def __init__(self, peer: _Optional[bytes] = ..., name: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., head: _Optional[bytes] = ..., seconds_since_heard: _Optional[float] = ..., device: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "round", "head", "state", "state_round", "tokens", "total_tokens", "tokens_per_second", "loss", "peers", "page", "checkpoint", "checkpoint_round", "final_round", "health", "words")
+    __slots__ = ("name", "round", "head", "state", "state_round", "tokens", "total_tokens", "tokens_per_second", "loss", "peers", "page", "checkpoint", "checkpoint_round", "final_round", "health", "words", "newest", "losses", "alerts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,9 @@ class StatusReply(_message.Message):
     FINAL_ROUND_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     WORDS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    ALERTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     round: int
     head: bytes
@@ -117,7 +120,38 @@ class StatusReply(_message.Message):
     final_round: int
     health: str
     words: str
-    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., state: _Optional[bytes] = ..., state_round: _Optional[int] = ..., tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., page: _Optional[str] = ..., checkpoint: _Optional[bytes] = ..., checkpoint_round: _Optional[int] = ..., final_round: _Optional[int] = ..., health: _Optional[str] = ..., words: _Optional[str] = ...) -> None: ...
+    newest: _containers.RepeatedCompositeFieldContainer[RoundStatus]
+    losses: _containers.RepeatedScalarFieldContainer[float]
+    alerts: _containers.RepeatedCompositeFieldContainer[AlertStatus]
+    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., state: _Optional[bytes] = ..., state_round: _Optional[int] = ..., tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., page: _Optional[str] = ..., checkpoint: _Optional[bytes] = ..., checkpoint_round: _Optional[int] = ..., final_round: _Optional[int] = ..., health: _Optional[str] = ..., words: _Optional[str] = ..., newest: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[float]] = ..., alerts: _Optional[_Iterable[_Union[AlertStatus, _Mapping]]] = ...) -> None: ...
+
+class RoundStatus(_message.Message):
+    __slots__ = ("round", "tokens", "loss", "contributors", "absent", "absent_in_all", "final")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_IN_ALL_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    tokens: int
+    loss: float
+    contributors: int
+    absent: _containers.RepeatedScalarFieldContainer[str]
+    absent_in_all: int
+    final: bool
+    def __init__(self, round: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., contributors: _Optional[int] = ..., absent: _Optional[_Iterable[str]] = ..., absent_in_all: _Optional[int] = ..., final: bool = ...) -> None: ...
+
+class AlertStatus(_message.Message):
+    __slots__ = ("name", "since", "words")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    since: int
+    words: str
+    def __init__(self, name: _Optional[str] = ..., since: _Optional[int] = ..., words: _Optional[str] = ...) -> None: ...
 
 class AccountRequest(_message.Message):
     __slots__ = ("run", "peer")

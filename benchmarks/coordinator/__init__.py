@@ -1,0 +1,1 @@
+"""The coordinator under load: `python -m benchmarks.coordinator`."""

@@ -1,0 +1,188 @@
+"""What the coordinator bears: peers, callers, viewers, rounds and floods, on the machine that this runs on.
+
+Server and callers are processes of their own on the same cores. Calls are open loop; a call's time counts from when it
+was due. The swarm is simulated behind `SwarmView`: verifying heartbeats and records is the observer's work, not here.
+
+JSON keys:
+  machine: processor, cores, python, torch, threads, load
+  growth: a list by peers: peers, seconds, idle_percent (of a core, before anybody calls), busy_percent, megabytes,
+    viewers, events (updates sent to viewers), late_ms (how late the callers themselves were at most),
+    calls: by method, p50, p99 and max in ms, calls, codes
+  flood: calls and late_ms as above, at 10,000 peers while ten times as many bad calls come; rate (honest calls a
+    second), bad (their codes), megabytes_before, megabytes_after
+  hour: peers, rounds, processor_seconds (for so many rounds, a minute of simulated time each), wall_seconds,
+    followed_ms (median from a round's arrival to its being followed), followed_max_ms, bytes_per_round,
+    final_rounds, restart_seconds, peak_megabytes
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from protocol.wire import coordinator_pb2 as wire
+
+TICK = os.sysconf("SC_CLK_TCK")
+
+RATES = {"Account": 167.0, "Admit": 17.0, "GetRun": 17.0, "Status": 10.0}
+"""Calls a second of 10,000 peers: an account each minute, all admitted anew within ten minutes; twenty who watch."""
+
+if "Receipts" in wire.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name:
+    RATES["Receipts"] = 17.0  # each peer's within ten minutes
+
+METHODS = tuple(sorted(RATES))
+
+
+class Server:
+    """A coordinator in a process of its own."""
+
+    def __init__(self, place: dict[str, Any]):
+        self.place = place
+        self.pid: int = place["pid"]
+
+    def processor_seconds(self) -> float:
+        """Used so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICK
+
+    def megabytes(self) -> float:
+        """Resident."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+        return 0.0
+
+
+@contextmanager
+def serving(peers: int, *options: str) -> Iterator[Server]:
+    """A coordinator of so many simulated peers."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.coordinator.server", folder, str(peers), *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            line = process.stdout.readline() if process.stdout else ""
+            if not line:
+                raise RuntimeError("the coordinator did not start: what it said is above")
+            yield Server(json.loads(line))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def start_load(server: Server, **plan: Any) -> subprocess.Popen[str]:
+    """Callers in a process of their own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.coordinator.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    if process.stdin:
+        process.stdin.write(json.dumps(server.place | plan))
+        process.stdin.close()
+    return process
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the callers found."""
+    text = process.stdout.read() if process.stdout else ""
+    if process.wait(120):
+        raise RuntimeError("the callers failed: what they said is above")
+    return json.loads(text)
+
+
+def grown(peers: int, seconds: float, viewers: int, rates: dict[str, float]) -> dict[str, Any]:
+    """One size: at rest, then under load."""
+    with serving(peers) as server:
+        time.sleep(3)
+        before, began = server.processor_seconds(), time.monotonic()
+        time.sleep(min(10.0, seconds))
+        idle = (server.processor_seconds() - before) / (time.monotonic() - began)
+        load = start_load(server, peers=peers, rates=rates, seconds=seconds, viewers=viewers)
+        time.sleep(2)
+        before, began = server.processor_seconds(), time.monotonic()
+        time.sleep(seconds / 2)
+        busy = (server.processor_seconds() - before) / (time.monotonic() - began)
+        found = result(load)
+        return {
+            "peers": peers, "seconds": seconds, "idle_percent": 100 * idle, "busy_percent": 100 * busy,
+            "megabytes": server.megabytes(), "viewers": viewers, **found,
+        }  # fmt: skip
+
+
+def flooded(peers: int, seconds: float, rate: float) -> dict[str, Any]:
+    """Honest calls while ten times as many bad ones come."""
+    with serving(peers) as server:
+        time.sleep(3)
+        before = server.megabytes()
+        bad = start_load(
+            server, peers=peers, rates={"bad": 10 * rate}, seconds=seconds + 4, bad=True, channels=8, seed=2
+        )
+        time.sleep(2)
+        share = rate / sum(RATES.values())
+        found = result(start_load(server, peers=peers, rates={k: v * share for k, v in RATES.items()}, seconds=seconds))
+        theirs = result(bad)
+        return found | {
+            "bad": theirs["calls"]["bad"]["codes"], "rate": rate,
+            "megabytes_before": before, "megabytes_after": server.megabytes(),
+        }  # fmt: skip
+
+
+def one_hour(peers: int, rounds: int) -> dict[str, Any]:
+    """In a process of its own, so that the memory is its."""
+    command = [sys.executable, "-m", "benchmarks.coordinator.hour", str(peers), str(rounds)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, save."""
+    options = report.command_line(__doc__ or "", "coordinator").parse_args(arguments)
+    quick = options.quick
+    seconds = 6.0 if quick else 20.0
+    machine = report.machine()
+    sizes = (100, 10_000) if quick else (100, 1000, 10_000)
+    growth = [
+        grown(n, seconds, 20, {k: v * n / 10_000 for k, v in RATES.items()} | {"Status": 2.0}) for n in sizes[:-1]
+    ]
+    growth.append(grown(sizes[-1], seconds, 20 if quick else 200, RATES))
+    flood = flooded(10_000, seconds, 10.0 if quick else 30.0)
+    hour = one_hour(1000, 10 if quick else 60)
+    results = {"machine": machine, "growth": growth, "flood": flood, "hour": hour}
+    print(f"{machine['cores']} cores at load {machine['load']}, Python {machine['python']}\n")
+    columns = ("peers", "at rest, % of a core", "under load", "MB", *(f"{m} p99 ms" for m in METHODS), "viewers")
+    rows: list[Sequence[object]] = [
+        [f"{g['peers']:,}", f"{g['idle_percent']:.0f}", f"{g['busy_percent']:.0f}", f"{g['megabytes']:.0f}"]
+        + [_p99(g, m) for m in METHODS]
+        + [g["viewers"]]
+        for g in growth
+    ]
+    rows.append(
+        ["10,000 and a flood", "-", "-", f"{flood['megabytes_after']:.0f}", *(_p99(flood, m) for m in METHODS), 0]
+    )
+    print(report.table(columns, rows))
+    bad = ", ".join(f"{n:,} {code}" for code, n in sorted(flood["bad"].items(), key=lambda x: -x[1]))
+    print(f"\nflood: {10 * flood['rate']:.0f} bad calls a second beside {flood['rate']:.0f} honest ones: {bad}")
+    print(
+        f"{hour['rounds']} rounds of {hour['peers']:,} updates: {hour['processor_seconds']:.1f} s of processor, "
+        f"{hour['bytes_per_round'] / 1e3:.0f} kB a round on disk, followed after {hour['followed_ms']:.0f} ms, "
+        f"ready {hour['restart_seconds']:.1f} s after a restart"
+    )
+    if options.json:
+        report.save(options.json, results)
+    return 0
+
+
+def _p99(found: dict[str, Any], method: str) -> str:
+    calls = found["calls"].get(method)
+    return "-" if calls is None else f"{calls['p99']:.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

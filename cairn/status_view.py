@@ -1,0 +1,150 @@
+"""A status in the terminal: state in words, progress, loss, alerts, peers, rounds. Pure: a status in, lines out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cairn.figures import byte_size, count, credits, sparkline
+from cairn.view import bar
+
+HEALTH = {
+    "healthy": "bold green", "finished": "bold green", "waiting": "bold", "idle": "bold", "catching up": "bold cyan",
+    "paused": "bold cyan", "stalled": "bold yellow", "split": "bold red", "trouble": "bold red",
+}  # fmt: skip
+PHASE = {
+    "training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow", "silent": "dim", "gone": "dim"
+}  # fmt: skip
+FEW_ROUNDS = 5
+
+
+def ago(seconds: float) -> str:
+    """75 -> "1 min": for people."""
+    seconds = max(0.0, seconds)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def headline(s: Any) -> Text:
+    """The run's name, its state, and the state in a sentence."""
+    text = Text(s.name, style="bold").append("  ")
+    return text.append(s.health, style=HEALTH.get(s.health, "bold")).append(f": {s.words}", style="not bold")
+
+
+def progress(s: Any, width: int) -> Text:
+    """How far the run is."""
+    text = Text("run   ", style="dim")
+    if s.total_tokens:
+        share = min(1.0, s.tokens / s.total_tokens)
+        text.append(f"{bar(share, max(10, min(24, width - 68)))} {share:.0%}  ", style="not dim")
+        text.append(f"{count(s.tokens)} of {count(s.total_tokens)} tokens", style="not dim")
+    else:
+        text.append(f"{count(s.tokens)} tokens", style="not dim")
+    final = "none" if s.final_round is None else str(s.final_round)
+    return text.append(f"  {count(s.tokens_per_second)}/s  final {final}  head {s.head.short}", style="not dim")
+
+
+def losses(s: Any, width: int) -> Text | None:
+    """The loss as a line of bars."""
+    if not s.losses:
+        return None
+    text = Text("loss  ", style="dim").append(sparkline(list(s.losses), max(10, width - 16)), style="not dim cyan")
+    return text.append(f"  {s.loss:.3f}", style="not dim")
+
+
+def alerts(s: Any, now: float) -> list[Text]:
+    """One line each."""
+    return [
+        Text("ALERT ", style="bold red").append(f"{a.name} for {ago(now - a.since)}: {a.words}", style="not bold")
+        for a in s.alerts
+    ]
+
+
+def table(
+    titles: Sequence[str], rows: Sequence[Sequence[Text | str]], width: int, *, left: set[str], gives: str
+) -> Table:
+    """Columns as wide as what is in them; the one that `gives` has what is left. Titles in `left` are aligned so."""
+    cells = [[c if isinstance(c, Text) else Text(c) for c in row] for row in rows]
+    widths = [max([cell_len(t), *(row[i].cell_len for row in cells)]) for i, t in enumerate(titles)]
+    at = list(titles).index(gives)
+    widths[at] = max(6, min(widths[at], width - sum(widths) + widths[at] - 2 * (len(titles) - 1)))
+    made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for title, w in zip(titles, widths, strict=True):
+        made.add_column(
+            title.strip(), width=w, no_wrap=True, overflow="ellipsis", justify="left" if title in left else "right"
+        )
+    for row in cells:
+        made.add_row(*row)
+    return made
+
+
+def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
+    """The peers, those who train first as the coordinator sends them; what does not fit is counted by state."""
+    if not s.peers:
+        return Text("no peer has been heard of", style="dim")
+    wide = width >= 100
+    shown = s.peers if most is None else s.peers[:most]
+    rows: list[list[Text | str]] = []
+    for p in shown:
+        quiet = p.phase in ("silent", "gone")
+        state = f"{p.phase} {ago(p.seconds_since_heard)}" if quiet else p.phase
+        rows.append([
+            p.peer.short, "-" if p.name == p.peer.short else p.name, Text(state, style=PHASE.get(p.phase, "")),
+            str(p.round), f"{p.loss:.3f}" if p.loss else "-", "-" if quiet else count(p.tokens_per_second),
+            *((byte_size(p.bytes_up), byte_size(p.bytes_down)) if wide else ()),
+            credits(p.micro_credits_settled + p.micro_credits_pending), *((p.device,) if wide else ()),
+        ])  # fmt: skip
+    titles = ["peer", "name", "state", "round", "loss", "tokens/s"]
+    titles += ["up", "down", "credits", "device"] if wide else ["credits"]
+    made = table(titles, rows, width, left={"peer", "name", "state", "device"}, gives="device" if wide else "name")
+    if rest := s.peers[len(shown) :]:
+        phases = ", ".join(f"{n} {phase}" for phase, n in Counter(p.phase for p in rest).most_common(4))
+        return Group(made, Text(f"and {len(rest)} more: {phases}", style="dim", no_wrap=True, overflow="ellipsis"))
+    return made
+
+
+def round_table(s: Any, width: int, most: int = FEW_ROUNDS) -> RenderableType | None:
+    """The newest rounds: who was in, and who was not."""
+    rows: list[list[Text | str]] = []
+    for r in s.newest[:most]:
+        more = r.absent_in_all - len(r.absent)
+        absent = ", ".join(r.absent) + (f" and {more} more" if more else "")
+        final = Text("final" if r.final else "open", style="dim")
+        rows.append([str(r.round), f"{r.loss:.3f}", count(r.tokens), str(r.contributors), final, absent or "-"])
+    titles = ("round", "loss", "tokens", "in it", "", "trained, but not in it")
+    return table(titles, rows, width, left={titles[4], titles[5]}, gives=titles[5]) if rows else None
+
+
+def whole(s: Any, width: int, now: float) -> Group:
+    """For `cairn status`: all of it, however long."""
+    parts = [headline(s), progress(s, width), losses(s, width), *alerts(s, now), Text(""), peer_table(s, width)]
+    if (rounds := round_table(s, width)) is not None:
+        parts += [Text(""), rounds]
+    return Group(*(p for p in parts if p is not None), Text(f"\npage  {s.page}", style="dim"))
+
+
+def fitted(s: Any, width: int, height: int, now: float, note: Text) -> Group:
+    """For `cairn watch`: what matters most within the screen; `note` is the last line."""
+    top = [headline(s), progress(s, width)]
+    if (line := losses(s, width)) is not None:
+        top.append(line)
+    told = alerts(s, now)
+    for text in told[:3]:
+        text.truncate(width, overflow="ellipsis")
+        top.append(text)
+    paper = Console(width=width)
+    used = sum(len(t.wrap(paper, width)) for t in top)
+    rounds = round_table(s, width, max(0, min(FEW_ROUNDS, (height - used - 6) // 3)))
+    below = 0 if rounds is None else 2 + min(FEW_ROUNDS, max(0, (height - used - 6) // 3), len(s.newest))
+    room = height - used - below - 5  # blank, header, the line of those left out, blank, note
+    parts: list[RenderableType] = [*top, Text(""), peer_table(s, width, max(1, room))]
+    if rounds is not None and below > 2:
+        parts += [Text(""), rounds]
+    return Group(*parts, Text(""), note)

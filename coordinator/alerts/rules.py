@@ -1,0 +1,177 @@
+"""What is wrong, as pure functions of what is seen; `memory` is a rule's own and survives a restart.
+
+A rule gives the words for people when something is wrong, "" when it is not, and None when it cannot say at this moment
+(just started; no such thing here): then what was so before stays so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+SETTLE_SECONDS = 120.0
+"""After its start the coordinator hears from peers bit by bit: what it does not see yet is no news."""
+
+UNSIGNED_SECONDS = 300.0
+DROP_SECONDS = 600.0
+DROP_SHARE = 0.3
+DROP_FORGET_SECONDS = 3600.0
+"""So long after a drop, what is left is what is normal."""
+
+MIN_ROUNDS = 8
+DISK_SHARE, DISK_BYTES = 0.05, 20 * 10**9
+
+_OVER = ("finished", "ended", "paused")
+
+Memory = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What is seen at a time. `up` are the seconds since the coordinator's start, `limit` those that a round may take;
+    `losses` those of the newest rounds, newest first; `differing` who says another state digest than the chain.
+    `head_age`: seconds since the newest tree head; None where no log is signed."""
+
+    time: float
+    up: float
+    health: str
+    words: str
+    problem: str
+    caught_up: bool
+    round: int
+    limit: float
+    losses: tuple[float, ...]
+    training: int
+    differing: tuple[str, ...]
+    disk_free: int
+    disk_size: int
+    head_age: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`look`, and for how many seconds its words must stand before they are an alert, and be gone before it is over."""
+
+    name: str
+    look: Callable[[Memory, Sight], str | None]
+    after: float = 0.0
+    clear: float = 0.0
+
+
+def loss(memory: Memory, s: Sight) -> str | None:
+    """A loss that is no number; or two rounds in a row far above the median of those before, by their own spread.
+
+    What was normal when it fired stays the measure: a spike does not become normal by lasting.
+    """
+    if s.losses and not math.isfinite(s.losses[0]):
+        return f"the loss of round {s.round - 1} is {s.losses[0]}: roll back to a checkpoint before it"
+    if (limit := memory.get("limit")) is None:
+        before = [x for x in s.losses[2:] if math.isfinite(x)]
+        if len(before) < MIN_ROUNDS:
+            return ""
+        normal = median(before)
+        spread = 1.4826 * median(abs(x - normal) for x in before)
+        limit = normal + max(0.25, 0.05 * normal, 6 * spread)
+        if min(s.losses[:2]) <= limit:
+            return ""
+        memory["normal"], memory["limit"] = normal, limit
+    elif s.losses and max(s.losses[:2]) <= limit:
+        memory.clear()
+        return ""
+    return f"the loss is {s.losses[0]:.2f}, and was {memory['normal']:.2f} before" if s.losses else None
+
+
+def stalled(memory: Memory, s: Sight) -> str | None:
+    """Peers train, and the round has not ended for longer than one may take."""
+    if s.health in _OVER:
+        memory.clear()
+        return ""
+    if memory.get("round") != s.round:
+        memory.update(round=s.round, since=s.time)
+    if s.up < SETTLE_SECONDS or not s.caught_up:
+        return None
+    if not s.training:
+        memory["since"] = s.time  # nobody can be late
+        return ""
+    late = s.time - memory["since"]
+    if late <= s.limit:
+        return ""
+    return f"{s.training} peers train, and round {s.round} has not ended for {late / 60:.0f} min"
+
+
+def digests(memory: Memory, s: Sight) -> str | None:
+    """Members hold another state than the chain names for the same record: they compute something else."""
+    del memory
+    if not s.differing:
+        return None if s.up < SETTLE_SECONDS else ""
+    names = ", ".join(s.differing[:5]) + (" and others" if len(s.differing) > 5 else "")
+    return f"{len(s.differing)} peers hold another state than the chain names: {names}"
+
+
+def peers(memory: Memory, s: Sight) -> str | None:
+    """A third of those who trained within ten minutes are gone. Over when they are back, or after an hour."""
+    if s.health in _OVER:
+        memory.clear()
+        return ""
+    if s.up < SETTLE_SECONDS:
+        memory.pop("seen", None)
+        return None
+    if (was := memory.get("was")) is not None:
+        if s.training >= (1 - DROP_SHARE / 2) * was or s.time - memory["at"] > DROP_FORGET_SECONDS:
+            memory.clear()
+            return ""
+        return f"{s.training} peers train, of {was}"
+    # The most of each minute: ten numbers, however often one looks.
+    seen = {m: n for m, n in memory.get("seen", {}).items() if int(m) * 60 > s.time - DROP_SECONDS}
+    minute = str(int(s.time // 60))
+    seen[minute] = max(seen.get(minute, 0), s.training)
+    memory["seen"] = seen
+    was = max(seen.values())
+    if was - s.training < 2 or s.training > (1 - DROP_SHARE) * was:
+        return ""
+    memory.update(was=was, at=s.time)
+    return f"{s.training} peers train, of {was} a few minutes ago"
+
+
+def disk(memory: Memory, s: Sight) -> str | None:
+    """The run's folder is nearly full: 5% or 20 GB, whichever is less; over at a fifth more."""
+    low = min(DISK_SHARE * s.disk_size, DISK_BYTES)
+    if s.disk_free >= (1.2 * low if memory.get("low") else low):
+        memory.clear()
+        return ""
+    memory["low"] = True
+    return f"{s.disk_free / 1e9:.1f} GB of {s.disk_size / 1e9:.0f} GB are free where the run is kept"
+
+
+def log(memory: Memory, s: Sight) -> str | None:
+    """No tree head was signed for five minutes."""
+    del memory
+    if s.head_age is None or s.up < UNSIGNED_SECONDS:
+        return None
+    if s.head_age <= UNSIGNED_SECONDS:
+        return ""
+    return f"the ledger's log was signed {s.head_age / 60:.0f} min ago for the last time"
+
+
+def chain(memory: Memory, s: Sight) -> str | None:
+    """The coordinator cannot follow the chain, or the peers are on more than one."""
+    del memory
+    if s.problem:
+        return s.problem
+    if s.health == "split":
+        return s.words
+    return None if s.up < SETTLE_SECONDS else ""
+
+
+RULES = (
+    Rule("loss", loss),
+    Rule("stalled", stalled),
+    Rule("digests", digests, after=10, clear=60),
+    Rule("peers", peers),
+    Rule("disk", disk),
+    Rule("log", log),
+    Rule("chain", chain, after=60, clear=30),
+)

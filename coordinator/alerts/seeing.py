@@ -1,0 +1,22 @@
+"""What the rules are shown, made of an overview and the folder's disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from coordinator.alerts.rules import Sight
+from coordinator.overview import Overview
+from protocol.spec import RunSpec
+
+
+def sight_of(
+    o: Overview, spec: RunSpec, folder: Path, *, now: float, up: float, caught_up: bool, head_age: float | None
+) -> Sight:
+    """`up`: seconds since the start; `head_age`: since the newest tree head, None where there is none."""
+    r, usage = spec.round, shutil.disk_usage(folder)
+    return Sight(
+        time=now, up=up, health=o.health, words=o.words, problem=o.problem, caught_up=caught_up, round=o.round,
+        limit=r.max_seconds + r.exchange_seconds + r.patience_seconds, losses=tuple(x.loss for x in o.rounds),
+        training=o.working, differing=o.differing, disk_free=usage.free, disk_size=usage.total, head_age=head_age,
+    )  # fmt: skip

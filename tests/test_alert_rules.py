@@ -1,0 +1,194 @@
+"""Alerts as pure rules: each fires, fires once, lasts, resolves; and a restart neither repeats nor loses one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.alerts.journal import KEEP_SECONDS, MAX_WAITING, REPEAT_SECONDS, Journal, back_off
+from coordinator.alerts.rules import RULES, Sight
+
+LOSSES = tuple(3.0 + 0.01 * i for i in range(20))  # newest first: it falls
+GOOD = Sight(
+    time=1e9, up=1e6, health="healthy", words="all is well", problem="", caught_up=True, round=50, limit=100.0,
+    losses=LOSSES, training=10, differing=(), disk_free=10**12, disk_size=2 * 10**12, head_age=30.0,
+)  # fmt: skip
+
+
+class World:
+    """Looks at sights, ten seconds apart, and remembers what happened."""
+
+    def __init__(self, hooks=("a",)):
+        self.hooks = hooks
+        self.journal = Journal(hooks)
+        self.time = GOOD.time
+        self.round = 50
+
+    def look(self, count: int = 1, seconds: float = 10.0, **changes) -> list[tuple[str, str]]:
+        seen = []
+        for _ in range(count):
+            self.time += seconds
+            sight = replace(GOOD, time=self.time, round=self.round, **changes)
+            seen += [(e.name, e.what) for e in self.journal.look(sight)]
+        return seen
+
+    def good_rounds(self, count: int = 3, **changes) -> list[tuple[str, str]]:
+        seen = []
+        for _ in range(count):
+            self.round += 1
+            seen += self.look(3, **changes)
+        return seen
+
+    def restart(self) -> None:
+        self.journal = Journal(self.hooks, json.loads(json.dumps(self.journal.to_json())))
+
+
+BAD = {
+    "loss": {"losses": (5.0, 4.6, *LOSSES[2:])},
+    "digests": {"differing": ("eve",)},
+    "peers": {"training": 6},
+    "disk": {"disk_free": 15 * 10**9},
+    "log": {"head_age": 301.0},
+    "chain": {"problem": "waiting for the chain after round 3"},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_alert_fires_once_and_resolves_once(name):
+    world = World()
+    assert world.good_rounds(8) == []
+    fired = world.look(24, seconds=3, **BAD[name])
+    assert fired == [(name, "fired")]
+    (alert,) = world.journal.standing
+    assert alert.name == name and alert.words and world.time - 100 < alert.since <= world.time
+    assert world.good_rounds(5) == [(name, "resolved")]
+    assert world.journal.standing == ()
+
+
+def test_a_round_that_does_not_end_is_told_and_is_over_with_the_round():
+    world = World()
+    assert world.good_rounds() == []
+    assert world.look(30) == [("stalled", "fired")]
+    assert "30 peers" not in world.journal.standing[0].words and "10 peers train" in world.journal.standing[0].words
+    world.round += 1
+    assert world.look() == [("stalled", "resolved")]
+    assert world.look(100, seconds=10, training=0, health="idle")[:1] == [("peers", "fired")]  # not: stalled
+    assert [a.name for a in world.journal.standing] == ["peers"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_fires_at_once(bad):
+    world = World()
+    assert world.look(losses=(bad, *LOSSES)) == [("loss", "fired")]
+    assert "roll back" in world.journal.standing[0].words
+    assert world.look() == [("loss", "resolved")]
+
+
+def test_a_spike_does_not_become_normal_by_lasting():
+    world = World()
+    spike = {"losses": (5.0, 5.0, *LOSSES[2:])}
+    assert world.look(**spike) == [("loss", "fired")]
+    for _ in range(20):
+        world.round += 1
+        assert world.look(losses=(5.0,) * 20) == []
+    assert "was 3.1" in world.journal.standing[0].words
+    assert world.look(losses=(3.1, 3.2, *(5.0,) * 18)) == [("loss", "resolved")]
+
+
+def test_one_bad_round_and_an_ordinary_spread_are_no_spike():
+    world = World()
+    assert world.look(losses=(4.5, *LOSSES[1:])) == []
+    wide = tuple(4.0 + (0.4 if i % 2 else -0.4) for i in range(20))
+    assert world.look(losses=(4.9, 4.8, *wide[2:])) == []
+    assert world.look(losses=(9.0, 9.0, 3.0, 3.0)) == []  # too few rounds to say what is normal
+
+
+def test_a_few_who_leave_are_no_drop_and_the_finished_run_is_left_in_peace():
+    world = World()
+    assert world.look(5) + world.look(4, training=8) + world.good_rounds() == []
+    assert world.look(10, training=0, health="finished") == []
+    world = World()
+    assert world.look(2, training=2) + world.look(2, training=1) == []  # one is not a swarm that drops
+
+
+def test_after_an_hour_what_is_left_is_normal():
+    world = World()
+    world.look(5)
+    assert world.look(3, training=4) == [("peers", "fired")]
+    told = []
+    for _ in range(130):
+        world.round += 1
+        told += world.look(training=4, seconds=30)
+    assert told == [("peers", "resolved")]
+
+
+def test_what_lasts_is_told_again_after_hours_and_not_before():
+    world = World()
+    assert world.look(**BAD["disk"]) == [("disk", "fired")]
+    told = []
+    for _ in range(50):
+        world.round += 1
+        told += world.look(seconds=REPEAT_SECONDS / 10, **BAD["disk"])
+    assert told == [("disk", "lasts")] * 5
+
+
+@pytest.mark.parametrize("name", [*BAD, "stalled"])
+def test_a_restart_neither_repeats_nor_loses_nor_ends_an_alert(name):
+    world = World()
+    world.good_rounds()
+    bad = BAD[name] | {"limit": 1e4} if name in BAD else {}
+    fired = world.look(30, seconds=7, **bad)
+    assert (name, "fired") in fired
+    since = world.journal.standing[0].since
+    world.restart()
+    # Just started, nobody is heard yet, and the chain is not read.
+    nothing = {"up": 5.0, "training": 0, "caught_up": False, "head_age": None, "health": "idle"} | bad
+    assert world.look(2, **nothing) == []
+    assert (world.journal.standing[0].name, world.journal.standing[0].since) == (name, since)
+    assert world.look(5, seconds=7, **bad) == []
+    assert (name, "resolved") in world.good_rounds(5)
+
+
+def test_what_was_not_told_before_a_restart_is_told_after_it():
+    world = World(("a", "b"))
+    world.look(**BAD["disk"])
+    event = world.journal.next_for("a")
+    world.journal.done("a", event, taken=True)
+    world.restart()
+    assert world.journal.next_for("a") is None and world.journal.next_for("b") == event
+
+
+def test_a_webhook_that_takes_nothing_costs_a_bounded_amount_and_hears_no_old_news():
+    world = World(("a",))
+    for _ in range(100):
+        world.round += 1
+        world.look(**BAD["disk"])
+        world.look()
+    waiting = world.journal.to_json()["waiting"]["a"]
+    assert len(waiting) == MAX_WAITING and world.journal.lost == 200 - MAX_WAITING
+    world.look(seconds=KEEP_SECONDS + 2000)
+    assert all(e["time"] > world.time - KEEP_SECONDS for e in world.journal.to_json()["waiting"]["a"])
+    assert [back_off(n) for n in (1, 2, 5, 50)] == [1, 2, 16, 300]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([None, *BAD]), st.integers(0, 2), st.booleans()), max_size=60))
+def test_fired_and_resolved_alternate_whatever_happens_and_restarts_change_nothing(steps):
+    plain, restarted = World(), World()
+    log = []
+    for name, rounds, again in steps:
+        change = {} if name is None else BAD[name]
+        for world in (plain, restarted):
+            world.round += rounds
+        if again:
+            restarted.restart()
+        seen = plain.look(**change)
+        assert restarted.look(**change) == seen
+        log += seen
+    for rule in RULES:
+        what = [w for n, w in log if n == rule.name and w != "lasts"]
+        assert what == ["fired", "resolved"] * (len(what) // 2) + ["fired"] * (len(what) % 2)
