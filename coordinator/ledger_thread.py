@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -93,11 +95,23 @@ class LedgerThread:
         return await self._answered(asyncio.get_running_loop().run_in_executor(self._reading, work, reader))
 
     async def check(self) -> list[str]:
-        """Where the whole ledger differs from what it should be (`Ledger.check`); by a connection of its own, since it
-        may take minutes. Raises LedgerError."""
+        """Where the whole ledger differs from what it should be (`Ledger.check`); it may take minutes, in a process of
+        its own. Raises LedgerError when it cannot be read."""
         if self._where is None:
             raise RuntimeError("the ledger is not open")
-        return await asyncio.to_thread(_checked, *self._where)
+        where, spec = self._where
+        command = [sys.executable, "-m", "coordinator.ledger"]
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        try:
+            found, error = await process.communicate(f"{where}\n".encode() + spec.canonical())
+        except BaseException:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise
+        if process.returncode:
+            raise LedgerError(error.decode(errors="replace").strip()[-1000:] or f"{command} failed")
+        return found.decode(errors="replace").splitlines()
 
     def _check(self) -> None:
         if self._ledger is None:
@@ -136,14 +150,6 @@ class LedgerThread:
             last = len(jobs) < len(group)
             if jobs:
                 write_group(ledger, jobs)
-        ledger.close()
-
-
-def _checked(where: str | Path, spec: RunSpec) -> list[str]:
-    ledger = Ledger(where, spec, reader=True)
-    try:
-        return ledger.check()
-    finally:
         ledger.close()
 
 

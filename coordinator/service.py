@@ -43,8 +43,9 @@ LEDGER_FILE = "ledger.sqlite"
 MAX_STATUS_PEERS = 1000
 MAX_ENTRIES = 50
 STOP_SECONDS = 3.0
+FIRST_CHECK_SECONDS = 60.0
 CHECK_SECONDS = 86_400.0
-"""Between two checks of the whole ledger."""
+"""From the start to the first check of the whole ledger, and between two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,8 @@ class Coordinator:
             await asyncio.sleep(max(0.3 if len(self.feed) <= 20 else 3, 20 * took))
 
     async def _check_on(self) -> None:
-        """The whole ledger against itself, now and each day: a start looks at all of it only while it is small."""
+        """The whole ledger against itself, soon and each day: a start looks at all of it only while it is small."""
+        await asyncio.sleep(FIRST_CHECK_SECONDS)
         while True:
             try:
                 if found := await self._ledger.check():

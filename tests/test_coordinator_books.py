@@ -34,6 +34,7 @@ async def test_what_a_peer_is_told_is_the_same_on_both_databases_and_after_a_res
 async def test_a_ledger_that_changes_under_a_coordinator_is_trouble_and_nothing_is_posted_on_it(
     tmp_path, ledger_place, monkeypatch
 ):
+    monkeypatch.setattr(service, "FIRST_CHECK_SECONDS", 0.0)
     monkeypatch.setattr(service, "CHECK_SECONDS", 0.05)
     swarm = FakeSwarm(SPEC)
     where = {"ledger": ledger_place} if "://" in ledger_place else {}
@@ -46,7 +47,7 @@ async def test_a_ledger_that_changes_under_a_coordinator_is_trouble_and_nothing_
         db = connect(at, SPEC)
         db.query("UPDATE standings SET settled_micro = settled_micro + 1 WHERE peer = 1")
         db.close()
-        for _ in range(200):
+        for _ in range(400):
             if c.problem:
                 break
             await asyncio.sleep(0.05)

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.credits import CreditRule, account_for, pending
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import Binding, Head, Ledger, Refusal
+from coordinator.ledger import Binding, Head, Ledger, Refusal, checking
 from coordinator.ledger.store import connect
 from protocol.envelope import seal
 from protocol.ids import Digest, Round
@@ -14,6 +14,7 @@ from protocol.ledger.books import Books
 from protocol.ledger.entries import decode_entry, decode_line
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
+from tests import postgres_world
 from tests.coordinator_fakes import ChainMaker, make_spec, peer
 from tests.specs import OWNER, identity
 
@@ -247,11 +248,41 @@ def stranger():
     ],
 )
 def test_what_somebody_altered_behind_the_ledgers_back_is_said_at_the_start(ledger_place, table, change):
-    ledger = Ledger(ledger_place, SPEC)
+    posted_and_altered(ledger_place, table, change)
+    with pytest.raises(LedgerError, match="is damaged: .*computed again from the chain"):
+        Ledger(ledger_place, SPEC)
+
+
+@pytest.mark.parametrize(
+    "table, change",
+    [
+        ("lines", "UPDATE lines SET sent = (SELECT sent FROM lines WHERE entry = 0 AND line = 0) WHERE line = 1"),
+        ("entries", "UPDATE entries SET sent = (SELECT sent FROM entries WHERE sequence = 0) WHERE sequence = 2"),
+        ("entries", "UPDATE entries SET leaf = previous WHERE sequence = 7"),
+        ("nodes", "UPDATE nodes SET hash = (SELECT leaf FROM entries WHERE sequence = 0) WHERE level = 3"),
+        ("standings", "UPDATE standings SET settled_micro = settled_micro + 1"),
+    ],
+)
+def test_of_a_large_ledger_the_chain_the_sums_and_the_newest_rounds_are_checked(tmp_path, monkeypatch, table, change):
+    monkeypatch.setattr(checking, "CHECKED_LINES", 0)
+    place = str(tmp_path / "ledger.sqlite")
+    ledger = Ledger(place, SPEC)
+    for account in accounts_of(chain_of(2)):
+        ledger.post(account)
+    ledger.close()
+    Ledger(place, SPEC).close()
+    posted_and_altered(place, table, change)
+    with pytest.raises(LedgerError, match="is damaged: .*computed again from the chain"):
+        Ledger(place, SPEC)
+
+
+def posted_and_altered(place: str, table: str, change: str) -> None:
+    """Five rounds, and then what an operator with the database's own tools can do."""
+    ledger = Ledger(place, SPEC)
     for account in accounts_of(chain_of(5)):
         ledger.post(account)
     ledger.close()
-    db = connect(ledger_place, SPEC)
+    db = connect(place, SPEC)
     if db.dialect == "postgresql":
         db.query(f"ALTER TABLE {table} DISABLE TRIGGER USER")
     else:
@@ -260,8 +291,6 @@ def test_what_somebody_altered_behind_the_ledgers_back_is_said_at_the_start(ledg
         db.query("PRAGMA foreign_keys = OFF")
     db.query(change)
     db.close()
-    with pytest.raises(LedgerError, match="is damaged: .*computed again from the chain"):
-        Ledger(ledger_place, SPEC)
 
 
 def test_a_check_is_of_one_moment_whatever_is_written_meanwhile(ledger, ledger_place):
@@ -280,3 +309,32 @@ def test_a_check_is_of_one_moment_whatever_is_written_meanwhile(ledger, ledger_p
     reader._db.query = writing_meanwhile
     assert reader.check() == [] and ledger.size() > 9
     reader.close()
+
+
+def test_a_connection_that_is_lost_is_an_error_once_and_then_made_again(postgres_url):
+    import psycopg
+
+    with postgres_world.empty_database(postgres_url) as where:
+        ledger, accounts = Ledger(where, SPEC), accounts_of(chain_of(3))
+        reader = Ledger(where, SPEC, reader=True)
+        ledger.post(accounts[0])
+        with psycopg.connect(postgres_url, autocommit=True) as db:
+            db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 'ledger_%'")
+        with pytest.raises(LedgerError, match="check that the server runs"):
+            ledger.post(accounts[1])
+        with pytest.raises(LedgerError):
+            reader.size()
+        assert reader.size() == 1
+        assert ledger.post(accounts[1]) and ledger.post(accounts[2]) and ledger.check() == []
+        ledger.close()
+        reader.close()
+
+
+def test_a_server_that_is_not_there_is_said_without_the_password():
+    if reason := postgres_world.missing():
+        pytest.skip(reason)
+    with pytest.raises(LedgerError, match="check that the server runs") as e:
+        Ledger("postgresql://cairn:secret@127.0.0.1:1/nothing", SPEC)
+    assert "secret" not in str(e.value)
+    with pytest.raises(LedgerError, match="is no address of a ledger"):
+        Ledger("mysql://somewhere", SPEC)

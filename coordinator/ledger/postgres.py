@@ -52,7 +52,7 @@ class PostgresDatabase(Database):
             if self._reader:
                 db.execute("SET default_transaction_read_only = on")
             else:
-                db.execute(f"CREATE SCHEMA IF NOT EXISTS {self._schema}")  # pyright: ignore[reportArgumentType] - hex
+                db.execute(f"CREATE SCHEMA IF NOT EXISTS {self._schema}".encode())
             db.execute("SELECT set_config('search_path', %s, false)", (self._schema,))
         except BaseException:
             db.close()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests import postgres_world
-from tests.chaos.kills import kill_often
+from tests.chaos.kills import files_in, kill_often
 
 
 def main() -> int:
@@ -34,16 +32,8 @@ def main() -> int:
 
 def _kills(kills: int, seed: int) -> bool:
     with tempfile.TemporaryDirectory(prefix="cairn-chaos-") as folder:
-        numbers = itertools.count()
-
-        @contextmanager
-        def file():
-            path = Path(folder) / f"ledger{next(numbers)}.sqlite"
-            yield str(path)
-            for left in Path(folder).glob("*"):
-                left.unlink()
-
-        return _told("SQLite", kill_often(file, kills, seed=seed, said=lambda s: print(f"SQLite: {s}", flush=True)))
+        place = files_in(Path(folder))
+        return _told("SQLite", kill_often(place, kills, seed=seed, said=lambda s: print(f"SQLite: {s}", flush=True)))
 
 
 def _kills_of_postgres(kills: int, seed: int) -> bool:

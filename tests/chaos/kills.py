@@ -1,22 +1,39 @@
-"""Kills a worker with SIGKILL at random moments, and looks at what it leaves."""
+"""Kills a worker with SIGKILL at random moments, and looks at what it leaves.
+
+    python -m tests.chaos.kills WHERE --kills N --seed S [--mode early] [--until-found]
+
+WHERE is a folder, or a PostgreSQL server's URL; prints the report as JSON. A process of its own, since it forks:
+nothing else must run in it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
 import os
 import random
+import select
 import signal
+import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+from tests import postgres_world
 from tests.chaos import worker
 from tests.chaos.verdict import problems
 
 PER_LEDGER = 25
 """Kills of one ledger before a new one is begun: checking all of it each time stays quick."""
 
-MOST_SECONDS = 0.15
+MOST_SECONDS = 0.1
+"""Of a life, after the ledger is open."""
+
+OPEN_SECONDS = 60
+"""A worker that has not opened the ledger by then is stuck."""
 
 
 @dataclass
@@ -26,6 +43,20 @@ class Report:
     kills: int = 0
     acknowledged: int = 0
     problems: list[str] = field(default_factory=list)
+
+
+def files_in(folder: Path) -> Callable[[], AbstractContextManager[str]]:
+    """New ledgers in a folder; each is removed after use."""
+    numbers = itertools.count()
+
+    @contextmanager
+    def place() -> Iterator[str]:
+        path = folder / f"ledger{next(numbers)}.sqlite"
+        yield str(path)
+        for left in folder.glob(f"{path.name}*"):
+            left.unlink()
+
+    return place
 
 
 def kill_often(
@@ -66,6 +97,9 @@ def _one_life(where: str, mode: str, opening: bool, seconds: float) -> set[str]:
             os._exit(1)
     os.close(writing)
     try:
+        if not opening and not select.select([reading], [], [], OPEN_SECONDS)[0]:
+            os.kill(child, signal.SIGKILL)
+            raise AssertionError(f"the worker did not open the ledger within {OPEN_SECONDS} s")
         said = b"" if opening else os.read(reading, 65_536)  # "opened"
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
@@ -77,3 +111,41 @@ def _one_life(where: str, mode: str, opening: bool, seconds: float) -> set[str]:
     if os.WIFEXITED(status):
         raise AssertionError(f"the worker ended by itself with {os.waitstatus_to_exitcode(status)}: see above")
     return set(said.decode().splitlines()) - {"opened"}
+
+
+def one_whole_life(where: str, mode: str, rounds: int) -> list[str]:
+    """The problems that are left when nobody kills a worker that posts so many rounds."""
+    child = os.fork()
+    if child == 0:
+        try:
+            worker.run(where, mode, lambda _: None, rounds)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        return [f"the worker ended with {code}"]
+    return problems(where, [f"round {rounds - 1}", "admitted 0"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("where")
+    parser.add_argument("--kills", type=int, default=20, help="0: a whole life")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mode", choices=["honest", "early", "split"], default="honest")
+    parser.add_argument("--until-found", action="store_true")
+    o = parser.parse_args()
+    if "://" in o.where:
+        place = lambda: postgres_world.empty_database(o.where)  # noqa: E731
+    else:
+        place = files_in(Path(o.where))
+    if o.kills:
+        report = kill_often(place, o.kills, seed=o.seed, mode=o.mode, until_found=o.until_found)
+    else:
+        with place() as where:
+            report = Report(problems=one_whole_life(where, o.mode, 20))
+    json.dump(asdict(report), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

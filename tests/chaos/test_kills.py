@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import os
-from contextlib import contextmanager
+import subprocess
+import sys
 
 import pytest
 
-from tests import postgres_world
-from tests.chaos import worker
-from tests.chaos.kills import kill_often
-from tests.chaos.verdict import problems
+from tests.chaos.disk import ROOT
+from tests.chaos.kills import Report
 
 KILLS = 20
 
 
-@pytest.fixture
-def files(tmp_path):
-    made = []
-
-    @contextmanager
-    def place():
-        made.append(len(made))
-        yield str(tmp_path / f"ledger{len(made)}.sqlite")
-
-    return place
+def killed(where: object, *options: str) -> Report:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.chaos.kills", str(where), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return Report(**json.loads(done.stdout))
 
 
-def test_no_kill_loses_or_doubles_what_was_acknowledged(files):
-    report = kill_often(files, KILLS, seed=1)
-    assert report.problems == [] and report.acknowledged > KILLS
+def test_no_kill_loses_or_doubles_what_was_acknowledged(tmp_path):
+    report = killed(tmp_path, "--kills", str(KILLS), "--seed", "1")
+    assert report.problems == [] and report.kills == KILLS < report.acknowledged
 
 
 def test_nor_with_postgresql(postgres_url):
-    report = kill_often(lambda: postgres_world.empty_database(postgres_url), KILLS, seed=2)
-    assert report.problems == [] and report.acknowledged > KILLS
+    report = killed(postgres_url, "--kills", str(KILLS), "--seed", "2")
+    assert report.problems == [] and report.kills == KILLS < report.acknowledged
 
 
 @pytest.mark.parametrize("mode", ["honest", "early", "split"])
-def test_without_a_kill_all_of_them_are_whole(files, mode):
+def test_without_a_kill_all_of_them_are_whole(tmp_path, mode):
     """So what is found below is found because of the kills."""
-    with files() as where:
-        child = os.fork()
-        if child == 0:
-            try:
-                worker.run(where, mode, lambda _: None, rounds=20)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert problems(where, ["round 19", "admitted 0"]) == []
+    assert killed(tmp_path, "--kills", "0", "--mode", mode).problems == []
 
 
-def test_an_acknowledgement_before_the_commit_is_found(files):
-    report = kill_often(files, 300, seed=3, mode="early", until_found=True)
+def test_an_acknowledgement_before_the_commit_is_found(tmp_path):
+    report = killed(tmp_path, "--kills", "300", "--seed", "3", "--mode", "early", "--until-found")
     assert any("lost although acknowledged" in p for p in report.problems), report
 
 
-def test_a_round_in_two_transactions_is_found(files):
-    report = kill_often(files, 300, seed=4, mode="split", until_found=True)
-    assert any("is damaged" in p or "lost" in p for p in report.problems), report
+def test_a_round_in_two_transactions_is_found(tmp_path):
+    report = killed(tmp_path, "--kills", "300", "--seed", "4", "--mode", "split", "--until-found")
+    assert report.problems, report

@@ -34,8 +34,8 @@ def credits_apart(
 ) -> str:
     """How everybody's micro-credits (settled and pending) differ from the chain up to a record; "" if in nothing.
 
-    `final`: the last round that is posted; no more than a few checkpoints' rounds may be open. Posted rounds settle when
-    `credit.hold_rounds` are posted after them, or when the run is over.
+    `final`: the last round that is posted; no more than a few checkpoints' rounds may be open. Posted rounds settle
+    when `credit.hold_rounds` are posted after them, or when the run is over.
     """
     until = next((i for i, c in enumerate(branch.path, 1) if str(c.digest) == head), None)
     if until is None:
