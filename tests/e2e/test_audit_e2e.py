@@ -1,0 +1,52 @@
+"""A stranger audits a live run from its invite, on real processes: the chain from the peers, the log from the owner."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cairn.auditing import head_file
+from tests.e2e.conftest import PEERS
+from tests.e2e.world import World
+
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(400)]
+
+
+async def cairn(*arguments: str) -> tuple[int, str]:
+    """A process of its own, as a stranger starts it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cairn", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 120)
+    return process.returncode or 0, out.decode() + (err.decode() if process.returncode else "")
+
+
+async def test_a_stranger_audits_the_ledger_and_a_peer_its_receipts(swarm: World, tmp_path: Path):
+    await swarm.healthy(PEERS)
+
+    async def some_settled() -> bool:
+        status = await swarm.status()
+        return status.final_round is not None and status.final_round >= 4
+
+    await swarm.until("five rounds are final", some_settled, 120, every=0.5)
+    invite, home = str(swarm.invite), tmp_path / "stranger"
+    code, out = await cairn("audit", "ledger", invite, "--json", "--home", str(home))
+    found = json.loads(out)
+    assert code == 0 and found["clean"], out
+    # The chain came from those who train, not from the coordinator's own observer.
+    assert set(found["certificates"]["members"]) <= {str(swarm.key(name)) for name in PEERS} and found["rounds"] >= 5
+    assert found["certificates"]["members"] and found["certificates"]["coordinator"] == 0
+    assert {str(swarm.key(name)) for name in PEERS} >= set(found["peers"]) and found["warnings"] == []
+    assert sum(found["micro_credits"][k] for k in ("settled", "pending")) == found["micro_credits"]["issued"] > 0
+    assert head_file(home, swarm.spec.run_id).exists()
+    code, out = await cairn("audit", "ledger", invite, "--home", str(home))
+    assert code == 0 and "the one seen last was over" in out and "clean" in out, out
+    ada = str(swarm.folder / "ada")
+    code, out = await cairn("account", "show", invite, "--json", "--home", ada)
+    assert code == 0 and json.loads(out)["receipts"], out
+    code, out = await cairn("audit", "receipt", invite, "--home", ada)
+    assert code == 0 and "WRONG" not in out, out
