@@ -42,7 +42,7 @@ def _kills_of_postgres(kills: int, seed: int) -> bool:
         return True
     with postgres_world.server(fsync=True) as url:
         report = kill_often(
-            lambda: postgres_world.empty_database(url), kills, seed=seed,
+            lambda: postgres_world.empty_database(url), kills, seed=seed, most_seconds=0.5,
             said=lambda s: print(f"PostgreSQL: {s}", flush=True),
         )  # fmt: skip
         return _told("PostgreSQL", report)

@@ -61,7 +61,7 @@ def files_in(folder: Path) -> Callable[[], AbstractContextManager[str]]:
 
 def kill_often(
     place: Callable[[], AbstractContextManager[str]], kills: int, *, seed: int, mode: str = "honest",
-    until_found: bool = False, said: Callable[[str], None] = lambda _: None,
+    until_found: bool = False, most_seconds: float = MOST_SECONDS, said: Callable[[str], None] = lambda _: None,
 ) -> Report:  # fmt: skip
     """So many kills; `place` gives a new, empty ledger's address. `until_found`: stop at the first problem."""
     rng, report = random.Random(seed), Report()
@@ -71,7 +71,7 @@ def kill_often(
             for _ in range(min(PER_LEDGER, kills - report.kills)):
                 # Some while it opens, most in the thick of it.
                 opening = rng.random() < 0.15
-                heard = _one_life(where, mode, opening, rng.random() * MOST_SECONDS * (0.3 if opening else 1))
+                heard = _one_life(where, mode, opening, rng.random() * most_seconds * (0.3 if opening else 1))
                 report.kills += 1
                 report.acknowledged += len(heard)
                 acknowledged |= heard
