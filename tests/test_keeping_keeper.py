@@ -313,6 +313,24 @@ async def test_rounds_between_are_passed_over_and_what_fails_is_tried_twice(worl
         assert keeper._job(world.archive.all()[-1])["most"] == 4  # a slow machine: the same few windows each time
 
 
+async def test_without_validation_data_a_state_writes_once_from_the_owners_prompts(world: KeptWorld, monkeypatch):
+    asked: list[dict] = []
+
+    async def writes(module, job, heard, **limits):
+        asked.append(job)
+        heard({"prompt": "Hello", "text": " world", "temperature": 0.0})
+
+    monkeypatch.setattr(keeping, "run_errand", writes)
+    world.rounds(7)
+    world.add(5)
+    kept = Kept(world, evaluation={}, samples={"prompts": ["Hello"]})
+    kept.keeper._shards = []
+    async with kept as keeper:
+        await until(lambda: json.loads(keeper.samples_json(None, 9)))
+        await asyncio.sleep(0.3)
+    assert len(asked) == 1 and asked[0]["prompts"] == ["Hello"] and keeper.validation is None
+
+
 def test_the_same_few_windows_judge_on_a_slow_machine(tmp_path):
     first, second = Uniform(), Uniform()
     ticks = iter(range(100))

@@ -54,6 +54,13 @@ class Evaluations:
             self._by_round = (every, [by_round[k] for k in sorted(by_round)])
         return self._by_round[1]
 
+    def done(self) -> dict[str, int]:
+        """Round by state, of all that were judged: measured, or (without validation data) let to write."""
+        written = {
+            r["state"]: r["round"] for r in self._samples.rows if "state" in r and isinstance(r.get("round"), int)
+        }
+        return written | {r["state"]: r["round"] for r in self.rows()}
+
     def newest(self) -> Row | None:
         """The one of the highest round."""
         rows = self.rows()

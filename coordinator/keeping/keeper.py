@@ -166,7 +166,7 @@ class Keeper:
 
     def _due(self) -> Archived | None:
         """The newest state that is to be judged now: what came meanwhile is passed over."""
-        done = {r["state"]: r["round"] for r in self.evaluations.rows()}
+        done = self.evaluations.done()
         archived = [a for a in self.archive.all() if self._failed.get(a.state, 0) < TRIES]
         if not archived or str(archived[-1].state) in done:
             return None
