@@ -97,8 +97,7 @@ def test_every_route_is_in_the_document_and_nothing_else_is(world, get):
 
 def _routes(coordinator: Coordinator):
     found = []
-    app = make_app(coordinator._showing)
-    todo = [app]
+    todo = [coordinator._page._server.config.app]
     while todo:  # the application is wrapped twice
         this = todo.pop()
         for cell in getattr(this, "__closure__", None) or ():
