@@ -214,9 +214,13 @@ class Overlooker:
     def _next_round(self, working: list[PeerView], head: Digest, now: float) -> float | None:
         """Seconds until the round that is being trained is decided."""
         s, r, window = self._sightings, self._spec.round, self._spec.data.window
-        here = [(p.heartbeat, p.seconds_since) for p in working if p.heartbeat and p.heartbeat.head == head]
+        work = []
+        for p in working:
+            if (h := p.heartbeat) is not None:  # one that says nothing of this round yet will be as fast in it as it is
+                here = h.head == head
+                work.append(Work(h.windows * window * here, h.tokens_per_second, p.seconds_since * here))
         return next_round_seconds(
-            [Work(h.windows * window, h.tokens_per_second, since) for h, since in here],
+            work,
             target_tokens=r.target_tokens,
             max_seconds=r.max_seconds,
             elapsed=None if s.began is None else now - s.began,

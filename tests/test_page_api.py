@@ -7,19 +7,23 @@ import json
 import re
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 
 from coordinator.archive import SHEET
+from coordinator.kept_model import KeptModel
 from coordinator.page import downloads, openapi
 from coordinator.page.answers import MAX_KEPT, Answers, Body
 from coordinator.page.app import make_app
 from coordinator.page.endpoints import ENDPOINTS, SORTS
+from coordinator.page.log_paths import LOG_PATHS
 from coordinator.service import Coordinator
 from protocol.ids import Digest
 from tests.coordinator_fakes import FakeSwarm, peer
+from tests.page.log_fakes import FakeLog
 from tests.page.world import World
 
 ROUNDS = 9
@@ -93,8 +97,7 @@ def test_every_route_is_in_the_document_and_nothing_else_is(world, get):
 
 def _routes(coordinator: Coordinator):
     found = []
-    app = make_app(coordinator._showing)
-    todo = [app]
+    todo = [coordinator._page._server.config.app]
     while todo:  # the application is wrapped twice
         this = todo.pop()
         for cell in getattr(this, "__closure__", None) or ():
@@ -175,6 +178,22 @@ def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
     assert str(record.digest) == given["record"] and record.body.round == 4
     votes = [opener.open(base64.b64decode(v), Vote) for v in given["bytes"]["votes"]]
     assert {v.body.record for v in votes} == {record.digest} and len(votes) == len(given["votes"])
+
+
+async def test_what_is_told_of_credits_is_what_the_document_says(world):
+    log = FakeLog()
+    app = make_app(world.coordinator._showing, log.routes(), LOG_PATHS)
+    key, asked = str(peer(1).key), {"/api/log/entries": "?first=3", "/api/log/lines": "?entry=3"}
+    asked |= {"/api/log/inclusion": "?entry=3&size=21", "/api/receipts": f"?peer={key}&limit=30"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
+        document = (await get.get("/api/openapi.json")).json()["paths"]
+        assert document.keys() >= LOG_PATHS.keys() | {e.path for e in ENDPOINTS}
+        for route in log.routes():
+            schema = document[route.path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+            path = route.path.replace("{key}", key) + asked.get(route.path, "")
+            jsonschema.validate((await get.get(path)).json(), schema)
+        human = await get.get("/api")
+        assert all(path in human.text for path in LOG_PATHS)
 
 
 # -- kept for a moment --------------------------------------------------------------------------------------------
@@ -312,23 +331,28 @@ async def serving(source):
 async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world):
     showing = world.coordinator._showing
 
-    class Kept:
-        async def samples(self, before, limit):
+    class Keeper:
+        evaluations: Any = None
+
+        def rows(self):
+            return [{"round": r, "loss": x} for r, x in ((0, 10.5), (3, None), (5, 3.1), (900, 2.0))]
+
+        def samples_json(self, before, limit):
             assert before > 5 and limit == 50
             about = {"round": 5, "state": "0" * 64, "temperature": 0.7, "validation_loss": 3.1}
-            return [about | {"prompt": "Once", "text": " upon a time"}]
+            return json.dumps([about | {"prompt": "Once", "text": " upon a time"}]).encode()
 
-        def validation(self):
-            return [(0, 10.5), (5, 3.1), (900, 2.0)]
-
-        async def checkpoints(self):
+        def checkpoints_json(self):
             row = {"round": 5, "state": "0" * 64, "record": "0" * 64, "tokens": 7, "bytes": 9, "files": []}
-            return [row | {"final": True, "copied": False, "validation_loss": 3.1}]
+            return json.dumps([row | {"final": True, "copied": False, "validation_loss": 3.1}]).encode()
+
+    keeper = Keeper()
+    keeper.evaluations = keeper
 
     async def standings(by, limit, after):
         return [{"by": by, "limit": limit, "after": after}]
 
-    showing._model, showing._standings = Kept(), standings
+    showing._model, showing._standings = KeptModel(keeper), standings
     try:
         async with serving(showing) as get:
             assert (await get.get("/api/samples")).json()[0]["prompt"] == "Once"

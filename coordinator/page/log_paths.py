@@ -1,4 +1,4 @@
-"""How the API's document describes the routes about credits (`log_routes`)."""
+"""The routes about credits as the OpenAPI document has them: log, proofs, receipts, accounts, the export."""
 
 from __future__ import annotations
 
@@ -6,26 +6,10 @@ from typing import Any
 
 from coordinator.page import schemas as s
 
+_HASH: s.Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 _PLAIN = {"text/plain": {"schema": s.TEXT}}
 
-
-def _asked(name: str, about: str, *, required: bool = False, path: bool = False, schema: s.Schema = s.COUNT) -> Any:
-    where = "path" if path else "query"
-    return {"name": name, "in": where, "required": required or path, "description": about, "schema": schema}
-
-
-def _get(summary: str, answer: s.Schema, *asked: Any, **more: str) -> dict[str, Any]:
-    answers: dict[str, Any] = {
-        "200": {"description": "the answer", "content": {"application/json": {"schema": answer}}},
-        "400": {"description": "the question is not understood", "content": _PLAIN},
-        "503": {"description": "the ledger cannot be read at this moment", "content": _PLAIN},
-    }
-    answers |= {code.removeprefix("code_"): {"description": why, "content": _PLAIN} for code, why in more.items()}
-    return {"get": {"summary": summary, "parameters": list(asked), "responses": answers}}
-
-
-_HASHES = s.many(s.DIGEST, description="RFC 9162, section 2.1.3 or 2.1.4")
-_RECEIPT = s.of(
+RECEIPT = s.of(
     {
         "round": s.COUNT,
         "record": s.DIGEST,
@@ -40,62 +24,82 @@ _RECEIPT = s.of(
         "pending_until": s.COUNT,
         "status": {"enum": ["pending", "settled", "voided", "not accepted"]},
         "bytes": s.BASE64,
-    }
+    },
+    description="`bytes`: the envelope that the owner signed. It settles when the log's newest round entry is the "
+    "`pending_until`-th, counted from 0.",
 )
 
-LOG_PATHS: dict[str, Any] = {
-    "/api/log/head": _get(
-        "Signed heads of the ledger's log, newest first; the newest is at most a minute old",
-        s.of({"heads": s.many(s.BASE64, description='envelopes of kind "tree-head"')}),
-        _asked("before", "only of trees smaller than this"),
-        _asked("limit", "at most so many, up to 100"),
-    ),
-    "/api/log/entries": _get(
-        "Entries of the log, as they were hashed",
-        s.of({"first": s.COUNT, "size": s.COUNT, "entries": s.many(s.BASE64)}),
-        _asked("first", "the first one's number"),
-        _asked("limit", "at most so many, up to 1000"),
-    ),
-    "/api/log/lines": _get(
-        "The lines of a round entry, as they were hashed",
-        s.of({"entry": s.COUNT, "lines": s.many(s.BASE64)}),
-        _asked("entry", "the entry's number", required=True),
-        code_404="no round entry has that number",
-    ),
-    "/api/log/inclusion": _get(
-        "The proof that an entry is in the log of a size",
-        s.of({"entry": s.COUNT, "size": s.COUNT, "hashes": _HASHES}),
-        _asked("entry", "the entry's number", required=True),
-        _asked("size", "of the tree", required=True),
-    ),
-    "/api/log/consistency": _get(
-        "The proof that the log of one size goes on from that of another",
-        s.of({"first": s.COUNT, "second": s.COUNT, "hashes": _HASHES}),
-        _asked("first", "the smaller size", required=True),
-        _asked("second", "the larger size", required=True),
-    ),
-    "/api/receipts": _get(
-        "A peer's receipts, newest first",
-        s.of({"peer": s.KEY, "receipts": s.many(_RECEIPT), "next": s.maybe(s.COUNT)}),
-        _asked("peer", "whose", required=True, schema=s.KEY),
-        _asked("before", "go on: what `next` was in the answer before"),
-        _asked("limit", "at most so many, up to 100"),
-    ),
-    "/api/accounts/{key}": _get(
-        "What an account, or a peer, has in all",
-        s.of(s.LEADER["properties"] | {"rounds_in_all": s.COUNT}),
-        _asked("key", "the account's key, or a peer's", path=True, schema=s.KEY),
-    ),
-    "/api/export/credits.{form}": {
+STANDING = s.of(s.LEADER["properties"] | {"rounds_in_all": s.COUNT})
+
+
+def _path(about: str, answer: s.Schema | None, parameters: dict[str, bool], *, kinds: tuple[str, ...] = ()) -> Any:
+    """parameters: whole numbers by name, and whether they must be given."""
+    content: dict[str, Any] = {"application/json": {"schema": answer}} if answer else {kind: {} for kind in kinds}
+    return {
         "get": {
-            "summary": "All credits, a line for each accepted update",
-            "parameters": [_asked("form", "csv or parquet", path=True, schema={"enum": ["csv", "parquet"]})],
+            "summary": about,
+            "parameters": [_whole(name, must) for name, must in parameters.items()],
             "responses": {
-                "200": {"description": "a file", "content": {"text/csv": {}, "application/vnd.apache.parquet": {}}},
-                "404": {"description": "another form", "content": _PLAIN},
-                "501": {"description": "this coordinator cannot write Parquet", "content": _PLAIN},
+                "200": {"description": "the answer", "content": content},
+                "400": {"description": "the question is not understood", "content": _PLAIN},
+                "503": {"description": "the ledger cannot be read at this moment", "content": _PLAIN},
             },
         }
-    },
-}
-"""Path -> path item, for `openapi.document`."""
+    }
+
+
+def _whole(name: str, must: bool) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": must, "schema": {"type": "integer", "minimum": 0}}
+
+
+def _key(name: str, where: str) -> dict[str, Any]:
+    return {"name": name, "in": where, "required": True, "schema": s.KEY}
+
+
+def _log_paths() -> dict[str, Any]:
+    hashes = s.many(_HASH)
+    paths = {
+        "/api/log/head": _path(
+            "Signed tree heads (RFC 9162), newest first: envelopes of the owner",
+            s.of({"heads": s.many(s.BASE64)}),
+            {"before": False, "limit": False},
+        ),
+        "/api/log/entries": _path(
+            "Entries of the log, as their bytes were written and hashed",
+            s.of({"first": s.COUNT, "size": s.COUNT, "entries": s.many(s.BASE64)}),
+            {"first": False, "limit": False},
+        ),
+        "/api/log/lines": _path(
+            "The lines of a round entry: the leaves under its lines_root",
+            s.of({"entry": s.COUNT, "lines": s.many(s.BASE64)}),
+            {"entry": True},
+        ),
+        "/api/log/inclusion": _path(
+            "The proof that an entry is in the log of a size",
+            s.of({"entry": s.COUNT, "size": s.COUNT, "hashes": hashes}),
+            {"entry": True, "size": True},
+        ),
+        "/api/log/consistency": _path(
+            "The proof that the log of one size extends that of another",
+            s.of({"first": s.COUNT, "second": s.COUNT, "hashes": hashes}),
+            {"first": True, "second": True},
+        ),
+        "/api/receipts": _path(
+            "A peer's receipts, newest first",
+            s.of({"peer": s.KEY, "receipts": s.many(RECEIPT), "next": s.maybe(s.COUNT)}),
+            {"before": False, "limit": False},
+        ),
+        "/api/accounts/{key}": _path("What an account, or a peer, has", STANDING, {}),
+        "/api/export/credits.{form}": _path(
+            "All credits as a file: csv or parquet", None, {}, kinds=("text/csv", "application/vnd.apache.parquet")
+        ),
+    }
+    paths["/api/receipts"]["get"]["parameters"].append(_key("peer", "query"))
+    paths["/api/accounts/{key}"]["get"]["parameters"].append(_key("key", "path"))
+    form = {"name": "form", "in": "path", "required": True, "schema": {"type": "string", "enum": ["csv", "parquet"]}}
+    paths["/api/export/credits.{form}"]["get"]["parameters"].append(form)
+    return paths
+
+
+LOG_PATHS = _log_paths()
+"""For `make_app(..., described=LOG_PATHS)`, where these routes are served."""

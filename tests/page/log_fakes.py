@@ -107,7 +107,8 @@ class FakeLog:
                 "team": "blue",
                 "peers": [str(peer(0).key)],
             }
-            return JSONResponse(who | numbers | {"recent": 12345, "tokens": 10**6, "rounds": 20})
+            more = {"kind": "account", "account": None, "rounds_in_all": 21}
+            return JSONResponse(who | numbers | more | {"recent": 12345, "tokens": 10**6, "rounds": 20})
 
         return [
             Route("/api/log/head", head),

@@ -130,7 +130,7 @@ def test_it_lives_without_being_loaded_again(world, tab):
     before, lines = len(world.swarm.chain.certificates), drawn(page)
     world.act(world.round())
     until(page, f"document.querySelector('#words').textContent.includes('round {before + 1},')")
-    until(page, f"document.querySelector('#view .wide tbody').innerText.startsWith('{before}')")
+    until(page, f"document.querySelector('#view .wide tbody')?.innerText.startsWith('{before}')")
     assert page.evaluate("window.untouched") and drawn(page) != lines
 
 
@@ -197,7 +197,7 @@ def test_names_of_strangers_are_text(world, tab):
     evil = "<img src=x onerror=window.evil=1>"
     world.says(3, device=evil)
     page = tab(world, "#peers")
-    until(page, "document.querySelector('#view .wide tbody').innerText.includes('onerror')")
+    until(page, "document.querySelector('#view .wide tbody')?.innerText.includes('onerror')")
     assert page.evaluate("window.evil") is None and page.locator("#view img").count() == 0
     world.beats()
 
