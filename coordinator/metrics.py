@@ -9,7 +9,7 @@ import asyncio
 import shutil
 import time
 from collections import Counter as CountOf
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,9 @@ class Sources:
     head_seconds: Callable[[], float | None] = lambda: None
     alerts: Callable[[], tuple[str, ...]] = lambda: ()
     """Of all there may be."""
+
+    kept: Callable[[], Sequence[tuple[str, str, float]]] = lambda: ()
+    """Of the archive: names, what they are, values."""
 
 
 class Metrics:
@@ -169,6 +172,7 @@ class _Swarm:
             ("cairn_disk_size_bytes", "Size of the disk where the run's folder is.", disk.total),
             ("cairn_ledger_entries", "Entries of the ledger's log.", entries),
             ("cairn_tree_head_age_seconds", "Since the newest signed tree head.", age),
+            *s.kept(),
         ):  # fmt: skip
             if value is not None:
                 yield GaugeMetricFamily(name, what, value=float(value))

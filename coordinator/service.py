@@ -124,6 +124,7 @@ class Coordinator:
             look=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
             admitted=lambda: self._admitter.count, ledger_entries=lambda: self._logged[0],
             head_seconds=self.head_seconds, alerts=lambda: self._watcher.names,
+            kept=lambda: self.keeper.facts() if self.keeper else [],
         ))  # fmt: skip
         self._showing = Showing(
             feed=self.feed, look=self.overview, follower=self._follower, sightings=self._sightings, ledger=self._ledger,
@@ -248,7 +249,7 @@ class Coordinator:
         now, f = self._now(), self._follower
         return sight_of(
             self.overview(), self._spec, self._config.folder, now=now, up=now - self._began, caught_up=f.caught_up,
-            head_age=self.head_seconds(),
+            head_age=self.head_seconds(), judged=self.keeper.judged() if self.keeper else (),
         )  # fmt: skip
 
     # -- what is told ----------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ class Coordinator:
         """Whether the ledger has this record as that of the round."""
         if self._follower.settled is None or self._follower.settled[0] < round_:
             return False
-        rows = await self._ledger.run(lambda ledger: ledger.rounds(after=round_ - 1, limit=1))
+        rows = await self._ledger.read(lambda ledger: ledger.rounds(after=round_ - 1, limit=1))
         return bool(rows) and (rows[0].round, rows[0].record) == (round_, record)
 
     async def _save_sightings(self) -> None:

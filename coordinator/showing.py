@@ -223,7 +223,7 @@ class Showing:
 
     async def _read(self, after: int, limit: int) -> list[RoundAccount]:
         """Rounds after a number: the ledger's, then those that are not final yet."""
-        accounts = await self._ledger.run(lambda ledger: ledger.accounts(after=after, limit=limit))
+        accounts = await self._ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
         at = accounts[-1].round if accounts else after
         return accounts + [a for a in self._follower.open if a.round > at][: limit - len(accounts)]
 

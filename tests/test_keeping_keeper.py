@@ -73,7 +73,7 @@ async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_nam
         assert world.archive.newest_final() is None
         world.settled = 5
         await until(world.archive.newest_final)
-        assert json.loads(keeper.checkpoints_json())[0]["final"] is True
+        assert keeper.checkpoints()[0]["final"] is True
     assert verify_checkpoint(str(made.folder), world.spec.owner).signed == world.swarm.chain.certificates[5].digest
 
 
@@ -146,7 +146,7 @@ async def test_what_is_final_is_copied_and_verifies_there(world: KeptWorld):
         world.swarm.changed()
         await until(lambda: len(list(address.glob("round-*/cairn.json"))) == 3)
         await until(lambda: not keeper.to_copy())
-        assert all(c["copied"] for c in json.loads(keeper.checkpoints_json())) and keeper.problem == ""
+        assert all(c["copied"] for c in keeper.checkpoints()) and keeper.problem == ""
     for folder in address.iterdir():
         verify_checkpoint(str(folder), world.spec.owner)
 
@@ -258,9 +258,9 @@ async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkey
         world.add(5)
         world.swarm.changed()
         await until(lambda: len(told) == 2)
-        found = json.loads(keeper.samples_json(None, 100))
-        assert json.loads(keeper.samples_json(5, 100)) == [s for s in found if s["round"] == 0]
-        assert json.loads(keeper.checkpoints_json())[0]["validation_loss"] == told[1][1]
+        found = keeper.samples(None, 100)
+        assert keeper.samples(5, 100) == [s for s in found if s["round"] == 0]
+        assert keeper.checkpoints()[0]["validation_loss"] == told[1][1]
         assert [p[:2] for p in keeper.validation_points()] == [(0, 0), (5, 240)]
     assert [r for r, _ in told] == [0, 5] and all(abs(loss - math.log(256)) < 1 for _, loss in told)
     assert len(found) == 12 and found[0]["round"] == 5
@@ -326,7 +326,7 @@ async def test_without_validation_data_a_state_writes_once_from_the_owners_promp
     kept = Kept(world, evaluation={}, samples={"prompts": ["Hello"]})
     kept.keeper._shards = []
     async with kept as keeper:
-        await until(lambda: json.loads(keeper.samples_json(None, 9)))
+        await until(lambda: keeper.samples(None, 9))
         await asyncio.sleep(0.3)
     assert len(asked) == 1 and asked[0]["prompts"] == ["Hello"] and keeper.validation is None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,12 +44,12 @@ async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgem
         coordinator._overview = None
         o = coordinator.overview()
         assert (o.final_round, o.validation_round, o.validation_loss, o.archive_problem) == (8, 5, 4.5, "")
-        shown = json.loads(coordinator.checkpoints_json())
+        shown = coordinator.keeper.checkpoints()
         assert [(c["round"], c["final"], c["validation_loss"]) for c in shown] == [
             (10, False, None), (5, True, 4.5), (0, True, None),
         ]  # fmt: skip
         assert {f["name"] for f in shown[1]["files"]} >= {"model.safetensors", "cairn.json", "certificate.bin"}
-        assert json.loads(coordinator.samples_json(None, 10)) == []
+        assert coordinator.keeper.samples(None, 10) == []
         with keeper.open_file(newest.state, "tokenizer.json") as (file, size):
             assert len(file.read()) == size == world.tokenizer.stat().st_size
         for state, name in ((newest.state, "../owner.key"), (Digest(bytes(32)), "cairn.json")):

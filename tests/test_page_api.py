@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from coordinator.archive import SHEET
-from coordinator.kept_model import KeptModel
+from coordinator.keeping.shown import Kept
 from coordinator.page import downloads, openapi
 from coordinator.page.answers import MAX_KEPT, Answers, Body
 from coordinator.page.app import make_app
@@ -332,27 +332,24 @@ async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world)
     showing = world.coordinator._showing
 
     class Keeper:
-        evaluations: Any = None
+        def validation_points(self):
+            return [(0, 0, 10.5), (5, 7, 3.1), (900, 9, 2.0)]
 
-        def rows(self):
-            return [{"round": r, "loss": x} for r, x in ((0, 10.5), (3, None), (5, 3.1), (900, 2.0))]
-
-        def samples_json(self, before, limit):
+        def samples(self, before, limit):
             assert before > 5 and limit == 50
             about = {"round": 5, "state": "0" * 64, "temperature": 0.7, "validation_loss": 3.1}
-            return json.dumps([about | {"prompt": "Once", "text": " upon a time"}]).encode()
+            return [about | {"prompt": "Once", "text": " upon a time"}]
 
-        def checkpoints_json(self):
+        def checkpoints(self):
             row = {"round": 5, "state": "0" * 64, "record": "0" * 64, "tokens": 7, "bytes": 9, "files": []}
-            return json.dumps([row | {"final": True, "copied": False, "validation_loss": 3.1}]).encode()
+            return [row | {"final": True, "copied": False, "validation_loss": 3.1}]
 
-    keeper = Keeper()
-    keeper.evaluations = keeper
+    keeper: Any = Keeper()
 
     async def standings(by, limit, after):
         return [{"by": by, "limit": limit, "after": after}]
 
-    showing._model, showing._standings = KeptModel(keeper), standings
+    showing._model, showing._standings = Kept(keeper), standings
     try:
         async with serving(showing) as get:
             assert (await get.get("/api/samples")).json()[0]["prompt"] == "Once"

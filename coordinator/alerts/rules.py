@@ -49,6 +49,10 @@ class Sight:
     disk_free: int
     disk_size: int
     head_age: float | None
+    judged: tuple[float, ...] = ()
+    """Validation losses, newest first; NaN for a state whose output was not finite."""
+
+    archive_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +170,33 @@ def chain(memory: Memory, s: Sight) -> str | None:
     return None if s.up < SETTLE_SECONDS else ""
 
 
+def validation(memory: Memory, s: Sight) -> str | None:
+    """The newest state is much worse than the best, or gives no numbers."""
+    del memory
+    if not s.judged:
+        return None
+    if not math.isfinite(s.judged[0]):
+        return "the newest state that was judged gives no finite numbers: roll back to a checkpoint before it"
+    best = min((x for x in s.judged if math.isfinite(x)), default=s.judged[0])
+    if s.judged[0] <= best + max(0.25, 0.05 * best):
+        return ""
+    return f"the validation loss is {s.judged[0]:.2f}, and was {best:.2f}: look at the rounds between"
+
+
+def archive(memory: Memory, s: Sight) -> str | None:
+    """States are not archived, copied or judged."""
+    del memory
+    return s.archive_problem
+
+
 RULES = (
     Rule("loss", loss),
+    Rule("validation", validation),
     Rule("stalled", stalled),
     Rule("digests", digests, after=10, clear=60),
     Rule("peers", peers),
     Rule("disk", disk),
     Rule("log", log),
+    Rule("archive", archive, after=600, clear=60),
     Rule("chain", chain, after=60, clear=30),
 )

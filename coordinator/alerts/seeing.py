@@ -11,12 +11,15 @@ from protocol.spec import RunSpec
 
 
 def sight_of(
-    o: Overview, spec: RunSpec, folder: Path, *, now: float, up: float, caught_up: bool, head_age: float | None
-) -> Sight:
-    """`up`: seconds since the start; `head_age`: since the newest tree head, None where there is none."""
+    o: Overview, spec: RunSpec, folder: Path, *, now: float, up: float, caught_up: bool, head_age: float | None,
+    judged: tuple[float, ...] = (),
+) -> Sight:  # fmt: skip
+    """`up`: seconds since the start; `head_age`: since the newest tree head, None where there is none; `judged`: as in
+    `Sight`."""
     r, usage = spec.round, shutil.disk_usage(folder)
     return Sight(
         time=now, up=up, health=o.health, words=o.words, problem=o.problem, caught_up=caught_up, round=o.round,
         limit=r.max_seconds + r.exchange_seconds + r.patience_seconds, losses=tuple(x.loss for x in o.rounds),
         training=o.working, differing=o.differing, disk_free=usage.free, disk_size=usage.total, head_age=head_age,
+        judged=judged, archive_problem=o.archive_problem,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ WAITS = (10.0, 30.0, 60.0, 300.0)
 """Seconds before another try, by how often it failed; the last from then on."""
 
 TRIES = 2
+MAX_JUDGED = 20
 """Of one evaluation."""
 
 IsSettled = Callable[[Round, Digest], Awaitable[bool]]
@@ -334,6 +336,11 @@ class Keeper:
     def validation_points(self) -> list[tuple[int, int, float]]:
         """Round, accepted tokens and loss of every evaluation, by round: for a chart."""
         return [(r["round"], r["tokens"], r["loss"]) for r in self.evaluations.rows() if r.get("loss") is not None]
+
+    def judged(self) -> tuple[float, ...]:
+        """Validation losses of the newest judged states, newest first; NaN where the output was not finite."""
+        rows = sorted(self.evaluations.rows(), key=lambda r: -r["round"])[:MAX_JUDGED]
+        return tuple(math.nan if r.get("loss") is None else float(r["loss"]) for r in rows)
 
     def facts(self) -> list[tuple[str, str, float]]:
         """Name, meaning and value of each gauge (those that end in _total only grow)."""

@@ -167,6 +167,7 @@ _STATE: dict[str, Any] = {
     "final_round": maybe(COUNT),
     "micro_credits_settled": MICRO,
     "micro_credits_pending": MICRO,
+    "alerts": many(of({"name": TEXT, "since": TIME, "words": TEXT})),
     "peers_in_all": COUNT,
 }
 EVENT = of(_STATE, description="The state, in words and in numbers.")

@@ -1,6 +1,6 @@
 // What everybody wants to know first: how the run is, in words.
 
-import { byId, say } from "./dom.js";
+import { byId, el, say } from "./dom.js";
 import { duration, short } from "./format.js";
 
 export function showHeader(s) {
@@ -9,6 +9,7 @@ export function showHeader(s) {
   byId("state").dataset.health = s.health;
   say("health", s.health);
   say("words", s.words);
+  showAlerts(s.alerts);
   byId("lost").hidden = true;
   byId("goal").hidden = !s.total_tokens;
   if (s.total_tokens) {
@@ -19,6 +20,12 @@ export function showHeader(s) {
   }
   say("run", s.run);
   say("digest", `${s.state.slice(0, 16)}…`);
+}
+
+function showAlerts(alerts) {
+  const list = byId("alerts"), now = Date.now() / 1000;
+  list.hidden = !alerts.length;
+  list.replaceChildren(...alerts.map((a) => el("li", {}, el("strong", {}, a.name), ` ${a.words} (for ${duration(Math.max(0, now - a.since))})`)));
 }
 
 export function showLost(heardAt) {
