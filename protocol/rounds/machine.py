@@ -471,14 +471,9 @@ class RoundMachine:
         self.next_tick = min(t for t in times if t > c.now)
 
     @property
-    def policy(self) -> Policy:
-        """Of the open round."""
-        return self._c.policy
-
-    @property
-    def rests(self) -> bool:
-        """Whether the run's owner wants nothing trained here: paused, ended, or we are banned."""
-        return self._c.rests
+    def orders(self) -> Orders:
+        """What the run's owner has ordered, as far as it is known here: to be read only."""
+        return self._orders
 
     def summary(self, now: float) -> Summary:
         """A frozen view for people."""

@@ -13,6 +13,7 @@ from protocol.ids import PeerKey
 from protocol.rounds.actions import Broadcast, Finished, KeepAmendment, Send
 from protocol.rounds.context import Context
 from protocol.rounds.deciding import Deciding
+from protocol.rounds.policy import Policy
 from protocol.rounds.position import Position
 
 FEW = 32
@@ -30,6 +31,29 @@ class Orders:
         """When a peer that knows another word than we is told of ours."""
         self._since: float | None = None
         """When we heard that we are to leave."""
+
+    @property
+    def word(self) -> Amendment:
+        """The newest."""
+        return self._c.word
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is to be trained here: the run is paused or has ended, or we are banned."""
+        return self._c.rests
+
+    @property
+    def afresh(self) -> bool:
+        """Whether what the trainer has learnt is of rounds that were rolled back, and is still to go."""
+        return self._position.afresh
+
+    @property
+    def policy(self) -> Policy:
+        """Of the open round."""
+        return self._c.policy
+
+    def is_banned(self, key: PeerKey) -> bool:
+        return self._c.is_banned(key)
 
     def take(self, word: Signed[Amendment], source: PeerKey | None = None) -> bool:
         """The owner's word, heard from anybody. True when it is newer than what was known."""

@@ -156,7 +156,7 @@ class Node:
                     self.done = True
                 case do.MakeUpdate() | do.Apply() | do.Resync():
                     self.queue.append(action)
-        self.trainer.order(w.clock.now, self.machine.rests, self.machine.policy.max_update_windows)
+        self.trainer.order(w.clock.now, self.machine.orders.rests, self.machine.orders.policy.max_update_windows)
         self.work()
         self.machine.facts = Facts(int(w.clock.now * 1000), admission=self.machine.facts.admission)
         if self.machine.next_tick < self.tick_at:
