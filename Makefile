@@ -29,12 +29,26 @@ SCENARIOS ?=
 test-wan: $(STAMP) nft
 	$(BIN)/python -m tests.scenarios $(SCENARIOS)
 
+# The ledger under kill -9, power cuts and lying disks, and a long run of its state machine. About half an hour.
+KILLS ?= 1000
+.PHONY: test-chaos
+test-chaos: $(STAMP) postgres
+	$(BIN)/python -m tests.chaos --kills $(KILLS)
+
 # For the NAT gateways of the emulated internet; without it what needs them says so and is left out.
 .PHONY: nft
 nft:
 	@command -v nft >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
 	  && timeout 120 sh -c 'apt-get install -y -q nftables || { apt-get update -q && apt-get install -y -q nftables; }' >/dev/null 2>&1; } \
 	  || echo "nftables is not here and could not be installed: NAT is not emulated"
+
+# For the ledger's tests; without it those that need it say so and are left out.
+.PHONY: postgres
+postgres:
+	@{ command -v initdb || ls /usr/lib/postgresql/*/bin/initdb; } >/dev/null 2>&1 \
+	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && timeout 180 sh -c \
+	  'apt-get install -y -q postgresql || { apt-get update -q && apt-get install -y -q postgresql; }' >/dev/null 2>&1; } \
+	  || echo "PostgreSQL is not here and could not be installed: the ledger is tested on SQLite alone"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -171,11 +171,12 @@ def coordinator() -> None:
 @click.option("--swarm", default="/ip4/0.0.0.0/tcp/7412", show_default=True, metavar="MULTIADDR", help="For the swarm.")
 @click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
-def serve(run_file, home, grpc, page, swarm, public, code) -> None:
+@click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
+def serve(run_file, home, grpc, page, swarm, public, code, ledger) -> None:
     """Serve the run that RUN_FILE (a run.toml) describes, and print its invite."""
     from cairn.serving import ServeOptions, serve_run
 
-    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code))
+    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code, ledger))
 
 
 @main.command()

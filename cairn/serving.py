@@ -47,6 +47,7 @@ class ServeOptions:
     swarm: str
     public: str
     code: str
+    ledger: str = ""
 
 
 def coordinator_folder(home: Path, name: str) -> Path:
@@ -78,6 +79,7 @@ def serve_run(options: ServeOptions) -> None:
             page_port=page[1],
             public=public,
             codes=_codes(options.code, folder, resolved.spec),
+            ledger=options.ledger,
         )
         asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce))
 

@@ -1,100 +1,15 @@
-"""Credits as a pure function of a certificate. Integers only, so that anybody who has the chain gets the same ledger.
-
-One credit is 10^15 model FLOPs of accepted training. It is kept in millionths (micro-credits, 10^9 FLOPs), rounded down
-for each update.
-"""
+"""Credits as a pure function of a certificate: the rule itself is `protocol.ledger.credits`, for whoever checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from protocol.ledger.credits import (
+    FLOPS_PER_MICRO_CREDIT,
+    Balance,
+    CreditRule,
+    RoundAccount,
+    account_for,
+    pending,
+)
+from protocol.ledger.entries import Line as Entry
 
-from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Certificate
-from protocol.spec import RunSpec
-
-FLOPS_PER_MICRO_CREDIT = 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class CreditRule:
-    """The run's rule: FLOPs per parameter and token (spec), the model's parameters, and tokens per window (spec)."""
-
-    flops_per_parameter_token: int
-    parameters: int
-    window: int
-
-    @classmethod
-    def of(cls, spec: RunSpec) -> CreditRule:
-        return cls(spec.credit.flops_per_parameter_token, spec.model.layout.numel, spec.data.window)
-
-    def micro_credits(self, windows: int) -> int:
-        """What an accepted update over so many windows earns."""
-        tokens = windows * self.window
-        return self.flops_per_parameter_token * self.parameters * tokens // FLOPS_PER_MICRO_CREDIT
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One peer's share in one round."""
-
-    peer: PeerKey
-    windows: int
-    tokens: int
-    micro_credits: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoundAccount:
-    """One round as the ledger and the page know it: derived from its certificate alone.
-
-    `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
-    own training losses, weighted by windows.
-    """
-
-    round: Round
-    record: Digest
-    parent: Digest
-    base_state: Digest
-    loss: float
-    entries: tuple[Entry, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(e.tokens for e in self.entries)
-
-    @property
-    def micro_credits(self) -> int:
-        return sum(e.micro_credits for e in self.entries)
-
-
-def account_for(certificate: Certificate, rule: CreditRule) -> RoundAccount:
-    """What a certificate earns whom. Entries are by ascending peer key, as in the record."""
-    record = certificate.record.body
-    entries = tuple(
-        Entry(u.author, u.body.windows, u.body.windows * rule.window, rule.micro_credits(u.body.windows))
-        for u in record.updates
-    )
-    loss = sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
-    return RoundAccount(record.round, certificate.digest, record.parent, record.base_state, loss, entries)
-
-
-@dataclass(frozen=True, slots=True)
-class Balance:
-    """What a peer has in all: micro-credits, accepted tokens, and rounds it was in."""
-
-    micro_credits: int = 0
-    tokens: int = 0
-    rounds: int = 0
-
-    def plus(self, entry: Entry) -> Balance:
-        return Balance(self.micro_credits + entry.micro_credits, self.tokens + entry.tokens, self.rounds + 1)
-
-
-def pending(rounds: Iterable[RoundAccount]) -> dict[PeerKey, Balance]:
-    """Balances over rounds that are not final yet: they change when the chain does."""
-    balances: dict[PeerKey, Balance] = {}
-    for account in rounds:
-        for entry in account.entries:
-            balances[entry.peer] = balances.get(entry.peer, Balance()).plus(entry)
-    return balances
+__all__ = ["FLOPS_PER_MICRO_CREDIT", "Balance", "CreditRule", "Entry", "RoundAccount", "account_for", "pending"]

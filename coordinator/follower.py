@@ -1,4 +1,4 @@
-"""Follows the chain: signs finals, settles final rounds in the ledger, and knows what is pending beyond them.
+"""Follows the chain: signs finals, posts final rounds in the ledger, and knows what is pending beyond them.
 
 The order makes every kill harmless: first the rounds and the final are in the ledger, then the final is published. The
 ledger only grows along the chain, so two finals of this coordinator never contradict each other.
@@ -15,12 +15,15 @@ from statistics import median
 from coordinator.credits import Balance, CreditRule, RoundAccount, account_for, pending
 from coordinator.errors import LedgerConflictError
 from coordinator.history import History, Point
+from coordinator.ledger import Ledger
 from coordinator.ledger_thread import LedgerThread
+from coordinator.plausible import Plausibility
 from coordinator.swarm import SwarmView
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId
+from protocol.ledger.accounts import Standing
 from protocol.messages import Certificate, Final, KeySigner, Opener, Signed
 from protocol.spec import RunSpec
 
@@ -31,6 +34,9 @@ PAGE = 256
 
 POLL = 5.0
 """The chain is looked at so often even when nobody called: a lost callback costs seconds, not the run."""
+
+AT_ONCE = 16
+"""Rounds posted in one transaction."""
 
 MAX_REMEMBERED = 64
 _WORKING = ("training", "exchanging")
@@ -44,25 +50,32 @@ class Follower:
         self._run: RunId = spec.run_id
         self._rule = CreditRule.of(spec)
         self._signer = KeySigner(owner)
+        self._plausibility = Plausibility(spec, owner)
         self._opener = Opener(self._run, owner.key, remember=16)
         self._view = view
         self._ledger = ledger
         self._now = now
         self._wake = asyncio.Event()
+        self._moving = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
         self._seen: dict[Digest, float] = {}
         self._final: Signed[Final] | None = None
         self._published: Digest | None = None
         self._settled: tuple[Round, Digest] | None = None
-        self._settled_balances: dict[PeerKey, Balance] = {}
+        self._standings: dict[PeerKey, Standing] = {}
         self._absent: OrderedDict[Digest, tuple[PeerKey, ...]] = OrderedDict()
         self.history = History()
         self.recent: deque[RoundAccount] = deque(maxlen=MAX_REMEMBERED)
         """The newest final rounds, oldest first."""
         self.open: tuple[RoundAccount, ...] = ()
         """The chain beyond the newest final round, oldest first."""
+        self.settled_balances: Mapping[PeerKey, Balance] = {}
+        """What each peer has for good."""
         self.pending: Mapping[PeerKey, Balance] = {}
+        """What each peer has in rounds that are not final, or final and not settled."""
+        self.voided: Mapping[PeerKey, Balance] = {}
+        """What each peer had, and lost by a verdict of the owner."""
         self.problem = ""
         """Why the chain cannot be followed, for people; empty when all is well."""
         self.caught_up = False
@@ -74,11 +87,6 @@ class Follower:
     def settled(self) -> tuple[Round, Digest] | None:
         """The newest final round and its record."""
         return self._settled
-
-    @property
-    def settled_balances(self) -> Mapping[PeerKey, Balance]:
-        """What each peer has in final rounds."""
-        return self._settled_balances
 
     @property
     def head(self) -> tuple[Round, Digest] | None:
@@ -105,21 +113,52 @@ class Follower:
 
     async def start(self) -> None:
         """Read the ledger and begin. Raises LedgerError."""
-        last, balances, seen, final = await self._ledger.run(
-            lambda ledger: (ledger.last(), ledger.balances(), ledger.sightings(), ledger.newest_final())
-        )
-        self._settled, self._settled_balances, self._seen = last, balances, seen
-        self._final = self._opener.open(final, Final) if final else None
-        after = -1
-        while page := await self._ledger.run(lambda ledger, after=after: ledger.rounds(after=after)):
-            for r in page:
-                self.history.append(r.round, r.tokens, r.loss, r.seen_at)
-            after = page[-1].round
-        first = (last[0] if last else -1) - MAX_REMEMBERED
-        self.recent.extend(await self._ledger.run(lambda ledger: ledger.accounts(after=first, limit=MAX_REMEMBERED)))
+        await self._read_ledger()
         self._unsubscribe = self._view.subscribe(self._wake.set)
         self._wake.set()
         self._task = asyncio.create_task(self._follow_on(), name="follower")
+
+    async def _read_ledger(self) -> None:
+        last, standings, seen, final = await self._ledger.run(
+            lambda ledger: (ledger.last(), ledger.standings(), ledger.sightings(), ledger.newest_final())
+        )
+        history, after = History(), -1
+        while page := await self._ledger.run(lambda ledger, after=after: ledger.rounds(after=after)):
+            for r in page:
+                history.append(r.round, r.tokens, r.loss, r.seen_at)
+            after = page[-1].round
+        first = (last[0] if last else -1) - MAX_REMEMBERED
+        recent = await self._ledger.run(lambda ledger: ledger.accounts(after=first, limit=MAX_REMEMBERED))
+        self._settled, self._seen, self.history = last, seen, history
+        self._final = self._opener.open(final, Final) if final else None
+        self.recent.clear()
+        self.recent.extend(recent)
+        self._stand(standings, ())
+
+    def _stand(self, standings: dict[PeerKey, Standing], beyond: Sequence[RoundAccount]) -> None:
+        """All balances at once: a reader between two awaits must not see a round both settled and pending."""
+        self._standings, self.open = standings, tuple(beyond)
+        self.settled_balances = {p: s.settled for p, s in standings.items() if s.settled.rounds}
+        self.voided = {p: s.voided for p, s in standings.items() if s.voided.rounds}
+        held = {p: s.pending for p, s in standings.items() if s.pending.rounds}
+        for peer, balance in pending(self.open).items():
+            held[peer] = held[peer].and_(balance) if peer in held else balance
+        self.pending = held
+
+    async def rollback(self, record: Digest, round_: Round, amendment: bytes) -> bool:
+        """Take the ledger back to a record that it has, by an amendment that the owner signed (an envelope).
+
+        What was issued stays; the next round that is posted is the child of `record`. Asked again with the same
+        amendment, it does nothing and returns False. Raises LedgerConflictError when the ledger has no such round (it
+        may not be final yet: then the chain alone turns), or the amendment is not the owner's.
+        """
+        async with self._moving:
+            if not await self._ledger.run(lambda ledger: ledger.rollback(record, round_, amendment)):
+                return False
+            await self._read_ledger()
+            self._published = None
+        self._wake.set()
+        return True
 
     async def stop(self) -> None:
         if self._unsubscribe is not None:
@@ -133,7 +172,8 @@ class Follower:
             await wait_at_most(self._wake, POLL)
             self._wake.clear()
             try:
-                problem = await self._follow()
+                async with self._moving:
+                    problem = await self._follow()
             except CairnError as e:
                 problem = str(e)
             except Exception as e:  # said loudly, shown on the page, and tried again
@@ -169,13 +209,13 @@ class Follower:
                 break
             at = accounts[-1].record if accounts else new[-1].record
             await asyncio.sleep(0)
-        self.open, self.pending = tuple(accounts), pending(accounts)
+        self._stand(self._standings, accounts)
         self.caught_up = not self._behind()
         await self._publish()
         return ""
 
     async def _settle(self, accounts: list[RoundAccount]) -> list[RoundAccount]:
-        """Settle those that are deep enough, or final by the owner's word already; the rest is given back."""
+        """Post those that are deep enough, or final by the owner's word already; the rest is given back."""
         held = self._view.held_state()
         # Depth alone is not enough: alone with a peer that withholds its updates, an owner would bind the swarm to a
         # branch that nobody can have. The state after a final record must be in hand, for everyone.
@@ -193,21 +233,33 @@ class Follower:
             final = theirs
         else:
             final = self._signer.sign(Final(self._run, newest.round, newest.record))
-        for account in accounts[:count]:
-            sent = final.sent if account is newest else None
-            added = await self._ledger.run(lambda ledger, a=account, s=sent: ledger.settle(a, final=s))
-            if added:
+        for i in range(0, count, AT_ONCE):
+            some = accounts[i : min(count, i + AT_ONCE)]
+            sent = final.sent if some[-1] is newest else None
+            added, standings = await self._ledger.run(lambda ledger, s=some, f=sent: self._post(ledger, s, f))
+            for account in added:
                 self.recent.append(account)
                 self.history.append(account.round, account.tokens, account.loss, self._seen.pop(account.record, None))
-                for entry in account.entries:
-                    balance = self._settled_balances.get(entry.peer, Balance())
-                    self._settled_balances[entry.peer] = balance.plus(entry)
-            self._settled = (account.round, account.record)
+            self._settled = (some[-1].round, some[-1].record)
+            self._stand(standings, accounts[i + len(some) :])
         self._final = final
-        # A reader between two awaits must not see a round both settled and pending.
-        self.open = tuple(accounts[count:])
-        self.pending = pending(self.open)
         return accounts[count:]
+
+    def _post(
+        self, ledger: Ledger, accounts: Sequence[RoundAccount], final: bytes | None
+    ) -> tuple[list[RoundAccount], dict[PeerKey, Standing]]:
+        """In the ledger's thread and one transaction: rounds, the final for the last of them, verdicts."""
+        added = []
+        for account in accounts:
+            since = ledger.at_work_since(e.peer for e in account.entries)
+            if not ledger.post(account, final=final if account is accounts[-1] else None):
+                continue
+            added.append(account)
+            seen_at = self._seen.get(account.record)
+            if seen_at is not None and ledger.holds(account.record):
+                for verdict in self._plausibility.verdicts(account, seen_at, since):
+                    ledger.void(verdict)
+        return added, ledger.current()
 
     def _is_over(self, accounts: list[RoundAccount]) -> bool:
         """Whether these rounds end the run: none will be built on them."""

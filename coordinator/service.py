@@ -49,6 +49,7 @@ class CoordinatorConfig:
 
     `listen` is gRPC's, for peers; `page` is HTTP's, for people; port 0 takes any free one. `public` are the addresses
     that invites name (none: the listening address), `page_url` is what people are told ("": the page's address).
+    `ledger` is a postgresql:// URL ("": a file of SQLite in the folder).
     """
 
     folder: Path
@@ -59,6 +60,7 @@ class CoordinatorConfig:
     public: tuple[Endpoint, ...] = ()
     page_url: str = ""
     codes: tuple[str, ...] = ()
+    ledger: str = ""
 
 
 class Coordinator:
@@ -112,7 +114,7 @@ class Coordinator:
         c = self._config
         certificate = await asyncio.to_thread(tls.load_or_make, c.folder)
         self.fingerprint = certificate.fingerprint
-        await self._ledger.open(c.folder / LEDGER_FILE, self.run)
+        await self._ledger.open(c.ledger or c.folder / LEDGER_FILE, self._spec, self._now)
         await self._admitter.load()
         self._follower.changed = self._news.set
         await self._follower.start()
@@ -197,7 +199,7 @@ class Coordinator:
         return self._charts[1]
 
     async def rounds_json(self, after: int, limit: int) -> bytes:
-        accounts = await self._ledger.run(lambda ledger: ledger.accounts(after=after, limit=limit))
+        accounts = await self._ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
         final = len(accounts)
         at = accounts[-1].round if accounts else after
         accounts += [a for a in self._follower.open if a.round > at][: limit - final]
@@ -254,14 +256,16 @@ class Coordinator:
         ]
         settled, pending = f.settled_balances.get(peer, Balance()), f.pending.get(peer, Balance())
         final = f.settled
-        entries = await self._ledger.run(lambda ledger: ledger.newest_entries(peer, MAX_ENTRIES))
+        entries = await self._ledger.read(lambda ledger: ledger.history_of(peer, limit=MAX_ENTRIES))
         newest += [
             wire.AccountEntry(
-                round=e.round, record=e.record, tokens=e.tokens, micro_credits=e.micro_credits, settled=True
+                round=e.round, record=e.record, tokens=e.tokens, micro_credits=e.micro_credits,
+                settled=e.status == "settled",
             )
             for e in entries
-            if final is not None and e.round <= final[0]  # settled since the balances above were read: next time
-        ]
+            # Posted since the balances above were read: next time. What was voided earned nothing.
+            if final is not None and e.round <= final[0] and e.status != "voided"
+        ]  # fmt: skip
         return wire.AccountReply(
             name=self._admitter.name_of(peer),
             micro_credits_settled=settled.micro_credits,

@@ -37,6 +37,10 @@ class CodecError(ProtocolError):
     """An encoded update that does not decode under the run's codec and layout."""
 
 
+class BooksError(ProtocolError):
+    """An entry that the ledger's rules do not allow: the message says which rule."""
+
+
 class SpecError(CairnError):
     """A run spec that is not valid: the message names the field and what to write there."""
 

@@ -259,6 +259,12 @@ class CreditSpec(Section):
     """One credit is 10^15 model FLOPs of accepted training; kept in integers of a millionth of it."""
 
     flops_per_parameter_token: Annotated[int, Field(ge=1, le=1000)] = 6
+    hold_rounds: Annotated[int, Field(ge=0, le=100_000)] = Field(
+        default=12, description="credit settles when so many more rounds are final; until then it can be voided"
+    )
+    max_teraflops_per_second: Count = Field(
+        default=20_000, description="the most that one peer can plausibly do; an update beyond it is voided"
+    )
 
 
 class CheckpointSpec(Section):

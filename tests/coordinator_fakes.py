@@ -30,8 +30,8 @@ PARAMETERS = 28_832
 
 
 def make_spec(**changes) -> RunSpec:
-    """The tiny run with rounds that become final soon; `changes` replace whole top-level fields."""
-    return tiny_spec(**({"checkpoint": {"final_depth": 3, "every": 5}} | changes))
+    """The tiny run with rounds that become final soon and settle at once; `changes` replace whole top-level fields."""
+    return tiny_spec(**({"checkpoint": {"final_depth": 3, "every": 5}, "credit": {"hold_rounds": 0}} | changes))
 
 
 def peer(number: int) -> Identity:

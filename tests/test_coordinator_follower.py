@@ -8,10 +8,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from coordinator.credits import CreditRule, account_for, pending
+from coordinator.errors import LedgerConflictError
 from coordinator.follower import Follower
 from coordinator.history import Point, charts, tokens_per_second
+from coordinator.ledger import Admitted, Ledger
 from coordinator.ledger_thread import LedgerThread
+from protocol.envelope import seal
 from protocol.ids import Round
+from protocol.ledger.entries import VoidEntry, decode_entry
+from protocol.ledger.verdicts import open_verdict
 from protocol.messages import Final, KeySigner
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer
 from tests.specs import OWNER
@@ -24,7 +29,7 @@ DEPTH = SPEC.checkpoint.final_depth
 @asynccontextmanager
 async def following(swarm, tmp_path, now=lambda: 1000.0):
     ledger = LedgerThread()
-    await ledger.open(tmp_path / "ledger.sqlite", swarm.spec.run_id)
+    await ledger.open(tmp_path / "ledger.sqlite", swarm.spec, now)
     follower = Follower(swarm.spec, OWNER, swarm, ledger, now)
     passes = asyncio.Semaphore(0)
     follower.changed = passes.release
@@ -243,3 +248,86 @@ async def test_the_last_rounds_of_a_run_that_is_over_become_final(tmp_path):
         swarm.changed()
         await until(lambda: f.settled and f.settled[0] == 4)
         assert not f.open and not f.pending
+
+
+# -- settling, verdicts, rollback ----------------------------------------------------------------------------
+
+HOLDING = make_spec(credit={"hold_rounds": 2})
+
+
+async def test_final_rounds_are_pending_until_they_were_held_long_enough(tmp_path):
+    swarm = FakeSwarm(HOLDING)
+    accounts = []
+    for rounds_more in (DEPTH + 4, 3):  # the second time after a restart
+        rounds(swarm, rounds_more)
+        accounts = [account_for(c, RULE) for c in swarm.chain.certificates]
+        async with following(swarm, tmp_path) as (f, until):
+            await until(lambda: f.head and f.head[1] == swarm.head)
+            posted = len(accounts) - DEPTH
+            assert f.settled == (posted - 1, accounts[posted - 1].record)
+            assert f.settled_balances == pending(accounts[: posted - 2])
+            assert f.pending == pending(accounts[posted - 2 :])
+            assert not f.voided
+
+
+async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_first_hand(tmp_path):
+    # A peer of 28,832 parameters and 6 FLOPs: 10^12 FLOPs a second are 5.8 million tokens.
+    spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
+    swarm, clock = FakeSwarm(spec), [10_000.0]
+    too_much = 900_000_000 // spec.data.window
+    swarm.round({0: too_much, 1: 600})  # before this coordinator was there: not judged
+    ledger = LedgerThread()
+    await ledger.open(tmp_path / "ledger.sqlite", spec)
+    for n, at in ((2, 9_000), (3, 9_990)):
+        await ledger.run(lambda db, n=n, at=at: db.admit(Admitted(peer(n).key, "", at, at, 2 * at, b"")))
+    await ledger.close()
+    async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
+
+        async def one(work):
+            clock[0] += 20
+            swarm.round(work)
+            await until(lambda: f.head and f.head[1] == swarm.head)
+
+        # 2 was admitted long ago, 3 just now, of 4 nothing is known: it cannot be judged.
+        await one({0: 600, 2: too_much, 3: too_much, 4: too_much})
+        await one({0: 600, 4: too_much})
+        await one({0: 600, 4: 600})
+        for _ in range(DEPTH):
+            await one({0: 600})
+        assert {p: b.rounds for p, b in f.voided.items()} == {peer(3).key: 1, peer(4).key: 1}
+        assert f.pending[peer(2).key].rounds == 1 and f.pending[peer(4).key].rounds == 2
+    read = Ledger(tmp_path / "ledger.sqlite", spec)
+    voids = [e.what for e in map(decode_entry, read.entries(0, 100)) if isinstance(e.what, VoidEntry)]
+    reasons = [open_verdict(v.verdict, spec.run_id, OWNER.key).reason for v in voids]
+    assert (
+        "900000000 tokens in 110 s (80 s of them slack) are 1.42 teraflops a second" in reasons[0]
+        and "at most 1 of one peer" in reasons[0]
+    )
+    assert "900000000 tokens in 100 s" in reasons[1] and read.check() == []
+    read.close()
+
+
+async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what_was_issued(tmp_path):
+    swarm = FakeSwarm(HOLDING)
+    amendment = seal(OWNER, "amendment", b"back to round 1").sent
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 4)
+        await until(lambda: f.settled and f.settled[0] == 3)
+        old = [account_for(c, RULE) for c in swarm.chain.certificates]
+        swarm.finals.clear()
+        assert await f.rollback(old[1].record, Round(1), amendment)
+        assert await f.rollback(old[1].record, Round(1), amendment) is False
+        assert f.settled == (1, old[1].record) and len(f.history) == 2
+        other = swarm.chain.fork(2)
+        for r in range(DEPTH + 2):
+            other.add({5: 800 + r}, attempt=1)
+        swarm.turn_to(other)
+        await until(lambda: f.settled and f.settled[0] == 3)
+        new = [account_for(c, RULE) for c in other.certificates]
+        assert f.settled[1] == new[3].record and not f.problem
+        assert f.settled_balances == pending(old[:4])
+        assert f.pending == pending(new[2:])
+        with pytest.raises(LedgerConflictError, match="has no such round"):
+            await f.rollback(old[3].record, Round(3), seal(OWNER, "amendment", b"other").sent)
+    async with following(swarm, tmp_path) as (f, until):
+        assert f.settled == (3, new[3].record) and f.settled_balances == pending(old[:4])

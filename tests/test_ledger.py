@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sqlite3
 import stat
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from coordinator.credits import Balance, CreditRule, account_for, pending
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import Admitted, Ledger
+from coordinator.ledger import Admitted, Binding, Head, Ledger, Refusal
+from coordinator.ledger.database import Database, SqliteDatabase
+from coordinator.ledger.migrating import migrate, migrations
+from coordinator.ledger.store import connect
 from protocol.ids import Digest
 from tests.coordinator_fakes import PARAMETERS, ChainMaker, make_spec, peer
 
@@ -31,15 +31,25 @@ def make_accounts(rounds: int):
 
 
 @pytest.fixture
-def ledger(tmp_path):
-    opened = Ledger(tmp_path / "ledger.sqlite", SPEC.run_id)
+def ledger(ledger_place):
+    opened = Ledger(ledger_place, SPEC)
     yield opened
     opened.close()
 
 
+@contextmanager
+def bare(where: str) -> Iterator[Database]:
+    """The database as its operator sees it, without the ledger around it."""
+    db = connect(where, SPEC)
+    try:
+        yield db
+    finally:
+        db.close()
+
+
 def test_credits_are_whole_micro_credits_of_model_flops():
     window = SPEC.data.window
-    assert RULE == CreditRule(6, PARAMETERS, window)
+    assert RULE == CreditRule(6, PARAMETERS, window, hold_rounds=0)
     assert RULE.micro_credits(1000) == 6 * PARAMETERS * 1000 * window // 10**9
     assert CreditRule(6, 10**9, 128).micro_credits(10**6) == 768_000_000  # beyond what a double divides exactly
     chain = ChainMaker(SPEC)
@@ -53,20 +63,20 @@ def test_credits_are_whole_micro_credits_of_model_flops():
 def test_a_settled_round_is_read_back_whole(ledger):
     accounts = make_accounts(5)
     for account in accounts:
-        assert ledger.settle(account)
+        assert ledger.post(account)
     assert ledger.accounts(limit=10) == accounts
     assert ledger.accounts(after=2, limit=1) == accounts[3:4]
     assert ledger.last() == (4, accounts[4].record)
     assert ledger.balances() == pending(accounts)
-    newest = ledger.newest_entries(peer(0).key, 2)
+    newest = ledger.history_of(peer(0).key, limit=2)
     assert [e.round for e in newest] == [4, 3]
 
 
 def test_settling_a_round_again_changes_nothing(ledger):
     accounts = make_accounts(3)
     for account in accounts + accounts:
-        ledger.settle(account)
-    assert ledger.settle(accounts[1]) is False
+        ledger.post(account)
+    assert ledger.post(accounts[1]) is False
     assert ledger.balances() == pending(accounts)
 
 
@@ -74,73 +84,163 @@ def test_another_record_for_a_settled_round_is_refused_loudly(ledger):
     chain = ChainMaker(SPEC)
     first = account_for(chain.add({0: 10}), RULE)
     other = account_for(ChainMaker(SPEC).add({0: 10}, attempt=1), RULE)
-    ledger.settle(first)
+    ledger.post(first)
     with pytest.raises(LedgerConflictError, match="settled with record"):
-        ledger.settle(other)
+        ledger.post(other)
     assert ledger.last() == (0, first.record)
 
 
 def test_other_entries_for_a_settled_record_are_refused_loudly(ledger):
     account = make_accounts(1)[0]
-    ledger.settle(account)
+    ledger.post(account)
     inflated = replace(account, entries=tuple(replace(e, micro_credits=e.micro_credits + 1) for e in account.entries))
     with pytest.raises(LedgerConflictError, match="not what record"):
-        ledger.settle(inflated)
+        ledger.post(inflated)
 
 
 def test_a_round_that_does_not_follow_the_last_is_refused(ledger):
     accounts = make_accounts(3)
     with pytest.raises(LedgerConflictError, match="is empty"):
-        ledger.settle(accounts[1])
-    ledger.settle(accounts[0])
+        ledger.post(accounts[1])
+    ledger.post(accounts[0])
     with pytest.raises(LedgerConflictError, match="does not follow"):
-        ledger.settle(accounts[2])
+        ledger.post(accounts[2])
     with pytest.raises(LedgerConflictError, match="does not follow"):
-        ledger.settle(replace(accounts[1], parent=Digest(bytes(32))))
+        ledger.post(replace(accounts[1], parent=Digest(bytes(32))))
     assert ledger.last() == (0, accounts[0].record)
+
+
+TABLES = ("log", "entries", "nodes", "rounds", "peers", "lines", "transfers", "refusals", "heads", "bindings")
+
+
+def filled(ledger) -> None:
+    """Something in every table of the ledger."""
+    accounts = make_accounts(4)
+    for account in accounts:
+        ledger.post(account)
+    a, line = accounts[0], accounts[0].entries[0]
+    ledger.refuse(Refusal(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
+    ledger.add_head(Head(ledger.size(), ledger.root(), 5, b"head"))
+    ledger.bind(Binding(line.peer, peer(7).key, 5, b"word"))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_database_itself_refuses_to_change_what_is_written(ledger, ledger_place, table):
+    filled(ledger)
+    with bare(ledger_place) as db:
+        before = db.query(f"SELECT * FROM {table}")
+        assert before
+        column = {"log": "run", "entries": "time", "nodes": "hash", "rounds": "loss", "peers": "peer", "lines": "sent",
+                  "transfers": "micro_credits", "refusals": "reason"}.get(table, "sent")  # fmt: skip
+        statements = [f"UPDATE {table} SET {column} = {column}", f"DELETE FROM {table}"]
+        if db.dialect == "sqlite":
+            statements.append(f"INSERT OR REPLACE INTO {table} SELECT * FROM {table}")
+        else:
+            statements += [
+                f"TRUNCATE {table} CASCADE",
+                f"INSERT INTO {table} SELECT * FROM {table} ON CONFLICT ({db_key(table)}) DO UPDATE "
+                f"SET {column} = excluded.{column}",
+            ]
+        for statement in statements:
+            with pytest.raises(LedgerError, match="append-only"):
+                db.query(statement)
+        assert db.query(f"SELECT * FROM {table}") == before
+
+
+def db_key(table: str) -> str:
+    keys = {"log": "run", "entries": "sequence", "nodes": "level, place", "rounds": "entry", "lines": "entry, line",
+            "transfers": "entry, line, source"}  # fmt: skip
+    return keys.get(table, "id")
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE credits SET micro_credits = 10",
-        "DELETE FROM credits",
-        "UPDATE rounds SET tokens = 1",
-        "DELETE FROM rounds",
-        "INSERT INTO credits SELECT run, 7, record, peer, windows, tokens, micro_credits FROM credits",
-        "INSERT OR REPLACE INTO rounds SELECT run, round, record, parent, base_state, 0, 1, NULL, NULL FROM rounds",
-        "INSERT OR REPLACE INTO credits SELECT run, round, record, peer, windows, tokens, 9 FROM credits",
-        "INSERT OR REPLACE INTO rounds SELECT run, round + 5, record, parent, base_state, 0, 1, NULL, NULL FROM rounds",
+        # Credit twice: settled after it was settled, issued again, out of nowhere, to somebody else.
+        "INSERT INTO transfers SELECT entry, line, source, target + 1, sequence, 1 FROM transfers WHERE source > 0",
+        "INSERT INTO transfers SELECT entry, line, source, target, sequence, 1 FROM transfers WHERE source = 0",
+        "INSERT INTO transfers SELECT entry, line, target, 4, sequence, 1 FROM transfers WHERE source = 0",
+        "INSERT INTO transfers SELECT entry, line + 70, 0, target, sequence, 1 FROM transfers WHERE source = 0",
+        "INSERT INTO lines SELECT entry, line + 50, peer, sent FROM lines",
+        # A gap, and a link that does not fit.
+        "INSERT INTO entries SELECT sequence + 99, kind, previous, leaf, time, sent FROM entries",
+        "INSERT INTO entries SELECT sequence + 1, kind, previous, leaf, time, sent FROM entries WHERE sequence = 7",
     ],
 )
-def test_the_file_itself_refuses_to_change_what_is_settled(ledger, statement):
-    for account in make_accounts(2):
-        ledger.settle(account)
+def test_the_database_itself_refuses_what_does_not_follow(ledger, ledger_place, statement):
+    filled(ledger)
+    with bare(ledger_place) as db:
+        with pytest.raises(LedgerError):
+            db.query(statement)
+
+
+def test_sqlite_does_not_replace_a_row_by_another_unique_column_than_the_key(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.sqlite", SPEC)
+    filled(ledger)
     ledger.close()
-    db = sqlite3.connect(ledger.path)
-    db.execute("PRAGMA foreign_keys = ON")
-    with pytest.raises(sqlite3.IntegrityError):
-        with db:
-            db.execute(statement)
-    db.close()
+    with bare(str(tmp_path / "ledger.sqlite")) as db, pytest.raises(LedgerError, match="append-only"):
+        db.query(
+            "INSERT OR REPLACE INTO rounds SELECT entry + 1, number, round, record, parent, base_state, 0, 1, NULL, "
+            "NULL FROM rounds WHERE number = 3"
+        )
 
 
-def test_a_ledger_of_another_form_is_refused_with_the_remedy(tmp_path):
-    path = tmp_path / "ledger.sqlite"
-    Ledger(path, SPEC.run_id).close()
-    db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 99")
+def test_a_ledger_of_a_newer_form_is_refused_with_the_remedy(ledger, ledger_place):
+    with bare(ledger_place) as db:
+        db.query("INSERT INTO migrations (number, name) VALUES (99, 'future')")
+    with pytest.raises(LedgerError, match="form 99.*move it away"):
+        Ledger(ledger_place, SPEC)
+
+
+def test_a_ledger_from_before_entries_were_hashed_is_refused_with_the_remedy(tmp_path):
+    db = sqlite3.connect(tmp_path / "old.sqlite")
+    db.executescript("CREATE TABLE rounds (run BLOB); CREATE TABLE credits (run BLOB); PRAGMA user_version = 1")
     db.close()
-    with pytest.raises(LedgerError, match="form 99.*move the file away"):
-        Ledger(path, SPEC.run_id)
+    with pytest.raises(LedgerError, match="form 1, from before.*move it away"):
+        Ledger(tmp_path / "old.sqlite", SPEC)
+
+
+def test_a_file_of_another_run_is_refused_and_a_server_keeps_many_runs(ledger, ledger_place):
+    other = make_spec(seed=9)
+    if "postgresql" in ledger_place:
+        second = Ledger(ledger_place, other)
+        filled(ledger)
+        assert second.size() == 0 and ledger.size() == 8
+        second.close()
+    else:
+        with pytest.raises(LedgerError, match="is the ledger of run"):
+            Ledger(ledger_place, other)
+
+
+def test_migrations_are_numbered_without_gaps_and_run_once(tmp_path):
+    for dialect in ("sqlite", "postgresql"):
+        known = migrations(dialect)
+        assert [number for number, _, _ in known] == list(range(1, len(known) + 1))
+    (tmp_path / "0001_a.sql").write_text("CREATE TABLE log (run BLOB); CREATE TABLE a (x INTEGER);")
+    db = SqliteDatabase(tmp_path / "x.sqlite")
+    migrate(db, SPEC.run_id, tmp_path)
+    (tmp_path / "0002_b.sqlite.sql").write_text("ALTER TABLE a ADD COLUMN y INTEGER;")
+    (tmp_path / "0002_b.postgresql.sql").write_text("ALTER TABLE a ADD COLUMN y BIGINT;")
+    migrate(db, SPEC.run_id, tmp_path)
+    migrate(db, SPEC.run_id, tmp_path)
+    db.query("SELECT x, y FROM a")
+    # One that fails leaves nothing of itself.
+    (tmp_path / "0003_c.sql").write_text("CREATE TABLE c (x INTEGER); CREATE TABLE a (x INTEGER);")
+    with pytest.raises(LedgerError, match="already exists"):
+        migrate(db, SPEC.run_id, tmp_path)
+    assert "c" not in db.tables() and db.query("SELECT count(*) FROM migrations") == [(2,)]
+    (tmp_path / "0005_e.sql").write_text("SELECT 1;")
+    with pytest.raises(LedgerError, match="lacks a migration"):
+        migrate(db, SPEC.run_id, tmp_path)
+    db.close()
 
 
 def test_a_file_that_is_no_ledger_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "ledger.sqlite").write_bytes(b"hello" * 1000)
     with pytest.raises(LedgerError, match="move it away"):
-        Ledger(tmp_path / "ledger.sqlite", SPEC.run_id)
+        Ledger(tmp_path / "ledger.sqlite", SPEC)
     with pytest.raises(LedgerError, match="check that the folder exists"):
-        Ledger(tmp_path / "missing" / "ledger.sqlite", SPEC.run_id)
+        Ledger(tmp_path / "missing" / "ledger.sqlite", SPEC)
 
 
 def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
@@ -149,67 +249,18 @@ def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
     ledger.saw(accounts[0].record, accounts[0].round, 2000.0)
     assert ledger.sightings() == {accounts[0].record: 1000.0}
     for account in accounts:
-        ledger.settle(account)
+        ledger.post(account)
     assert [r.seen_at for r in ledger.rounds()] == [1000.0, None]
     assert ledger.sightings() == {}
 
 
 def test_admissions_of_peers_without_credits_are_forgotten_in_the_end(ledger):
-    ledger.settle(make_accounts(1)[0])
+    ledger.post(make_accounts(1)[0])
     for n in (0, 9):
         ledger.admit(Admitted(peer(n).key, f"p{n}", 1, 1, 10, b"x"))
     ledger.admit(Admitted(peer(0).key, "new name", 5, 5, 20, b"y"))
     assert ledger.forget_admissions(1000) == 1
     assert ledger.admissions() == [Admitted(peer(0).key, "new name", 1, 5, 20, b"y")]
-
-
-WORKER = """
-import sys
-from pathlib import Path
-from tests.test_ledger import make_accounts, SPEC
-from coordinator.ledger import Ledger
-ledger = Ledger(Path(sys.argv[1]), SPEC.run_id)
-accounts = make_accounts(60)
-print("ready", flush=True)
-# Everything from the start again, as a coordinator does that does not trust its memory.
-for account in accounts:
-    ledger.settle(account)
-    print(account.round, flush=True)
-"""
-
-
-def test_no_kill_loses_or_doubles_a_credit(tmp_path):
-    path, accounts = tmp_path / "ledger.sqlite", make_accounts(60)
-    settled = -1
-    for delay in (0.0, 0.002, 0.005, 0.01, 0.02):
-        worker = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(path)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert worker.stdout is not None
-        try:
-            assert worker.stdout.readline() == b"ready\n"
-            time.sleep(delay)
-        finally:
-            worker.send_signal(signal.SIGKILL)
-            said = worker.stdout.read().split()
-            worker.wait()
-            worker.stdout.close()
-        ledger = Ledger(path, SPEC.run_id)
-        last = ledger.last()
-        count = 0 if last is None else last[0] + 1
-        # Said means committed; and what is there is exactly a beginning of the chain's accounts.
-        assert count >= max(settled, *(int(s) for s in said), -1) + 1 if said else count >= settled + 1
-        assert ledger.accounts(limit=100) == accounts[:count]
-        assert ledger.balances() == pending(accounts[:count])
-        settled = count - 1
-        ledger.close()
-    ledger = Ledger(path, SPEC.run_id)
-    for account in accounts:
-        ledger.settle(account)
-    assert ledger.balances() == pending(accounts) != {}
-    ledger.close()
 
 
 def test_a_ledger_that_forgets_uniqueness_would_be_caught_by_these_tests():

@@ -53,7 +53,8 @@ def test_the_wheel_has_every_schema_page_and_table(wheel: set[str]):
         for p in (ROOT / package).rglob("*")
         if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".py"
     }
-    assert {"protocol/wire/swarm.proto", "protocol/wire/coordinator.proto", "coordinator/schema.sql"} <= want
+    tables = "coordinator/ledger/migrations/0001_books.sqlite.sql"
+    assert {"protocol/wire/swarm.proto", "protocol/wire/coordinator.proto", tables} <= want
     assert not want - wheel, "name its suffix in pyproject.toml, [tool.setuptools.package-data]"
 
 

@@ -97,6 +97,8 @@ def test_every_field_counts_for_the_run_id():
         table("round", max_seconds=31),
         {"admission": {"seconds": 61}},
         {"credit": {"flops_per_parameter_token": 7}},
+        {"credit": {"hold_rounds": 13}},
+        {"credit": {"max_teraflops_per_second": 1}},
         {"checkpoint": {"every": 11}},
     ]
     ids = {tiny_spec().run_id} | {tiny_spec(**change).run_id for change in changes}

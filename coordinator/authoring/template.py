@@ -159,6 +159,10 @@ max_members = $max_members
 [credit]
 # One credit is 10^15 FLOPs of accepted training, so many for each parameter and token. Default 6.
 #flops_per_parameter_token = 6
+# Credit settles when so many more rounds are final; until then the owner can void it. 0: at once. Default 12.
+#hold_rounds = 12
+# The most that one peer can plausibly do, in 10^12 FLOPs a second: what claims more is voided. Default 20_000.
+#max_teraflops_per_second = 20_000
 
 [checkpoint]
 # Rounds between checkpoints. Default 10.

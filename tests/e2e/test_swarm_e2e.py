@@ -16,6 +16,7 @@ import torch
 
 from coordinator.service import LEDGER_FILE
 from peer.coordinator_client import Account, CoordinatorClient
+from protocol.ledger.entries import decode_line
 from protocol.messages import Header, Signed
 from tests.e2e.chains import check_same
 from tests.e2e.conftest import PEERS
@@ -151,7 +152,11 @@ def check_ledger(world: World) -> None:
     spec = world.spec
     with closing(sqlite3.connect(f"file:{world.coordinator_home / LEDGER_FILE}?mode=ro", uri=True)) as db:
         rounds = db.execute("SELECT round, record, tokens FROM rounds ORDER BY round").fetchall()
-        rows = db.execute("SELECT round, peer, tokens, micro_credits FROM credits ORDER BY round, peer").fetchall()
+        lines = db.execute("SELECT r.round, l.sent FROM lines l JOIN rounds r ON r.entry = l.entry ORDER BY 1, l.line")
+        read = [(round_, decode_line(sent)) for round_, sent in lines]
+        sums = dict(db.execute("SELECT account, micro_credits FROM account_sums"))
+    rows = [(round_, bytes(line.peer), line.tokens, line.micro_credits) for round_, line in read]
+    assert sum(sums.values()) == 0 and -sums["issuance"] == sum(row[3] for row in rows)
     path = world.branch("ada").path[: len(rounds)]
     window, expected = spec.data.window, []
     for c in path:

@@ -71,6 +71,8 @@ propose_seconds = 1
 patience_seconds = 5
 heartbeat_seconds = 0.3
 member_seconds = 3
+[credit]
+hold_rounds = 2
 [checkpoint]
 every = 4
 keep = 2

@@ -34,18 +34,21 @@ def credits_apart(
 ) -> str:
     """How everybody's micro-credits (settled and pending) differ from the chain up to a record; "" if in nothing.
 
-    `final`: the last round that is settled; no more than a few checkpoints' rounds may be open.
+    `final`: the last round that is posted; no more than a few checkpoints' rounds may be open. Posted rounds settle when
+    `credit.hold_rounds` are posted after them, or when the run is over.
     """
     until = next((i for i, c in enumerate(branch.path, 1) if str(c.digest) == head), None)
     if until is None:
         return f"the coordinator shows record {head[:8]}, which is not in its chain"
     if final is None or final < until - 1 - spec.checkpoint.final_depth - 3 * spec.checkpoint.every:
         return f"of {until} rounds those up to {final} are final"
+    posted = sum(c.record.body.windows for c in branch.path[: final + 1]) * spec.data.window
+    settled = final if 0 < spec.total_tokens <= posted else final - spec.credit.hold_rounds
     expected: dict[str, list[int]] = {}
     for c in branch.path[:until]:
         for u in c.record.body.updates:
             flops = 6 * spec.model.layout.numel * u.body.windows * spec.data.window
-            expected.setdefault(str(u.author), [0, 0])[c.record.body.round > final] += flops // 10**9
+            expected.setdefault(str(u.author), [0, 0])[c.record.body.round > settled] += flops // 10**9
     for key, of in expected.items():
         if found.get(key) != tuple(of):
             return f"{key[:8]} has {found.get(key)} micro-credits, and by the chain {tuple(of)}"

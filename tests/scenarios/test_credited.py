@@ -35,5 +35,16 @@ def test_what_is_otherwise_is_named(wrong):
     assert "by the chain" in told(**wrong)
 
 
+def test_what_is_posted_is_pending_until_it_was_held_long_enough():
+    spec = make_spec(credit={"hold_rounds": 2})
+    chain = ChainMaker(spec)
+    for _ in range(6):
+        chain.add({1: 3000})
+    of_one = 6 * PARAMETERS * 3000 * spec.data.window // 10**9
+    branch, head = Branch(tuple(chain.certificates), 6, None), str(chain.certificates[5].record.digest)
+    assert credits_apart(spec, branch, head, 4, {A: (3 * of_one, 3 * of_one)}) == ""
+    assert "by the chain" in credits_apart(spec, branch, head, 4, {A: (5 * of_one, of_one)})
+
+
 def test_what_is_never_settled_is_named():
     assert "are final" in told(final=None)

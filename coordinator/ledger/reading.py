@@ -1,0 +1,209 @@
+"""The statements behind `store.Ledger`: what it reads, and the rows that are not the books'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coordinator.ledger.database import Database
+from coordinator.ledger.rows import Admitted, Binding, Earned, Head, Refusal, SettledRound
+from coordinator.ledger.writing import node, settled_count
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.ledger.credits import RoundAccount
+from protocol.ledger.entries import Line, RollbackEntry, decode_entry, decode_line
+
+
+def size(db: Database) -> int:
+    rows = db.query("SELECT sequence FROM entries ORDER BY sequence DESC LIMIT 1")
+    return rows[0][0] + 1 if rows else 0
+
+
+def entries(db: Database, first: int, limit: int) -> list[bytes]:
+    rows = db.query(
+        "SELECT sent FROM entries WHERE sequence >= ? AND sequence < ? ORDER BY sequence", (first, first + limit)
+    )
+    return [bytes(r[0]) for r in rows]
+
+
+def root(db: Database, count: int) -> Digest:
+    """The root over the first `count` leaves, from the complete subtrees that they are made of."""
+    made: bytes | None = None
+    level, index = 0, count
+    while index:
+        if index & 1:
+            right = node(db, level, index - 1)
+            made = right if made is None else sha256(b"\x01", right, made)
+        level, index = level + 1, index >> 1
+    return Digest(sha256() if made is None else made)
+
+
+def lines(db: Database, sequence: int) -> list[bytes]:
+    rows = db.query("SELECT sent FROM lines WHERE entry = ? ORDER BY line", (sequence,))
+    return [bytes(r[0]) for r in rows]
+
+
+def has_amendment(db: Database, amendment: bytes) -> bool:
+    for (sent,) in db.query("SELECT sent FROM entries WHERE kind = 'rollback'"):
+        what = decode_entry(bytes(sent)).what
+        if isinstance(what, RollbackEntry) and what.amendment == amendment:
+            return True
+    return False
+
+
+# -- rounds --------------------------------------------------------------------------------------------------
+
+_BRANCH = "FROM branch b JOIN rounds r ON r.entry = b.entry "
+
+
+def last(db: Database) -> tuple[Round, Digest] | None:
+    rows = db.query(f"SELECT r.round, r.record {_BRANCH} ORDER BY b.round DESC LIMIT 1")
+    return (Round(rows[0][0]), Digest(rows[0][1])) if rows else None
+
+
+def newest_final(db: Database) -> bytes | None:
+    rows = db.query(f"SELECT r.final {_BRANCH} WHERE r.final IS NOT NULL ORDER BY b.round DESC LIMIT 1")
+    return bytes(rows[0][0]) if rows else None
+
+
+def rounds(db: Database, after: int, limit: int) -> list[SettledRound]:
+    rows = db.query(
+        f"SELECT r.round, r.record, r.base_state, r.loss, r.tokens, r.seen_at {_BRANCH} "
+        "WHERE b.round > ? ORDER BY b.round LIMIT ?",
+        (after, limit),
+    )
+    return [SettledRound(Round(r[0]), Digest(r[1]), Digest(r[2]), *r[3:]) for r in rows]
+
+
+def accounts(db: Database, after: int, limit: int) -> list[RoundAccount]:
+    rows = db.query(
+        f"SELECT r.round, r.record, r.parent, r.base_state, r.loss, r.entry {_BRANCH} "
+        "WHERE b.round > ? ORDER BY b.round LIMIT ?",
+        (after, limit),
+    )
+    shares: dict[int, list[Line]] = {r[5]: [] for r in rows}
+    if rows:
+        found = db.query(
+            "SELECT l.entry, l.sent FROM branch b JOIN lines l ON l.entry = b.entry WHERE b.round > ? AND b.round <= ? "
+            "ORDER BY b.round, l.line",
+            (after, rows[-1][0]),
+        )
+        for entry, sent in found:
+            shares[entry].append(decode_line(bytes(sent)))
+    return [
+        RoundAccount(Round(r[0]), Digest(r[1]), Digest(r[2]), Digest(r[3]), r[4], tuple(shares[r[5]])) for r in rows
+    ]
+
+
+def history_of(db: Database, peer: PeerKey, before: int | None, limit: int) -> list[Earned]:
+    rows = db.query(
+        "SELECT l.entry, l.line, r.number, r.round, r.record, l.sent, v.line FROM peers p "
+        "JOIN lines l ON l.peer = p.id JOIN rounds r ON r.entry = l.entry "
+        "LEFT JOIN transfers v ON v.entry = l.entry AND v.line = l.line AND v.target = 4 * p.id + 3 "
+        "WHERE p.peer = ? AND l.entry < ? ORDER BY l.entry DESC LIMIT ?",
+        (bytes(peer), 2**62 if before is None else before, limit),
+    )
+    settled = settled_count(db)
+    found = []
+    for entry, i, number, round_, record, sent, voided in rows:
+        line = decode_line(bytes(sent))
+        status = "voided" if voided is not None else "settled" if number < settled else "pending"
+        found.append(
+            Earned(entry, i, number, Round(round_), Digest(record), peer, line.update, line.windows, line.tokens,
+                   line.micro_credits, status)
+        )  # fmt: skip
+    return found
+
+
+def at_work_since(db: Database, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
+    seen = dict(db.query("SELECT p.peer, s.last_at FROM standings s JOIN peers p ON p.id = s.peer"))
+    found = {}
+    for peer in peers:
+        if bytes(peer) in seen:
+            at = seen[bytes(peer)]
+        else:
+            rows = db.query("SELECT first_at FROM admissions WHERE peer = ?", (bytes(peer),))
+            at = rows[0][0] if rows else None
+        if at is not None:
+            found[peer] = float(at)
+    return found
+
+
+# -- refusals, tree heads, bindings --------------------------------------------------------------------------
+
+
+def _next(db: Database, table: str) -> int:
+    """The next row's number; there is one writer at a time."""
+    return db.query(f"SELECT coalesce(max(id), 0) + 1 FROM {table}")[0][0]
+
+
+def refuse(db: Database, r: Refusal) -> bool:
+    key = (bytes(r.peer), bytes(r.record), bytes(r.update))
+    if db.query("SELECT 1 FROM refusals WHERE peer = ? AND record = ? AND header = ?", key):
+        return False
+    db.query(
+        "INSERT INTO refusals (id, round, parent, record, peer, header, reason, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (_next(db, "refusals"), r.round, bytes(r.parent), bytes(r.record), bytes(r.peer), bytes(r.update), r.reason,
+         r.at),
+    )  # fmt: skip
+    return True
+
+
+def refusals(db: Database, peer: PeerKey, before: int | None, limit: int) -> list[tuple[int, Refusal]]:
+    rows = db.query(
+        "SELECT id, round, parent, record, peer, header, reason, at FROM refusals WHERE peer = ? AND id < ? "
+        "ORDER BY id DESC LIMIT ?",
+        (bytes(peer), 2**62 if before is None else before, limit),
+    )
+    return [
+        (r[0], Refusal(Round(r[1]), Digest(r[2]), Digest(r[3]), PeerKey(r[4]), Digest(r[5]), r[6], r[7])) for r in rows
+    ]
+
+
+def add_head(db: Database, h: Head) -> None:
+    db.query(
+        "INSERT INTO heads (id, size, root, time, sent) VALUES (?, ?, ?, ?, ?)",
+        (_next(db, "heads"), h.size, bytes(h.root), h.time, h.sent),
+    )
+
+
+def heads(db: Database, limit: int, before: int | None) -> list[Head]:
+    rows = db.query(
+        "SELECT size, root, time, sent FROM heads WHERE size < ? ORDER BY id DESC LIMIT ?",
+        (2**62 if before is None else before, limit),
+    )
+    return [Head(r[0], Digest(r[1]), r[2], bytes(r[3])) for r in rows]
+
+
+def bind(db: Database, b: Binding) -> None:
+    db.query(
+        "INSERT INTO bindings (id, peer, account, time, sent) VALUES (?, ?, ?, ?, ?)",
+        (_next(db, "bindings"), bytes(b.peer), bytes(b.account), b.time, b.sent),
+    )
+
+
+def bindings(db: Database) -> list[Binding]:
+    rows = db.query("SELECT peer, account, time, sent FROM bindings ORDER BY id")
+    return [Binding(PeerKey(r[0]), PeerKey(r[1]), r[2], bytes(r[3])) for r in rows]
+
+
+# -- admissions ----------------------------------------------------------------------------------------------
+
+
+def admit(db: Database, a: Admitted) -> None:
+    db.query(
+        "INSERT INTO admissions (peer, name, first_at, not_before, not_after, sent) VALUES (?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (peer) DO UPDATE SET name = excluded.name, not_before = excluded.not_before, "
+        "not_after = excluded.not_after, sent = excluded.sent",
+        (bytes(a.peer), a.name, a.first_at, a.not_before, a.not_after, a.sent),
+    )
+
+
+def admissions(db: Database) -> list[Admitted]:
+    rows = db.query("SELECT peer, name, first_at, not_before, not_after, sent FROM admissions")
+    return [Admitted(PeerKey(r[0]), r[1], r[2], r[3], r[4], bytes(r[5])) for r in rows]
+
+
+def forget_admissions(db: Database, before: int) -> int:
+    where = "not_after < ? AND peer NOT IN (SELECT peer FROM peers)"
+    count = db.query(f"SELECT count(*) FROM admissions WHERE {where}", (before,))[0][0]
+    db.query(f"DELETE FROM admissions WHERE {where}", (before,))
+    return count

@@ -1,0 +1,84 @@
+"""What is read from the ledger's tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from protocol.ids import Digest, PeerKey, Round
+
+Status = Literal["pending", "settled", "voided"]
+
+
+@dataclass(frozen=True, slots=True)
+class SettledRound:
+    """A final round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand."""
+
+    round: Round
+    record: Digest
+    base_state: Digest
+    loss: float
+    tokens: int
+    seen_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Earned:
+    """A line of the ledger with where it stands: `entry` is the sequence of its round entry, `number` counts those."""
+
+    entry: int
+    line: int
+    number: int
+    round: Round
+    record: Digest
+    peer: PeerKey
+    update: Digest
+    windows: int
+    tokens: int
+    micro_credits: int
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An announced update that a round left out: `update` is the digest of its signed header; `at` in unix seconds."""
+
+    round: Round
+    parent: Digest
+    record: Digest
+    peer: PeerKey
+    update: Digest
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A signed tree head: `sent` is the envelope, `time` in unix milliseconds."""
+
+    size: int
+    root: Digest
+    time: int
+    sent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A peer's word, and its account's, that they belong together: `sent` is the account's envelope."""
+
+    peer: PeerKey
+    account: PeerKey
+    time: int
+    sent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The newest admission of a peer."""
+
+    peer: PeerKey
+    name: str
+    first_at: int
+    not_before: int
+    not_after: int
+    sent: bytes

@@ -1,0 +1,60 @@
+"""Accounts and what moves between them. A transfer takes from one account what it gives to another: double entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from protocol.ids import PeerKey
+from protocol.ledger.credits import Balance
+from protocol.ledger.entries import Line
+
+Kind = Literal["issuance", "pending", "settled", "voided"]
+
+ISSUANCE: Kind = "issuance"
+PENDING: Kind = "pending"
+SETTLED: Kind = "settled"
+VOIDED: Kind = "voided"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Printed as "issuance", "pending/HEXKEY", "settled/HEXKEY", "voided/HEXKEY"."""
+
+    kind: Kind
+    peer: PeerKey | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.peer is None else f"{self.kind}/{self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """By the entry `sequence`, for line `line` of the round entry `entry`."""
+
+    sequence: int
+    entry: int
+    line: int
+    source: Account
+    target: Account
+    micro_credits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A peer's three balances."""
+
+    pending: Balance = Balance()
+    settled: Balance = Balance()
+    voided: Balance = Balance()
+
+    def of(self, kind: Kind) -> Balance:
+        """One of the three."""
+        return getattr(self, kind)
+
+    def moved(self, line: Line, source: Kind, target: Kind) -> Standing:
+        """After a transfer of a line."""
+        changed = {target: self.of(target).plus(line)}
+        if source != ISSUANCE:
+            changed[source] = self.of(source).minus(line)
+        return replace(self, **changed)

@@ -1,0 +1,386 @@
+"""The books: a double-entry state machine that makes the ledger's entries, and checks them for whoever audits.
+
+    issuance -> pending/PEER -> settled/PEER
+                             -> voided/PEER
+
+No clock, disk or network. The coordinator makes entries with `post_round`, `void`, `rollback`; an auditor hands what
+was made to `replay`, which makes each entry anew and compares the bytes, so there is one set of rules. Every amount
+goes from one account to another, so all accounts together are zero. Memory: what is pending, 48 bytes for each round
+of the run, and a standing for each peer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from protocol.chain import genesis_digest
+from protocol.envelope import open_envelope
+from protocol.errors import BooksError, MalformedError, SignatureError
+from protocol.ids import Digest, PeerKey, Round, RunId
+from protocol.ledger.accounts import ISSUANCE, PENDING, SETTLED, VOIDED, Account, Standing, Transfer
+from protocol.ledger.credits import CreditRule, RoundAccount
+from protocol.ledger.entries import (
+    Entry,
+    Line,
+    RollbackEntry,
+    RoundEntry,
+    SettleEntry,
+    VoidEntry,
+    What,
+    decode_entry,
+    decode_line,
+    encode_entry,
+    first_previous,
+    lines_root,
+)
+from protocol.ledger.verdicts import Verdict, open_verdict
+from protocol.merkle import leaf_hash
+from protocol.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """An entry that was made: its bytes, the lines under it (a round's), and what it does to accounts.
+
+    `number`: how many round entries are before it (a round's; else -1).
+    """
+
+    entry: Entry
+    sent: bytes
+    lines: tuple[Line, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    number: int = -1
+
+    @property
+    def leaf(self) -> Digest:
+        """The entry's leaf hash in the log, and what the next entry names as the one before."""
+        return Digest(leaf_hash(self.sent))
+
+
+@dataclass(slots=True)
+class Held:
+    """A round that is posted and not settled yet."""
+
+    sequence: int
+    number: int
+    round: Round
+    record: Digest
+    lines: tuple[Line, ...]
+    voided: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class BooksState:
+    """What the books are made of, to go on from where a database ends: the log's size, its last leaf and time, the
+    round entries in it, the branch (record, own tokens and sequence of each of its rounds), records that were rolled
+    back, what is held (oldest first), and each peer's standing."""
+
+    size: int
+    leaf: Digest
+    time: int
+    posted: int
+    branch: Iterable[tuple[Digest, int, int]]
+    reverted: Iterable[Digest]
+    held: Iterable[Held]
+    standings: dict[PeerKey, Standing]
+
+
+class Books:
+    """The accounts of one run as its log leaves them. Every method raises BooksError and then has changed nothing."""
+
+    def __init__(self, run: RunId, rule: CreditRule, owner: PeerKey):
+        self.run = run
+        self.rule = rule
+        self.owner = owner
+        self.size = 0
+        """Entries in the log."""
+        self.leaf = first_previous(run)
+        """The leaf hash of the last entry."""
+        self.time = 0
+        self.posted = 0
+        """Round entries in the log."""
+        self.standings: dict[PeerKey, Standing] = {}
+        """What each peer has pending, settled and voided."""
+        self.sums: Counter[str] = Counter()
+        """The sum over all accounts of a kind; issuance is what was issued, below zero."""
+        self._held: dict[int, Held] = {}
+        self._reverted: set[Digest] = set()
+        self._records = bytearray()
+        self._tokens = array("q")
+        self._sequences = array("q")
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Books:
+        """Empty books of a run."""
+        return cls(spec.run_id, CreditRule.of(spec), spec.owner_key)
+
+    @classmethod
+    def resumed(cls, run: RunId, rule: CreditRule, owner: PeerKey, state: BooksState) -> Books:
+        """Books that go on from a state. The state is trusted: an auditor replays instead."""
+        books = cls(run, rule, owner)
+        books.size, books.leaf, books.time, books.posted = state.size, state.leaf, state.time, state.posted
+        for record, tokens, sequence in state.branch:
+            books._grow(record, tokens, sequence)
+        books._reverted = set(state.reverted)
+        books._held = {h.sequence: h for h in state.held}
+        books.standings = dict(state.standings)
+        for s in books.standings.values():
+            for kind in (PENDING, SETTLED, VOIDED):
+                books.sums[kind] += s.of(kind).micro_credits
+                books.sums[ISSUANCE] -= s.of(kind).micro_credits
+        return books
+
+    # -- what is known ---------------------------------------------------------------------------------------
+
+    @property
+    def rounds(self) -> int:
+        """Rounds on the run's branch: the next one has this number."""
+        return len(self._sequences)
+
+    @property
+    def tip(self) -> Digest:
+        """The record that the next round is built on."""
+        return self.record_of(Round(self.rounds - 1)) if self.rounds else genesis_digest(self.run)
+
+    def record_of(self, round_: Round) -> Digest:
+        """The record of a round on the branch. Raises IndexError."""
+        if not 0 <= round_ < self.rounds:
+            raise IndexError(round_)
+        return Digest(bytes(self._records[32 * round_ : 32 * round_ + 32]))
+
+    def entry_of(self, round_: Round) -> int:
+        """The sequence of the round entry of a round on the branch. Raises IndexError."""
+        return self._sequences[round_]
+
+    @property
+    def tokens(self) -> int:
+        """Accepted on the branch."""
+        return self._tokens[-1] if self._tokens else 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the branch has the run's tokens."""
+        return 0 < self.rule.total_tokens <= self.tokens
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What is posted and not settled, oldest first."""
+        return tuple(self._held.values())
+
+    @property
+    def due(self) -> int | None:
+        """The round entry that must be settled before anything else is written."""
+        oldest = next(iter(self._held.values()), None)
+        if oldest is None or not (self.over or self.posted - 1 - oldest.number >= self.rule.hold_rounds):
+            return None
+        return oldest.sequence
+
+    def zero(self) -> int:
+        """The sum over all accounts; anything but 0 is a fault of this program."""
+        return sum(self.sums.values())
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def post_round(self, account: RoundAccount, time: int) -> list[Posted]:
+        """The round's entry, then the settlements that it makes due, oldest first. `time`: unix milliseconds."""
+        posted = [self._post(account, self._later(time))]
+        while (entry := self.due) is not None:
+            posted.append(self._settle(entry, self.time))
+        return posted
+
+    def void(self, verdict: bytes, time: int) -> Posted:
+        """Void the line that a verdict of the owner names (see `verdicts`), while it is pending."""
+        return self._void(verdict, self._later(time))
+
+    def rollback(self, record: Digest, round_: Round, amendment: bytes, time: int) -> Posted:
+        """Let the next round be the child of a record on the branch, by a signed amendment of the owner."""
+        return self._rollback(record, round_, amendment, self._later(time))
+
+    # -- checking --------------------------------------------------------------------------------------------
+
+    def replay(self, sent: bytes, lines: Sequence[bytes] = ()) -> Posted:
+        """Take in the next entry of a log that somebody else keeps, with the lines of a round.
+
+        Raises BooksError when it is not the entry that these books would have made, MalformedError when it does not
+        parse. The certificate of a round is not looked at: whoever has the chain compares `lines` with it.
+        """
+        entry = decode_entry(sent)
+        if entry.time < self.time:
+            raise BooksError(f"entry {self.size} is of {entry.time} ms, before the entry before it ({self.time} ms)")
+        what = entry.what
+        if lines and not isinstance(what, RoundEntry):
+            raise BooksError(f"entry {self.size} is no round, and has lines")
+        check = _Expected(sent, self.size)
+        if isinstance(what, RoundEntry):
+            shares = tuple(decode_line(line) for line in lines)
+            account = RoundAccount(what.round, what.record, what.parent, what.parent, 0.0, shares)
+            return self._post(account, entry.time, check)
+        if isinstance(what, SettleEntry):
+            return self._settle(what.entry, entry.time, check)
+        if isinstance(what, VoidEntry):
+            return self._void(what.verdict, entry.time, check)
+        return self._rollback(what.record, what.round, what.amendment, entry.time, check)
+
+    # -- the rules -------------------------------------------------------------------------------------------
+
+    def _post(self, account: RoundAccount, time: int, expected: _Expected | None = None) -> Posted:
+        self._nothing_due()
+        if account.round != self.rounds or account.parent != self.tip:
+            where = f"ends with round {self.rounds - 1}, record {self.tip.short}" if self.rounds else "is empty"
+            raise BooksError(
+                f"round {account.round} (record {account.record.short}, parent {account.parent.short}) does not "
+                f"follow the ledger, which {where}"
+            )
+        if account.record in self._reverted:
+            raise BooksError(f"record {account.record.short} was rolled back, and its credit was issued then")
+        lines = account.entries
+        if not lines:
+            raise BooksError(f"round {account.round} has no lines: a record has a contributor at least")
+        for i, line in enumerate(lines):
+            if i and line.peer <= lines[i - 1].peer:
+                raise BooksError(f"the lines of round {account.round} are not by ascending peer: line {i}")
+            tokens, credit = line.windows * self.rule.window, self.rule.micro_credits(line.windows)
+            if (line.tokens, line.micro_credits) != (tokens, credit):
+                raise BooksError(
+                    f"line {i} of round {account.round} says {line.tokens} tokens and {line.micro_credits} "
+                    f"micro-credits; {line.windows} windows are {tokens} tokens and earn {credit}"
+                )
+        what = RoundEntry(
+            account.round, account.record, account.parent, lines_root(lines), len(lines), account.micro_credits
+        )
+        entry, sent = self._made(what, time, expected)
+        moved = [(i, Account(ISSUANCE), Account(PENDING, line.peer)) for i, line in enumerate(lines)]
+        transfers = self._move(entry, entry.sequence, lines, moved)
+        number = self.posted
+        self._held[entry.sequence] = Held(entry.sequence, number, account.round, account.record, lines)
+        self.posted += 1
+        self._grow(account.record, account.tokens, entry.sequence)
+        return self._written(Posted(entry, sent, lines, transfers, number))
+
+    def _settle(self, sequence: int, time: int, expected: _Expected | None = None) -> Posted:
+        if sequence != self.due:
+            what = "nothing is due" if self.due is None else f"entry {self.due} is due"
+            raise BooksError(f"entry {self.size} settles entry {sequence}, but {what}")
+        held = self._held[sequence]
+        good = [i for i in range(len(held.lines)) if i not in held.voided]
+        amount = sum(held.lines[i].micro_credits for i in good)
+        entry, sent = self._made(SettleEntry(sequence, len(good), amount), time, expected)
+        moved = [(i, Account(PENDING, held.lines[i].peer), Account(SETTLED, held.lines[i].peer)) for i in good]
+        transfers = self._move(entry, sequence, held.lines, moved)
+        del self._held[sequence]
+        return self._written(Posted(entry, sent, (), transfers))
+
+    def _void(self, sent_verdict: bytes, time: int, expected: _Expected | None = None) -> Posted:
+        self._nothing_due()
+        try:
+            verdict = open_verdict(sent_verdict, self.run, self.owner)
+        except (MalformedError, SignatureError) as e:
+            raise BooksError(f"a verdict that does not count: {e}") from None
+        held, i = self._named(verdict)
+        line = held.lines[i]
+        what = VoidEntry(held.sequence, i, line.micro_credits, sent_verdict)
+        entry, sent = self._made(what, time, expected)
+        moved = [(i, Account(PENDING, line.peer), Account(VOIDED, line.peer))]
+        transfers = self._move(entry, held.sequence, held.lines, moved)
+        held.voided.add(i)
+        return self._written(Posted(entry, sent, (), transfers))
+
+    def _named(self, verdict: Verdict) -> tuple[Held, int]:
+        """The line that a verdict is about."""
+        for held in self._held.values():
+            if (held.record, held.round) == (verdict.record, verdict.round):
+                for i, line in enumerate(held.lines):
+                    if (line.peer, line.update) == (verdict.peer, verdict.update):
+                        if i in held.voided:
+                            raise BooksError(f"line {i} of entry {held.sequence} is voided already")
+                        return held, i
+        raise BooksError(
+            f"a verdict on update {verdict.update.short} of {verdict.peer.short} in round {verdict.round}: no such "
+            "line is pending (what is settled stays)"
+        )
+
+    def _rollback(
+        self, record: Digest, round_: Round, amendment: bytes, time: int, expected: _Expected | None = None
+    ) -> Posted:
+        self._nothing_due()
+        if not 0 <= round_ < self.rounds or self.record_of(round_) != record:
+            raise BooksError(
+                f"a rollback to round {round_}, record {record.short}: the ledger's branch has no such round"
+            )
+        try:
+            author = open_envelope(amendment, "amendment").author
+        except (MalformedError, SignatureError) as e:
+            raise BooksError(f"an amendment that does not count: {e}") from None
+        if author != self.owner:
+            raise BooksError(f"an amendment signed by {author.short}, who does not own the run")
+        entry, sent = self._made(RollbackEntry(record, round_, amendment), time, expected)
+        self._reverted |= {self.record_of(Round(r)) for r in range(round_ + 1, self.rounds)}
+        del self._records[32 * (round_ + 1) :]
+        del self._tokens[round_ + 1 :]
+        del self._sequences[round_ + 1 :]
+        return self._written(Posted(entry, sent))
+
+    def _nothing_due(self) -> None:
+        if (due := self.due) is not None:
+            raise BooksError(f"entry {self.size} must settle entry {due}, which is due")
+
+    def _later(self, time: int) -> int:
+        """A clock that was set back writes the time of the entry before."""
+        return max(int(time), self.time)
+
+    def _made(self, what: What, time: int, expected: _Expected | None) -> tuple[Entry, bytes]:
+        entry = Entry(self.run, self.size, self.leaf, time, what)
+        sent = encode_entry(entry)
+        if expected is not None:
+            expected.check(entry, sent)
+        return entry, sent
+
+    def _written(self, posted: Posted) -> Posted:
+        self.size += 1
+        self.leaf = posted.leaf
+        self.time = posted.entry.time
+        return posted
+
+    def _move(
+        self, entry: Entry, of: int, lines: Sequence[Line], moved: Iterable[tuple[int, Account, Account]]
+    ) -> tuple[Transfer, ...]:
+        """Transfers of the lines `moved` of the round entry `of`, done to the accounts."""
+        transfers = []
+        for i, source, target in moved:
+            line = lines[i]
+            transfers.append(Transfer(entry.sequence, of, i, source, target, line.micro_credits))
+            self.sums[source.kind] -= line.micro_credits
+            self.sums[target.kind] += line.micro_credits
+            standing = self.standings.get(line.peer, _NOTHING)
+            self.standings[line.peer] = standing.moved(line, source.kind, target.kind)
+        return tuple(transfers)
+
+    def _grow(self, record: Digest, tokens: int, sequence: int) -> None:
+        self._records += record
+        self._tokens.append(self.tokens + tokens)
+        self._sequences.append(sequence)
+
+
+_NOTHING = Standing()
+
+
+class _Expected:
+    """What an entry that is replayed must be, to the byte."""
+
+    def __init__(self, sent: bytes, sequence: int):
+        self._sent = sent
+        self._sequence = sequence
+
+    def check(self, made: Entry, sent: bytes) -> None:
+        if sent == self._sent:
+            return
+        theirs = decode_entry(self._sent)
+        for name in ("run", "sequence", "previous", "time"):
+            if getattr(made, name) != getattr(theirs, name):
+                raise BooksError(
+                    f"entry {self._sequence}: {name} is {getattr(theirs, name)}, not {getattr(made, name)}"
+                )
+        raise BooksError(f"entry {self._sequence} says {theirs.what}, and follows from the ones before as {made.what}")

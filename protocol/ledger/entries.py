@@ -1,0 +1,226 @@
+"""The ledger's entries and lines as bytes: one way to write each, strictly read and bounded.
+
+What was written is what is hashed, so reading takes exactly the bytes that writing makes. Messages are in
+protocol/wire/ledger.proto; what they mean is in `books`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from protocol.envelope import MAX_ENVELOPE
+from protocol.errors import MalformedError
+from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
+from protocol.merkle import leaf_hash, tree_hash
+from protocol.messages import MAX_CONTRIBUTORS
+from protocol.wire import ledger_pb2 as wire
+
+MAX_LINE = 128
+"""Bytes of a line: two digests, three counts."""
+
+MAX_VERDICT = 1024
+"""Bytes of the envelope of a verdict."""
+
+MAX_ENTRY = MAX_ENVELOPE + 1024
+"""Bytes of an entry: the largest carries an amendment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What one accepted update earned: a leaf of its round's lines. `update` is the digest of its signed header."""
+
+    peer: PeerKey
+    update: Digest
+    windows: int
+    tokens: int
+    micro_credits: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEntry:
+    """A final round: issuance -> pending of each contributor. `lines_root` is the tree hash over its lines."""
+
+    round: Round
+    record: Digest
+    parent: Digest
+    lines_root: Digest
+    count: int
+    micro_credits: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettleEntry:
+    """All lines of the round entry `entry` that were not voided: pending -> settled."""
+
+    entry: int
+    count: int
+    micro_credits: int
+
+
+@dataclass(frozen=True, slots=True)
+class VoidEntry:
+    """One line of the round entry `entry`, by a verdict of the owner: pending -> voided."""
+
+    entry: int
+    line: int
+    micro_credits: int
+    verdict: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackEntry:
+    """The owner took the run back to a record that is in the ledger: the next round entry is its child."""
+
+    record: Digest
+    round: Round
+    amendment: bytes
+
+
+What = RoundEntry | SettleEntry | VoidEntry | RollbackEntry
+
+KINDS: dict[type, str] = {RoundEntry: "round", SettleEntry: "settle", VoidEntry: "void", RollbackEntry: "rollback"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of the log: its place, the leaf hash of the one before, unix milliseconds, and what it says."""
+
+    run: RunId
+    sequence: int
+    previous: Digest
+    time: int
+    what: What
+
+    @property
+    def kind(self) -> str:
+        """ "round", "settle", "void" or "rollback"."""
+        return KINDS[type(self.what)]
+
+
+def first_previous(run: RunId) -> Digest:
+    """What the first entry of a run's log names as the one before."""
+    return Digest(sha256(b"cairn/v1/ledger", run))
+
+
+def lines_root(lines: Sequence[Line]) -> Digest:
+    """The Merkle tree hash over a round's lines, in the record's order."""
+    return tree_hash([leaf_hash(encode_line(line)) for line in lines])
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def encode_line(line: Line) -> bytes:
+    """The one way to write a line."""
+    message = wire.Line(
+        peer=line.peer, update=line.update, windows=line.windows, tokens=line.tokens, micro_credits=line.micro_credits
+    )
+    return message.SerializeToString(deterministic=True)
+
+
+def encode_entry(entry: Entry) -> bytes:
+    """The one way to write an entry."""
+    message = wire.Entry(run=entry.run, sequence=entry.sequence, previous=entry.previous, time=entry.time)
+    what = entry.what
+    if isinstance(what, RoundEntry):
+        message.round.CopyFrom(
+            wire.RoundEntry(
+                round=what.round, record=what.record, parent=what.parent, lines_root=what.lines_root,
+                count=what.count, micro_credits=what.micro_credits,
+            )
+        )  # fmt: skip
+    elif isinstance(what, SettleEntry):
+        message.settle.CopyFrom(wire.SettleEntry(entry=what.entry, count=what.count, micro_credits=what.micro_credits))
+    elif isinstance(what, VoidEntry):
+        message.void.CopyFrom(
+            wire.VoidEntry(
+                entry=what.entry, line=what.line, micro_credits=what.micro_credits, verdict=what.verdict
+            )
+        )  # fmt: skip
+    else:
+        message.rollback.CopyFrom(wire.RollbackEntry(record=what.record, round=what.round, amendment=what.amendment))
+    return message.SerializeToString(deterministic=True)
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def decode_line(sent: bytes) -> Line:
+    """Raises MalformedError for anything but what `encode_line` writes of a line within bounds."""
+    m = _parsed(wire.Line(), sent, "a line", MAX_LINE)
+    if not m.windows or not m.tokens:
+        raise MalformedError("a line of the ledger covers at least one window")
+    line = Line(
+        PeerKey(m.peer), Digest(m.update), _count("windows", m.windows), _count("tokens", m.tokens),
+        _count("micro-credits", m.micro_credits),
+    )  # fmt: skip
+    if encode_line(line) != sent:
+        raise MalformedError("a line of the ledger is not in canonical form")
+    return line
+
+
+def decode_entry(sent: bytes) -> Entry:
+    """Raises MalformedError for anything but what `encode_entry` writes of an entry within bounds."""
+    m = _parsed(wire.Entry(), sent, "an entry", MAX_ENTRY)
+    kind = m.WhichOneof("what")
+    if kind is None:
+        raise MalformedError("an entry of the ledger that says nothing")
+    what = _READ[kind](getattr(m, kind))
+    entry = Entry(RunId(m.run), _count("sequence", m.sequence), Digest(m.previous), _count("time", m.time), what)
+    if encode_entry(entry) != sent:
+        raise MalformedError("an entry of the ledger is not in canonical form")
+    return entry
+
+
+def _round(m: wire.RoundEntry) -> RoundEntry:
+    if not 1 <= m.count <= MAX_CONTRIBUTORS:
+        raise MalformedError(f"a round has 1 to {MAX_CONTRIBUTORS} lines, not {m.count}")
+    return RoundEntry(
+        Round(_count("round", m.round, MAX_ROUND)), Digest(m.record), Digest(m.parent), Digest(m.lines_root), m.count,
+        _count("micro-credits", m.micro_credits),
+    )  # fmt: skip
+
+
+def _settle(m: wire.SettleEntry) -> SettleEntry:
+    count = _count("settled lines", m.count, MAX_CONTRIBUTORS)
+    return SettleEntry(_count("entry", m.entry), count, _count("micro-credits", m.micro_credits))
+
+
+def _void(m: wire.VoidEntry) -> VoidEntry:
+    if not 1 <= len(m.verdict) <= MAX_VERDICT:
+        raise MalformedError(f"a verdict of {len(m.verdict)} bytes: want 1 to {MAX_VERDICT}")
+    return VoidEntry(
+        _count("entry", m.entry), _count("line", m.line, MAX_CONTRIBUTORS - 1),
+        _count("micro-credits", m.micro_credits), bytes(m.verdict),
+    )  # fmt: skip
+
+
+def _rollback(m: wire.RollbackEntry) -> RollbackEntry:
+    if not 1 <= len(m.amendment) <= MAX_ENVELOPE:
+        raise MalformedError(f"an amendment of {len(m.amendment)} bytes: want 1 to {MAX_ENVELOPE}")
+    return RollbackEntry(Digest(m.record), Round(_count("round", m.round, MAX_ROUND)), bytes(m.amendment))
+
+
+_READ = {"round": _round, "settle": _settle, "void": _void, "rollback": _rollback}
+
+M = TypeVar("M", bound=Message)
+
+
+def _parsed(message: M, sent: bytes, name: str, limit: int) -> M:
+    if len(sent) > limit:
+        raise MalformedError(f"{name} of the ledger of {len(sent)} bytes: at most {limit} are accepted")
+    try:
+        message.ParseFromString(sent)
+    except DecodeError:
+        raise MalformedError(f"the bytes of {name} of the ledger do not parse") from None
+    return message
+
+
+def _count(what: str, value: int, top: int = MAX_COUNT) -> int:
+    if value > top:
+        raise MalformedError(f"{what} is {value}: at most {top} is accepted")
+    return value

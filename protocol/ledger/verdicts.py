@@ -1,0 +1,69 @@
+"""The owner's word that one accepted update earns nothing, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from protocol.envelope import Envelope, open_envelope, seal
+from protocol.errors import MalformedError, SignatureError
+from protocol.identity import Identity
+from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId
+from protocol.ledger.entries import MAX_VERDICT
+from protocol.wire import ledger_pb2 as wire
+
+KIND = "verdict"
+MAX_REASON = 200
+"""Bytes of the reason, in UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On the update `update` (digest of its signed header) of `peer` in the round that `record` ended."""
+
+    run: RunId
+    round: Round
+    record: Digest
+    peer: PeerKey
+    update: Digest
+    reason: str
+
+
+def seal_verdict(owner: Identity, verdict: Verdict) -> Envelope:
+    """The signed verdict. Raises MalformedError when the reason is empty, too long or not for people."""
+    _check_reason(verdict.reason)
+    return seal(owner, KIND, _encode(verdict))
+
+
+def open_verdict(sent: bytes, run: RunId, owner: PeerKey) -> Verdict:
+    """A verdict of this run by its owner. Raises MalformedError, SignatureError."""
+    envelope = open_envelope(sent, KIND, limit=MAX_VERDICT)
+    if envelope.author != owner:
+        raise SignatureError(f"a verdict signed by {envelope.author.short}, who does not own the run")
+    m = wire.Verdict()
+    try:
+        m.ParseFromString(envelope.payload)
+    except DecodeError:
+        raise MalformedError("the payload of a verdict does not parse") from None
+    if m.round > MAX_ROUND:
+        raise MalformedError(f"round is {m.round}: at most {MAX_ROUND} is accepted")
+    verdict = Verdict(RunId(m.run), Round(m.round), Digest(m.record), PeerKey(m.peer), Digest(m.update), m.reason)
+    _check_reason(verdict.reason)
+    if verdict.run != run:
+        raise SignatureError(f"a verdict on run {verdict.run.short}, not on {run.short}")
+    if _encode(verdict) != envelope.payload:
+        raise MalformedError("a verdict is not in canonical form")
+    return verdict
+
+
+def _check_reason(reason: str) -> None:
+    if not reason or len(reason.encode()) > MAX_REASON or not reason.isprintable():
+        raise MalformedError(f"the reason of a verdict is 1 to {MAX_REASON} bytes of printable text")
+
+
+def _encode(v: Verdict) -> bytes:
+    message = wire.Verdict(
+        run=v.run, round=v.round, record=v.record, peer=v.peer, update=v.update, reason=v.reason
+    )  # fmt: skip
+    return message.SerializeToString(deterministic=True)

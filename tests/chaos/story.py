@@ -1,0 +1,57 @@
+"""The rounds that chaos posts: a pure function of their number, so that whoever checks knows what must be there."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from coordinator.credits import CreditRule, Entry, RoundAccount
+from coordinator.ledger import Admitted, Refusal
+from protocol.chain import genesis_digest
+from protocol.ids import Digest, Round, sha256
+from protocol.ledger.verdicts import Verdict, seal_verdict
+from tests.coordinator_fakes import make_spec, peer
+from tests.specs import OWNER
+
+SPEC = make_spec(credit={"hold_rounds": 3})
+RULE = CreditRule.of(SPEC)
+PEERS = 8
+VOIDED_EVERY = 3
+"""The first line of every third round is voided in the transaction that posts it."""
+
+_KEYS = sorted(peer(n).key for n in range(PEERS))
+
+
+def record(round_: int) -> Digest:
+    return Digest(sha256(b"chaos", round_.to_bytes(8, "big"))) if round_ >= 0 else genesis_digest(SPEC.run_id)
+
+
+@cache
+def account(round_: int) -> RoundAccount:
+    """Three to six peers, of windows that differ."""
+    lines = []
+    for i, key in enumerate(_KEYS):
+        if (round_ + i) % PEERS < 3 + round_ % 4:
+            windows = 1000 + 10 * round_ + i
+            update = Digest(sha256(record(round_), key))
+            lines.append(Entry(key, update, windows, windows * RULE.window, RULE.micro_credits(windows)))
+    return RoundAccount(Round(round_), record(round_), record(round_ - 1), Digest(bytes(32)), 3.0, tuple(lines))
+
+
+@cache
+def verdict(round_: int) -> bytes | None:
+    """On the first line, where there is one."""
+    if round_ % VOIDED_EVERY:
+        return None
+    a = account(round_)
+    line = a.entries[0]
+    return seal_verdict(OWNER, Verdict(SPEC.run_id, a.round, a.record, line.peer, line.update, "chaos")).sent
+
+
+def admitted(number: int) -> Admitted:
+    key = Digest(sha256(b"admitted", number.to_bytes(8, "big")))
+    return Admitted(peer(0).key.__class__(key), f"p{number}", number, number, number + 10, b"sent %d" % number)
+
+
+def refusal(number: int) -> Refusal:
+    update = Digest(sha256(b"refused", number.to_bytes(8, "big")))
+    return Refusal(Round(number), record(0), record(number), peer(0).key, update, "late", float(number))

@@ -1,0 +1,55 @@
+"""What must be true of a ledger after anything happened to its process or its disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coordinator.errors import LedgerError
+from coordinator.ledger import Ledger
+from protocol.ledger.accounts import Standing
+from tests.chaos import story
+
+
+def problems(where: str, acknowledged: Iterable[str] = ()) -> list[str]:
+    """Where the ledger differs from what it promised; a ledger that refuses to open is one."""
+    try:
+        ledger = Ledger(where, story.SPEC)
+    except LedgerError as e:
+        return [f"it does not open: {e}"]
+    try:
+        return [*ledger.check(), *_not_the_story(ledger), *_lost(ledger, acknowledged)]
+    finally:
+        ledger.close()
+
+
+def _not_the_story(ledger: Ledger) -> list[str]:
+    """Rounds are a beginning of the story, each with its verdict; and everybody has what follows, once."""
+    last = ledger.last()
+    count = last[0] + 1 if last else 0
+    found, expected = [], {}
+    if ledger.accounts(limit=count + 10) != [story.account(n) for n in range(count)]:
+        found.append("the rounds are not those that were posted")
+    for n in range(count):
+        settled = count - 1 - n >= story.SPEC.credit.hold_rounds
+        for i, line in enumerate(story.account(n).entries):
+            voided = i == 0 and story.verdict(n) is not None
+            kind = "voided" if voided else "settled" if settled else "pending"
+            s = expected.get(line.peer, Standing())
+            expected[line.peer] = s.moved(line, "issuance", kind)
+    if ledger.standings() != expected:
+        found.append("credit is lost or doubled")
+    return found
+
+
+def _lost(ledger: Ledger, acknowledged: Iterable[str]) -> list[str]:
+    last = ledger.last()
+    count = last[0] + 1 if last else 0
+    admissions = {a.first_at for a in ledger.admissions()}
+    refusals = {r.round for _, r in ledger.refusals(story.refusal(0).peer, limit=10**6)}
+    found = []
+    for said in acknowledged:
+        kind, number = said.split()
+        there = {"round": range(count), "admitted": admissions, "refused": refusals}[kind]
+        if int(number) not in there:
+            found.append(f"lost although acknowledged: {said}")
+    return found
