@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from cairn import __version__
+from cairn.commands.control import COMMANDS
 from protocol.errors import CairnError
 
 DEFAULT_HOME = "~/.cairn"
@@ -192,7 +193,7 @@ def status(invite, as_json, via) -> None:
 
 @main.group(cls=_Commands)
 def run() -> None:
-    """Write and check run files."""
+    """Write and check run files; order what a run that you own is to do."""
 
 
 @run.command("validate")
@@ -267,6 +268,10 @@ def init(folder, out, peers, uplink, total_tokens, force) -> None:
     from cairn.starting import init_run
 
     init_run(folder, out, peers=peers, uplink=uplink, total_tokens=total_tokens, force=force)
+
+
+for order in COMMANDS:
+    run.add_command(order)
 
 
 @main.group(cls=_Commands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +16,14 @@ from coordinator.swarm import Heard
 from peer.node.node import Node
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Final, Signed, votes_needed
+from protocol.messages import Amendment, Certificate, Final, Signed, votes_needed
 from protocol.rounds import events
 from protocol.spec import RunSpec
 from protocol.state import state_layout
 
 log = logging.getLogger("cairn.observer")
 
-FETCH_SECONDS = 120.0
+FETCH_SECONDS, TURN_SECONDS = 120.0, 20.0
 
 
 class ObserverView:
@@ -77,6 +78,32 @@ class ObserverView:
     async def publish_whereabouts(self, word: Signed[Any]) -> None:
         if not self._node.locator.take(word.sent):  # else the node passes it on by itself
             self._node.network.outbox.broadcast(self._node.network.directory.peers(), word)
+
+    @property
+    def amendment(self) -> Signed[Amendment] | None:
+        return self._node.chain.newest
+
+    async def publish_amendment(self, word: Signed[Amendment]) -> None:
+        self._node.post(events.Heard(word))
+        end = time.monotonic() + TURN_SECONDS
+        while (newest := self._node.chain.newest) is None or newest.body.rank < word.body.rank:
+            if time.monotonic() > end:
+                raise CairnError("the observer does not take the owner's word: its log says why")
+            await asyncio.sleep(0.01)
+        self._node.network.broadcast(word)
+
+    async def offer_state(self, state: Digest, record: Digest) -> None:
+        archived = self._archive.all()
+        found = next((a for a in archived if (a.state, a.record) == (state, record)), None)
+        if found is None:
+            rounds = ", ".join(str(a.round) for a in archived if a.round) or "none"
+            raise CairnError(f"the state that the run is to go on from is not archived: those of rounds {rounds} are")
+        store = self._node.store
+        if not store.has(state):
+            copy = store.scratch / f"back-{state.short}.safetensors"
+            await asyncio.to_thread(shutil.copyfile, found.folder / "model.safetensors", copy)
+            await asyncio.to_thread(store.adopt, copy, state)
+        self._node.keep_state(state)
 
     def held_state(self) -> int:
         chain = self._node.chain

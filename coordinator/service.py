@@ -14,6 +14,7 @@ import grpc.aio
 from coordinator import tls
 from coordinator.admission import Admitter
 from coordinator.announcing import Announcer
+from coordinator.control import Control
 from coordinator.credits import Balance
 from coordinator.errors import CoordinatorError
 from coordinator.follower import Follower, wait_at_most
@@ -83,8 +84,9 @@ class Coordinator:
         self._view = view
         self._now = now
         self._ledger = LedgerThread()
-        self._admitter = Admitter(spec, owner, config.codes, self._ledger, now)
         self._follower = Follower(spec, owner, view, self._ledger, now)
+        self.control = Control(spec, view, self._follower, self._ledger, config.folder)
+        self._admitter = Admitter(spec, owner, config.codes, self._ledger, now, self.control.refusal)
         self._book = PeerBook(spec.round.member_seconds)
         self._overlooker = Overlooker(spec, self._follower, self._book, self._admitter.name_of)
         self._metrics = Metrics(self.overview, lambda: len(self.feed))
@@ -117,6 +119,7 @@ class Coordinator:
         await self._ledger.open(c.ledger or c.folder / LEDGER_FILE, self._spec, self._now)
         await self._admitter.load()
         self._follower.changed = self._news.set
+        await self.control.start()
         await self._follower.start()
         service = Service(self, self._metrics.counted)
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
@@ -243,6 +246,16 @@ class Coordinator:
                 return account.base_state, account.round
         genesis = self._spec.genesis.name
         return (genesis, 0) if self._view.has_blob(genesis) else None
+
+    async def amend_reply(self, sent: bytes) -> wire.AmendReply:
+        if sent:
+            await self.control.take(sent)
+        newest, o = self.control.newest, self.overview()
+        peers = [p for p in o.peers if p.heartbeat is not None and p.phase not in ("silent", "gone")]
+        heard = sum(newest is not None and p.heartbeat.amended == newest.body.sequence for p in peers if p.heartbeat)
+        return wire.AmendReply(
+            amendment=newest.sent if newest is not None else b"", round=o.round, peers=len(peers), heard=heard
+        )
 
     async def account_reply(self, peer: PeerKey) -> wire.AccountReply:
         f = self._follower

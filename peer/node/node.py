@@ -417,6 +417,10 @@ class Node:
             raise PeerError("an observer was asked to train, or to hold a state")
         return self._training
 
+    def keep_state(self, state: Digest) -> None:
+        """Keep a checkpoint that is in the store: others will want it."""
+        self._keeping.state(state)
+
     async def hold(self, state: Digest) -> None:
         """Keep a checkpoint that was fetched into the store (an observer's trainer makes none). Raises StoreError."""
         self._keeping.state(state)

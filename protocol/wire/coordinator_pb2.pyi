@@ -156,3 +156,23 @@ class AccountEntry(_message.Message):
     micro_credits: int
     settled: bool
     def __init__(self, round: _Optional[int] = ..., record: _Optional[bytes] = ..., tokens: _Optional[int] = ..., micro_credits: _Optional[int] = ..., settled: bool = ...) -> None: ...
+
+class AmendRequest(_message.Message):
+    __slots__ = ("run", "amendment")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    amendment: bytes
+    def __init__(self, run: _Optional[bytes] = ..., amendment: _Optional[bytes] = ...) -> None: ...
+
+class AmendReply(_message.Message):
+    __slots__ = ("amendment", "round", "peers", "heard")
+    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
+    amendment: bytes
+    round: int
+    peers: int
+    heard: int
+    def __init__(self, amendment: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Commands that are modules of their own; `cairn.main` registers them."""
