@@ -43,7 +43,7 @@ from protocol.bodies import (
     votes_needed,
 )
 from protocol.checks import ascending, bounded, finite, parsed, rate, text
-from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, open_envelope, seal
+from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, kind_of, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
@@ -304,7 +304,7 @@ class Opener:
         name = sha256(sent)
         if (known := self._seen[body].get(name)) is not None:
             return known
-        if body is Amendment and author_of(sent, limit=limit) != self.owner:
+        if body is Amendment and kind_of(sent) == kind and author_of(sent) != self.owner:
             raise AdmissionError("an amendment that is not signed by the run's owner")  # refused before it costs much
         envelope = open_envelope(sent, kind, limit=limit)
         decoded = decode(envelope.payload, self)
