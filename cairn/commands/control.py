@@ -6,137 +6,9 @@ when that does not answer, it is left in the folder, where the next start finds 
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import click
-from pydantic import ValidationError
-
-from protocol.bodies import MAX_BANNED, MAX_REASON, Amendment, Rollback, RoundChanges
-from protocol.errors import CairnError, MalformedError
-from protocol.identity import Identity, from_key_file
-from protocol.ids import PeerKey, Round
-from protocol.invite import Invite
-from protocol.messages import KeySigner, Opener, Signed
-from protocol.spec import RunSpec, explain, open_spec
-
-HEAR_SECONDS = 10.0
-"""How long to look how many peers have heard an order."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run's folder, as its owner has it."""
-
-    folder: Path
-    owner: Identity
-    spec: RunSpec
-    invite: Invite
-
-
-@dataclass(frozen=True)
-class Known:
-    """How the run stands: the owner's newest word, the round being trained (None: the coordinator does not answer)."""
-
-    body: Amendment
-    round: int | None
-
-
-Change = Callable[[Known], Amendment | None]
-"""The new word, from what is known; None: nothing is to be ordered."""
-
-
-def open_run(path: Path, home: Path) -> Run:
-    """The run of a folder, or of a run.toml. Raises CairnError."""
-    from cairn.serving import coordinator_folder
-    from coordinator.authoring import load_run
-    from coordinator.authoring.resolve import SPEC
-
-    folder = path if path.is_dir() else coordinator_folder(home, load_run(path).run.name)
-    try:
-        owner = from_key_file((folder / "owner.key").read_text())
-        invite = Invite.parse((folder / "invite").read_text().strip())
-        spec = open_spec((folder / "run" / SPEC).read_bytes(), invite.run)
-    except OSError as e:
-        missing = Path(e.filename or folder).name
-        raise CairnError(
-            f"{folder} is not the folder of a run that was served from here: {missing} is not there. Name the run's "
-            "folder (`cairn coordinator serve` prints it), or its run.toml, with --home where that is not the usual one"
-        ) from None
-    if spec.owner_key != owner.key:
-        raise CairnError(f"the key {folder / 'owner.key'} is not the key of this run's owner")
-    return Run(folder, owner, spec, invite)
-
-
-def check_changes(spec: RunSpec, changes: RoundChanges) -> None:
-    """Raises CairnError unless the spec would be one with these in its round policy."""
-    changed = {f.name: v for f in fields(changes) if (v := getattr(changes, f.name)) is not None}
-    try:
-        type(spec).model_validate(spec.model_dump() | {"round": spec.round.model_dump() | changed})
-    except ValidationError as e:
-        raise CairnError(explain(e, "round policy")) from None
-
-
-def give(run: Run, change: Change) -> None:
-    """Give an order, and say what happens. Raises CairnError."""
-    asyncio.run(_give(run, change))
-
-
-async def _give(run: Run, change: Change) -> None:
-    from coordinator.control import FILE, append_line, line_of, read_words
-    from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
-
-    opener = Opener(run.spec.run_id, run.owner.key, remember=4)
-    words, _ = read_words(run.folder / FILE, opener)
-    async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
-        number: int | None = None
-        try:
-            reply = await client.amend()
-            number = reply.round
-            if reply.amendment:
-                words.append(opener.open(reply.amendment, Amendment))
-        except CoordinatorUnreachable as e:
-            click.echo(f"the coordinator does not answer ({e})", err=True)
-        newest = _newest(words, run)
-        body = change(Known(newest, number))
-        if body is None:
-            return
-        body = replace(body, sequence=max(newest.sequence + 1, int(time.time() * 1000)))
-        word = KeySigner(run.owner).sign(body)
-        if number is None:
-            append_line(run.folder / FILE, line_of(word))
-            click.echo(f"the order is left in {run.folder}: the coordinator gives it when it is started again")
-            return
-        await client.amend(word.sent)
-        await _say_who_heard(client)
-
-
-async def _say_who_heard(client: Any) -> None:
-    end_at = time.monotonic() + HEAR_SECONDS
-    while True:
-        reply = await client.amend()
-        if reply.heard >= reply.peers or time.monotonic() > end_at:
-            break
-        await asyncio.sleep(0.3)
-    many = "peer has" if reply.heard == 1 else "peers have"
-    rest = "" if reply.heard >= reply.peers else f"; the other {reply.peers - reply.heard} hear it from them"
-    click.echo(f"ordered: {reply.heard} {many} heard it{rest}")
-
-
-def _newest(words: Sequence[Signed[Amendment]], run: Run) -> Amendment:
-    """What is in force; with no word yet, one that changes nothing."""
-    return max((w.body for w in words), key=lambda b: b.rank, default=Amendment(run.spec.run_id, 0))
-
-
-def _key(text: str) -> PeerKey:
-    try:
-        return PeerKey.parse(text)
-    except MalformedError as e:
-        raise CairnError(f"{e}: the run's page and `cairn status INVITE --json` show the keys of peers") from None
 
 
 def _options(f):
@@ -154,35 +26,24 @@ def _options(f):
     return path(home(reason(f)))
 
 
-def _checked(reason: str) -> str:
-    if len(reason.encode()) > MAX_REASON or not reason.isprintable():
-        raise CairnError(f"--reason: at most {MAX_REASON} bytes on one line")
-    return reason
-
-
-def _order(path: Path, home: Path, order: str, reason: str, words: str) -> None:
-    def change(known: Known) -> Amendment | None:
-        if known.body.order == order:
-            click.echo(f"the run is {order} already")
-            return None
-        click.echo(words.format(round=known.round if known.round is not None else "that is open then"))
-        return replace(known.body, order=order, since=int(time.time()), reason=_checked(reason))
-
-    give(open_run(path, home), change)
-
-
 @click.command()
 @_options
 def pause(run: Path, home: Path, reason: str) -> None:
     """Let all peers rest: who has announced its update ends the open round, then nothing is trained."""
-    _order(run, home, "paused", reason, "pausing at once, in round {round}: peers keep all that they have learnt")
+    from cairn import ordering
+
+    ordering.set_order(
+        run, home, "paused", reason, "pausing at once, in round {round}: peers keep all that they have learnt"
+    )
 
 
 @click.command()
 @_options
 def resume(run: Path, home: Path, reason: str) -> None:
     """Go on after a pause, or after an end (peers that have left must be started again)."""
-    _order(run, home, "running", reason, "going on with round {round}")
+    from cairn import ordering
+
+    ordering.set_order(run, home, "running", reason, "going on with round {round}")
 
 
 @click.command()
@@ -192,7 +53,9 @@ def end(run: Path, home: Path, reason: str, yes: bool) -> None:
     """End the run: all peers save what they have, and leave."""
     if not yes:
         click.confirm("End the run? All peers leave, and must be started again should it go on", abort=True)
-    _order(run, home, "ended", reason, "ending with round {round}: peers save, and leave")
+    from cairn import ordering
+
+    ordering.set_order(run, home, "ended", reason, "ending with round {round}: peers save, and leave")
 
 
 @click.command()
@@ -200,16 +63,9 @@ def end(run: Path, home: Path, reason: str, yes: bool) -> None:
 @click.argument("keys", nargs=-1, required=True)
 def ban(run: Path, keys: tuple[str, ...], home: Path, reason: str) -> None:
     """Ban the peers with these KEYS: they are not admitted, not heard, and no round lists their updates."""
-    named = {_key(k) for k in keys}
+    from cairn import ordering
 
-    def change(known: Known) -> Amendment:
-        banned = tuple(sorted({*known.body.banned, *named}))
-        if len(banned) > MAX_BANNED:
-            raise CairnError(f"at most {MAX_BANNED} peers can be banned: let the run admit by invite, or by list")
-        click.echo(f"banning {', '.join(k.short for k in sorted(named))} at once; {_in_force(known)}")
-        return replace(known.body, banned=banned, reason=_checked(reason) or known.body.reason)
-
-    give(open_run(run, home), change)
+    ordering.ban(run, keys, home, reason)
 
 
 @click.command()
@@ -217,23 +73,9 @@ def ban(run: Path, keys: tuple[str, ...], home: Path, reason: str) -> None:
 @click.argument("keys", nargs=-1, required=True)
 def unban(run: Path, keys: tuple[str, ...], home: Path, reason: str) -> None:
     """Let the peers with these KEYS in again."""
-    named = {_key(k) for k in keys}
+    from cairn import ordering
 
-    def change(known: Known) -> Amendment:
-        if missing := sorted(named - set(known.body.banned)):
-            raise CairnError(f"{', '.join(k.short for k in missing)} is not banned")
-        click.echo(f"letting in {', '.join(k.short for k in sorted(named))}; {_in_force(known)}")
-        return replace(
-            known.body, banned=tuple(k for k in known.body.banned if k not in named), reason=_checked(reason)
-        )
-
-    give(open_run(run, home), change)
-
-
-def _in_force(known: Known) -> str:
-    if known.round is None:
-        return "it is in force for all from the round after the first that carries it"
-    return f"it is in force for all from round {known.round + 1} on"
+    ordering.unban(run, keys, home, reason)
 
 
 @click.command()
@@ -247,29 +89,9 @@ def policy(run: Path, settings: tuple[str, ...], from_round: int, home: Path, re
     Fields: target_tokens, max_seconds, exchange_seconds, propose_seconds, patience_seconds, member_seconds,
             max_update_tokens, max_members
     """
-    opened = open_run(run, home)
+    from cairn import ordering
 
-    def change(known: Known) -> Amendment:
-        changes = replace(known.body.changes, **dict(map(_setting, settings)))
-        check_changes(opened.spec, changes)
-        first = max(from_round, 0 if known.round is None else known.round + 1)
-        click.echo(f"changing {', '.join(settings)} from round {first} on")
-        return replace(known.body, changes=changes, from_round=Round(first), reason=_checked(reason))
-
-    give(opened, change)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    kinds = {f.name: int if "int" in str(f.type) else float for f in fields(RoundChanges)}
-    if name not in kinds or not value:
-        raise CairnError(f"{text[:60]!r}: write FIELD=VALUE, FIELD one of {', '.join(kinds)}")
-    if value == "spec":
-        return name, None
-    try:
-        return name, kinds[name](value.replace("_", ""))
-    except ValueError:
-        raise CairnError(f"{text[:60]!r}: {value[:30]!r} is not a number") from None
+    ordering.policy(run, settings, from_round, home, reason)
 
 
 @click.command()
@@ -281,27 +103,9 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
 
     Credit for it stays. Peers load that state, and begin to learn anew from there.
     """
-    from coordinator.archive import Archive
+    from cairn import ordering
 
-    opened = open_run(run, home)
-    archived = {a.round: a for a in Archive(opened.folder / "checkpoints", opened.spec).all() if a.round}
-    found = archived.get(round_)
-    if found is None:
-        there = ", ".join(map(str, archived)) or "none yet"
-        raise CairnError(f"the state of round {round_} is not archived; choose one of these rounds: {there}")
-
-    def change(known: Known) -> Amendment | None:
-        if known.round is None:
-            raise CairnError("the coordinator must run: peers get the state from it. Start it, then try again")
-        gone = max(0, known.round - round_)
-        if not yes:
-            many = f"{gone} round{'' if gone == 1 else 's'}"
-            click.confirm(f"Go back from round {known.round} to round {round_}? {many} count no more", abort=True)
-        click.echo(f"rolling back from round {known.round} to round {round_}, state {found.state.short}")
-        back = Rollback(known.body.epoch + 1, found.record, Round(round_), found.state)
-        return replace(known.body, rollback=back, reason=_checked(reason) or known.body.reason)
-
-    give(opened, change)
+    ordering.rollback(run, round_, home, reason, yes)
 
 
 COMMANDS = (pause, resume, ban, unban, policy, end, rollback)
