@@ -123,10 +123,11 @@ class Scenario:
         rng, world = self.rng, self.world
         for node in world.nodes:
             node.drifts = False
-        if self.orders and world.owner.rng.random() < 0.4:
+        if self.orders and world.owner.rng.random() < 0.7:
             world.owner.change_something()
             self.changed = world.clock.now
-            return
+            if world.owner.rng.random() < 0.4:
+                return
         node = rng.choice(world.nodes)
         match rng.choice(
             ("crash", "crash", "restart", "restart", "partition", "one way", "heal", "heal", "join", "drift")
