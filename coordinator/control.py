@@ -10,6 +10,7 @@ import asyncio
 import base64
 import logging
 import os
+import time
 from pathlib import Path
 
 from coordinator.errors import CoordinatorError, RefusedError
@@ -51,14 +52,15 @@ class Control:
             words.append(theirs)
         if not words:
             return
-        self.newest = max(words, key=lambda w: w.body.rank)
-        await self._view.publish_amendment(self.newest)
-        for epoch in range(1, self.newest.body.epoch + 1):
+        newest = max(words, key=lambda w: w.body.rank)
+        self._heed(newest)
+        await self._view.publish_amendment(newest)
+        for epoch in range(1, newest.body.epoch + 1):
             first = next((w for w in words if w.body.epoch == epoch), None)
             if first is not None and epoch not in done:
                 await self._roll_back(first)
-        await self._follower.turn(self.newest.body.epoch)
-        log.info("the owner's newest word: %s", in_words(self.newest.body))
+        await self._follower.turn(newest.body.epoch)
+        log.info("the owner's newest word: %s", in_words(newest.body))
 
     async def take(self, sent: bytes) -> Signed[Amendment]:
         """A word of the owner's: kept and told when this returns. Raises RefusedError, ProtocolError, CairnError."""
@@ -73,7 +75,7 @@ class Control:
             if back is not None and back.epoch > before:
                 await self._view.offer_state(back.state, back.record)
             await asyncio.to_thread(append_line, self._path, line_of(word))
-            self.newest = word
+            self._heed(word)
             await self._view.publish_amendment(word)
             if word.body.epoch > before:
                 await self._roll_back(word)
@@ -90,6 +92,14 @@ class Control:
         if peer in body.banned:
             return f"the run's owner has banned this key{why}: write to the owner if you think that it is a mistake"
         return f"the run has been ended by its owner{why}" if body.order == "ended" else None
+
+    def _heed(self, word: Signed[Amendment]) -> None:
+        self.newest, body = word, word.body
+        self._follower.ordered = None
+        if body.order != "running":
+            since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(body.since))
+            why = f": {body.reason}" if body.reason else ""
+            self._follower.ordered = (body.order, f"{body.order} by the run's owner since {since}{why}")
 
     async def _roll_back(self, word: Signed[Amendment]) -> None:
         """Take the ledger to where the chain has gone. Rounds that it has not posted it need not take back."""

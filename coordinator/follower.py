@@ -78,6 +78,8 @@ class Follower:
         """What each peer had, and lost by a verdict of the owner."""
         self.epoch = 0
         """Rollbacks on the branch that is followed: finals name it."""
+        self.ordered: tuple[str, str] | None = None
+        """The run is paused or ended by its owner, and that in a sentence."""
         self.problem = ""
         """Why the chain cannot be followed, for people; empty when all is well."""
         self.caught_up = False
