@@ -1,4 +1,4 @@
-"""The owner's orders at the coordinator: on disk before they are told; what is not the owner's or not newer is refused."""
+"""The owner's orders at the coordinator: on disk before they are told; what is not the owner's or newer is refused."""
 
 from __future__ import annotations
 
