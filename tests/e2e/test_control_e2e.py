@@ -25,6 +25,10 @@ async def order(world: World, *words: str) -> str:
 
 async def test_the_owner_pauses_resumes_bans_and_rolls_back_a_run():
     with World(tables={"checkpoint": {"every": 2, "final_depth": 2}}) as world:
+        world.start_coordinator()
+        await world.coordinator_ready()
+        for name in PEERS:
+            world.start_peer(name)
         await world.healthy(PEERS)
 
         said = await order(world, "pause", "--reason", "moving house")
