@@ -48,6 +48,10 @@ class ChainLog:
                 loaded += chain.add(self._opener.certificate(data))
             except RivalOfFinal:
                 back += 1
+            except UnknownParent as e:
+                if chain.rollback is None:
+                    left_out, why = left_out + 1, why or str(e)
+                back += chain.rollback is not None
             except ProtocolError as e:
                 left_out, why = left_out + 1, why or str(e)
         if left_out:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.chain import Chain
-from protocol.errors import RivalOfFinal
+from protocol.errors import RivalOfFinal, UnknownParent
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Amendment, Certificate, Final, Opener, Signed
 from protocol.rounds.policy import Policy
@@ -59,7 +59,8 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
     for file in sorted((store / "chain").glob("*-*")):
         certificate = opener.certificate(file.read_bytes()[32:])
         parents[certificate.digest] = certificate.record.body.parent
-        with suppress(RivalOfFinal):  # of a round that was rolled back
+        # Of rounds that were rolled back, or built on such.
+        with suppress(RivalOfFinal, *([UnknownParent] if chain.rollback is not None else [])):
             chain.add(certificate)
         stored += 1
     final = None
