@@ -15,6 +15,7 @@ from cairn.commands.alerting import test_alert
 from cairn.commands.audit import audit
 from cairn.commands.checkpoint import archive_options
 from cairn.commands.checkpoint import checkpoint as checkpoint_commands
+from cairn.commands.control import COMMANDS
 from cairn.commands.watch import watch
 from protocol.errors import CairnError
 
@@ -215,7 +216,7 @@ main.add_command(checkpoint_commands)
 
 @main.group(cls=_Commands)
 def run() -> None:
-    """Write and check run files."""
+    """Write and check run files; order what a run that you own is to do."""
 
 
 @run.command("validate")
@@ -290,6 +291,10 @@ def init(folder, out, peers, uplink, total_tokens, force) -> None:
     from cairn.starting import init_run
 
     init_run(folder, out, peers=peers, uplink=uplink, total_tokens=total_tokens, force=force)
+
+
+for order in COMMANDS:
+    run.add_command(order)
 
 
 @main.group(cls=_Commands)

@@ -21,7 +21,15 @@ from peer.store.disk import disk
 from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Final, Heartbeat, Signed, encode_certificate, votes_needed
+from protocol.messages import (
+    Amendment,
+    Certificate,
+    Final,
+    Heartbeat,
+    Signed,
+    encode_certificate,
+    votes_needed,
+)
 from protocol.rounds import events
 from protocol.rounds.policy import Policy
 from protocol.spec import RunSpec
@@ -29,7 +37,7 @@ from protocol.state import state_layout
 
 log = logging.getLogger("cairn.observer")
 
-FETCH_SECONDS = 120.0
+FETCH_SECONDS, TURN_SECONDS = 120.0, 20.0
 RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 120.0
 """How long after a failure a checkpoint is tried again: so much longer each time."""
 
@@ -101,6 +109,27 @@ class ObserverView:
     async def publish_whereabouts(self, word: Signed[Any]) -> None:
         if not self._node.locator.take(word.sent):  # else the node passes it on by itself
             self._node.network.outbox.broadcast(self._node.network.directory.peers(), word)
+
+    @property
+    def amendment(self) -> Signed[Amendment] | None:
+        return self._node.chain.newest
+
+    async def publish_amendment(self, word: Signed[Amendment]) -> None:
+        self._node.post(events.Heard(word))
+        end = time.monotonic() + TURN_SECONDS
+        while (newest := self._node.chain.newest) is None or newest.body.rank < word.body.rank:
+            if time.monotonic() > end:
+                raise CairnError("the observer does not take the owner's word: its log says why")
+            await asyncio.sleep(0.01)
+        self._node.network.broadcast(word)
+
+    async def offer_state(self, state: Digest, record: Digest) -> None:
+        archived = self._archive.all()
+        found = next((a for a in archived if (a.state, a.record) == (state, record)), None)
+        if found is None:
+            rounds = ", ".join(str(a.round) for a in archived if a.round) or "none"
+            raise CairnError(f"the state that the run is to go on from is not archived: those of rounds {rounds} are")
+        await self.offer(found)
 
     def held_state(self) -> int:
         chain = self._node.chain

@@ -91,8 +91,10 @@ class Admitter:
     """Admits and renews, and remembers whom. Names of peers are asked of it too."""
 
     def __init__(
-        self, spec: RunSpec, owner: Identity, codes: Sequence[str], ledger: LedgerThread, now: Callable[[], float]
-    ):
+        self, spec: RunSpec, owner: Identity, codes: Sequence[str], ledger: LedgerThread, now: Callable[[], float],
+        refusal: Callable[[PeerKey], str | None] = lambda peer: None,
+    ):  # fmt: skip
+        """`refusal`: why the owner wants a peer no more; None when nothing is in its way."""
         for code in codes:
             check_code(code)
         if spec.admission.mode == "invite" and not any(codes):
@@ -104,6 +106,7 @@ class Admitter:
         self._codes = tuple(c for c in codes if c)
         self._ledger = ledger
         self._now = now
+        self._refusal = refusal
         self._admitted: dict[PeerKey, Admitted] = {}
 
     async def load(self) -> None:
@@ -133,6 +136,8 @@ class Admitter:
         if request.run != self._run:
             raise UnknownRunError(f"this coordinator serves run {self._run.short}, not {request.run.short}")
         check_clock(request.time, now)
+        if (why := self._refusal(request.peer)) is not None:
+            raise RefusedError(why)
         check_policy(request, self._policy, self._codes)
         known = self._admitted.get(request.peer)
         if known and known.name == request.name and known.not_after - now >= _FRESH * self._policy.seconds:

@@ -75,6 +75,10 @@ class Follower:
         """What each peer has in rounds that are not final, or final and not settled."""
         self.voided: Mapping[PeerKey, Balance] = {}
         """What each peer had, and lost by a verdict of the owner."""
+        self.epoch = 0
+        """Rollbacks on the branch that is followed: finals name it."""
+        self.ordered: tuple[str, str] | None = None
+        """The run is paused or ended by its owner, and that in a sentence."""
         self.problem = ""
         """Why the chain cannot be followed, for people; empty when all is well."""
         self.damage = ""
@@ -143,6 +147,12 @@ class Follower:
         for peer, balance in pending(self.open).items():
             held[peer] = held[peer].and_(balance) if peer in held else balance
         self.pending = held
+
+    async def turn(self, epoch: int) -> None:
+        """The chain has turned to the branch of so many rollbacks: what is signed from now on is of that."""
+        async with self._moving:
+            self.epoch = epoch
+        self._wake.set()
 
     async def rollback(self, record: Digest, round_: Round, amendment: bytes) -> bool:
         """Take the ledger back to a record that it has, by an amendment that the owner signed (an envelope).
@@ -231,7 +241,7 @@ class Follower:
         if theirs is not None and theirs.body.record == newest.record:
             final = theirs
         else:
-            final = self._signer.sign(Final(self._run, newest.round, newest.record))
+            final = self._signer.sign(Final(self._run, newest.round, newest.record, self.epoch))
         for i in range(0, count, AT_ONCE):
             some = accounts[i : min(count, i + AT_ONCE)]
             sent = final.sent if some[-1] is newest else None
@@ -288,7 +298,12 @@ class Follower:
     async def _check_final(self) -> None:
         """Raises LedgerConflictError when the swarm holds a final that contradicts the ledger."""
         final = self._view.final
-        if final is None or self._settled is None or final.body.round > self._settled[0]:
+        if (
+            final is None
+            or final.body.epoch != self.epoch
+            or self._settled is None
+            or final.body.round > self._settled[0]
+        ):
             return
         rows = await self._ledger.run(lambda ledger: ledger.rounds(after=final.body.round - 1, limit=1))
         if not rows or rows[0].record != final.body.record:

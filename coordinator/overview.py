@@ -188,6 +188,8 @@ class Overlooker:
                 "finished",
                 f"all {amount(spec.total_tokens)} tokens are trained, in {training} rounds, loss {loss:.2f}",
             )
+        if f.ordered is not None:
+            return f.ordered
         if not working:
             if training == 0:
                 return "waiting", "no peer is training yet"

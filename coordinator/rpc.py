@@ -41,10 +41,11 @@ MAX_CONNECTIONS = 16_384
 
 READS = Rate(per_second=20, burst=200)
 ADMISSIONS = Rate(per_second=5, burst=100)
+AMENDMENTS = Rate(per_second=2, burst=60)
 ADMISSIONS_OF_ONE = Rate(per_second=0.2, burst=10)
 
 OPTIONS = (
-    ("grpc.max_receive_message_length", 16 * 1024),
+    ("grpc.max_receive_message_length", 64 * 1024),
     ("grpc.max_send_message_length", 4 * 1024 * 1024),
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
@@ -92,6 +93,8 @@ class Backend(Protocol):
 
     async def account_reply(self, peer: PeerKey) -> wire.AccountReply: ...
 
+    async def amend_reply(self, sent: bytes) -> wire.AmendReply: ...
+
 
 class Service(LogCalls, stubs.CoordinatorServicer):
     """All calls; those about credits are in `log_rpc`. `counted(method, code, seconds)` hears of each."""
@@ -106,6 +109,7 @@ class Service(LogCalls, stubs.CoordinatorServicer):
 
         self._reads = RateLimit(READS)
         self._admissions = RateLimit(ADMISSIONS)
+        self._amendments = RateLimit(AMENDMENTS)
         self._admissions_of_one = RateLimit(ADMISSIONS_OF_ONE)
 
     async def GetRun(self, request: wire.GetRunRequest, context) -> wire.GetRunReply:
@@ -138,6 +142,14 @@ class Service(LogCalls, stubs.CoordinatorServicer):
             return await self._backend.account_reply(PeerKey(request.peer))
 
         return await self._answer("Account", context, self._reads, work)
+
+    async def Amend(self, request: wire.AmendRequest, context) -> wire.AmendReply:
+        async def work() -> wire.AmendReply:
+            self._check_run(request.run)
+            # The owner's signature is what counts, whoever brings it.
+            return await self._backend.amend_reply(request.amendment)
+
+        return await self._answer("Amend", context, self._amendments, work)
 
     def _check_run(self, run: bytes) -> None:
         if run != self._backend.run:

@@ -18,6 +18,7 @@ from coordinator.alerts.rules import Sight
 from coordinator.alerts.seeing import sight_of
 from coordinator.alerts.watcher import Watcher
 from coordinator.announcing import Announcer
+from coordinator.control import Control
 from coordinator.credit_log import LedgerLog
 from coordinator.credits import Balance
 from coordinator.errors import CoordinatorError, LedgerError, TooManyError
@@ -104,8 +105,9 @@ class Coordinator:
         self._view = view
         self._now = now
         self._ledger = LedgerThread()
-        self._admitter = Admitter(spec, owner, config.codes, self._ledger, now)
         self._follower = Follower(spec, owner, view, self._ledger, now)
+        self.control = Control(spec, view, self._follower, self._ledger, config.folder)
+        self._admitter = Admitter(spec, owner, config.codes, self._ledger, now, self.control.refusal)
         self._log = LedgerLog(spec, owner, view, self._ledger, self._admitter, now)
         self._book = PeerBook(spec.round.member_seconds)
         self._sightings = Sightings(spec.round.member_seconds, now)
@@ -167,6 +169,7 @@ class Coordinator:
         self._view.listen(self._sightings.hear)
         self._follower.changed = self._changed
         self._follower.noted = lambda account: self._sightings.decide(account, self._view.heartbeats())
+        await self.control.start()
         await self._follower.start()
         if self.keeper is not None:
             self.keeper.start(self._is_settled)
@@ -368,6 +371,16 @@ class Coordinator:
                 return account.base_state, account.round
         genesis = self._spec.genesis.name
         return (genesis, 0) if self._view.has_blob(genesis) else None
+
+    async def amend_reply(self, sent: bytes) -> wire.AmendReply:
+        if sent:
+            await self.control.take(sent)
+        newest, o = self.control.newest, self.overview()
+        peers = [p for p in o.peers if p.heartbeat is not None and p.phase not in ("silent", "gone")]
+        heard = sum(newest is not None and p.heartbeat.amended == newest.body.sequence for p in peers if p.heartbeat)
+        return wire.AmendReply(
+            amendment=newest.sent if newest is not None else b"", round=o.round, peers=len(peers), heard=heard
+        )
 
     async def account_reply(self, peer: PeerKey) -> wire.AccountReply:
         f = self._follower

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Final, Header, Heartbeat, Signed
+from protocol.messages import Amendment, Certificate, Final, Header, Heartbeat, Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,20 @@ class SwarmView(Protocol):
 
     async def publish_whereabouts(self, word: Signed[Any]) -> None:
         """Tell the swarm, and keep it for the next start. The same word may be published again."""
+        ...
+
+    @property
+    def amendment(self) -> Signed[Amendment] | None:
+        """The owner's newest word on the run, as the observer heard or kept it."""
+        ...
+
+    async def publish_amendment(self, word: Signed[Amendment]) -> None:
+        """Tell the swarm, and keep it for the next start. When this returns, the chain has turned as it says."""
+        ...
+
+    async def offer_state(self, state: Digest, record: Digest) -> None:
+        """Let peers have the archived state after a record. Raises CairnError, with those that there are, when this is
+        not one."""
         ...
 
     def held_state(self) -> int:

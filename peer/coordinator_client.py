@@ -271,6 +271,11 @@ class CoordinatorClient:
             _text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds, newest
         )  # fmt: skip
 
+    async def amend(self, sent: bytes = b"") -> wire.AmendReply:
+        """Bring the owner's word; without one, ask what the newest is. Raises CairnError."""
+        request = wire.AmendRequest(run=bytes(self._invite.run), amendment=sent)
+        return await self._call(lambda stub, t: stub.Amend(request, timeout=t))
+
     # -- how they are made -----------------------------------------------------------------------------------
 
     @property

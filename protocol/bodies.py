@@ -23,7 +23,10 @@ MAX_LACKING = 64
 MAX_LEAVES = 1024
 MAX_CERTIFICATE = MAX_ENVELOPE
 """No certificate is larger. The limits of headers and votes (`KINDS`) are such that the largest there can be fits."""
-PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving")
+PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving", "paused")
+ORDERS = ("running", "paused", "ended")
+MAX_BANNED = 1024
+MAX_REASON = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,66 @@ class Header:
     blob_size: int
     loss: float
     admission: bytes
+    epoch: int = 0
+    """Rollbacks on the branch that it is for: a header from before one counts in no round after it."""
 
     @property
     def windows(self) -> int:
         return self.end_window - self.first_window
+
+
+@dataclass(frozen=True, slots=True)
+class RoundChanges:
+    """Fields of the spec's round policy (`spec.RoundSpec`) that the owner has changed; None: as in the spec."""
+
+    target_tokens: int | None = None
+    max_seconds: float | None = None
+    exchange_seconds: float | None = None
+    propose_seconds: float | None = None
+    patience_seconds: float | None = None
+    member_seconds: float | None = None
+    max_update_tokens: int | None = None
+    max_members: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The run goes on from the `state` after `record`, with which `round` begins. `epoch`: how many there were, with
+    this one."""
+
+    epoch: int
+    record: Digest
+    round: Round
+    state: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Amendment:
+    """The owner's word on the run: the whole of what differs from its spec (see docs/control.md).
+
+    `order` is one of ORDERS, given at `since` (unix seconds) for a `reason` in words. `banned`: ascending keys. The
+    `changes` hold in no round before `from_round`.
+    """
+
+    run: RunId
+    sequence: int
+    order: str = "running"
+    since: int = 0
+    reason: str = ""
+    banned: tuple[PeerKey, ...] = ()
+    from_round: Round = Round(0)
+    changes: RoundChanges = RoundChanges()
+    rollback: Rollback | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Rollbacks that it knows of."""
+        return 0 if self.rollback is None else self.rollback.epoch
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Of two amendments the one of the higher rank counts: no word that knows nothing of a rollback undoes it."""
+        return self.epoch, self.sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +127,7 @@ class Record:
     base_state: Digest
     attempt: int
     updates: tuple[Signed[Header], ...]
+    amendment: Signed[Amendment] | None = None
 
     @property
     def contributors(self) -> tuple[PeerKey, ...]:
@@ -121,11 +181,13 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """The owner's word that nothing up to and including this record is ever reverted."""
+    """The owner's word that nothing up to and including this record is ever reverted: but by a rollback, of a later
+    `epoch`."""
 
     run: RunId
     round: Round
     record: Digest
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +215,8 @@ class Heartbeat:
     device: str
     state: Digest | None = None
     unheard: tuple[int, ...] = ()
+    amended: int = 0
+    """Sequence of the newest amendment that it knows; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +227,7 @@ class Goodbye:
     sequence: int
 
 
-Body = Admission | Header | Record | Vote | Reduced | Leaves | Final | Heartbeat | Goodbye
+Body = Admission | Header | Record | Vote | Reduced | Leaves | Final | Amendment | Heartbeat | Goodbye
 T = TypeVar("T", bound=Body)
 
 

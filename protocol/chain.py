@@ -3,7 +3,8 @@
 A record of round r names its parent, the record of round r - 1 by its certificate's digest (which binds what is
 applied: the parts, where there are any); the parent of round 0 is `genesis_digest(run)`. The
 weight of a record is the number of windows accepted from the genesis up to it. The head is the heaviest record
-(ties: the smaller digest) among those that descend from the newest record that the owner signed as final.
+(ties: the smaller digest) among those that descend from the newest record that the owner signed as final, and, once the
+owner has rolled the run back (see `standing`), from the record that it goes on from, by records that carry that word.
 
 Whoever adds certificates must have opened them with `messages.Opener`: signatures, admissions and the number of votes
 are checked there. Here is checked what depends on the place in the tree.
@@ -12,119 +13,32 @@ are checked there. Here is checked what depends on the place in the tree.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
+from protocol.bodies import Amendment, Record, Rollback
 from protocol.errors import ChainError, RivalOfFinal, UnknownParent
-from protocol.exchange import GATHER, Exchange
-from protocol.ids import Digest, PeerKey, Round, RunId, sha256
+from protocol.ids import Digest, RunId
 from protocol.messages import Certificate, Final, Signed
-
-FLATTEN = 32
-"""Every so many rounds a record keeps a whole map of next windows; those between keep only what they changed."""
-
-
-def genesis_digest(run: RunId) -> Digest:
-    """The parent of round 0: a fixed function of the run."""
-    return Digest(sha256(b"cairn/v1/genesis", run))
+from protocol.standing import starts_at
+from protocol.tree import FLATTEN, Anchor, ChainLimits, Link, Tree, genesis_digest
 
 
-@dataclass(frozen=True, slots=True)
-class ChainLimits:
-    """What a certificate may hold, and how much of the tree is kept in memory."""
-
-    max_update_windows: int
-    max_members: int
-    max_records: int = 4096
-    max_bytes: int = 256 * 1024 * 1024
-    max_side: int = 256
-    """Records that are not on the head's path: the lightest branches go first."""
-
-    keep_at_least: int = 64
-    """Records on the head's path that no limit drops."""
-
-    exchange: Exchange = GATHER
-
-
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """A place to start a tree from when what came before is not kept: a record, or the genesis."""
-
-    record: Digest
-    height: int
-    weight: int
-    state: Digest | None
-    """State after the record, where known: children must name it as their base."""
-
-    next_windows: Mapping[PeerKey, int]
-    contributors: int = 0
-    """Of the record; 0 for the genesis. How the next round is exchanged may follow from it."""
-
-
-class _Link:
-    """One record in the tree."""
-
-    __slots__ = (
-        "digest", "parent", "height", "weight", "certificate", "contributors", "ends", "flat", "children", "size",
-    )  # fmt: skip
-
-    def __init__(self, digest: Digest, parent: _Link | None, height: int, weight: int, certificate: Certificate | None):
-        self.digest = digest
-        self.parent = parent
-        self.height = height
-        """The round that follows: 0 for the genesis, r + 1 for a record of round r."""
-        self.weight = weight
-        self.certificate = certificate
-        self.contributors = 0 if certificate is None else len(certificate.record.body.updates)
-        self.ends: dict[PeerKey, int] = {}
-        self.flat = False
-        self.children: list[_Link] = []
-        self.size = 0
-
-
-class Chain:
+class Chain(Tree):
     """The tree, its head, and what is final. Every method is cheap in the number of peers and of records.
 
     >>> chain = Chain(run, genesis_state, ChainLimits(max_update_windows=64, max_members=256))
     """
 
     def __init__(self, run: RunId, genesis_state: Digest, limits: ChainLimits, *, anchor: Anchor | None = None):
-        self.run = run
-        self.genesis = genesis_digest(run)
+        super().__init__(run, anchor or Anchor(genesis_digest(run), 0, 0, genesis_state, {}))
         self.limits = limits
-        anchor = anchor or Anchor(self.genesis, 0, 0, genesis_state, {})
-        self._root_state = anchor.state
-        self._root = _Link(anchor.record, None, anchor.height, anchor.weight, None)
-        self._root.contributors = anchor.contributors
-        self._root.ends = dict(anchor.next_windows)
-        self._root.flat = True
-        self._links: dict[Digest, _Link] = {anchor.record: self._root}
-        self._head = self._root
-        self._main: dict[int, _Link] = {self._root.height: self._root}
         self._bytes = 0
         self._aside: set[Digest] = set()
         self._condemned: OrderedDict[Digest, None] = OrderedDict()
+        self._newest = self._root.standing.newest
         self._final: Signed[Final] | None = None
         self._awaited: Signed[Final] | None = None
 
     # -- reading ---------------------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        """Records in memory, without the root."""
-        return len(self._links) - 1
-
-    def __contains__(self, record: object) -> bool:
-        return record in self._links
-
-    @property
-    def head(self) -> Digest:
-        """The record that fork choice prefers; the root when there is none."""
-        return self._head.digest
-
-    @property
-    def root(self) -> Digest:
-        """The oldest record in memory (its certificate is not): the genesis until limits drop what is old."""
-        return self._root.digest
 
     @property
     def final(self) -> Signed[Final] | None:
@@ -136,139 +50,68 @@ class Chain:
         """A newer final whose record is not in the tree yet: it must be asked for, however light its branch is."""
         return self._awaited
 
-    def height(self, record: Digest) -> Round:
-        """The round that follows a record: 0 after the genesis. Raises ChainError when it is not in the tree."""
-        return Round(self._link(record).height)
+    @property
+    def newest(self) -> Signed[Amendment] | None:
+        """The owner's newest amendment that was heard of, whether or not a record carries it."""
+        return self._newest
 
-    def weight(self, record: Digest) -> int:
-        """Windows accepted from the genesis up to a record."""
-        return self._link(record).weight
+    @property
+    def rollback(self) -> Rollback | None:
+        """The newest that was heard of."""
+        return self._back
 
-    def certificate(self, record: Digest) -> Certificate:
-        """Raises ChainError for the root and for what is not in the tree."""
-        certificate = self._link(record).certificate
-        if certificate is None:
-            raise ChainError(f"record {record.short} is where this tree begins: its certificate is not in memory")
-        return certificate
+    @property
+    def floor(self) -> Digest | None:
+        """The newest record that no branch can leave: a final one, or the one that the run was rolled back to."""
+        if self._final is not None:
+            return self._final.body.record
+        back = self._back
+        return None if back is None or back.record not in self._links else back.record
 
-    def parent(self, record: Digest) -> Digest:
-        """Raises ChainError for the root."""
-        return self.certificate(record).record.body.parent
+    @property
+    def is_seeking(self) -> bool:
+        """Whether a record that all must descend from is not in the tree: it is asked for, however light its branch."""
+        back = self._back
+        behind = back is not None and back.record not in self._links and self._root.height < back.round
+        return self._awaited is not None or behind
 
-    def next_window(self, author: PeerKey, at: Digest) -> int:
-        """The end of the author's windows that were accepted up to a record: what comes next must not start before."""
-        link: _Link | None = self._link(at)
-        while link is not None:
-            end = link.ends.get(author)
-            if end is not None:
-                return end
-            if link.flat:
-                return 0
-            link = link.parent
-        return 0
+    @property
+    def is_stranded(self) -> bool:
+        """Whether the run was rolled back further than this tree goes: it must be loaded anew."""
+        back = self._back
+        if back is None or self._root.height < back.round:
+            return False
+        return self._root.digest != back.record and self._root.standing.epoch < back.epoch
+
+    def epoch(self, parent: Digest) -> int:
+        """Rollbacks on the branch of the round after a record: updates for it must name so many."""
+        epoch, back = self._link(parent).standing.epoch, self._back
+        return epoch if back is None or back.record != parent else max(epoch, back.epoch)
+
+    def to_carry(self, parent: Digest) -> Signed[Amendment] | None:
+        """The amendment that a record after this one should carry, if any."""
+        newest, standing = self._newest, self._link(parent).standing
+        if newest is None or newest.body.rank <= standing.rank:
+            return None
+        back = newest.body.rollback
+        return newest if back == standing.rollback or (back is not None and back.record == parent) else None
+
+    def flaw(self, record: Record) -> str | None:
+        """Why a record cannot follow its parent, as far as amendments go; None when it can."""
+        parent, back = self._link(record.parent), self._back
+        if back is not None and parent.digest == back.record and not starts_at(record, back):
+            return "the run's owner has rolled the run back to before it"
+        windows, members = self.limits.under(parent.standing)
+        if len(record.updates) > members:
+            return "it has more contributors than the run's max_members"
+        for u in record.updates:
+            if u.body.windows > windows:
+                return f"peer {u.author.short} claims {u.body.windows} windows in one update: too many"
+        return parent.standing.flaw(record)
 
     def reduces(self, parent: Digest) -> bool:
         """Whether the round after a record is reduced, not gathered (see `exchange`)."""
         return self.limits.exchange.reduces(self._link(parent).contributors)
-
-    def is_ancestor(self, ancestor: Digest, record: Digest) -> bool:
-        """Whether `ancestor` is the record or comes before it; False when either is not in the tree."""
-        a, b = self._links.get(ancestor), self._links.get(record)
-        return a is not None and b is not None and self._descends(b, a)
-
-    def common_ancestor(self, a: Digest, b: Digest) -> Digest:
-        """The newest record that both descend from."""
-        x, y = self._link(a), self._link(b)
-        while x is not y:
-            if x.height >= y.height:
-                x = self._up(x)
-            else:
-                y = self._up(y)
-        return x.digest
-
-    def path(self, after: Digest, to: Digest) -> tuple[Certificate, ...]:
-        """Certificates after one record up to another that descends from it, oldest first. Raises ChainError."""
-        stop, link = self._link(after), self._link(to)
-        found: list[Certificate] = []
-        while link is not stop and link.height > stop.height:
-            if link.certificate is None:
-                break
-            found.append(link.certificate)
-            link = self._up(link)
-        if link is not stop:
-            raise ChainError(f"record {to.short} does not descend from {after.short}")
-        return tuple(reversed(found))
-
-    def ancestors(self, record: Digest) -> Iterator[Digest]:
-        """The record, its parent, and so on to the root."""
-        link: _Link | None = self._link(record)
-        while link is not None:
-            yield link.digest
-            link = link.parent
-
-    def ancestor_at(self, record: Digest, height: int) -> Digest | None:
-        """The record on the way to `record` after which round `height` comes; None when it is not in the tree."""
-        link = self._links.get(record)
-        if link is None or not self._root.height <= height <= link.height:
-            return None
-        if self._main.get(link.height) is link:
-            return self._main[height].digest
-        while link.height > height:
-            link = self._up(link)
-        return link.digest
-
-    def on_main(self, height: int) -> Digest | None:
-        """The record on the head's path after which round `height` comes."""
-        link = self._main.get(height)
-        return None if link is None else link.digest
-
-    def locator(self) -> tuple[Digest, ...]:
-        """Digests on the head's path, newest first: ten in a row, then gaps that double, the root last."""
-        found: list[Digest] = []
-        height, gap = self._head.height, 1
-        while height > self._root.height:
-            found.append(self._main[height].digest)
-            if len(found) >= 10:
-                gap *= 2
-            height -= gap
-        found.append(self._root.digest)
-        return tuple(found)
-
-    def after(
-        self, have: Iterable[Digest], *, count: int = 64, size: int = 2 * 1024 * 1024
-    ) -> tuple[tuple[Certificate, ...], bool]:
-        """What a `locator` lacks of the head's path: certificates, oldest first, and whether there are more.
-
-        At most `count` of them, and `size` bytes when there is more than one. Raises UnknownParent when the asker's
-        newest known record is older than this tree: older certificates are on disk.
-        """
-        start = None
-        for digest in have:
-            link = self._links.get(digest)
-            if link is not None:
-                while self._main.get(link.height) is not link:
-                    link = self._up(link)
-                start = link
-                break
-        if start is None:
-            if self._root.digest != self.genesis:
-                raise UnknownParent("the records asked for are older than what is kept in memory")
-            start = self._root
-        found: list[Certificate] = []
-        total = 0
-        height = start.height + 1
-        while (link := self._main.get(height)) is not None and len(found) < count:
-            total += link.size
-            if (found and total > size) or link.certificate is None:
-                break
-            found.append(link.certificate)
-            height += 1
-        return tuple(found), height in self._main
-
-    def anchor(self, record: Digest, state: Digest | None) -> Anchor:
-        """What a tree can be started from later without the records before this one."""
-        link = self._link(record)
-        return Anchor(record, link.height, link.weight, state, self._ends_at(link), link.contributors)
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -288,9 +131,9 @@ class Chain:
         parent = self._links.get(body.parent)
         if parent is None:
             raise UnknownParent(f"the parent {body.parent.short} of record {digest.short} is not known here")
-        final = None if self._final is None else self._links.get(self._final.body.record)
-        if final is not None and parent.height < final.height:
-            raise RivalOfFinal(f"record {digest.short} is a rival of records that the owner has signed as final")
+        if body.amendment is not None:
+            self.take(body.amendment)  # the owner's word, whatever becomes of the record
+        self._check_rivals(body, digest, parent)
         if body.round != parent.height:
             raise ChainError(f"record {digest.short}: round {body.round} after round {parent.height - 1}")
         if parent is self._root and self._root_state not in (None, body.base_state):
@@ -298,7 +141,7 @@ class Chain:
         self._check_updates(certificate, parent)
         if (flaw := self.limits.exchange.flaw(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
-        link = _Link(digest, parent, parent.height + 1, parent.weight + body.windows, certificate)
+        link = Link(digest, parent, parent.height + 1, parent.weight + body.windows, certificate)
         link.size = len(record.sent) + sum(len(v.sent) for v in certificate.votes) + 32 * len(certificate.parts)
         link.ends = {u.author: u.body.end_window for u in body.updates}
         if link.height % FLATTEN == 0:
@@ -310,7 +153,10 @@ class Chain:
         if self._awaited is not None and self._awaited.body.record == link.digest:
             awaited, self._awaited = self._awaited, None
             self.add_final(awaited)
-        if self._better(link, self._head) and not self._set_aside(link):
+        if (back := self._back) is not None and link.digest == back.record:
+            self._keep_only_way_to(link)
+            self._choose()
+        elif self._better(link, self._head) and not self._set_aside(link):
             self._move_head(link)
         self._bound()
         return link.digest in self._links
@@ -323,31 +169,52 @@ class Chain:
         round for its record.
         """
         body = final.body
-        if self._final is not None and body.round <= self._final.body.round:
+        if self._newest is not None and body.epoch < self._newest.body.epoch:
+            return False  # what it was signed on was rolled back, or is before the record that all descend from
+        if self._final is not None and _rank(body) <= _rank(self._final.body):
             return False
         link = self._links.get(body.record)
         if link is None:
-            if self._awaited is None or body.round > self._awaited.body.round:
+            if self._awaited is None or _rank(body) > _rank(self._awaited.body):
                 self._awaited = final
                 return True
             return False
         if link.height != body.round + 1:
             raise ChainError(f"the owner's final names round {body.round} for a record of round {link.height - 1}")
         self._final = final
-        if self._awaited is not None and self._awaited.body.round <= body.round:
+        if self._awaited is not None and _rank(self._awaited.body) <= _rank(body):
             self._awaited = None
-        # Nothing beside the way to the final can win any more.
-        on_way = {link.digest}
-        up = link.parent
-        while up is not None:
-            on_way.add(up.digest)
-            for child in list(up.children):
-                if child.digest not in on_way:
-                    self._drop(child)
-            up = up.parent
-        self._aside -= on_way
+        self._keep_only_way_to(link)
         self._choose()
         self._bound()
+        return True
+
+    def take(self, amendment: Signed[Amendment]) -> bool:
+        """Take the owner's word (opened), from wherever it came. True when it is newer than what was known.
+
+        A rollback takes effect at once: what was built on the record that the run goes on from leaves the tree.
+        """
+        before, body = self._newest, amendment.body
+        if before is not None and body.rank <= before.body.rank:
+            return False
+        back = body.rollback
+        link = None if back is None else self._links.get(back.record)
+        if back is not None and link is not None and link.height != back.round:
+            raise ChainError(f"the owner's rollback names round {back.round} for a record of round {link.height - 1}")
+        self._newest = amendment
+        if back is None or (before is not None and before.body.rollback == back):
+            return True
+        if self._final is not None and self._final.body.epoch < back.epoch:
+            self._final = None
+        if self._awaited is not None and self._awaited.body.epoch < back.epoch:
+            self._awaited = None
+        if link is not None:
+            self._keep_only_way_to(link)
+        beyond = [x for x in self._links.values() if x.height == back.round + 1 and x is not self._root]
+        for child in beyond:
+            if child.certificate is None or not starts_at(child.certificate.record.body, back):
+                self._drop(child)
+        self._choose()
         return True
 
     def set_aside(self, record: Digest) -> None:
@@ -374,55 +241,54 @@ class Chain:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _check_updates(self, certificate: Certificate, parent: _Link) -> None:
+    @property
+    def _back(self) -> Rollback | None:
+        return None if self._newest is None else self._newest.body.rollback
+
+    def _check_rivals(self, body: Record, digest: Digest, parent: Link) -> None:
+        """Raises RivalOfFinal for a record that no branch can have any more."""
+        final = None if self._final is None else self._links.get(self._final.body.record)
+        if final is not None and parent.height < final.height:
+            raise RivalOfFinal(f"record {digest.short} is a rival of records that the owner has signed as final")
+        if parent.digest not in self._links:
+            raise RivalOfFinal(f"record {digest.short} is of rounds that the owner has rolled back")
+        if (back := self._back) is None:
+            return
+        known = back.record in self._links
+        if parent.height < back.round and digest != back.record and (known or parent.height + 1 == back.round):
+            raise RivalOfFinal(f"record {digest.short} is a rival of the one that the owner has rolled the run back to")
+        if parent.height == back.round and not starts_at(body, back) or self.is_stranded:
+            raise RivalOfFinal(f"record {digest.short} is of rounds that the owner has rolled back")
+
+    def _keep_only_way_to(self, link: Link) -> None:
+        """Nothing beside the way to a record can win any more."""
+        on_way = {link.digest}
+        up = link.parent
+        while up is not None:
+            on_way.add(up.digest)
+            for child in list(up.children):
+                if child.digest not in on_way:
+                    self._drop(child)
+            up = up.parent
+        self._aside -= on_way
+
+    def _check_updates(self, certificate: Certificate, parent: Link) -> None:
         record, name = certificate.record, certificate.digest.short
-        if len(record.body.updates) > self.limits.max_members:
-            raise ChainError(f"record {name} has more contributors than the run's max_members")
+        if (flaw := self.flaw(record.body)) is not None:
+            raise ChainError(f"record {name}: {flaw}")
         if record.author not in record.body.contributors:
             raise ChainError(f"record {name} is by {record.author.short}, who has no update in it")
         for u in record.body.updates:
-            if u.body.windows > self.limits.max_update_windows:
-                raise ChainError(f"peer {u.author.short} claims {u.body.windows} windows in one update: too many")
             if u.body.first_window < self.next_window(u.author, parent.digest):
                 raise ChainError(f"peer {u.author.short} claims windows from {u.body.first_window} on a second time")
 
-    def _link(self, record: Digest) -> _Link:
-        link = self._links.get(record)
-        if link is None:
-            raise ChainError(f"record {record.short} is not in the tree")
-        return link
-
-    def _up(self, link: _Link) -> _Link:
-        if link.parent is None:
-            raise ChainError("the tree begins after the records that were asked for")
-        return link.parent
-
-    def _descends(self, link: _Link, ancestor: _Link) -> bool:
-        up: _Link | None = link
-        while up is not None and up.height > ancestor.height:
-            up = up.parent
-        return up is ancestor
-
-    def _ends_at(self, link: _Link) -> dict[PeerKey, int]:
-        maps: list[dict[PeerKey, int]] = []
-        up: _Link | None = link
-        while up is not None:
-            maps.append(up.ends)
-            if up.flat:
-                break
-            up = up.parent
-        whole: dict[PeerKey, int] = {}
-        for ends in reversed(maps):
-            whole.update(ends)
-        return whole
-
-    def _better(self, a: _Link, b: _Link) -> bool:
+    def _better(self, a: Link, b: Link) -> bool:
         return a.weight > b.weight or (a.weight == b.weight and a.digest < b.digest)
 
-    def _set_aside(self, link: _Link) -> bool:
+    def _set_aside(self, link: Link) -> bool:
         if not self._aside:
             return False
-        up: _Link | None = link
+        up: Link | None = link
         while up is not None:
             if up.digest in self._aside:
                 return True
@@ -431,9 +297,7 @@ class Chain:
 
     def _choose(self) -> None:
         """Fork choice from the start: used when the tree loses records, or some are set aside."""
-        best = self._root
-        if self._final is not None:
-            best = self._links.get(self._final.body.record, self._root)
+        best = self._root if (floor := self.floor) is None else self._links.get(floor, self._root)
         todo = [best]
         while todo:
             link = todo.pop()
@@ -444,16 +308,16 @@ class Chain:
             todo.extend(link.children)
         self._move_head(best)
 
-    def _move_head(self, link: _Link) -> None:
+    def _move_head(self, link: Link) -> None:
         for height in range(link.height + 1, self._head.height + 1):
             self._main.pop(height, None)
         self._head = link
-        up: _Link | None = link
+        up: Link | None = link
         while up is not None and self._main.get(up.height) is not up:
             self._main[up.height] = up
             up = up.parent
 
-    def _drop(self, link: _Link) -> int:
+    def _drop(self, link: Link) -> int:
         """Forget a record and all that is built on it. The caller sees to the head."""
         if link.parent is not None:
             link.parent.children.remove(link)
@@ -495,3 +359,8 @@ class Chain:
         self._root = new
         states = {c.certificate.record.body.base_state for c in new.children if c.certificate is not None}
         self._root_state = states.pop() if len(states) == 1 else None
+
+
+def _rank(final: Final) -> tuple[int, int]:
+    """Of two finals the one of the later epoch counts, then the one of the later round."""
+    return final.epoch, final.round

@@ -7,13 +7,13 @@ certificate is verified once.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from protocol.amendments import AMENDMENT_LIMIT, MAX_EPOCH, decode_amendment, encode_amendment
 from protocol.bodies import (
     MAX_ADDRESS,
     MAX_ADDRESSES,
@@ -27,6 +27,7 @@ from protocol.bodies import (
     MAX_UNHEARD,
     PHASES,
     Admission,
+    Amendment,
     Body,
     Certificate,
     Final,
@@ -41,10 +42,11 @@ from protocol.bodies import (
     parts_digest,
     votes_needed,
 )
-from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, open_envelope, seal
+from protocol.checks import ascending, bounded, finite, parsed, rate, text
+from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, kind_of, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
+from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
 from protocol.merkle import LEAF_BYTES, MAX_BLOB, chunk_count
 from protocol.wire import swarm_pb2 as wire
 
@@ -65,14 +67,14 @@ def _encode_header(b: Header) -> Message:
     return wire.Header(
         run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, first_window=b.first_window,
         end_window=b.end_window, inner_steps=b.inner_steps, blob=b.blob, blob_size=b.blob_size, loss=b.loss,
-        admission=b.admission,
+        admission=b.admission, epoch=b.epoch,
     )  # fmt: skip
 
 
 def _encode_record(b: Record) -> Message:
     return wire.Record(
         run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, attempt=b.attempt,
-        updates=[u.sent for u in b.updates],
+        updates=[u.sent for u in b.updates], amendment=b.amendment.sent if b.amendment is not None else b"",
     )  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def _encode_leaves(b: Leaves) -> Message:
 
 
 def _encode_final(b: Final) -> Message:
-    return wire.Final(run=b.run, round=b.round, record=b.record)
+    return wire.Final(run=b.run, round=b.round, record=b.record, epoch=b.epoch)
 
 
 def _encode_heartbeat(b: Heartbeat) -> Message:
@@ -101,7 +103,7 @@ def _encode_heartbeat(b: Heartbeat) -> Message:
         run=b.run, sequence=b.sequence, round=b.round, head=b.head, weight=b.weight, windows=b.windows, phase=b.phase,
         tokens_per_second=b.tokens_per_second, loss=b.loss, bytes_up=b.bytes_up, bytes_down=b.bytes_down,
         known=b.known, addresses=b.addresses, admission=b.admission, device=b.device, state=b.state or b"",
-        unheard=b.unheard,
+        unheard=b.unheard, amended=b.amended,
     )  # fmt: skip
 
 
@@ -112,45 +114,21 @@ def _encode_goodbye(b: Goodbye) -> Message:
 # -- decoding: every field bounded ---------------------------------------------------------------------------
 
 
-def _bounded(what: str, value: int, top: int = MAX_COUNT) -> int:
-    if value > top:
-        raise MalformedError(f"{what} is {value}: at most {top} is accepted")
-    return value
-
-
-def _finite(what: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise MalformedError(f"{what} is not a finite number")
-    return value
-
-
-def _rate(what: str, value: float) -> float:
-    if not 0 <= value <= MAX_COUNT:
-        raise MalformedError(f"{what} is not a number from 0 to {MAX_COUNT}")
-    return value
-
-
-def _text(what: str, value: str, top: int) -> str:
-    if len(value.encode()) > top or not value.isprintable():
-        raise MalformedError(f"{what} is longer than {top} bytes or not printable")
-    return value
-
-
 def _decode_admission(payload: bytes, _: Opener) -> Admission:
-    m = _parsed(wire.Admission(), payload)
+    m = parsed(wire.Admission(), payload)
     return Admission(
-        RunId(m.run), PeerKey(m.peer), _bounded("not_before", m.not_before), _bounded("not_after", m.not_after),
-        _text("name", m.name, MAX_NAME),
+        RunId(m.run), PeerKey(m.peer), bounded("not_before", m.not_before), bounded("not_after", m.not_after),
+        text("name", m.name, MAX_NAME),
     )  # fmt: skip
 
 
 def _decode_header(payload: bytes, opener: Opener) -> Header:
-    m = _parsed(wire.Header(), payload)
+    m = parsed(wire.Header(), payload)
     header = Header(
-        RunId(m.run), Round(_bounded("round", m.round, MAX_ROUND)), Digest(m.parent), Digest(m.base_state),
-        _bounded("first_window", m.first_window), _bounded("end_window", m.end_window),
-        _bounded("inner_steps", m.inner_steps), Digest(m.blob), _bounded("blob_size", m.blob_size, MAX_BLOB),
-        _finite("loss", m.loss), bytes(m.admission),
+        RunId(m.run), Round(bounded("round", m.round, MAX_ROUND)), Digest(m.parent), Digest(m.base_state),
+        bounded("first_window", m.first_window), bounded("end_window", m.end_window),
+        bounded("inner_steps", m.inner_steps), Digest(m.blob), bounded("blob_size", m.blob_size, MAX_BLOB),
+        finite("loss", m.loss), bytes(m.admission), bounded("epoch", m.epoch, MAX_EPOCH),
     )  # fmt: skip
     if header.windows < 1 or header.inner_steps < 1:
         raise MalformedError("an update covers at least one window and one inner step")
@@ -158,89 +136,77 @@ def _decode_header(payload: bytes, opener: Opener) -> Header:
 
 
 def _decode_record(payload: bytes, opener: Opener) -> Record:
-    m = _parsed(wire.Record(), payload)
+    m = parsed(wire.Record(), payload)
     if not 1 <= len(m.updates) <= MAX_CONTRIBUTORS:
         raise MalformedError(f"a record lists 1 to {MAX_CONTRIBUTORS} updates, not {len(m.updates)}")
     run, parent, base = RunId(m.run), Digest(m.parent), Digest(m.base_state)
-    number = Round(_bounded("round", m.round, MAX_ROUND))
+    number = Round(bounded("round", m.round, MAX_ROUND))
     # Claimed authors first: else one admitted key could have thousands of headers verified in vain.
-    if not _ascending([author_of(u, limit=HEADER_LIMIT) for u in m.updates]):
+    if not ascending([author_of(u, limit=HEADER_LIMIT) for u in m.updates]):
         raise MalformedError("a record lists each author once, by ascending key")
     updates = tuple(opener.header(u) for u in m.updates)
     for u in updates:
         if (u.body.run, u.body.round, u.body.parent, u.body.base_state) != (run, number, parent, base):
             raise MalformedError("a record lists an update of another run, round, parent or base")
-    return Record(run, number, parent, base, _bounded("attempt", m.attempt, 2**20), updates)
+    amendment = opener.open(m.amendment, Amendment) if m.amendment else None
+    return Record(run, number, parent, base, bounded("attempt", m.attempt, 2**20), updates, amendment)
 
 
 def _decode_vote(payload: bytes, _: Opener) -> Vote:
-    m = _parsed(wire.Vote(), payload)
-    number = Round(_bounded("round", m.round, MAX_ROUND))
+    m = parsed(wire.Vote(), payload)
+    number = Round(bounded("round", m.round, MAX_ROUND))
     return Vote(RunId(m.run), number, Digest(m.record), Digest(m.parts) if m.parts else None)
 
 
 def _decode_reduced(payload: bytes, _: Opener) -> Reduced:
-    m = _parsed(wire.Reduced(), payload)
+    m = parsed(wire.Reduced(), payload)
     if len(m.lacking) > MAX_LACKING or bool(m.blob) == bool(m.lacking):
         raise MalformedError(f"a part is reduced, or 1 to {MAX_LACKING} authors are lacking")
     lacking = tuple(PeerKey(key) for key in m.lacking)
-    if not _ascending(lacking):
+    if not ascending(lacking):
         raise MalformedError("lacking authors are listed once each, by ascending key")
-    number, part = Round(_bounded("round", m.round, MAX_ROUND)), _bounded("part", m.part, MAX_PARTS - 1)
+    number, part = Round(bounded("round", m.round, MAX_ROUND)), bounded("part", m.part, MAX_PARTS - 1)
     return Reduced(RunId(m.run), number, Digest(m.record), part, Digest(m.blob) if m.blob else None, lacking)
 
 
 def _decode_leaves(payload: bytes, _: Opener) -> Leaves:
-    m = _parsed(wire.Leaves(), payload)
+    m = parsed(wire.Leaves(), payload)
     count, rest = divmod(len(m.leaves), LEAF_BYTES)
     if rest or not 1 <= count <= MAX_LEAVES:
         raise MalformedError(f"1 to {MAX_LEAVES} leaf hashes of {LEAF_BYTES} bytes each are accepted")
     if m.first + count > chunk_count(MAX_BLOB):
         raise MalformedError("leaf hashes of chunks that no blob has")
     leaves = tuple(m.leaves[i * LEAF_BYTES : (i + 1) * LEAF_BYTES] for i in range(count))
-    number, sequence = Round(_bounded("round", m.round, MAX_ROUND)), _bounded("sequence", m.sequence)
+    number, sequence = Round(bounded("round", m.round, MAX_ROUND)), bounded("sequence", m.sequence)
     return Leaves(RunId(m.run), number, Digest(m.parent), sequence, m.first, leaves)
 
 
 def _decode_final(payload: bytes, _: Opener) -> Final:
-    m = _parsed(wire.Final(), payload)
-    return Final(RunId(m.run), Round(_bounded("round", m.round, MAX_ROUND)), Digest(m.record))
+    m = parsed(wire.Final(), payload)
+    number = Round(bounded("round", m.round, MAX_ROUND))
+    return Final(RunId(m.run), number, Digest(m.record), bounded("epoch", m.epoch, MAX_EPOCH))
 
 
 def _decode_heartbeat(payload: bytes, _: Opener) -> Heartbeat:
-    m = _parsed(wire.Heartbeat(), payload)
+    m = parsed(wire.Heartbeat(), payload)
     if len(m.known) > MAX_KNOWN or len(m.addresses) > MAX_ADDRESSES or len(m.unheard) > MAX_UNHEARD:
         raise MalformedError("a heartbeat lists too many headers, addresses or peers")
     if m.phase not in PHASES:
         raise MalformedError(f"{m.phase[:20]!r} is not a phase")
     return Heartbeat(
-        RunId(m.run), _bounded("sequence", m.sequence), Round(_bounded("round", m.round, MAX_ROUND)), Digest(m.head),
-        _bounded("weight", m.weight), _bounded("windows", m.windows), m.phase,
-        _rate("tokens_per_second", m.tokens_per_second), _finite("loss", m.loss), _bounded("bytes_up", m.bytes_up),
-        _bounded("bytes_down", m.bytes_down), tuple(m.known),
-        tuple(_text("address", a, MAX_ADDRESS) for a in m.addresses), bytes(m.admission),
-        _text("device", m.device, 80), Digest(m.state) if m.state else None, tuple(m.unheard),
+        RunId(m.run), bounded("sequence", m.sequence), Round(bounded("round", m.round, MAX_ROUND)), Digest(m.head),
+        bounded("weight", m.weight), bounded("windows", m.windows), m.phase,
+        rate("tokens_per_second", m.tokens_per_second), finite("loss", m.loss), bounded("bytes_up", m.bytes_up),
+        bounded("bytes_down", m.bytes_down), tuple(m.known),
+        tuple(text("address", a, MAX_ADDRESS) for a in m.addresses), bytes(m.admission),
+        text("device", m.device, 80), Digest(m.state) if m.state else None, tuple(m.unheard),
+        bounded("amended", m.amended),
     )  # fmt: skip
 
 
 def _decode_goodbye(payload: bytes, _: Opener) -> Goodbye:
-    m = _parsed(wire.Goodbye(), payload)
-    return Goodbye(RunId(m.run), _bounded("sequence", m.sequence))
-
-
-def _ascending(keys: Sequence[PeerKey]) -> bool:
-    return all(a < b for a, b in zip(keys, keys[1:], strict=False))
-
-
-M = TypeVar("M", bound=Message)
-
-
-def _parsed(message: M, payload: bytes) -> M:
-    try:
-        message.ParseFromString(payload)
-    except DecodeError:
-        raise MalformedError(f"the payload is not a {type(message).__name__}") from None
-    return message
+    m = parsed(wire.Goodbye(), payload)
+    return Goodbye(RunId(m.run), bounded("sequence", m.sequence))
 
 
 # The limits leave room for what a field or two more would take, and no more: a record must fit MAX_ENVELOPE, and a
@@ -256,6 +222,7 @@ KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Any
     Reduced: ("reduced", 4096, _encode_reduced, _decode_reduced),
     Leaves: ("leaves", 1024 + LEAF_BYTES * MAX_LEAVES, _encode_leaves, _decode_leaves),
     Final: ("final", 1024, _encode_final, _decode_final),
+    Amendment: ("amendment", AMENDMENT_LIMIT, encode_amendment, decode_amendment),
     Heartbeat: ("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),
     Goodbye: ("goodbye", 1024, _encode_goodbye, _decode_goodbye),
 }
@@ -337,6 +304,8 @@ class Opener:
         name = sha256(sent)
         if (known := self._seen[body].get(name)) is not None:
             return known
+        if body is Amendment and kind_of(sent) == kind and author_of(sent) != self.owner:
+            raise AdmissionError("an amendment that is not signed by the run's owner")  # refused before it costs much
         envelope = open_envelope(sent, kind, limit=limit)
         decoded = decode(envelope.payload, self)
         if decoded.run != self.run:
@@ -381,7 +350,7 @@ class Opener:
         """A certificate: every header and vote verified, votes by more than two thirds of its contributors."""
         if len(sent) > MAX_CERTIFICATE:
             raise MalformedError(f"a certificate of {len(sent)} bytes: at most {MAX_CERTIFICATE} are accepted")
-        m = _parsed(wire.Certificate(), sent)
+        m = parsed(wire.Certificate(), sent)
         if len(m.votes) > MAX_CONTRIBUTORS or len(m.parts) > MAX_PARTS:
             raise MalformedError("a certificate with too many votes or parts")
         record = self.open(m.record, Record)
@@ -406,7 +375,7 @@ def check_certificate(certificate: Certificate) -> Certificate:
 
 def _check_voters(record: Record, voters: Sequence[PeerKey]) -> None:
     contributors = record.contributors
-    if not _ascending(voters):
+    if not ascending(voters):
         raise MalformedError("a certificate lists each vote once, by ascending key")
     if not set(voters) <= set(contributors):
         raise MalformedError("a certificate with a vote by no contributor of its record")

@@ -8,10 +8,12 @@ from typing import Any
 
 from coordinator.swarm import Announced, Heard
 from protocol.chain import genesis_digest
+from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import (
     Admission,
+    Amendment,
     Certificate,
     Final,
     Header,
@@ -103,6 +105,9 @@ class FakeSwarm:
         self.left: list[Certificate] = []
         """Of branches that the chain has left."""
         self.headers: list[Announced] = []
+        self.amendments: list[Signed[Amendment]] = []
+        self.offered: list[Digest] = []
+        """States that were offered to peers; asked for another than those in `blobs`, it is refused."""
         self.held: int | None = None
         """The newest round whose state is held; None: the newest of all."""
         self._callbacks: list[Callable[[], None]] = []
@@ -115,6 +120,18 @@ class FakeSwarm:
     @property
     def final(self) -> Signed[Final] | None:
         return self.finals[-1] if self.finals else None
+
+    @property
+    def amendment(self) -> Signed[Amendment] | None:
+        return self.amendments[-1] if self.amendments else None
+
+    async def publish_amendment(self, word: Signed[Amendment]) -> None:
+        self.amendments.append(word)
+
+    async def offer_state(self, state: Digest, record: Digest) -> None:
+        if state not in self.blobs:
+            raise CairnError("it is not archived")
+        self.offered.append(state)
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
         certificates = self.chain.certificates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from protocol.bodies import Amendment, Rollback, RoundChanges
 from protocol.envelope import seal
 from protocol.identity import Identity
 from protocol.ids import Round
@@ -70,12 +71,19 @@ VOTES = [vote(p, RECORD) for p in PEERS]
 CERTIFICATE = Certificate(RECORD, tuple(VOTES[:5]))
 PARTS = tuple(digest(f"part {i}") for i in range(7))
 REDUCED_CERTIFICATE = Certificate(RECORD, tuple(vote(p, RECORD, parts=parts_digest(PARTS)) for p in PEERS[:5]), PARTS)
+AMENDMENT = Amendment(
+    RUN, 1_700_000_000_000, "paused", 1_700_000_000, "moving house", tuple(sorted(p.key for p in PEERS[:2])), Round(7),
+    RoundChanges(target_tokens=4096, max_seconds=2.5, max_members=9),
+    Rollback(2, digest("back"), Round(5), digest("state")),
+)  # fmt: skip
+
 ONE_OF_EACH: list[Signed[Any]] = [
     admission(SPEC, PEERS[1]), HEADERS[1], RECORD, VOTES[1], heartbeat(PEERS[1]),
     KeySigner(OWNER).sign(Final(RUN, Round(3), RECORD.digest)), KeySigner(PEERS[1]).sign(Goodbye(RUN, 2)),
     REDUCED_CERTIFICATE.votes[1], KeySigner(PEERS[1]).sign(Reduced(RUN, Round(3), RECORD.digest, 4, PARTS[4])),
     KeySigner(PEERS[1]).sign(Reduced(RUN, Round(3), RECORD.digest, 4, None, (PEERS[0].key, PEERS[3].key))),
     KeySigner(PEERS[1]).sign(Leaves(RUN, Round(3), digest("parent"), 5, 6, (bytes(digest("leaf 6")), bytes(32)))),
+    KeySigner(OWNER).sign(AMENDMENT),
 ]  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from peer.errors import PeerError, TrainerDied
 from peer.node.states import States
 from peer.node.updates import Updates
 from peer.store import BlobCorrupt, BlobMissing, Store, StoreFull
+from protocol.bodies import Rollback
 from protocol.chain import genesis_digest
 from protocol.errors import CodecError
-from protocol.ids import Digest
+from protocol.ids import Digest, Round
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.events import ApplyFailed
 from tests.coordinator_fakes import ChainMaker, make_spec, peer, state
@@ -135,6 +136,21 @@ async def test_the_run_begins_with_the_genesis():
         assert (load.record, load.base_state, load.round) == (
             genesis_digest(w.spec.run_id), w.spec.genesis.name, 0,
         )  # fmt: skip
+
+
+async def test_a_run_that_was_rolled_back_goes_on_from_the_state_that_the_owner_named():
+    async with world() as (w, _):
+        record = w.chain.certificates[4].digest
+        back = Rollback(1, record, Round(5), state(5))
+        w.offered.add(state(5))
+        w.states.resync(Resync((), (), 7, 70, start=back))
+        await w.next()
+        (load,) = w.asked
+        assert isinstance(load, Load) and load.replay == () and w.fetched == [state(5)]
+        assert (load.record, load.base_state, load.round) == (record, state(5), 5)
+        w.states.resync(Resync((), (), 7, 70, start=replace(back, state=state(6))))
+        await w.next()
+        assert [f.record for f in w.failed] == [record]
 
 
 async def test_a_checkpoint_on_disk_costs_nothing_and_the_rest_is_replayed():

@@ -9,9 +9,20 @@ import pytest
 from protocol.exchange import GATHER
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Certificate, Heartbeat, Vote
+from protocol.messages import Amendment, Certificate, Heartbeat, Vote
 from protocol.rounds import machine, members
-from tests.simulation.checkers import Broken, check_one_state, check_sizes, disagreement
+from protocol.rounds.context import Context
+from protocol.rounds.events import ChainHeard
+from protocol.standing import Standing
+from tests.simulation.checkers import (
+    Broken,
+    check_account,
+    check_one_state,
+    check_sizes,
+    check_words,
+    check_words_reached,
+    disagreement,
+)
 from tests.simulation.hostile import HOSTILE_REDUCERS, TwoMinded, Withholder
 from tests.simulation.network import Weather
 from tests.simulation.node import RETRY, Node
@@ -29,6 +40,96 @@ def test_all_promises_hold_under_faults(seed):
 def test_all_promises_hold_when_rounds_are_reduced(seed):
     """And each part of a certified mean is what the updates give, unless most of its committee lies."""
     Scenario(seed, exchange=REDUCE).run()
+
+
+@pytest.mark.parametrize("exchange", [GATHER, REDUCE])
+@pytest.mark.parametrize("seed", range(2000, 2005))
+def test_all_promises_hold_while_the_owner_meddles(seed, exchange):
+    """Pauses, bans, other policies, rollbacks, replays of old words: in the end all follow the newest."""
+    Scenario(seed, orders=True, exchange=exchange).run()
+
+
+class Deaf(Node):
+    """Follows no rollback: it takes the owner's word for one that it has."""
+
+    def hear(self, message):
+        if not (isinstance(message.body, Amendment) and message.body.rollback is not None):
+            super().hear(message)
+
+    def later(self, incarnation, event):
+        if not (isinstance(event, ChainHeard) and event.amendment is not None):
+            super().later(incarnation, event)
+
+
+def calm_world(node_type: type[Node], peers: int = 4) -> World:
+    world = World(11, peers, Weather(delay=0.02, jitter=0.001), policy=policy_for(peers))
+    for i in range(peers):
+        world.clock.at(0.0, world.add(node_type if i == 0 else Node, speed=2.0).boot)
+    world.clock.run_until(45.0)
+    return world
+
+
+def test_a_rollback_is_followed_within_seconds_by_all_and_by_who_was_away():
+    world = calm_world(Node)
+    away = world.nodes[3]
+    away.crash()
+    before = world.height()
+    assert world.owner.roll_back() and world.owner.body.rollback is not None
+    to = world.owner.body.rollback
+    world.clock.run_until(60.0)
+    away.boot()
+    world.clock.run_until(80.0)
+    check_words(world)
+    check_words_reached(world)
+    assert disagreement(world.honest) is None and before > to.round
+    for node in world.honest:
+        chain = node.machine.chain
+        assert chain.height(chain.head) > to.round and chain.standing(chain.head).epoch == 1
+        assert not node.trainer.rests
+
+
+def test_a_pause_stops_all_within_seconds_and_loses_nothing():
+    world = calm_world(Node)
+    world.owner.say(order="paused")
+    world.clock.run_until(60.0)
+    height, trained = world.height(), [len(n.trainer.trained) for n in world.nodes]
+    world.clock.run_until(100.0)
+    assert world.height() == height and [len(n.trainer.trained) for n in world.nodes] == trained
+    assert {n.machine.phase for n in world.nodes} == {"paused"}
+    world.owner.say(order="running")
+    world.clock.run_until(115.0)
+    assert world.height() >= height + 2
+    for node in world.nodes:
+        check_account(world, node)
+
+
+def test_an_ended_run_is_left_by_all_once_the_open_round_is_decided():
+    world = calm_world(Node)
+    world.owner.say(order="ended")
+    world.clock.run_until(65.0)
+    assert all(n.done for n in world.nodes) and disagreement(world.honest) is None
+
+
+def test_a_peer_that_follows_no_rollback_is_caught():
+    world = calm_world(Deaf)
+    world.owner.roll_back()
+    world.clock.run_until(46.0)
+    for deaf in [world.nodes[0]]:
+        deaf.machine.chain.take = lambda word: False  # type: ignore[method-assign]
+    world.clock.run_until(60.0)
+    with pytest.raises(Broken, match="rolled back|last word"):
+        check_words_reached(world)
+
+
+def test_updates_of_banned_peers_are_caught(monkeypatch):
+    after = Standing.after
+    monkeypatch.setattr(Standing, "after", lambda s, record: replace(after(s, record), banned=frozenset()))
+    monkeypatch.setattr(Context, "is_banned", lambda self, key: False)
+    world = calm_world(Node, 3)
+    world.owner.say(banned=(world.nodes[2].key,))
+    world.clock.run_until(70.0)
+    with pytest.raises(Broken, match="banned before"):
+        check_words(world)
 
 
 @pytest.mark.parametrize("liar", HOSTILE_REDUCERS)

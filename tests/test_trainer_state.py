@@ -254,6 +254,18 @@ def test_training_waits_when_one_update_could_not_claim_more(world):
     assert made.end_window == most and trainer.may_train
 
 
+def test_while_the_run_rests_nothing_is_trained_and_an_update_claims_what_the_owner_lets_it(world):
+    trainer = loaded(world)
+    train(trainer, 2)
+    trainer.orders = replace(trainer.orders, rests=True)
+    assert not trainer.may_train
+    trainer.orders = replace(trainer.orders, rests=False)
+    assert trainer.may_train
+    trainer.orders = replace(trainer.orders, max_update_windows=BATCH)
+    assert not trainer.may_train  # more is trained already than one update may claim
+    assert update(trainer, world.folder / "u").end_window == BATCH
+
+
 @pytest.mark.parametrize("missed", [False, True])
 def test_without_overlap_nothing_is_trained_while_an_update_is_undecided(world, missed):
     alone, _ = born(world, 1, overlap=False)

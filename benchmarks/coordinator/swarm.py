@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from coordinator.swarm import Heard
+from coordinator.swarm import Announced, Heard
 from protocol.chain import genesis_digest
+from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Certificate, Final, Header, Heartbeat, Record, Signed
+from protocol.messages import Amendment, Certificate, Final, Header, Heartbeat, Record, Signed
 from protocol.spec import RunSpec
 
 OWNER = Identity(sha256(b"the benchmark's owner"))
@@ -53,6 +54,7 @@ class SimulatedSwarm:
         self.head = genesis_digest(spec.run_id)
         self.final: Signed[Final] | None = None
         self.whereabouts: Signed[Any] | None = None
+        self.amendment: Signed[Amendment] | None = None
         self.certificates: list[Certificate] = []
         self._at: dict[Digest, int] = {self.head: 0}
         self._heard: dict[PeerKey, tuple[Heartbeat, float]] = {}
@@ -95,6 +97,18 @@ class SimulatedSwarm:
 
     def has_blob(self, digest: Digest) -> bool:
         return False
+
+    def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
+        """Nothing is heard one by one."""
+
+    def announced(self, parent: Digest) -> Sequence[Announced]:
+        return ()
+
+    async def publish_amendment(self, word: Signed[Amendment]) -> None:
+        self.amendment = word
+
+    async def offer_state(self, state: Digest, record: Digest) -> None:
+        raise CairnError("no state is kept here")
 
     # -- what happens ----------------------------------------------------------------------------------------
 

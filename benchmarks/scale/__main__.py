@@ -43,7 +43,7 @@ from benchmarks import report
 from benchmarks.scale.shape import Shape
 from benchmarks.scale.sizes import PACKET, Sizes
 from benchmarks.scale.world import World
-from protocol.rounds.machine import TELL_ALWAYS, TELL_EVERY
+from protocol.rounds.helping import TELL_ALWAYS, TELL_EVERY
 
 GOAL = 0.98
 LONGEST = 200_000.0

@@ -187,6 +187,16 @@ class Apply(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Orders(_Message):
+    """What the run's owner has changed: train nothing while `rests`; the most windows that an update may claim; the
+    swarm's tokens of a round. Holds until the next one; not answered."""
+
+    rests: bool
+    max_update_windows: Count
+    target_tokens: Count
+
+
+@dataclass(frozen=True, slots=True)
 class Save(_Message):
     """Write the trainer's own state now. Answered by Saved or Failed("save")."""
 
@@ -311,10 +321,10 @@ class Failed(_Message):
     fatal: bool
 
 
-ToTrainer = Start | Load | MakeUpdate | Apply | Save | Stop
+ToTrainer = Start | Load | MakeUpdate | Apply | Orders | Save | Stop
 FromTrainer = Ready | Progress | UpdateGrows | UpdateMade | NothingDone | Applied | Saved | Stopped | Note | Failed
 
-_KINDS = (Start, Load, MakeUpdate, Apply, Save, Stop) + (
+_KINDS = (Start, Load, MakeUpdate, Apply, Orders, Save, Stop) + (
     Ready, Progress, UpdateGrows, UpdateMade, NothingDone, Applied, Saved, Stopped, Note, Failed,
 )  # fmt: skip
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in _KINDS}

@@ -7,15 +7,15 @@ from itertools import islice
 
 from peer.store import Store
 from protocol.chain import Chain, ChainLimits, UnknownParent
-from protocol.errors import ChainError, MalformedError, ProtocolError
+from protocol.errors import ChainError, MalformedError, ProtocolError, RivalOfFinal
 from protocol.ids import Digest
-from protocol.messages import Certificate, Final, Opener, Signed, encode_certificate
+from protocol.messages import Amendment, Certificate, Final, Opener, Signed, encode_certificate
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.chain")
 
-FINAL = "final"
+FINAL, AMENDMENT = "final", "amendment"
 MAX_HAVE = 256
 REPLY_CERTIFICATES = 64
 REPLY_BYTES = 2 * 1024 * 1024
@@ -37,14 +37,27 @@ class ChainLog:
     def load(self, limits: ChainLimits) -> Chain:
         """The chain of the store; what does not verify is left out, with a warning, and comes from others again."""
         chain = self.chain = Chain(self._spec.run_id, self._spec.genesis.name, limits)
-        loaded, left_out, why = 0, 0, ""
+        if (sent := self._store.read_value(AMENDMENT)) is not None:
+            try:
+                chain.take(self._opener.open(sent, Amendment))  # first: rounds that were rolled back are left out
+            except ProtocolError as e:
+                log.warning("the stored amendment is left out: %s", e)
+        loaded, left_out, why, back = 0, 0, "", 0
         for data in self._store.certificates():
             try:
                 loaded += chain.add(self._opener.certificate(data))
+            except RivalOfFinal:
+                back += 1
+            except UnknownParent as e:
+                if chain.rollback is None:
+                    left_out, why = left_out + 1, why or str(e)
+                back += chain.rollback is not None
             except ProtocolError as e:
                 left_out, why = left_out + 1, why or str(e)
         if left_out:
             log.warning("%d stored certificates are left out, the first because %s; others have them", left_out, why)
+        if back:
+            log.info("%d stored certificates are of branches that cannot win any more", back)
         if (sent := self._store.read_value(FINAL)) is not None:
             try:
                 chain.add_final(self._opener.open(sent, Final))
@@ -72,6 +85,10 @@ class ChainLog:
         """On disk when it returns."""
         self._store.write_value(FINAL, final.sent)
 
+    def keep_amendment(self, word: Signed[Amendment]) -> None:
+        """On disk when it returns."""
+        self._store.write_value(AMENDMENT, word.sent)
+
     def after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
         """What follows a record on the way to the head, oldest first, at most `limit`; None when it is not on it."""
         chain = self.chain
@@ -96,4 +113,5 @@ class ChainLog:
             certificates=[encode_certificate(c) for c in certificates],
             final=chain.final.sent if chain.final is not None else b"",
             more=more,
+            amendment=chain.newest.sent if chain.newest is not None else b"",
         )

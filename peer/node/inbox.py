@@ -26,7 +26,7 @@ MAX_WORDS = 4
 
 MAX_KINDS_OF_REFUSAL = 1000
 _NUMBERS = re.compile(r"[0-9a-f]{8,}|[0-9]+")
-SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "leaves", "final")
+SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "leaves", "final", "amendment")
 
 
 class Inbox:
@@ -87,7 +87,8 @@ class Inbox:
             certificates.append(self._opener.certificate(sent))
             await asyncio.sleep(0)  # verifying takes its time: others have a turn
         final = self._opener.open_any(reply.final, "final") if reply.final else None
-        return ChainHeard(tuple(certificates), final, source, reply.more)
+        word = self._opener.open_any(reply.amendment, "amendment") if reply.amendment else None
+        return ChainHeard(tuple(certificates), final, source, reply.more, word)
 
     def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:
         # Without numbers, which differ each time: the same fault is one sort, whoever repeats it.

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
+from peer.channel import Orders
 from peer.errors import PeerError
 from peer.node import seeking
 from peer.node.assets import fetch_assets, start_message
 from peer.node.chainlog import ChainLog
+from peer.node.ending import end
 from peer.node.exchange import Exchange
 from peer.node.inbox import Inbox
 from peer.node.keeping import Keeping
 from peer.node.membership import Membership
 from peer.node.network import Network
+from peer.node.obeying import Obeying
 from peer.node.options import NodeOptions
 from peer.node.outbox import NETWORK_ERRORS
 from peer.node.passing import Passing
@@ -136,6 +139,7 @@ class Node:
             blob_size=self._codec.size,
             now=time.monotonic(),
         )
+        self._obeying = Obeying(self.machine, self.store, self._spec.data.window, self._order)
         self._streaming = Streaming(
             self._signer, self.store, self._codec.size,
             Rules.of(self._run, self.machine, self.chain, self.network.directory),
@@ -163,7 +167,7 @@ class Node:
         try:
             await asyncio.wait([task, finished, self._failure], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _end([task, finished])
+            await end([task, finished])
         if self._failure.done():
             self._failure.result()
         if not task.cancelled():
@@ -189,7 +193,11 @@ class Node:
         seconds = LEAVE_SECONDS if self._spec.round.exchange == "gather" else LEAVE_REDUCING_SECONDS
         asyncio.get_running_loop().call_later(seconds, self._finish, "left")
 
-    def _over(self, reason: str) -> None:
+    def _order(self, orders: Orders) -> None:
+        if self._training is not None:
+            self._training.order(orders)
+
+    def _over(self, reason: str, at_once: bool = False) -> None:
         """The machine has nothing left to do. A run that is over still needs those who have its last state."""
         if self._leaving:
             self._finish(reason)
@@ -197,16 +205,16 @@ class Node:
             log.info("%s", reason)
         elif not self.finish_reason:
             self.finish_reason = reason
-            log.info("%s: staying until the others have its last state", reason)
-            self._spawn(self._see_out(), "seeing the run out")
+            log.warning("%s%s", reason, "" if at_once else ": staying until the others have its last state")
+            self._spawn(self._see_out(at_once), "seeing the run out")
 
-    async def _see_out(self) -> None:
+    async def _see_out(self, at_once: bool) -> None:
         """After the last round: serve until nobody lacks anything, then finish."""
         began = time.monotonic()
         if self._training is not None:
             await self._training.stop()
         served = -QUIET_BYTES
-        while time.monotonic() - began < SEE_OUT_SECONDS:
+        while time.monotonic() - began < SEE_OUT_SECONDS and not at_once:
             await asyncio.sleep(QUIET_SECONDS)
             head = self.machine.summary(time.monotonic()).head
             behind = [m for m in self.machine.summary(time.monotonic()).members if m.heartbeat.head != head]
@@ -251,6 +259,7 @@ class Node:
                 undecided=self._undecided,
                 command=o.trainer_command or None,
             )
+            self._obeying.prepare(o.folder / "trainer")
             self._training.begin()
             self._spawn(m.keep_valid(), "admission")
         self._spawn(self.network.discover(), "discovery")
@@ -259,6 +268,7 @@ class Node:
         self._spawn(self._keep_snapshot(), "status file")
         self._set_facts()
         await self._act(self.machine.start(time.monotonic(), alone=not m.addresses))
+        self._obeying.follow()
 
     async def _stop(self) -> None:
         """In order, each whatever became of the one before: the trainer saves, goodbyes go out, sockets close."""
@@ -269,7 +279,7 @@ class Node:
             if self._membership.client is not None:
                 last_first.push_async_callback(self._membership.client.close)
             last_first.push_async_callback(self.network.stop)
-            last_first.push_async_callback(lambda: _end(self._tasks))
+            last_first.push_async_callback(lambda: end(self._tasks))
             if self._training is not None:
                 saved = await self._training.stop()
                 log.info("the trainer has saved its state" if saved else "the trainer left without saving")
@@ -320,6 +330,9 @@ class Node:
                 self._exchange.applied(self.chain.parent(event.record), time.monotonic())
             self._set_facts()
             await self._act(self.machine.step(event, time.monotonic()))
+            self._obeying.follow()
+            if isinstance(event, events.Applied):
+                self._obeying.reached()
             self.on_change()
 
     async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
@@ -331,7 +344,8 @@ class Node:
                     continue
                 if self._streaming.takes(event.message, sender):
                     continue
-                self.network.note(event.message, sender)
+                if self._obeying.refusal(event.message.author) is None:
+                    self.network.note(event.message, sender)
                 self.on_heard(event.message)
             self.post(event)
 
@@ -342,7 +356,8 @@ class Node:
         return self.locator.answer(request, [*self.network.addresses, *self.network.directory.addresses()])
 
     def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        if (reason := self._streaming.may_serve(blob, requester)) is None:
+        reason = self._obeying.refusal(requester) or self._streaming.may_serve(blob, requester)
+        if reason is None:
             self._passing.asked(blob, requester)
         return reason
 
@@ -375,6 +390,8 @@ class Node:
                     await asyncio.to_thread(self.chainlog.keep, certificate)
                 case actions.KeepFinal(message):
                     await asyncio.to_thread(self.chainlog.keep_final, message)
+                case actions.KeepAmendment(message):
+                    await asyncio.to_thread(self.chainlog.keep_amendment, message)
                 case actions.Apply(certificate):
                     self._exchange.certified(certificate.record.body.parent, time.monotonic())
                     self._trainers_side.move(action)
@@ -382,8 +399,8 @@ class Node:
                     self._trainers_side.move(action)
                 case actions.Report():
                     self._report(action)
-                case actions.Finished(reason):
-                    self._over(reason)
+                case actions.Finished(reason, at_once):
+                    self._over(reason, at_once)
 
     async def _request_chain(self, to: PeerKey, have: tuple[Digest, ...]) -> None:
         request = wire.ChainRequest(run=self._run, have=[bytes(d) for d in have])
@@ -463,6 +480,7 @@ class Node:
             trained_windows=t.trained if t is not None else 0,
             open_windows=t.progress.windows if t is not None else 0,
             next_window=t.progress.next_window if t is not None else 0,
+            orders=self._obeying.words(self.key),
         )
 
     async def _keep_snapshot(self) -> None:
@@ -479,16 +497,3 @@ class Node:
             if not self._snapshot_failed:
                 log.warning("status.json is not written: %s", (e.strerror or str(e)).lower())
             self._snapshot_failed = True
-
-
-async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel these and wait until they are over. Not only once: `asyncio.wait_for` before Python 3.12 swallows a
-    cancellation that comes in the instant of its result."""
-    left = {t for t in tasks if not t.done()}
-    for _ in range(5):
-        for task in left:
-            task.cancel()
-        if not left:
-            return
-        _, left = await asyncio.wait(left, timeout=1.0)
-    log.error("still at work, and left behind: %s", ", ".join(str(t) for t in left))

@@ -19,7 +19,8 @@ class Snapshot:
     `memory_whole` (bytes; of many ranks, what the one that uses most uses) and `time_shares` (of the trainer's last
     minute, see `peer.training.spent`): None, 0 and empty when not known. Windows: `trained_windows` since this node
     started (those that were trained again count again), `open_windows` of them covered by no update yet, and
-    `next_window`, the one to train next, as they are counted for ever (0 while no trainer says).
+    `next_window`, the one to train next, as they are counted for ever (0 while no trainer says). `orders`: what the
+    run's owner has ordered that concerns this peer, in words; "" while the run goes on as ever.
     """
 
     run: str
@@ -53,6 +54,7 @@ class Snapshot:
     trained_windows: int = 0
     open_windows: int = 0
     next_window: int = 0
+    orders: str = ""
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:

@@ -17,6 +17,7 @@ from peer.errors import PeerError, TrainerDied
 from peer.node.keeping import OWN_BLOBS, applied_blobs
 from peer.node.updates import BlobSource, Kind, Updates
 from peer.store import BlobMissing, Store, StoreFull
+from protocol.bodies import Rollback
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
@@ -156,15 +157,18 @@ class States:
 
     async def _resync(self, action: Resync) -> None:
         path = action.path
-        start, checkpoint = await self._base(path)
+        back = action.start if not path else None
+        start, checkpoint = await self._base(path, back)
         if start < len(path):
             body = path[start].record.body
             record, number, base = body.parent, body.round, body.base_state
+        elif back is not None:
+            record, number, base = back.record, back.round, back.state
         else:
             record, number, base = genesis_digest(self._run), Round(0), self._spec.genesis.name
         replay = tuple([await self._round(c) for c in path[start:]])
         reduced = await self._reduced_before(record, action.regained)
-        end = Round(path[-1].record.body.round + 1) if path else Round(0)
+        end = Round(path[-1].record.body.round + 1) if path else number
         self._given = (base, *(blob for c in path[start:] for blob in applied_blobs(c)), *action.regained)
         await self._send(
             Load(
@@ -182,8 +186,11 @@ class States:
             )
         )
 
-    async def _base(self, path: tuple[Certificate, ...]) -> tuple[int, Path]:
-        """Where on the path to begin, and the checkpoint of the state there: the newest that can be had."""
+    async def _base(self, path: tuple[Certificate, ...], back: Rollback | None) -> tuple[int, Path]:
+        """Where on the path to begin, and the checkpoint of the state there: the newest that can be had. With no path:
+        the state that the run was rolled back to, or the genesis."""
+        if back is not None:
+            return 0, await self._checkpoint(back.state, self._checkpoint_size, 600)
         if not path:
             return 0, await self._checkpoint(self._spec.genesis.name, self._spec.genesis.size, 600)
         # A state certified by a child is vouched for; what is on our disk costs nothing.
@@ -283,4 +290,6 @@ def _target(action: Apply | Resync, run: RunId) -> Digest:
     """The record that an action leads to."""
     if isinstance(action, Apply):
         return action.certificate.digest
+    if not action.path and action.start is not None:
+        return action.start.record
     return action.path[-1].digest if action.path else genesis_digest(run)

@@ -7,6 +7,7 @@ machine's events, and what the trainer made gets into the store.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from peer.channel import (
     MakeUpdate,
     Note,
     NothingDone,
+    Orders,
     Progress,
     Ready,
     Start,
@@ -29,6 +31,7 @@ from peer.channel import (
 from peer.errors import TrainerDied
 from peer.node.keeping import Keeping
 from peer.node.network import Network
+from peer.node.obeying import forget_learnt
 from peer.node.states import States
 from peer.node.streaming import Streaming
 from peer.node.trainer import Trainer
@@ -97,6 +100,7 @@ class Training:
         )
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._usage = UsageLog()
+        self._orders: Orders | None = None
         self._look: asyncio.Task[None] | None = None
         self.made = self.missed = 0
         """Own updates that were made, and that a round left out."""
@@ -149,6 +153,25 @@ class Training:
             # `_on_lost` tells the machine that the state is gone.
             log.warning("no update for round %d: %s", ask.round, e)
 
+    def order(self, orders: Orders) -> None:
+        """What the trainer is to do and not to do from now on; those that follow it hear it too."""
+        self._orders = orders
+        self._spawn(self._send_orders(), "orders")
+
+    async def _send_orders(self) -> None:
+        if self._orders is not None:
+            with contextlib.suppress(TrainerDied):  # the next one is told when it is ready
+                await self._trainer.send(self._orders)
+
+    async def _begin_afresh(self, action: actions.Resync) -> None:
+        """With a new process: nothing that this one has learnt is of a state that counts."""
+        log.warning("the trainer starts anew: what it had learnt since is of rounds that were rolled back")
+        await self._trainer.stop(0.0)
+        await asyncio.to_thread(forget_learnt, self._start.state_folder)
+        self._trainer = self._new_trainer()
+        self._spawn(self._trainer.run(), "trainer")
+        self._states.resync(action)
+
     def move(self, action: actions.Apply | actions.Resync) -> None:
         """Get to the state that the action leads to."""
         if self._trainer.stopping:
@@ -158,6 +181,10 @@ class Training:
         self._stop_looking()
         self.missed += len(action.missed)
         self._streaming.turn(action.certificate.record.digest if isinstance(action, actions.Apply) else None)
+        if isinstance(action, actions.Resync) and action.afresh:
+            self._states.drop()
+            self._spawn(self._begin_afresh(action), "a fresh start")
+            return
         if isinstance(action, actions.Apply):
             self._states.apply(action)
         else:
@@ -190,6 +217,8 @@ class Training:
             case Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case Ready():
+                if self._orders is not None:
+                    self._spawn(self._send_orders(), "orders")
                 log.info(
                     "training on %s: %s parameters, %s bytes an update",
                     message.device, f"{message.parameters:,}", f"{message.update_size:,}",

@@ -23,7 +23,7 @@ from collections import deque
 
 import torch
 
-from peer.channel import Apply, Failed, FromTrainer, MakeUpdate, ToTrainer, TrainerEnd, UpdateMade
+from peer.channel import Apply, Failed, FromTrainer, MakeUpdate, Orders, ToTrainer, TrainerEnd, UpdateMade
 from peer.errors import TrainingError
 from peer.training.device import out_of_memory
 from peer.training.spent import Doing
@@ -89,6 +89,8 @@ class Front:
                         self._change.wait_for(lambda b=beside: all(isinstance(item, b) for item in self._left))
                     for left in self._do(self.trainer, message):
                         self._hand(left)
+                elif isinstance(message, Orders):
+                    self.trainer.orders = message  # looked at before each step and each update
                 elif message is not None:
                     self._hand(message)
         except BaseException as e:  # noqa: BLE001 - raised again in `next`, in the thread that ends the process

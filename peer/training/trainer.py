@@ -27,6 +27,7 @@ from peer.channel import (
     Load,
     MakeUpdate,
     NothingDone,
+    Orders,
     Ready,
     RoundUpdates,
     Start,
@@ -126,15 +127,15 @@ class Trainer:
         self.flops_per_token = flops_per_token(model, self.spec.data.window)
         self.peak_flops = peak_flops(self.work.devices)
         self.claims = Claims()
+        self.orders = Orders(False, self.spec.max_update_windows, self.spec.round.target_tokens)
         self.record: Digest | None = None
         """The record whose state is held: None before the first load."""
         self.round = 0
         self.accepted_windows = 0
-        """The swarm's, in the state that is held."""
+        """The swarm's, in that state."""
         self.usual_windows = 0
-        """Own windows in the last applied record with an update of one's own: how long a round is for this peer."""
-        self.trained = 0
-        """Windows of all steps of this process: those that are trained again count again."""
+        """Own windows in the last applied record with an own update: how long a round is for this peer."""
+        self.trained = 0  # windows of all steps of this process, each time
         self.non_finite = 0
         self.pace = Pace(time.monotonic())
         self.batches = self._batches(start)
@@ -198,9 +199,9 @@ class Trainer:
     @property
     def may_train(self) -> bool:
         """A state is held, and the next update may claim another step. Without overlap: and none is undecided."""
-        if not self.overlap and self.claims.announced is not None:
+        if self.orders.rests or (not self.overlap and self.claims.announced is not None):
             return False
-        return self.outer.base is not None and self.claims.room(self.spec.max_update_windows) >= self.spec.inner.batch
+        return self.outer.base is not None and self.claims.room(self.orders.max_update_windows) >= self.spec.inner.batch
 
     def step(self, windows: Tensor, between: Callable[[], None] = lambda: None) -> Step | None:
         """One inner step on the batch at `claims.counter`. Raises TrainingError after too many that are not finite.
@@ -212,7 +213,7 @@ class Trainer:
 
         def go_on() -> bool:
             between()
-            return self.outer.base is not None and self.claims.counter == first
+            return self.outer.base is not None and self.claims.counter == first and not self.orders.rests
 
         step = self.inner.look(windows, go_on)
         if step is None:
@@ -284,7 +285,7 @@ class Trainer:
 
     def _make_update(self, ask: MakeUpdate, grown: GrowingFile | None) -> UpdateMade | NothingDone:
         with self.stepping:
-            claim, loss = self.claims.claim(self.spec.max_update_windows), self.pace.span_loss
+            claim, loss = self.claims.claim(self.orders.max_update_windows), self.pace.span_loss
             if claim is None:
                 return NothingDone(ask.parent)
             blob = self.outer.announce(grown.take) if grown is not None else self.outer.announce()
@@ -405,7 +406,7 @@ class Trainer:
         """The learning rate of a step taken now: by what the swarm has trained, as far as this peer can tell."""
         since = self.claims.counter - self.claims.claimed_from + self.spec.inner.batch / 2
         accepted = self.accepted_windows * self.spec.data.window
-        target = self.spec.round.target_tokens
+        target = self.orders.target_tokens
         self.inner.set_rate(step_factor(self.spec.inner.schedule, accepted, target, since, self.usual_windows))
 
     def _missed(self, path: Path) -> bytes | None:

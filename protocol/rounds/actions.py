@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.bodies import Rollback
 from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Certificate, Record, Signed
 
@@ -104,6 +105,13 @@ class KeepFinal:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepAmendment:
+    """Store: the owner's newest word. Whether the trainer is to rest by it, `machine.rests` says."""
+
+    message: Signed
+
+
+@dataclass(frozen=True, slots=True)
 class Apply:
     """Trainer: the one record after the state that it holds. Answered by Applied or ApplyFailed.
 
@@ -130,6 +138,9 @@ class Resync:
     empty when that is the genesis itself.
     Blobs are fetched by the driver as they are needed. `missed` as in `Apply`: own blobs on the branch that was left,
     or lost with the state; `regained` as in `Apply`. Answered by Applied or ApplyFailed.
+    `start`: the owner has rolled the run back to this, and `path` runs from there; it is empty when that is the head.
+    `afresh`: what the trainer has learnt and not sent, its feedback and its moments are of rounds that were rolled
+    back: all of it goes.
     """
 
     path: tuple[Certificate, ...]
@@ -137,6 +148,8 @@ class Resync:
     next_window: int
     weight: int
     regained: tuple[Digest, ...] = ()
+    start: Rollback | None = None
+    afresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +164,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The run has reached its total tokens, or (after Leave) all that could be done is done: the driver may stop."""
+    """The run has reached its total tokens or was ended, or (after Leave) all that could be done is done: the driver
+    may stop. `at_once`: nobody wants to hear of us any more."""
 
     reason: str
+    at_once: bool = False
 
 
 Action = (
@@ -168,6 +183,7 @@ Action = (
     | RequestChain
     | KeepCertificate
     | KeepFinal
+    | KeepAmendment
     | Apply
     | Resync
     | Report

@@ -49,6 +49,7 @@ class Ballot:
         self.state = state
         """Own state after the parent; None for an observer."""
         self.number: Round = chain.height(parent)
+        self.epoch = chain.epoch(parent)
         self.began = now
         self.headers: dict[PeerKey, Signed[Header]] = {}
         self.heard: dict[PeerKey, float] = {}
@@ -101,6 +102,10 @@ class Ballot:
             return f"it claims {body.windows} windows: at most {self.policy.max_update_windows} fit one update"
         if body.first_window < self.chain.next_window(header.author, self.parent):
             return f"it claims windows from {body.first_window} on, which the chain has accepted already"
+        if body.epoch != self.epoch:
+            return "it is from before the run was rolled back, or from after it"
+        if header.author in self.chain.standing(self.parent).banned:
+            return "the run's owner has banned its author"
         if not size_ok(body.blob_size):
             return f"a blob of {body.blob_size} bytes is no update of this run"
         return None

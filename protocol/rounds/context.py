@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from protocol.bodies import Amendment, Signed
 from protocol.chain import Chain
-from protocol.ids import PeerKey, RunId
+from protocol.ids import Digest, PeerKey, RunId
 from protocol.messages import Signer
 from protocol.rounds.actions import Action, Report
 from protocol.rounds.blobs import Blobs
@@ -20,7 +21,10 @@ class Context:
     def __init__(
         self, policy: Policy, run: RunId, signer: Signer, chain: Chain, observer: bool, size_ok: Callable[[int], bool]
     ):
+        self.base = policy
+        """As in the spec."""
         self.policy = policy
+        """As in the open round: with what the owner has changed."""
         self.run = run
         self.signer = signer
         self.me: PeerKey = signer.key
@@ -31,7 +35,32 @@ class Context:
         self.blobs = Blobs(4 * policy.max_members + 64, policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
         self.now = 0.0
+        self._banned: frozenset[PeerKey] = frozenset()
+        self._banned_by: Signed[Amendment] | None = None
         self.out: list[Action] = []
+
+    def govern(self, parent: Digest) -> None:
+        """From now on the policy of the round after this record holds."""
+        self.policy = self.base.under(self.chain.standing(parent).changes)
+        self.members.govern(self.policy)
+
+    @property
+    def word(self) -> Amendment:
+        """The owner's newest, whether or not a record carries it; one that changes nothing while none is known."""
+        newest = self.chain.newest
+        return Amendment(self.run, 0) if newest is None else newest.body
+
+    def is_banned(self, key: PeerKey) -> bool:
+        """By the owner's newest word: rounds whose records do not carry it yet may still list its updates."""
+        newest = self.chain.newest
+        if newest is not self._banned_by:
+            self._banned_by, self._banned = newest, frozenset(() if newest is None else newest.body.banned)
+        return key in self._banned
+
+    @property
+    def rests(self) -> bool:
+        """Whether the owner wants no update of ours."""
+        return self.word.order != "running" or self.is_banned(self.me)
 
     def emit(self, action: Action) -> None:
         self.out.append(action)

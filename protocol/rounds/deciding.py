@@ -28,7 +28,7 @@ class Deciding:
         self.reducing = Reducing(context)
         self.work = Progress(0, 0.0, 0.0)
         """The own trainer's work that no update covers yet."""
-        self.finished = False
+        self.finished = self.reached_total = False
         self.ending = False
         """Announce as soon as possible: we are leaving."""
         self._repeat_at = 0.0
@@ -52,7 +52,25 @@ class Deciding:
         c.members.watch(parent)
         return self.ballot
 
+    def reopen(self) -> None:
+        """The round begins once more, on another branch: what was announced for it counts no more."""
+        if self.ballot is not None:
+            self.open(self.ballot.parent)
+
     # -- what arrives ----------------------------------------------------------------------------------------
+
+    def hear(self, message: Signed) -> Certificate | None:
+        """A header, record, vote or word on a part of this round; a certificate when it was what lacked."""
+        match message.body:
+            case Header():
+                self.header(message)
+            case Record():
+                return self.record(message)
+            case Vote():
+                return self.vote(message)
+            case Reduced():
+                return self.word(message)
+        return None
 
     def header(self, header: Signed[Header]) -> None:
         """Somebody's header for this round, alone or in a record."""
@@ -72,6 +90,8 @@ class Deciding:
             return
         if not b.add_header(header, c.now, self._has_room):
             return
+        if c.is_banned(header.author):
+            b.exclude(header.author)
         c.members.settle(header.author)
         if header.author == c.me:
             # Announced before a crash: it stands, so that we do not contradict ourselves.
@@ -84,7 +104,7 @@ class Deciding:
     def record(self, record: Signed[Record]) -> Certificate | None:
         """Somebody's record for this round; a certificate when its votes were here before it."""
         c, b = self._c, self.ballot
-        if b is None or record.digest in b.proposals or record.body.parent != b.parent:
+        if b is None or record.digest in b.proposals or record.body.parent != b.parent or b.parent not in c.chain:
             return None
         if record.author not in record.body.contributors or len(record.body.updates) > c.policy.max_members:
             c.report(
@@ -93,6 +113,9 @@ class Deciding:
                 f"a record of {record.author.short} is refused: it breaks the rules",
                 record.author,
             )
+            return None
+        if (flaw := c.chain.flaw(record.body)) is not None:
+            c.report("warning", "refused", f"a record of {record.author.short} is refused: {flaw}", record.author)
             return None
         for u in record.body.updates:
             if (flaw := b.flaw(u, c.size_ok)) is not None:
@@ -139,7 +162,8 @@ class Deciding:
         c.blobs.hold(event.blob)
         windows = event.end_window - event.first_window
         self.work = replace(self.work, windows=max(0, self.work.windows - windows))
-        c.own.made(event.blob, event.parent, self._making_height)
+        if not self._position.afresh:
+            c.own.made(event.blob, event.parent, self._making_height)
         if b is None or asked != event.parent or b.parent != event.parent or c.me in b.headers:
             return
         if self._position.applied != b.parent:
@@ -147,7 +171,7 @@ class Deciding:
             return
         body = Header(
             c.run, b.number, b.parent, self._state(), event.first_window, event.end_window, event.inner_steps,
-            event.blob, event.blob_size, event.loss, admission,
+            event.blob, event.blob_size, event.loss, admission, b.epoch,
         )  # fmt: skip
         header = c.signer.sign(body)
         if (flaw := b.flaw(header, c.size_ok)) is not None:
@@ -184,10 +208,11 @@ class Deciding:
         if b is None or not self.working or self.finished:
             self.reducing.stop()
             return None
+        c = self._c
         if self._check_drift(b):
             return None
         if b.announced is None:
-            if self._position.making is None and self.work.windows >= 1 and self._should_announce(b):
+            if self._position.making is None and self.work.windows >= 1 and not c.rests and self._should_announce(b):
                 self._position.making = b.parent
                 self._making_height = b.number
                 self._c.emit(MakeUpdate(b.number, b.parent))
@@ -283,7 +308,8 @@ class Deciding:
         if not any(h.author == c.me for h in listed):
             return None
         updates = tuple(sorted(listed, key=lambda h: h.author))
-        record = c.signer.sign(Record(c.run, b.number, b.parent, self._state(), attempt, updates))
+        amendment = c.chain.to_carry(b.parent)
+        record = c.signer.sign(Record(c.run, b.number, b.parent, self._state(), attempt, updates, amendment))
         b.proposed = record
         c.emit(Broadcast(record))
         return self.record(record)

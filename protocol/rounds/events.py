@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Final, Goodbye, Header, Heartbeat, Record, Reduced, Signed, Vote
+from protocol.messages import Amendment, Certificate, Final, Goodbye, Header, Heartbeat, Record, Reduced, Signed, Vote
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Heard:
         | Signed[Vote]
         | Signed[Reduced]
         | Signed[Final]
+        | Signed[Amendment]
     )
 
 
@@ -44,6 +45,7 @@ class ChainHeard:
     final: Signed[Final] | None
     source: PeerKey
     more: bool
+    amendment: Signed[Amendment] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,13 +55,13 @@ class Follower:
             self.asked = None
 
     def wanting(self, chain: Chain) -> list[PeerKey]:
-        """Sources that claim a better head that is not in the tree; any other head when the owner's final is on none of
-        our branches."""
+        """Sources that claim a better head that is not in the tree; any other head when what the owner signed as
+        final, or rolled the run back to, is on none of our branches."""
         if not self._claims:
             return []
         for source in [s for s, c in self._claims.items() if c.head in chain]:
             del self._claims[source]
-        if chain.awaited is not None:
+        if chain.is_seeking:
             return list(self._claims)
         weight, head = chain.weight(chain.head), chain.head
         return [s for s, c in self._claims.items() if c.weight > weight or (c.weight == weight and c.head < head)]

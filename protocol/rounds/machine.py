@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterable
 
 from protocol.chain import Chain, RivalOfFinal, UnknownParent
 from protocol.errors import ChainError, MalformedError
-from protocol.ids import Digest, PeerKey, RunId, short_id
+from protocol.ids import Digest, PeerKey, RunId
 from protocol.messages import (
+    Amendment,
     Certificate,
     Final,
     Goodbye,
@@ -42,16 +43,11 @@ from protocol.rounds.context import Context
 from protocol.rounds.deciding import Deciding
 from protocol.rounds.early import AHEAD, Early
 from protocol.rounds.follower import Follower
+from protocol.rounds.helping import help_with_headers, known_headers
+from protocol.rounds.orders import Orders
 from protocol.rounds.policy import Facts, Policy
 from protocol.rounds.position import Position
 from protocol.rounds.summary import Summary, summarise
-
-HELP_HEADERS = 16
-"""Headers sent at most to a member whose heartbeat shows that it lacks them."""
-
-TELL_ALWAYS, TELL_EVERY = 64, 8
-"""Which headers it knows a peer that has announced says in each heartbeat while they are few, else in each eighth: 8
-bytes for each of a thousand, to a thousand, would fill a third of a line of 100 Mbit/s."""
 
 LEAVE_SECONDS = 6.0
 """How long a leaver waits for its last update's round."""
@@ -82,6 +78,7 @@ class RoundMachine:
         self.facts = facts or Facts()
         self._position = Position(self._c)
         self._deciding = Deciding(self._c, self._position)
+        self._orders = Orders(self._c, self._deciding, self._position)
         self._follower = Follower(policy.max_members + 64, policy.heartbeat_seconds)
         self._early = Early(2 * policy.max_members)
         self._sequence = self._beats = 0
@@ -104,6 +101,7 @@ class RoundMachine:
         c.now = now
         c.out = []
         c.own.recall(c.chain)
+        self._orders.begin()
         self._join_until = now if alone else now + 2 * c.policy.heartbeat_seconds
         self._beat()
         self._advance()
@@ -180,12 +178,17 @@ class RoundMachine:
         c, body = self._c, message.body
         if isinstance(body, Heartbeat):
             self._heartbeat(message)
-        elif isinstance(body, Goodbye):
-            if c.members.goodbye(message):
-                self._follower.forget(message.author)
+        elif isinstance(body, Goodbye) and c.members.goodbye(message):
+            self._follower.forget(message.author)
         elif isinstance(body, Final):
             self._final(message)
+        elif isinstance(body, Amendment):
+            self._amend(message, None)
+        elif isinstance(body, Header | Record) and c.is_banned(message.author):
+            pass  # what others list of it, until a record carries the ban, counts all the same
         elif isinstance(body, Header | Record | Vote | Reduced):
+            if isinstance(body, Record) and body.amendment is not None:
+                self._amend(body.amendment, message.author)
             b = self._deciding.ballot
             if (
                 b is not None
@@ -197,14 +200,7 @@ class RoundMachine:
                 self._early.keep(message)
 
     def _ballot(self, message: Signed) -> None:
-        if isinstance(message.body, Header):
-            self._deciding.header(message)
-        elif isinstance(message.body, Record):
-            self._decided(self._deciding.record(message))
-        elif isinstance(message.body, Vote):
-            self._decided(self._deciding.vote(message))
-        else:
-            self._decided(self._deciding.word(message))
+        self._decided(self._deciding.hear(message))
 
     def _part_done(self, event: ev.PartReduced | ev.PartLacking) -> None:
         b, reducing = self._deciding.ballot, self._deciding.reducing
@@ -220,32 +216,15 @@ class RoundMachine:
         c, beat, source = self._c, message.body, message.author
         if source == c.me:
             return
-        if beat.admission and not c.members.heard(message, c.now):
+        self._orders.tell(source, beat)
+        if c.is_banned(source) or beat.admission and not c.members.heard(message, c.now):
             return
         if (member := c.members.get(source)) is not None:
             self._position.heard_at(source, beat.head, member.since)
         self._follower.claim(source, beat.head, beat.weight, c.chain, c.now)
         b = self._deciding.ballot
         if b is not None and beat.head == b.parent and self._deciding.working:
-            self._help(source, beat)
-
-    def _help(self, to: PeerKey, beat: Heartbeat) -> None:
-        """Pass on headers that a member of the same round lacks: its author does, and a few others of us."""
-        c, b = self._c, self._deciding.ballot
-        if b is None or not b.headers or (not beat.known and beat.phase == "exchanging"):
-            return
-        known = set(beat.known)
-        every = max(1, len(c.members) // 3)
-        lacking = [
-            h
-            for h in b.headers.values()
-            if h.author != to
-            and short_id(h.digest) not in known
-            and c.now - b.heard[h.author] > c.policy.heartbeat_seconds
-            and (h.author == c.me or (c.me[0] + h.digest[0] + beat.sequence) % every == 0)
-        ]
-        if lacking:
-            c.emit(Send(to, tuple(lacking[:HELP_HEADERS])))
+            help_with_headers(c, b, source, beat)
 
     def _final(self, message: Signed[Final]) -> None:
         c = self._c
@@ -255,6 +234,10 @@ class RoundMachine:
                 self._forget_dropped()
         except ChainError as e:
             c.report("error", "final", str(e), message.author)
+
+    def _amend(self, word: Signed[Amendment], source: PeerKey | None) -> None:
+        if self._orders.take(word, source):
+            self._forget_dropped()
 
     # -- certificates ----------------------------------------------------------------------------------------
 
@@ -271,7 +254,7 @@ class RoundMachine:
         """Put certificates into the tree, oldest first; how many were new."""
         c, added = self._c, 0
         for certificate in certificates:
-            twice = two_means(c.chain, certificate)
+            twice, word = two_means(c.chain, certificate), c.chain.newest
             try:
                 if not c.chain.add(certificate):
                     continue
@@ -280,12 +263,16 @@ class RoundMachine:
                 break
             except RivalOfFinal as e:
                 c.report("info", "refused", f"a certificate is refused: {e}", source)
-                if source is not None and c.chain.final is not None:
-                    c.emit(Send(source, (c.chain.final,)))
+                told = tuple(m for m in (c.chain.final, c.chain.newest) if m is not None)
+                if source is not None and told:
+                    c.emit(Send(source, told))
                 break
             except ChainError as e:
                 c.report("warning", "refused", f"a certificate is refused: {e}", source)
                 break
+            finally:
+                if c.chain.newest is not word:
+                    self._orders.took(word)
             added += 1
             if twice is not None:
                 c.report("warning", "equivocation", *twice)
@@ -314,6 +301,8 @@ class RoundMachine:
 
     def _chain_heard(self, event: ev.ChainHeard) -> None:
         c = self._c
+        if event.amendment is not None:
+            self._amend(event.amendment, event.source)
         added = self._admit(event.certificates, event.source)
         if event.final is not None:
             self._final(event.final)
@@ -339,6 +328,7 @@ class RoundMachine:
                 self._begin_round(applied)
             head = c.chain.head
             self._decided(self._deciding.advance())
+            self._orders.advance()
             if not changed and head == c.chain.head:
                 break
         self._blobs()
@@ -382,13 +372,14 @@ class RoundMachine:
                 known -= {u.body.blob for u in listed} | set(decided.parts)
                 for action in c.blobs.forget(b for b in known if b not in c.own):
                     c.emit(action)
+        c.govern(parent)
         ballot = d.open(parent)
         for message in self._early.take(ballot.number):
             if isinstance(message.body, Vote | Reduced) or message.body.parent == parent:
                 self._ballot(message)
         total = c.policy.total_windows
         if total and c.chain.weight(parent) >= total and not d.finished:
-            d.finished = True
+            d.finished = d.reached_total = True
             c.emit(Finished(f"the run has reached its {total} windows"))
         self._beat()
 
@@ -448,7 +439,9 @@ class RoundMachine:
             return "joining"
         if p.applied is None:
             return "syncing"
-        return "exchanging" if b is not None and b.announced is not None else "training"
+        if b is not None and b.announced is not None:
+            return "exchanging"
+        return "paused" if self._c.rests else "training"
 
     def _beat(self) -> None:
         c, f, work, b = self._c, self.facts, self._deciding.work, self._deciding.ballot
@@ -457,28 +450,30 @@ class RoundMachine:
         if head is None or head not in c.chain:
             head = c.chain.head
         self._beats += 1
-        known = () if b is None or b.parent != head else tuple(short_id(h.digest) for h in b.headers.values())
-        if len(known) > TELL_ALWAYS and self._beats % TELL_EVERY and self.phase == "exchanging":
-            # Who has announced knows its own header at least: that it says nothing cannot mean that it knows nothing.
-            known = ()
+        known = known_headers(b, head, self.phase, self._beats)
         body = Heartbeat(
             c.run, self._sequence, c.chain.height(head), head, c.chain.weight(head), work.windows, self.phase,
             work.tokens_per_second, work.loss, f.bytes_up, f.bytes_down, known, f.addresses,
             b"" if c.observer else f.admission, f.device,
-            self._position.state if head == self._position.applied else None, f.unheard,
+            self._position.state if head == self._position.applied else None, f.unheard, c.word.sequence,
         )  # fmt: skip
         c.emit(Broadcast(c.signer.sign(body)))
         self._beat_at = c.now + c.policy.heartbeat_seconds
 
     def _set_next_tick(self) -> None:
         c, p = self._c, self._position
-        times = [self._beat_at, *p.times(), *self._deciding.times()]
+        times = [self._beat_at, *p.times(), *self._deciding.times(), *self._orders.times()]
         if not p.joined:
             times += [self._join_until, self._join_until + c.policy.member_seconds]
         for due in (self._follower.next_time(c.chain, eager=not p.joined), c.blobs.next_retry(), self._leave_at):
             if due is not None:
                 times.append(due)
         self.next_tick = min(t for t in times if t > c.now)
+
+    @property
+    def orders(self) -> Orders:
+        """What the run's owner has ordered, as far as it is known here: to be read only."""
+        return self._orders
 
     def summary(self, now: float) -> Summary:
         """A frozen view for people."""
@@ -493,7 +488,7 @@ class RoundMachine:
         """Every container: what it holds, and its bound."""
         c = self._c
         found = c.members.sizes() | c.blobs.sizes() | c.own.sizes() | self._position.sizes()
-        found |= self._follower.sizes() | self._early.sizes()
+        found |= self._follower.sizes() | self._early.sizes() | self._orders.sizes()
         if self._deciding.ballot is not None:
             found |= self._deciding.ballot.sizes()
         limits = c.chain.limits

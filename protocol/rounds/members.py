@@ -74,6 +74,15 @@ class Members:
         self.windows = 0
         """Sum of `_counted`."""
 
+    def govern(self, policy: Policy) -> None:
+        """The policy of another round."""
+        self._policy = policy
+
+    def dismiss(self, key: PeerKey) -> None:
+        """It is no member any more, whatever it says."""
+        if key in self._members:
+            self._forget(key)
+
     def is_my_turn(self, of: Digest, turn: int) -> bool:
         """Whether we are one of about REPEATERS members, others each time, who repeat what others have said."""
         every = max(1, len(self) // REPEATERS)

@@ -31,6 +31,11 @@ class OwnUpdates:
             while len(self._updates) > REMEMBERED:
                 self._updates.popitem(last=False)
 
+    def forget_all(self) -> None:
+        """The trainer begins anew: nothing of its updates is in its feedback, and nothing goes back into it."""
+        self._updates.clear()
+        self._moving = {}
+
     def __contains__(self, blob: object) -> bool:
         return blob in self._updates
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from protocol.bodies import RoundChanges
 from protocol.chain import ChainLimits
 from protocol.exchange import GATHER, Exchange
 from protocol.spec import RunSpec
@@ -28,6 +30,8 @@ class Policy:
     checkpoint_every: int = 10
     checkpoint_keep: int = 2
     exchange: Exchange = GATHER
+    window: int = 1
+    """Tokens of one: what the owner changes later is in tokens."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
@@ -47,13 +51,27 @@ class Policy:
             checkpoint_every=spec.checkpoint.every,
             checkpoint_keep=spec.checkpoint.keep,
             exchange=Exchange.of(spec),
+            window=window,
         )
+
+    def under(self, changes: RoundChanges) -> Policy:
+        """With what the owner has changed since."""
+        names = ("max_seconds", "exchange_seconds", "propose_seconds", "patience_seconds", "member_seconds")
+        new: dict[str, Any] = {name: getattr(changes, name) for name in (*names, "max_members")}
+        if changes.target_tokens is not None:
+            new["target_windows"] = -(-changes.target_tokens // self.window)
+        if changes.max_update_tokens is not None:
+            new["max_update_windows"] = max(1, changes.max_update_tokens // self.window)
+        return replace(self, **{name: value for name, value in new.items() if value is not None})
 
     @property
     def chain_limits(self) -> ChainLimits:
         """Limits for the chain of this run."""
         return ChainLimits(
-            max_update_windows=self.max_update_windows, max_members=self.max_members, exchange=self.exchange
+            max_update_windows=self.max_update_windows,
+            max_members=self.max_members,
+            exchange=self.exchange,
+            window=self.window,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.bodies import Rollback
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
 from protocol.rounds.actions import Apply, Resync
@@ -49,6 +50,8 @@ class Position:
         self.target: Digest | None = None
         self.making: Digest | None = None
         self.joined = False
+        self.afresh = False
+        """The trainer's next state is one that the run was rolled back to: what it has learnt since goes."""
         self._good: Digest | None = None
         self._failures = 0
         self._retry = 0.0
@@ -92,13 +95,31 @@ class Position:
         boundary = (chain.height(chain.head) - 1) // every * every
         if applied is None or applied not in chain:
             # Nothing to lose: the driver fetches as it goes. After a failure, look at what is missing first.
+            boundary = boundary if (start := self._start(chain.head)) is None else max(boundary, start.round)
             after = chain.ancestor_at(chain.head, max(chain.height(chain.root), boundary))
             return chain.path(after or chain.root, chain.head) if self._failures and self.joined else ()
+        if (start := self._start(chain.head)) is not None and chain.height(applied) < start.round:
+            return chain.path(start.record, chain.head)
         fork = chain.common_ancestor(applied, chain.head)
         if fork != applied or chain.height(chain.head) - chain.height(applied) > every:
             after = chain.ancestor_at(chain.head, max(chain.height(fork), boundary))
             return chain.path(after or fork, chain.head)
         return chain.path(applied, chain.head)
+
+    def _start(self, head: Digest) -> Rollback | None:
+        """Where the run goes on after the owner's last rollback, when that is on the way to here: the state there can
+        be had, and the rounds before it need not be."""
+        chain, back = self._c.chain, self._c.chain.rollback
+        if back is None or back.record == chain.genesis or not chain.is_ancestor(back.record, head):
+            return None
+        return back
+
+    def rolled_back(self) -> None:
+        """The owner has rolled the run back: where the trainer stands, or is moved to, may be left."""
+        at = [record for record in (self.applied, self.target, self.making, self._good) if record is not None]
+        if any(record not in self._c.chain for record in at):
+            self.afresh = True
+        self._failures, self._retry, self._waiting = 0, 0.0, None
 
     # -- moving ----------------------------------------------------------------------------------------------
 
@@ -118,6 +139,8 @@ class Position:
         if self.applied is not None and self.applied not in chain:
             self.applied = None
         way = self._way()
+        if not way and self.applied is not None:
+            return self._resync(head)
         if self.applied is None:
             if all(c.blobs.holds(blob) for blob in self.needed()):
                 return self._resync(head)
@@ -153,11 +176,17 @@ class Position:
         start = chain.height(chain.root)
         if self._failures == 0:
             start = max(start, ((chain.height(head) - 1) // every - keep + 1) * every)
-        after = chain.ancestor_at(head, min(start, chain.height(head))) or chain.root
+        back = self._start(head) if self._failures % 2 == 0 else None
+        if back is not None and back.round >= start:
+            after = back.record
+        else:
+            after, back = chain.ancestor_at(head, min(start, chain.height(head))) or chain.root, None
+        if self.afresh:
+            c.own.forget_all()
         missed, regained = c.own.settle(chain, after, head)
         self.target = head
         following = chain.next_window(c.me, head)
-        c.emit(Resync(chain.path(after, head), missed, following, chain.weight(head), regained))
+        c.emit(Resync(chain.path(after, head), missed, following, chain.weight(head), regained, back, self.afresh))
         return True
 
     def _wait_for_blobs(self, way: tuple[Certificate, ...], head: Digest) -> bool:
@@ -178,8 +207,8 @@ class Position:
                     if waited < c.policy.patience_seconds and c.members.is_waited_for(author, number):
                         return False
                     record = certificate.digest
-                    final = c.chain.final
-                    if final is not None and c.chain.is_ancestor(record, final.body.record):
+                    floor = c.chain.floor
+                    if floor is not None and c.chain.is_ancestor(record, floor):
                         # Lines that were cut a moment ago need theirs to carry again: nothing to alarm people with.
                         if waited >= min(UNAVAILABLE * c.policy.patience_seconds, UNAVAILABLE_MOST):
                             self._report_unavailable(record)
@@ -221,6 +250,7 @@ class Position:
         self.target = None
         self._failures = 0
         self._waiting = None
+        self.afresh = self.afresh and record not in self._c.chain
         self.applied = self._good = record
         self.state = state
         self._c.own.moved()
@@ -256,6 +286,8 @@ class Position:
         """Leave a branch out of the fork choice: until a time, or for a patience that doubles each time, but no longer
         than until somebody is back who was away."""
         c = self._c
+        if c.chain.floor is not None and c.chain.is_ancestor(record, c.chain.floor):
+            return  # there is no other
         old = self._aside.pop(record, None)
         tries = 0 if old is None else old.tries + 1
         end, absent = until, frozenset[PeerKey]()

@@ -376,3 +376,23 @@ class CertificatesReply(_message.Message):
     certificates: _containers.RepeatedScalarFieldContainer[bytes]
     more: bool
     def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., more: bool = ...) -> None: ...
+
+class AmendRequest(_message.Message):
+    __slots__ = ("run", "amendment")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    amendment: bytes
+    def __init__(self, run: _Optional[bytes] = ..., amendment: _Optional[bytes] = ...) -> None: ...
+
+class AmendReply(_message.Message):
+    __slots__ = ("amendment", "round", "peers", "heard")
+    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
+    amendment: bytes
+    round: int
+    peers: int
+    heard: int
+    def __init__(self, amendment: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...

@@ -99,6 +99,11 @@ class CoordinatorStub(object):
                 request_serializer=protocol_dot_wire_dot_coordinator__pb2.CertificatesRequest.SerializeToString,
                 response_deserializer=protocol_dot_wire_dot_coordinator__pb2.CertificatesReply.FromString,
                 _registered_method=True)
+        self.Amend = channel.unary_unary(
+                '/cairn.coordinator.Coordinator/Amend',
+                request_serializer=protocol_dot_wire_dot_coordinator__pb2.AmendRequest.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.AmendReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -195,6 +200,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Amend(self, request, context):
+        """Take the owner's word on the run, or (with none) say what the newest is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -262,6 +274,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Certificates,
                     request_deserializer=protocol_dot_wire_dot_coordinator__pb2.CertificatesRequest.FromString,
                     response_serializer=protocol_dot_wire_dot_coordinator__pb2.CertificatesReply.SerializeToString,
+            ),
+            'Amend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Amend,
+                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.AmendRequest.FromString,
+                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.AmendReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -615,6 +632,33 @@ class Coordinator(object):
             '/cairn.coordinator.Coordinator/Certificates',
             protocol_dot_wire_dot_coordinator__pb2.CertificatesRequest.SerializeToString,
             protocol_dot_wire_dot_coordinator__pb2.CertificatesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Amend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cairn.coordinator.Coordinator/Amend',
+            protocol_dot_wire_dot_coordinator__pb2.AmendRequest.SerializeToString,
+            protocol_dot_wire_dot_coordinator__pb2.AmendReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,7 +1,7 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Iterable as _Iterable, Optional as _Optional
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -32,7 +32,7 @@ class Admission(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., not_before: _Optional[int] = ..., not_after: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Header(_message.Message):
-    __slots__ = ("run", "round", "parent", "base_state", "first_window", "end_window", "inner_steps", "blob", "blob_size", "loss", "admission")
+    __slots__ = ("run", "round", "parent", "base_state", "first_window", "end_window", "inner_steps", "blob", "blob_size", "loss", "admission", "epoch")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Header(_message.Message):
     BLOB_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     parent: bytes
@@ -55,23 +56,26 @@ class Header(_message.Message):
     blob_size: int
     loss: float
     admission: bytes
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., first_window: _Optional[int] = ..., end_window: _Optional[int] = ..., inner_steps: _Optional[int] = ..., blob: _Optional[bytes] = ..., blob_size: _Optional[int] = ..., loss: _Optional[float] = ..., admission: _Optional[bytes] = ...) -> None: ...
+    epoch: int
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., first_window: _Optional[int] = ..., end_window: _Optional[int] = ..., inner_steps: _Optional[int] = ..., blob: _Optional[bytes] = ..., blob_size: _Optional[int] = ..., loss: _Optional[float] = ..., admission: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates")
+    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "amendment")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     BASE_STATE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
+    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     parent: bytes
     base_state: bytes
     attempt: int
     updates: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    amendment: bytes
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., amendment: _Optional[bytes] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("run", "round", "record", "parts")
@@ -128,17 +132,73 @@ class Certificate(_message.Message):
     def __init__(self, record: _Optional[bytes] = ..., votes: _Optional[_Iterable[bytes]] = ..., parts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Final(_message.Message):
-    __slots__ = ("run", "round", "record")
+    __slots__ = ("run", "round", "record", "epoch")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     record: bytes
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ...) -> None: ...
+    epoch: int
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Amendment(_message.Message):
+    __slots__ = ("run", "sequence", "order", "since", "reason", "banned", "from_round", "changes", "rollback")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BANNED_FIELD_NUMBER: _ClassVar[int]
+    FROM_ROUND_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    sequence: int
+    order: str
+    since: int
+    reason: str
+    banned: _containers.RepeatedScalarFieldContainer[bytes]
+    from_round: int
+    changes: RoundChanges
+    rollback: Rollback
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., order: _Optional[str] = ..., since: _Optional[int] = ..., reason: _Optional[str] = ..., banned: _Optional[_Iterable[bytes]] = ..., from_round: _Optional[int] = ..., changes: _Optional[_Union[RoundChanges, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
+
+class RoundChanges(_message.Message):
+    __slots__ = ("target_tokens", "max_seconds", "exchange_seconds", "propose_seconds", "patience_seconds", "member_seconds", "max_update_tokens", "max_members")
+    TARGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_UPDATE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    target_tokens: int
+    max_seconds: float
+    exchange_seconds: float
+    propose_seconds: float
+    patience_seconds: float
+    member_seconds: float
+    max_update_tokens: int
+    max_members: int
+    def __init__(self, target_tokens: _Optional[int] = ..., max_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., propose_seconds: _Optional[float] = ..., patience_seconds: _Optional[float] = ..., member_seconds: _Optional[float] = ..., max_update_tokens: _Optional[int] = ..., max_members: _Optional[int] = ...) -> None: ...
+
+class Rollback(_message.Message):
+    __slots__ = ("epoch", "record", "round", "state")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    record: bytes
+    round: int
+    state: bytes
+    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("run", "sequence", "round", "head", "weight", "windows", "phase", "tokens_per_second", "loss", "bytes_up", "bytes_down", "known", "addresses", "admission", "device", "state", "unheard")
+    __slots__ = ("run", "sequence", "round", "head", "weight", "windows", "phase", "tokens_per_second", "loss", "bytes_up", "bytes_down", "known", "addresses", "admission", "device", "state", "unheard", "amended")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +216,7 @@ class Heartbeat(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UNHEARD_FIELD_NUMBER: _ClassVar[int]
+    AMENDED_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     sequence: int
     round: int
@@ -173,7 +234,8 @@ class Heartbeat(_message.Message):
     device: str
     state: bytes
     unheard: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., weight: _Optional[int] = ..., windows: _Optional[int] = ..., phase: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., admission: _Optional[bytes] = ..., device: _Optional[str] = ..., state: _Optional[bytes] = ..., unheard: _Optional[_Iterable[int]] = ...) -> None: ...
+    amended: int
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., weight: _Optional[int] = ..., windows: _Optional[int] = ..., phase: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., admission: _Optional[bytes] = ..., device: _Optional[str] = ..., state: _Optional[bytes] = ..., unheard: _Optional[_Iterable[int]] = ..., amended: _Optional[int] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("run", "sequence")
@@ -204,14 +266,16 @@ class ChainRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., have: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ChainReply(_message.Message):
-    __slots__ = ("certificates", "final", "more")
+    __slots__ = ("certificates", "final", "more", "amendment")
     CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
     certificates: _containers.RepeatedScalarFieldContainer[bytes]
     final: bytes
     more: bool
-    def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., final: _Optional[bytes] = ..., more: bool = ...) -> None: ...
+    amendment: bytes
+    def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., final: _Optional[bytes] = ..., more: bool = ..., amendment: _Optional[bytes] = ...) -> None: ...
 
 class Whereabouts(_message.Message):
     __slots__ = ("run", "sequence", "coordinators", "fingerprint", "addresses")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.chain import Chain
+from protocol.errors import RivalOfFinal, UnknownParent
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Final, Opener, Signed
+from protocol.messages import Amendment, Certificate, Final, Opener, Signed
 from protocol.rounds.policy import Policy
 from protocol.spec import RunSpec
 
@@ -51,11 +53,15 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
     """Every certificate is verified as one that a stranger sent. Raises ProtocolError for one that is none."""
     opener = _OPENERS.setdefault(bytes(spec.run_id), Opener(spec.run_id, spec.owner_key))
     chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
+    if (word := store / "values" / "amendment").exists():
+        chain.take(opener.open(word.read_bytes(), Amendment))
     stored, parents = 0, dict[Digest, Digest]()
     for file in sorted((store / "chain").glob("*-*")):
         certificate = opener.certificate(file.read_bytes()[32:])
         parents[certificate.digest] = certificate.record.body.parent
-        chain.add(certificate)
+        # Of rounds that were rolled back, or built on such.
+        with suppress(RivalOfFinal, *([UnknownParent] if chain.rollback is not None else [])):
+            chain.add(certificate)
         stored += 1
     final = None
     if (value := store / "values" / "final").exists():

@@ -15,13 +15,13 @@ from tests.simulation.world import REDUCE
 EXCHANGES = {"gather": GATHER, "reduce": REDUCE}
 
 
-def run_seed(job: tuple[int, str]) -> Outcome | str:
+def run_seed(job: tuple[int, str, bool]) -> Outcome | str:
     """The outcome, or what was broken and how to see it again."""
-    seed, exchange = job
+    seed, exchange, orders = job
     try:
-        return Scenario(seed, exchange=EXCHANGES[exchange]).run()
+        return Scenario(seed, exchange=EXCHANGES[exchange], orders=orders).run()
     except Broken as e:
-        replay = f"python -m tests.simulation --seed {seed} --exchange {exchange} --verbose"
+        replay = f"python -m tests.simulation --seed {seed} --exchange {exchange} --verbose" + " --orders" * orders
         return f"seed {seed}, {exchange}: {e}\n    replay: {replay}"
 
 
@@ -33,11 +33,14 @@ def main() -> int:
     parser.add_argument(
         "--exchange", choices=("gather", "reduce", "both"), default="both", help="both: seeds take turns"
     )
+    parser.add_argument("--orders", action="store_true", help="the owner meddles in every run, not in each third")
     parser.add_argument("--verbose", action="store_true", help="print every move and report (with --seed)")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     if args.seed is not None:
-        scenario = Scenario(args.seed, verbose=args.verbose, exchange=EXCHANGES.get(args.exchange, GATHER))
+        scenario = Scenario(
+            args.seed, verbose=args.verbose, exchange=EXCHANGES.get(args.exchange, GATHER), orders=args.orders
+        )
         try:
             print(scenario.run())
         except Broken as e:
@@ -49,7 +52,8 @@ def main() -> int:
     began = time.monotonic()
     with multiprocessing.Pool(args.processes) as pool:
         kinds = tuple(EXCHANGES) if args.exchange == "both" else (args.exchange,)
-        jobs = [(seed, kinds[seed % len(kinds)]) for seed in range(args.first, args.first + args.seeds)]
+        seeds = range(args.first, args.first + args.seeds)
+        jobs = [(seed, kinds[seed % len(kinds)], args.orders or seed % 3 == 0) for seed in seeds]
         results = list(pool.imap_unordered(run_seed, jobs, chunksize=4))
     failures = [r for r in results if isinstance(r, str)]
     good = [r for r in results if isinstance(r, Outcome)]

@@ -114,6 +114,59 @@ def check_one_state(world: World) -> None:
             raise Broken(f"peers {index} and {node.index} hold different states after the same record {at.short}")
 
 
+def check_words(world: World) -> None:
+    """Nobody honest applies a record that breaks what the amendments on its way say: written down again, plainly."""
+    for node in world.honest:
+        at = node.trainer_record
+        if at is None or at == genesis_digest(world.run):
+            continue
+        way = [world.records[r] for r in reversed(way_to(world, at))]
+        carried, holding = [], None
+        for c in way:
+            body, said = c.record.body, [a.body for a in carried]
+            where = f"peer {node.index}: round {body.round}, record {c.digest.short}"
+            epoch = max([a.epoch for a in said] + [0 if body.amendment is None else body.amendment.body.epoch])
+            if any(u.body.epoch != epoch for u in body.updates):
+                raise Broken(f"{where} lists an update of another epoch than {epoch}")
+            if said and not set(body.contributors).isdisjoint(said[-1].banned):
+                raise Broken(f"{where} lists an update of a peer that was banned before")
+            most = world.policy.max_update_windows
+            if holding is not None and holding.max_update_tokens is not None:
+                most = holding.max_update_tokens
+            if any(u.body.windows > most for u in body.updates):
+                raise Broken(f"{where} lists an update of more than {most} windows")
+            if body.amendment is not None:
+                if said and body.amendment.body.rank <= said[-1].rank:
+                    raise Broken(f"{where} carries an amendment that is not newer")
+                carried.append(body.amendment)
+            if carried and carried[-1].body.from_round <= body.round + 1:
+                holding = carried[-1].body.changes
+
+
+def check_words_reached(world: World) -> None:
+    """In the end all follow the owner's last rollback, and its finals since."""
+    newest = world.owner.newest
+    for node in world.honest:
+        chain, at = node.machine.chain, node.trainer_record
+        if at is None:
+            continue
+        if newest is not None and chain.newest is not newest:
+            raise Broken(f"peer {node.index} does not know the owner's last word")
+        if newest is not None and (back := newest.body.rollback) is not None:
+            way = list(reversed(way_to(world, at)))
+            if back.record not in way:
+                raise Broken(f"peer {node.index} is on a branch that the owner has rolled back")
+            after = way[way.index(back.record) + 1 :]
+            first = world.records[after[0]].record.body.amendment if after else None
+            if after and (first is None or first.body.epoch < back.epoch):
+                raise Broken(f"peer {node.index} is on rounds that the owner has rolled back")
+        for other in world.nodes:
+            final = other.final
+            if final is not None and final.body.epoch == world.owner.body.epoch and final.body.record in world.records:
+                if final.body.record not in way_to(world, at):
+                    raise Broken(f"peer {node.index} is not on the way of the owner's final")
+
+
 def position(node: Node) -> tuple[int, Digest] | None:
     """Height and digest of what a node's trainer holds; None when it holds nothing."""
     at = node.trainer_record

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.chain import Chain, UnknownParent
+from protocol.chain import Chain, RivalOfFinal, UnknownParent
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Certificate, Final, Signed
+from protocol.messages import Amendment, Certificate, Final, Signed
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.blobs import contents
@@ -47,6 +47,7 @@ class Node:
         # The store: survives crashes.
         self.certificates: list[Certificate] = []
         self.final: Signed[Final] | None = None
+        self.amendment: Signed[Amendment] | None = None
         self.blobs: set[Digest] = set()
         self.slices: set[tuple[Digest, int, int]] = set()
         """Of others' updates: blob, number of parts, part."""
@@ -60,10 +61,12 @@ class Node:
         self.alive = True
         self.incarnation += 1
         chain = Chain(w.run, w.genesis_state, w.policy.chain_limits)
+        if self.amendment is not None:
+            chain.take(self.amendment)
         for certificate in self.certificates:
             try:
                 chain.add(certificate)
-            except UnknownParent:
+            except (UnknownParent, RivalOfFinal):
                 continue
         if self.final is not None:
             chain.add_final(self.final)
@@ -145,12 +148,15 @@ class Node:
                     w.certified(self, certificate)
                 case do.KeepFinal(message):
                     self.final = message
+                case do.KeepAmendment(message):
+                    self.amendment = message
                 case do.Report():
                     w.report(self, action)
                 case do.Finished():
                     self.done = True
                 case do.MakeUpdate() | do.Apply() | do.Resync():
                     self.queue.append(action)
+        self.trainer.order(w.clock.now, self.machine.orders.rests, self.machine.orders.policy.max_update_windows)
         self.work()
         self.machine.facts = Facts(int(w.clock.now * 1000), admission=self.machine.facts.admission)
         if self.machine.next_tick < self.tick_at:
@@ -229,7 +235,8 @@ class Node:
             w.clock.after(CHAIN_DEADLINE, asker.later, incarnation, ev.ChainSilent(self.key))
             return
         certificates, more = self.machine.chain.after(have, count=8)
-        event = ev.ChainHeard(certificates, self.machine.chain.final, self.key, more)
+        chain = self.machine.chain
+        event = ev.ChainHeard(certificates, chain.final, self.key, more, chain.newest)
         w.clock.after(w.network.delay(), asker.later, incarnation, event)
 
     # -- the trainer: one thing at a time, in order ------------------------------------------------------------
@@ -296,6 +303,9 @@ class Node:
         self.trainer_record = record
         for blob in action.missed:
             self.made.pop(blob, None)
+        if isinstance(action, do.Resync) and action.afresh:
+            self.made.clear()
+            self.trainer.begin_afresh()
         self.trainer.move(action, state, w.contents)
         w.moved(self, record)
         self.step(ev.Applied(record, state))
@@ -305,10 +315,16 @@ class Node:
         w = self.world
         self.trainer.run(w.clock.now)
         path = action.path
+        reachable = [n for n in w.nodes if n is self or (n.alive and w.network.connected(self.index, n.index))]
+        if not path and action.start is not None:
+            if any(action.start.state in n.checkpoints for n in reachable):
+                self.reached(action, action.start.record, action.start.state)
+            else:
+                self.step(ev.ApplyFailed(action.start.record, "nobody has the state that the run is rolled back to"))
+            return
         if not path:
             self.reached(action, self.machine.chain.genesis, w.genesis_state)
             return
-        reachable = [n for n in w.nodes if n is self or (n.alive and w.network.connected(self.index, n.index))]
         start = None
         for i in reversed(range(len(path))):
             base = path[i].record.body.base_state

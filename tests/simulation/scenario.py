@@ -13,6 +13,8 @@ from tests.simulation.checkers import (
     check_one_state,
     check_parts,
     check_sizes,
+    check_words,
+    check_words_reached,
     disagreement,
 )
 from tests.simulation.hostile import HOSTILE, HOSTILE_REDUCERS
@@ -44,7 +46,7 @@ class Scenario:
 
     def __init__(
         self, seed: int, *, peers: int | None = None, calm: bool = False, verbose: bool = False, node_type=Node,
-        fault_seconds: float = 120.0, hostile: bool = True, exchange: Exchange = GATHER,
+        fault_seconds: float = 120.0, hostile: bool = True, exchange: Exchange = GATHER, orders: bool = False,
     ):  # fmt: skip
         rng = self.rng = random.Random(seed)
         if peers is None:
@@ -68,6 +70,8 @@ class Scenario:
         self.late = [] if calm else [n for n in self.world.nodes[2:] if rng.random() < 0.15]
         if rng.random() < 0.5:
             self.world.add(observer=True)
+        self.orders = orders
+        """Whether the owner meddles."""
         self.changed = 0.0
         """When the faults last changed."""
         self._watched: tuple[float, int] = (0.0, 0)
@@ -108,6 +112,7 @@ class Scenario:
             raise Broken(f"honest peers do not agree at the end: {problem}")
         check_counted_once(world)
         check_parts(world)
+        check_words_reached(world)
         rounds = world.height()
         forks = len(world.records) - rounds
         return Outcome(world.seed, len(world.nodes), rounds, clock.steps, agreed[1], agreed[0], forks)
@@ -118,6 +123,11 @@ class Scenario:
         rng, world = self.rng, self.world
         for node in world.nodes:
             node.drifts = False
+        if self.orders and world.owner.rng.random() < 0.7:
+            world.owner.change_something()
+            self.changed = world.clock.now
+            if world.owner.rng.random() < 0.4:
+                return
         node = rng.choice(world.nodes)
         match rng.choice(
             ("crash", "crash", "restart", "restart", "partition", "one way", "heal", "heal", "join", "drift")
@@ -158,6 +168,8 @@ class Scenario:
             node.drifts = False
             if not node.alive:
                 node.boot()
+        if self.orders and world.owner.body.order != "running":
+            world.owner.say(order="running")
         self.changed = world.clock.now
 
     # -- checking on the way ----------------------------------------------------------------------------------
@@ -168,6 +180,7 @@ class Scenario:
             world.clock.run_until(min(when, world.clock.now + 5.0))
             check_sizes(world)
             check_one_state(world)
+            check_words(world)
             for node in world.honest:
                 check_account(world, node)
             self._check_progress()
@@ -180,7 +193,8 @@ class Scenario:
         # A branch may be left for a shorter one: a heavier one, or one whose updates can be had.
         self._watched = (self._watched[0], min(height, self._watched[1]))
         longest = 2 * p.max_seconds + p.exchange_seconds + p.patience_seconds + 2 * p.member_seconds
-        if not any(n.speed >= 1.0 for n in group) or self._watched[0] < self.changed:
+        paused = world.owner.body.order != "running"
+        if not any(n.speed >= 1.0 for n in group) or self._watched[0] < self.changed or paused:
             self._watched = (now, height)
         elif height > self._watched[1]:
             self._watched = (now, height)

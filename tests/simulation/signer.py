@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import (
+    Amendment,
     Certificate,
     Final,
     Goodbye,
@@ -33,12 +34,16 @@ class FakeSigner:
                 content = (number(body.sequence),)
             case Header():
                 content = (body.parent, body.blob, body.base_state, number(body.first_window), number(body.end_window))
+                content += (number(body.epoch),) if body.epoch else ()
             case Record():
                 content = (body.parent, number(body.attempt), *(u.digest for u in body.updates))
+                content += (body.amendment.digest,) if body.amendment is not None else ()
             case Vote():
                 content = (body.record, number(body.round), body.parts or b"")
             case Final():
-                content = (body.record, number(body.round))
+                content = (body.record, number(body.round), *((number(body.epoch),) if body.epoch else ()))
+            case Amendment():
+                content = (repr(body).encode(),)
             case Reduced():
                 content = (body.record, number(body.part), body.blob or b"", *body.lacking)
             case _:

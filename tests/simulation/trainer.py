@@ -32,12 +32,13 @@ class Trainer:
         self.feedback: set[int] = set()
         self.fresh: set[int] = set()
         self.trained: set[int] = set()
+        self.rests = False
         self._count = 0
         self._since = now
 
     def run(self, now: float) -> None:
         """Train until now."""
-        if self.state is None or self.speed <= 0:
+        if self.state is None or self.speed <= 0 or self.rests:
             self._since = now
             return
         done = int((now - self._since) * self.speed)
@@ -76,6 +77,19 @@ class Trainer:
         self.counter = max(self.counter, self.claimed)
         # A branch with fewer of our windows: the claim is limited, what was learnt is not lost.
         self.claimed = max(self.claimed, self.counter - self.cap)
+
+    def order(self, now: float, rests: bool, cap: int) -> None:
+        """Whether to rest, and the most windows of an update, from now on."""
+        if (rests, cap) != (self.rests, self.cap):
+            self.run(now)
+            self.rests, self.cap = rests, cap
+
+    def begin_afresh(self) -> None:
+        """All that was learnt is of rounds that were rolled back."""
+        self.counter = self.claimed = self.covered = 0
+        self.feedback.clear()
+        self.fresh.clear()
+        self.trained.clear()
 
     def give_back(self, content: frozenset[int]) -> None:
         self.feedback |= content

@@ -13,9 +13,9 @@ from protocol.rounds.blobs import contents
 from protocol.rounds.policy import Policy
 from tests.simulation.network import Clock, Network, Weather
 from tests.simulation.node import Node
-from tests.simulation.signer import FakeSigner
+from tests.simulation.owner import KEY, Owner
 
-OWNER = FakeSigner(PeerKey(sha256(b"owner")))
+OWNER = KEY
 
 
 REDUCE = Exchange("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUNK)
@@ -63,7 +63,9 @@ class World:
         """When the last peer reached each record."""
         self.reports: list[tuple[float, int, Report]] = []
         self._finals = 0
+        self.owner = Owner(self)
         self._blobs = 0
+        self.rounds_rolled_back = 0
 
     def add(self, node_type: type[Node] = Node, *, speed: float | None = None, observer: bool = False) -> Node:
         speed = speed if speed is not None else self.rng.uniform(1.0, 3.0)
@@ -75,7 +77,15 @@ class World:
     @property
     def honest(self) -> list[Node]:
         """Live honest nodes that train."""
-        return [n for n in self.nodes if n.honest and n.alive and not n.observer]
+        banned = self.owner.body.banned
+        return [n for n in self.nodes if n.honest and n.alive and not n.observer and n.key not in banned]
+
+    def rolled_back(self, height: int) -> None:
+        """The owner has said so."""
+        back = self.owner.body.rollback
+        assert back is not None
+        self._finals = back.round
+        self.rounds_rolled_back += max(0, height - back.round)
 
     def height(self) -> int:
         """Rounds decided by the most advanced live honest node."""
@@ -155,11 +165,13 @@ class World:
         for node in self.nodes:
             if node.observer and node.alive:
                 chain = node.machine.chain
+                if chain.newest is not self.owner.newest:
+                    continue  # it has been down: the owner's coordinator knows its own words
                 height = chain.height(chain.head) - depth
                 record = chain.on_main(height) if height > self._finals else None
                 if record is not None and self._available(node, record):
                     self._finals = height
-                    final = OWNER.sign(Final(self.run, height - 1, record))
+                    final = OWNER.sign(Final(self.run, height - 1, record, self.owner.body.epoch))
                     node.hear(final)
                     node.broadcast(final)
         self.clock.after(3.0, self.sign_finals, depth)

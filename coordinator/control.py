@@ -1,0 +1,173 @@
+"""The owner's words on the run (docs/control.md) at the coordinator: kept, told to the swarm, and what follows here.
+
+The order is: on disk, then published, then the ledger; after a kill at any moment the next start goes on where this one
+was. Whoever has the owner's key may command: a word counts for its signature, whoever brings it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import os
+import time
+from pathlib import Path
+
+from coordinator.errors import CoordinatorError, RefusedError
+from coordinator.follower import Follower
+from coordinator.ledger_thread import LedgerThread
+from coordinator.swarm import SwarmView
+from protocol.errors import MalformedError, ProtocolError
+from protocol.ids import PeerKey, Round
+from protocol.messages import Amendment, Opener, Signed
+from protocol.spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+FILE = "amendments"
+"""In the run's folder: a line for each word, base64 of its envelope; and "done N" when the ledger has followed the N-th
+rollback. Only ever added to."""
+
+MAX_LINE = 128 * 1024
+
+
+class Control:
+    """One run's. Read on the event loop."""
+
+    def __init__(self, spec: RunSpec, view: SwarmView, follower: Follower, ledger: LedgerThread, folder: Path):
+        self._opener = Opener(spec.run_id, spec.owner_key, remember=16)
+        self._view = view
+        self._follower = follower
+        self._ledger = ledger
+        self._path = folder / FILE
+        self._taking = asyncio.Lock()
+        self.newest: Signed[Amendment] | None = None
+
+    async def start(self) -> None:
+        """Go on by what was kept, or by what the swarm knows, whichever is newer. Raises CairnError."""
+        words, done = await asyncio.to_thread(read_words, self._path, self._opener)
+        theirs = self._view.amendment
+        if theirs is not None and all(theirs.body.rank > w.body.rank for w in words):
+            await asyncio.to_thread(append_line, self._path, line_of(theirs))
+            words.append(theirs)
+        if not words:
+            return
+        newest = max(words, key=lambda w: w.body.rank)
+        self._heed(newest)
+        await self._view.publish_amendment(newest)
+        for epoch in range(1, newest.body.epoch + 1):
+            first = next((w for w in words if w.body.epoch == epoch), None)
+            if first is not None and epoch not in done:
+                await self._roll_back(first)
+        await self._follower.turn(newest.body.epoch)
+        log.info("the owner's newest word: %s", in_words(newest.body))
+
+    async def take(self, sent: bytes) -> Signed[Amendment]:
+        """A word of the owner's: kept and told when this returns. Raises RefusedError, ProtocolError, CairnError."""
+        word = self._opener.open(sent, Amendment)
+        async with self._taking:
+            if self.newest is not None and word.body.rank <= self.newest.body.rank:
+                if word.sent == self.newest.sent:
+                    return word
+                raise RefusedError("a newer word of the owner is known here: look at it, and give the order again")
+            before = 0 if self.newest is None else self.newest.body.epoch
+            back = word.body.rollback
+            if back is not None and back.epoch > before:
+                await self._view.offer_state(back.state, back.record)
+            await asyncio.to_thread(append_line, self._path, line_of(word))
+            self._heed(word)
+            await self._view.publish_amendment(word)
+            if word.body.epoch > before:
+                await self._roll_back(word)
+            await self._follower.turn(word.body.epoch)
+        log.warning("by the owner's word: %s", in_words(word.body))
+        return word
+
+    def refusal(self, peer: PeerKey) -> str | None:
+        """Why a peer is not admitted; None when nothing is in its way."""
+        if self.newest is None:
+            return None
+        body = self.newest.body
+        why = f" ({body.reason})" if body.reason else ""
+        if peer in body.banned:
+            return f"the run's owner has banned this key{why}: write to the owner if you think that it is a mistake"
+        return f"the run has been ended by its owner{why}" if body.order == "ended" else None
+
+    def _heed(self, word: Signed[Amendment]) -> None:
+        self.newest, body = word, word.body
+        self._follower.ordered = None
+        if body.order != "running":
+            since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(body.since))
+            why = f": {body.reason}" if body.reason else ""
+            self._follower.ordered = (body.order, f"{body.order} by the run's owner since {since}{why}")
+
+    async def _roll_back(self, word: Signed[Amendment]) -> None:
+        """Take the ledger to where the chain has gone. Rounds that it has not posted it need not take back."""
+        back = word.body.rollback
+        if back is None:
+            return
+        last = await self._ledger.run(lambda ledger: ledger.last())
+        number = Round(back.round - 1)
+        if last is not None and (last[0] > number or (last[0] == number and last[1] != back.record)):
+            await self._follower.rollback(back.record, number, word.sent)
+        await asyncio.to_thread(append_line, self._path, f"done {back.epoch}")
+
+
+def line_of(word: Signed[Amendment]) -> str:
+    """As it is kept."""
+    return base64.b64encode(word.sent).decode()
+
+
+def in_words(body: Amendment) -> str:
+    """For the log."""
+    parts = [body.order]
+    if body.banned:
+        parts.append(f"{len(body.banned)} banned")
+    changed = [n for n in body.changes.__slots__ if getattr(body.changes, n) is not None]
+    if changed:
+        parts.append(f"{', '.join(changed)} changed from round {body.from_round}")
+    if body.rollback is not None:
+        parts.append(f"rolled back to round {body.rollback.round} (rollback {body.rollback.epoch})")
+    return "; ".join(parts)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Durably. Raises CoordinatorError."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # a kill in the middle of a line
+            os.write(fd, (b"\n" if torn else b"") + line.encode() + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        why = (e.strerror or str(e)).lower()
+        raise CoordinatorError(f"{path} cannot be written: {why}; the order was not given") from None
+
+
+def read_words(path: Path, opener: Opener) -> tuple[list[Signed[Amendment]], set[int]]:
+    """The words in the order in which they were kept, and the rollbacks that the ledger has followed. A line that was
+    torn by a kill is left out: its order was not acknowledged. Raises CoordinatorError."""
+    words: list[Signed[Amendment]] = []
+    done: set[int] = set()
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return [], set()
+    except OSError as e:
+        raise CoordinatorError(
+            f"{path} cannot be read: {(e.strerror or str(e)).lower()}; mend its permissions"
+        ) from None
+    for line in lines:
+        if line.startswith("done ") and line[5:].isdigit():
+            done.add(int(line[5:]))
+            continue
+        try:
+            if not line.strip() or len(line) > MAX_LINE:
+                continue
+            words.append(opener.open(base64.b64decode(line, validate=True), Amendment))
+        except (ValueError, MalformedError, ProtocolError) as e:
+            log.warning("%s: a line is left out: %s", path, e)
+    return words, done

@@ -1,0 +1,289 @@
+"""The chain's tree of records, to be read: its limits, one record in it, where it may start from, the ways in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from protocol.errors import ChainError, UnknownParent
+from protocol.exchange import GATHER, Exchange
+from protocol.ids import Digest, PeerKey, Round, RunId, sha256
+from protocol.messages import Certificate
+from protocol.standing import Standing
+
+FLATTEN = 32
+"""Every so many rounds a record keeps a whole map of next windows; those between keep only what they changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLimits:
+    """What a certificate may hold, and how much of the tree is kept in memory."""
+
+    max_update_windows: int
+    max_members: int
+    max_records: int = 4096
+    max_bytes: int = 256 * 1024 * 1024
+    max_side: int = 256
+    """Records that are not on the head's path: the lightest branches go first."""
+
+    keep_at_least: int = 64
+    """Records on the head's path that no limit drops."""
+
+    exchange: Exchange = GATHER
+    window: int = 1
+    """Tokens of one: amendments speak of tokens."""
+
+    def under(self, standing: Standing) -> tuple[int, int]:
+        """The most windows of an update, and the most contributors, in the round that follows."""
+        changes = standing.changes
+        tokens, members = changes.max_update_tokens, changes.max_members
+        windows = self.max_update_windows if tokens is None else max(1, tokens // self.window)
+        return windows, self.max_members if members is None else members
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A place to start a tree from when what came before is not kept: a record, or the genesis."""
+
+    record: Digest
+    height: int
+    weight: int
+    state: Digest | None
+    """State after the record, where known: children must name it as their base."""
+
+    next_windows: Mapping[PeerKey, int]
+    contributors: int = 0
+    """Of the record; 0 for the genesis. How the next round is exchanged may follow from it."""
+
+    standing: Standing = Standing()
+    """What the owner's amendments come to."""
+
+
+class Link:
+    """One record in the tree."""
+
+    __slots__ = (
+        "digest", "parent", "height", "weight", "certificate", "contributors", "ends", "flat", "children", "size",
+        "standing",
+    )  # fmt: skip
+
+    def __init__(self, digest: Digest, parent: Link | None, height: int, weight: int, certificate: Certificate | None):
+        self.digest = digest
+        self.parent = parent
+        self.height = height
+        """The round that follows: 0 for the genesis, r + 1 for a record of round r."""
+        self.weight = weight
+        self.certificate = certificate
+        self.contributors = 0 if certificate is None else len(certificate.record.body.updates)
+        self.ends: dict[PeerKey, int] = {}
+        self.flat = False
+        self.children: list[Link] = []
+        self.size = 0
+        self.standing = Standing()
+        if parent is not None and certificate is not None:
+            self.standing = parent.standing.after(certificate.record.body)
+
+
+def genesis_digest(run: RunId) -> Digest:
+    """The parent of round 0: a fixed function of the run."""
+    return Digest(sha256(b"cairn/v1/genesis", run))
+
+
+class Tree:
+    """Records by their place: one of the tips is the head, and the way to it is at hand by height."""
+
+    def __init__(self, run: RunId, anchor: Anchor):
+        self.run = run
+        self.genesis = genesis_digest(run)
+        self._root_state = anchor.state
+        self._root = Link(anchor.record, None, anchor.height, anchor.weight, None)
+        self._root.contributors = anchor.contributors
+        self._root.ends = dict(anchor.next_windows)
+        self._root.flat = True
+        self._root.standing = anchor.standing
+        self._links: dict[Digest, Link] = {anchor.record: self._root}
+        self._head = self._root
+        self._main: dict[int, Link] = {self._root.height: self._root}
+
+    def __len__(self) -> int:
+        """Records in memory, without the root."""
+        return len(self._links) - 1
+
+    def __contains__(self, record: object) -> bool:
+        return record in self._links
+
+    @property
+    def head(self) -> Digest:
+        """The record that fork choice prefers; the root when there is none."""
+        return self._head.digest
+
+    @property
+    def root(self) -> Digest:
+        """The oldest record in memory (its certificate is not): the genesis until limits drop what is old."""
+        return self._root.digest
+
+    def height(self, record: Digest) -> Round:
+        """The round that follows a record: 0 after the genesis. Raises ChainError when it is not in the tree."""
+        return Round(self._link(record).height)
+
+    def weight(self, record: Digest) -> int:
+        """Windows accepted from the genesis up to a record."""
+        return self._link(record).weight
+
+    def certificate(self, record: Digest) -> Certificate:
+        """Raises ChainError for the root and for what is not in the tree."""
+        certificate = self._link(record).certificate
+        if certificate is None:
+            raise ChainError(f"record {record.short} is where this tree begins: its certificate is not in memory")
+        return certificate
+
+    def parent(self, record: Digest) -> Digest:
+        """Raises ChainError for the root."""
+        return self.certificate(record).record.body.parent
+
+    def next_window(self, author: PeerKey, at: Digest) -> int:
+        """The end of the author's windows that were accepted up to a record: what comes next must not start before."""
+        link: Link | None = self._link(at)
+        while link is not None:
+            end = link.ends.get(author)
+            if end is not None:
+                return end
+            if link.flat:
+                return 0
+            link = link.parent
+        return 0
+
+    def standing(self, record: Digest) -> Standing:
+        """What the amendments on the way to a record come to, for the round that follows it."""
+        return self._link(record).standing
+
+    def is_ancestor(self, ancestor: Digest, record: Digest) -> bool:
+        """Whether `ancestor` is the record or comes before it; False when either is not in the tree."""
+        a, b = self._links.get(ancestor), self._links.get(record)
+        return a is not None and b is not None and self._descends(b, a)
+
+    def common_ancestor(self, a: Digest, b: Digest) -> Digest:
+        """The newest record that both descend from."""
+        x, y = self._link(a), self._link(b)
+        while x is not y:
+            if x.height >= y.height:
+                x = self._up(x)
+            else:
+                y = self._up(y)
+        return x.digest
+
+    def path(self, after: Digest, to: Digest) -> tuple[Certificate, ...]:
+        """Certificates after one record up to another that descends from it, oldest first. Raises ChainError."""
+        stop, link = self._link(after), self._link(to)
+        found: list[Certificate] = []
+        while link is not stop and link.height > stop.height:
+            if link.certificate is None:
+                break
+            found.append(link.certificate)
+            link = self._up(link)
+        if link is not stop:
+            raise ChainError(f"record {to.short} does not descend from {after.short}")
+        return tuple(reversed(found))
+
+    def ancestors(self, record: Digest) -> Iterator[Digest]:
+        """The record, its parent, and so on to the root."""
+        link: Link | None = self._link(record)
+        while link is not None:
+            yield link.digest
+            link = link.parent
+
+    def ancestor_at(self, record: Digest, height: int) -> Digest | None:
+        """The record on the way to `record` after which round `height` comes; None when it is not in the tree."""
+        link = self._links.get(record)
+        if link is None or not self._root.height <= height <= link.height:
+            return None
+        if self._main.get(link.height) is link:
+            return self._main[height].digest
+        while link.height > height:
+            link = self._up(link)
+        return link.digest
+
+    def on_main(self, height: int) -> Digest | None:
+        """The record on the head's path after which round `height` comes."""
+        link = self._main.get(height)
+        return None if link is None else link.digest
+
+    def locator(self) -> tuple[Digest, ...]:
+        """Digests on the head's path, newest first: ten in a row, then gaps that double, the root last."""
+        found: list[Digest] = []
+        height, gap = self._head.height, 1
+        while height > self._root.height:
+            found.append(self._main[height].digest)
+            if len(found) >= 10:
+                gap *= 2
+            height -= gap
+        found.append(self._root.digest)
+        return tuple(found)
+
+    def after(
+        self, have: Iterable[Digest], *, count: int = 64, size: int = 2 * 1024 * 1024
+    ) -> tuple[tuple[Certificate, ...], bool]:
+        """What a `locator` lacks of the head's path: certificates, oldest first, and whether there are more.
+
+        At most `count` of them, and `size` bytes when there is more than one. Raises UnknownParent when the asker's
+        newest known record is older than this tree: older certificates are on disk.
+        """
+        start = None
+        for digest in have:
+            link = self._links.get(digest)
+            if link is not None:
+                while self._main.get(link.height) is not link:
+                    link = self._up(link)
+                start = link
+                break
+        if start is None:
+            if self._root.digest != self.genesis:
+                raise UnknownParent("the records asked for are older than what is kept in memory")
+            start = self._root
+        found: list[Certificate] = []
+        total = 0
+        height = start.height + 1
+        while (link := self._main.get(height)) is not None and len(found) < count:
+            total += link.size
+            if (found and total > size) or link.certificate is None:
+                break
+            found.append(link.certificate)
+            height += 1
+        return tuple(found), height in self._main
+
+    def anchor(self, record: Digest, state: Digest | None) -> Anchor:
+        """What a tree can be started from later without the records before this one."""
+        link = self._link(record)
+        return Anchor(record, link.height, link.weight, state, self._ends_at(link), link.contributors, link.standing)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _link(self, record: Digest) -> Link:
+        link = self._links.get(record)
+        if link is None:
+            raise ChainError(f"record {record.short} is not in the tree")
+        return link
+
+    def _up(self, link: Link) -> Link:
+        if link.parent is None:
+            raise ChainError("the tree begins after the records that were asked for")
+        return link.parent
+
+    def _descends(self, link: Link, ancestor: Link) -> bool:
+        up: Link | None = link
+        while up is not None and up.height > ancestor.height:
+            up = up.parent
+        return up is ancestor
+
+    def _ends_at(self, link: Link) -> dict[PeerKey, int]:
+        maps: list[dict[PeerKey, int]] = []
+        up: Link | None = link
+        while up is not None:
+            maps.append(up.ends)
+            if up.flat:
+                break
+            up = up.parent
+        whole: dict[PeerKey, int] = {}
+        for ends in reversed(maps):
+            whole.update(ends)
+        return whole

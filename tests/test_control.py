@@ -1,0 +1,112 @@
+"""The owner's orders at the coordinator: on disk before they are told; what is not the owner's or newer is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator import control
+from coordinator.errors import RefusedError
+from peer.coordinator_client import CoordinatorRefused
+from protocol.bodies import Amendment, Rollback, RoundChanges
+from protocol.errors import CairnError
+from protocol.ids import Round
+from protocol.messages import KeySigner, Opener
+from tests.coordinator_fakes import FakeSwarm, make_spec, peer, state
+from tests.specs import OWNER
+from tests.test_coordinator_service import client, running
+
+SPEC = make_spec()
+RUN = SPEC.run_id
+
+
+def word(sequence: int, signer=OWNER, **fields):
+    return KeySigner(signer).sign(Amendment(RUN, sequence, **fields))
+
+
+@pytest.mark.asyncio
+async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
+    first = word(5, order="paused", reason="moving")
+    async with running(tmp_path) as (coordinator, swarm):
+        async with client(coordinator) as c:
+            assert not (await c.amend()).amendment
+            reply = await c.amend(first.sent)
+        assert reply.amendment == first.sent and swarm.amendments == [first]
+        async with client(coordinator) as c:
+            assert (await c.amend(first.sent)).amendment == first.sent  # once more: the same
+            with pytest.raises(CoordinatorRefused, match="newer word"):
+                await c.amend(word(4).sent)
+            with pytest.raises(CairnError, match="owner"):
+                await c.amend(word(9, peer(1)).sent)
+        assert swarm.amendments == [first]
+    async with running(tmp_path, swarm=FakeSwarm(SPEC)) as (coordinator, swarm):
+        assert swarm.amendments == [first] == [coordinator.control.newest]
+
+
+@pytest.mark.asyncio
+async def test_the_banned_and_newcomers_of_an_ended_run_are_refused_with_the_reason(tmp_path):
+    async with running(tmp_path) as (coordinator, _):
+        async with client(coordinator) as c:
+            await c.amend(word(1, banned=(peer(1).key,), reason="wrong updates").sent)
+            with pytest.raises(CoordinatorRefused, match=r"banned this key \(wrong updates\)"):
+                await c.admit(peer(1), "one")
+            await c.admit(peer(2), "two")
+            await c.amend(word(2, order="ended").sent)
+            with pytest.raises(CoordinatorRefused, match="ended by its owner"):
+                await c.admit(peer(3), "three")
+
+
+@pytest.mark.asyncio
+async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is_archived(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    for i in range(8):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        follower = coordinator._follower
+        for _ in range(200):
+            if follower.settled is not None and follower.settled[0] >= 4:
+                break
+            await control.asyncio.sleep(0.02)
+        assert follower.settled is not None and follower.settled[0] >= 4
+        to = swarm.chain.certificates[2]
+        back = word(3, rollback=Rollback(1, to.digest, Round(3), state(3)))
+        async with client(coordinator) as c:
+            with pytest.raises(CairnError):
+                await c.amend(back.sent)
+            assert swarm.amendments == [] and coordinator.control.newest is None
+            swarm.blobs.add(state(3))
+            swarm.chain = swarm.chain.fork(3)
+            await c.amend(back.sent)
+        assert follower.settled == (2, to.digest) and follower.epoch == 1 and swarm.offered == [state(3)]
+        later = word(4, rollback=back.body.rollback, order="paused")
+        async with client(coordinator) as c:
+            await c.amend(later.sent)
+        assert follower.settled == (2, to.digest)
+    lines = (tmp_path / control.FILE).read_text().splitlines()
+    assert lines == [control.line_of(back), "done 1", control.line_of(later)]
+
+
+def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
+    path, opener = tmp_path / control.FILE, Opener(RUN, OWNER.key, remember=4)
+    control.append_line(path, control.line_of(word(1)))
+    with open(path, "a") as file:
+        file.write(control.line_of(word(2))[:50])
+    control.append_line(path, control.line_of(word(3)))
+    control.append_line(path, "done 2")
+    words, done = control.read_words(path, opener)
+    assert [w.body.sequence for w in words] == [1, 3] and done == {2}
+
+
+def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
+    from cairn.ordering import _setting, check_changes
+
+    check_changes(SPEC, RoundChanges(target_tokens=10_000_000))
+    with pytest.raises(CairnError, match="member_seconds"):
+        check_changes(SPEC, RoundChanges(member_seconds=SPEC.round.heartbeat_seconds))
+    with pytest.raises(CairnError, match="max_update_tokens"):
+        check_changes(SPEC, replace(RoundChanges(), max_update_tokens=1))
+    assert _setting("max_members=12") == ("max_members", 12) and _setting("max_seconds=spec") == ("max_seconds", None)
+    with pytest.raises(CairnError, match="FIELD=VALUE"):
+        _setting("heartbeat_seconds=1")
+    assert issubclass(RefusedError, CairnError)
