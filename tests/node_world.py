@@ -27,6 +27,7 @@ from peer.channel import (
     FromTrainer,
     Load,
     MakeUpdate,
+    Orders,
     Progress,
     Start,
     ToTrainer,
@@ -274,6 +275,9 @@ class LoopTrainer:
             self._over.set()
 
     async def _do(self, trainer: Trainer, ask: ToTrainer) -> None:
+        if isinstance(ask, Orders):
+            trainer.orders = ask
+            return
         what = {MakeUpdate: "update", Apply: "apply", Load: "load"}[type(ask)]
         move = None
         try:

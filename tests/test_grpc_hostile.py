@@ -243,9 +243,9 @@ def test_after_all_that_it_is_well_and_has_grown_by_little(world):
 def test_giants_are_refused_before_they_are_read_and_what_is_missing_is_named(world):
     for path in _found(world):
         if "Watch" in path or "Reflection" in path:
-            assert streamed(world, path, [b"\x0a" * 20_000]) is Code.RESOURCE_EXHAUSTED
+            assert streamed(world, path, [b"\x0a" * 80_000]) is Code.RESOURCE_EXHAUSTED
             continue
-        assert world.code(path, b"x" * 20_000) is Code.RESOURCE_EXHAUSTED
+        assert world.code(path, b"x" * 80_000) is Code.RESOURCE_EXHAUSTED
         assert streamed(world, path, []) is Code.INVALID_ARGUMENT  # no message at all
     assert world.code(f"/{NAME}/Nothing", b"") is Code.UNIMPLEMENTED
     assert world.code("/no.such.Service/Nothing", b"") is Code.UNIMPLEMENTED

@@ -136,7 +136,7 @@ def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
     )  # fmt: skip
     nothing = Digest(bytes(32))
     return Overview(
-        "", "", "healthy", "", round_, nothing, nothing, 0, 0, 0, 0.0, None, len(views), views, (), 0, 0, None, ""
+        "", "", "healthy", "", round_, nothing, nothing, 0, 0, 0, 0.0, None, len(views), views, (), 0, 0, None, "", None
     )  # fmt: skip
 
 

@@ -334,7 +334,7 @@ def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
         if many.hands.inner.layers.recompute:
             assert many.inner.look(windows) is not None and many.hands.inner.in_a_pass == 4
             return
-        with pytest.raises(TrainingError, match="memory of .* does not suffice"):
+        with pytest.raises(TrainingError, match="memory of .* does not suffice|rank 1 of 2 ended with code 3"):
             many.inner.look(windows)
         # Who sees it first says it: the look that failed, or the watch over the ranks, which may be at it still.
         end = time.monotonic() + 20

@@ -10,7 +10,7 @@ from protocol.exchange import GATHER
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Amendment, Certificate, Heartbeat, Vote
-from protocol.rounds import machine, members
+from protocol.rounds import helping, members
 from protocol.rounds.context import Context
 from protocol.rounds.events import ChainHeard
 from protocol.standing import Standing
@@ -267,12 +267,12 @@ def test_the_checkers_catch_names_of_records_that_do_not_bind_what_is_applied(mo
 @pytest.mark.parametrize("seed", [1, 4, 8])
 def test_swarms_agree_though_few_repeat_others_messages_and_known_headers_are_told_now_and_then(monkeypatch, seed):
     monkeypatch.setattr(members, "REPEATERS", 1)
-    monkeypatch.setattr(machine, "TELL_ALWAYS", 0)
+    monkeypatch.setattr(helping, "TELL_ALWAYS", 0)
     assert Scenario(seed, peers=6, fault_seconds=60.0).run().rounds > 5
 
 
 def test_who_has_announced_and_does_not_say_which_headers_it_knows_is_not_sent_them_all(monkeypatch):
-    monkeypatch.setattr(machine, "TELL_ALWAYS", 0)
+    monkeypatch.setattr(helping, "TELL_ALWAYS", 0)
     world = World(3, 5, Weather(delay=0.02, jitter=0.001))
     beats, helped = [], []
 

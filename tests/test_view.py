@@ -57,7 +57,7 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
     view = PeerView(live=False)
     membership = SimpleNamespace(client=Client(), identity=SimpleNamespace(key=KEY))
     with caplog.at_level(logging.INFO, logger="cairn.peer"):
-        task = asyncio.create_task(joining._ask_for_credits(cast(Any, membership), view))
+        task = asyncio.create_task(joining._ask_for_credits(cast(Any, membership), view, lambda: 3))
         await asyncio.wait_for(thrice.wait(), 10)
         task.cancel()
     assert [r.message for r in caplog.records] == [f"this peer on the run's page: http://192.0.2.1:7180/#peer/{KEY}"]
