@@ -23,6 +23,7 @@ from peer.channel import (
     Apply,
     Load,
     MakeUpdate,
+    Orders,
     Progress,
     Ready,
     RoundUpdates,
@@ -116,6 +117,8 @@ class StandIn:
                 self._made = None
             case Save():
                 self._end.send(Saved(0.0))
+            case Orders():
+                pass  # nobody orders anything here
             case _:
                 raise ChannelError(f"a stand-in for a trainer does not know what to do with {type(message).__name__}")
 
