@@ -99,7 +99,8 @@ def test_a_replayed_heartbeat_is_no_reason_to_tell_its_author_the_word_again():
 
     def beat(sequence: int, amended: int, now: float) -> list:
         body = Heartbeat(
-            RUN, sequence, Round(0), b.chain.genesis, 0, 0, "training", 1.0, 1.0, 0, 0, (), (), b"a", "", amended=amended
+            RUN, sequence, Round(0), b.chain.genesis, 0, 0, "training", 1.0, 1.0, 0, 0, (), (), b"a", "",
+            amended=amended,
         )  # fmt: skip
         b.step(ev.Heard(FakeSigner(OTHERS[0]).sign(body)), now)
         return b.of(do.Send)
