@@ -108,3 +108,30 @@ def test_a_replayed_heartbeat_is_no_reason_to_tell_its_author_the_word_again():
     assert not beat(1, 0, 0.0) and not beat(2, 7, 1.0)
     for i in range(10):
         assert not beat(1, 0, 1.1 + i * 1.5)
+
+
+def test_who_cannot_follow_a_rollback_because_it_goes_too_far_back_trains_no_more_and_begins_again():
+    b = Bench()
+    made = []
+    for number in range(6):
+        parent, state = b.chain.head, STATE if not number else NEXT
+        h = b.header(OTHERS[0], 10, bytes([number]), round=Round(number), parent=parent, base_state=state,
+                     first_window=10 * number, end_window=10 * number + 10)  # fmt: skip
+        made.append(
+            certificate(FakeSigner(OTHERS[0]).sign(Record(RUN, Round(number), parent, state, 0, (h,))), [h.author])
+        )
+        b.step(ev.CertificateHeard(made[-1], OTHERS[0]))
+        b.step(ev.BlobHeld(h.body.blob))
+        b.step(ev.Applied(made[-1].digest, NEXT))
+    for _ in range(4):
+        b.chain._advance_root()
+    back = word(1, rollback=Rollback(1, made[1].digest, Round(2), NEXT))
+    b.step(ev.Heard(back))
+    assert [(f.at_once, f.again) for f in b.of(do.Finished)] == [(True, True)] and b.chain.is_stranded
+    b.step(ev.Progress(50, 1.0, 1.0))
+    assert not b.of(do.MakeUpdate)
+    again = Chain(RUN, STATE, POLICY.chain_limits)
+    again.take(back)
+    for c in made[:2]:
+        again.add(c)
+    assert not again.is_stranded and again.head == made[1].digest

@@ -85,7 +85,7 @@ class Orders:
             c.members.dismiss(key)
             c.report("info", "banned", f"the run's owner has banned {key.short}{_because(now)}", key)
         if not c.rests:
-            self._since, self._deciding.finished = None, self._deciding.reached_total
+            self._since, self._deciding.finished = None, self._deciding.reached_total or c.chain.is_stranded
         b = self._deciding.ballot
         if b is not None:
             for key in [k for k in b.headers if c.is_banned(k)]:
@@ -113,7 +113,9 @@ class Orders:
             return
         text = f"the run's owner has rolled the run back to round {back.round}, record {back.record.short}"
         if c.chain.is_stranded:
-            c.report("error", "rollback", f"{text}: that is further back than this peer remembers. Start it again")
+            text += ": that is further back than is remembered here"
+            c.report("warning", "rollback", text + (". Start the coordinator again" if c.observer else ""))
+            c.emit(Finished(text, True, True))
             return
         c.report("warning", "rollback", text)
         p.rolled_back()
