@@ -116,34 +116,41 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                     raise
             return membership
 
-        entering = asyncio.ensure_future(enter())
         stopping = asyncio.ensure_future(stop.wait())
-        await asyncio.wait([entering, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not entering.done():
-            entering.cancel()
-            await asyncio.gather(entering, return_exceptions=True)
-            print("stopped before the run was entered; the same command tries again")
-            return
-        membership = entering.result()
-        key = membership.identity.key
-        log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
-                 f' "{options.name}"' if options.name else "")  # fmt: skip
-        node = Node(membership, node_options)
-        running = asyncio.create_task(node.run())
-        asking = asyncio.create_task(_ask_for_credits(membership, view, lambda: node.latest.members))
-        with view.showing(lambda: node.latest):  # drawn by another thread
-            await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                log.info("leaving: announcing what is done, saving the rest (at most 10 s)")
-                node.leave()
-            asking.cancel()
-            await running
+
+        async def take_part() -> bool:
+            """Until the node ends; whether it must begin again."""
+            entering = asyncio.ensure_future(enter())
+            await asyncio.wait([entering, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not entering.done():
+                entering.cancel()
+                await asyncio.gather(entering, return_exceptions=True)
+                print("stopped before the run was entered; the same command tries again")
+                return False
+            membership = entering.result()
+            key = membership.identity.key
+            log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
+                     f' "{options.name}"' if options.name else "")  # fmt: skip
+            node = Node(membership, node_options)
+            running = asyncio.create_task(node.run())
+            asking = asyncio.create_task(_ask_for_credits(membership, view, lambda: node.latest.members))
+            with view.showing(lambda: node.latest):  # drawn by another thread
+                await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if not running.done():
+                    log.info("leaving: announcing what is done, saving the rest (at most 10 s)")
+                    node.leave()
+                asking.cancel()
+                await running
+            end = node.snapshot()
+            print(
+                f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, "
+                f"{end.own_updates} updates made; the same command resumes"
+            )
+            return node.again and not stop.is_set()
+
+        while await take_part():
+            log.warning("starting again: the run goes on from further back than this peer remembered")
         stopping.cancel()
-        end = node.snapshot()
-        print(
-            f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, "
-            f"{end.own_updates} updates made; the same command resumes"
-        )
 
 
 def credit_seconds(members: int) -> float:

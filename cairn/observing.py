@@ -50,7 +50,7 @@ class ObserverView:
         self._spec = spec
         self._archive = archive
         self._callbacks: list[Callable[[], None]] = []
-        self._seen: tuple[Digest, Digest | None] | None = None
+        self._seen: tuple[Digest | None, ...] | None = None
         self._news = asyncio.Event()
         self.archive_problem = ""
         """Why the newest checkpoint is not archived, for people; empty when it is."""
@@ -141,7 +141,8 @@ class ObserverView:
     # -- the archive -----------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        now = (self._node.chain.head, None if (f := self._node.chain.final) is None else f.digest)
+        chain = self._node.chain
+        now = (chain.head, *(None if m is None else m.digest for m in (chain.final, chain.newest)))
         if now != self._seen:
             self._seen = now
             self._news.set()

@@ -112,6 +112,8 @@ def progress_line(s: Any) -> Text:
     text.append(f"  {peers} peer{'s' * (peers != 1)}")
     if s.total_tokens:
         text.append(f"  run {min(1.0, s.accepted_tokens / s.total_tokens):.0%}")
+    if s.orders:
+        text.append(f"  {s.orders}", style="yellow")
     return text
 
 

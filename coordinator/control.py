@@ -11,13 +11,14 @@ import base64
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.errors import CoordinatorError, RefusedError
 from coordinator.follower import Follower
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
-from protocol.errors import MalformedError, ProtocolError
+from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, Round
 from protocol.messages import Amendment, Opener, Signed
 from protocol.spec import RunSpec
@@ -41,10 +42,24 @@ class Control:
         self._ledger = ledger
         self._path = folder / FILE
         self._taking = asyncio.Lock()
+        self._hearing: asyncio.Task[None] | None = None
+        self._unsubscribe: Callable[[], None] | None = None
         self.newest: Signed[Amendment] | None = None
 
     async def start(self) -> None:
         """Go on by what was kept, or by what the swarm knows, whichever is newer. Raises CairnError."""
+        self._unsubscribe = self._view.subscribe(self._look)
+        async with self._taking:
+            await self._go_on()
+
+    async def stop(self) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        if self._hearing is not None:
+            self._hearing.cancel()
+            await asyncio.gather(self._hearing, return_exceptions=True)
+
+    async def _go_on(self) -> None:
         words, done = await asyncio.to_thread(read_words, self._path, self._opener)
         theirs = self._view.amendment
         if theirs is not None and all(theirs.body.rank > w.body.rank for w in words):
@@ -70,8 +85,14 @@ class Control:
                 if word.sent == self.newest.sent:
                     return word
                 raise RefusedError("a newer word of the owner is known here: look at it, and give the order again")
+            theirs = self._view.amendment
+            if theirs is not None and self._is_behind(theirs) and theirs.sent != word.sent:
+                self._look()
+                raise RefusedError("the swarm knows a newer word of the owner: look at it, and give the order again")
             before = 0 if self.newest is None else self.newest.body.epoch
             back = word.body.rollback
+            if self.newest is not None and back != self.newest.body.rollback and word.body.epoch == before:
+                raise RefusedError("the run was rolled back meanwhile: look where it is, and give the order again")
             if back is not None and back.epoch > before:
                 await self._view.offer_state(back.state, back.record)
             await asyncio.to_thread(append_line, self._path, line_of(word))
@@ -82,6 +103,31 @@ class Control:
             await self._follower.turn(word.body.epoch)
         log.warning("by the owner's word: %s", in_words(word.body))
         return word
+
+    def _look(self) -> None:
+        """The swarm may know a newer word than we: from another coordinator, or before our files were lost."""
+        if self._is_behind(self._view.amendment) and (self._hearing is None or self._hearing.done()):
+            self._hearing = asyncio.create_task(self._hear(), name="the owner's word")
+
+    def _is_behind(self, theirs: Signed[Amendment] | None) -> bool:
+        return theirs is not None and (self.newest is None or theirs.body.rank > self.newest.body.rank)
+
+    async def _hear(self) -> None:
+        """Follow the swarm's newest word as if it had been brought here."""
+        try:
+            async with self._taking:
+                word = self._view.amendment
+                if word is None or not self._is_behind(word):
+                    return
+                before = 0 if self.newest is None else self.newest.body.epoch
+                await asyncio.to_thread(append_line, self._path, line_of(word))
+                self._heed(word)
+                if word.body.epoch > before:
+                    await self._roll_back(word)
+                await self._follower.turn(word.body.epoch)
+            log.warning("by the owner's word, heard from the swarm: %s", in_words(word.body))
+        except CairnError as e:
+            log.error("the owner's word that the swarm knows cannot be followed here: %s", e)
 
     def refusal(self, peer: PeerKey) -> str | None:
         """Why a peer is not admitted; None when nothing is in its way."""
@@ -106,10 +152,7 @@ class Control:
         back = word.body.rollback
         if back is None:
             return
-        last = await self._ledger.run(lambda ledger: ledger.last())
-        number = Round(back.round - 1)
-        if last is not None and (last[0] > number or (last[0] == number and last[1] != back.record)):
-            await self._follower.rollback(back.record, number, word.sent)
+        await self._follower.rollback(back.record, Round(back.round - 1), word.sent)
         await asyncio.to_thread(append_line, self._path, f"done {back.epoch}")
 
 

@@ -158,11 +158,17 @@ class Follower:
         """Take the ledger back to a record that it has, by an amendment that the owner signed (an envelope).
 
         What was issued stays; the next round that is posted is the child of `record`. Asked again with the same
-        amendment, it does nothing and returns False. Raises LedgerConflictError when the ledger has no such round (it
-        may not be final yet: then the chain alone turns), or the amendment is not the owner's.
+        amendment, or while the ledger ends at the record or before it (then the chain alone turns), it does nothing and
+        returns False. Raises LedgerConflictError when the ledger has no such round, or the word is not the owner's.
         """
-        async with self._moving:
-            if not await self._ledger.run(lambda ledger: ledger.rollback(record, round_, amendment)):
+
+        def take_back(ledger: Ledger) -> bool:
+            last = ledger.last()
+            ahead = last is not None and (last[0] > round_ or (last[0] == round_ and last[1] != record))
+            return ahead and ledger.rollback(record, round_, amendment)
+
+        async with self._moving:  # no round may be posted between the look and the deed
+            if not await self._ledger.run(take_back):
                 return False
             await self._read_ledger()
             self._published = None

@@ -198,7 +198,7 @@ class Coordinator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        stops = [self._page.stop(), self._follower.stop(), self._watcher.stop()]
+        stops = [self._page.stop(), self.control.stop(), self._follower.stop(), self._watcher.stop()]
         stops += [self.keeper.stop()] if self.keeper else []
         if self._server is not None:
             stops.append(self._server.stop(STOP_SECONDS))

@@ -58,7 +58,8 @@ class SwarmView(Protocol):
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Calls back, on the event loop, whenever the head or the final changed. Returns what ends that."""
+        """Calls back, on the event loop, whenever the head, the final or the owner's word changed.
+        Returns what ends that."""
         ...
 
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:

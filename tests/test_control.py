@@ -25,6 +25,14 @@ def word(sequence: int, signer=OWNER, **fields):
     return KeySigner(signer).sign(Amendment(RUN, sequence, **fields))
 
 
+async def until(true) -> None:
+    for _ in range(300):
+        if true():
+            return
+        await control.asyncio.sleep(0.02)
+    raise AssertionError("it did not come to that")
+
+
 @pytest.mark.asyncio
 async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
     first = word(5, order="paused", reason="moving")
@@ -85,6 +93,48 @@ async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is
         assert follower.settled == (2, to.digest)
     lines = (tmp_path / control.FILE).read_text().splitlines()
     assert lines == [control.line_of(back), "done 1", control.line_of(later)]
+
+
+@pytest.mark.asyncio
+async def test_a_word_that_the_swarm_has_from_elsewhere_is_heeded_and_no_order_is_given_on_top_of_less(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    for i in range(8):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        follower = coordinator._follower
+        await until(lambda: follower.settled is not None and follower.settled[0] >= 4)
+        to = swarm.chain.certificates[2]
+        back = Rollback(1, to.digest, Round(3), state(3))
+        theirs = word(7, banned=(peer(1).key,), rollback=back)
+        swarm.amendments.append(theirs)
+        async with client(coordinator) as c:
+            with pytest.raises(CoordinatorRefused, match="the swarm knows a newer word"):
+                await c.amend(word(8, order="paused").sent)  # by who knows nothing of the ban
+        swarm.turn_to(swarm.chain.fork(3))
+        await until(lambda: follower.epoch == 1 and follower.settled == (2, to.digest))
+        async with client(coordinator) as c:
+            assert (await c.amend()).amendment == theirs.sent
+            with pytest.raises(CoordinatorRefused, match="banned"):
+                await c.admit(peer(1), "one")
+            await c.amend(word(9, banned=(peer(1).key,), rollback=back, order="paused").sent)
+    assert control.read_words(tmp_path / control.FILE, Opener(RUN, OWNER.key, remember=4))[1] == {1}
+
+
+@pytest.mark.asyncio
+async def test_two_rollbacks_that_were_ordered_at_once_are_not_both_taken(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    for i in range(4):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    swarm.blobs |= {state(1), state(2)}
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        first, second = (
+            word(n, rollback=Rollback(1, swarm.chain.certificates[n - 1].digest, Round(n), state(n))) for n in (1, 2)
+        )
+        async with client(coordinator) as c:
+            await c.amend(first.sent)
+            with pytest.raises(CoordinatorRefused, match="rolled back meanwhile"):
+                await c.amend(second.sent)
+        assert swarm.amendments == [first] and swarm.offered == [state(1)]
 
 
 def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):

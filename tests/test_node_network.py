@@ -366,7 +366,7 @@ def test_whom_others_told_of_is_remembered_within_a_bound(monkeypatch):
         net._told[identity(i).key] = set()
     net.note(vote(PEERS[1], RECORD), PEERS[2].key)
     assert len(net._told) == 10  # only a heartbeat introduces
-    net.directory._limit = 0  # nobody is taken in: no task is started
+    net.directory.limit = 0  # nobody is taken in: no task is started
     for other in PEERS[2:]:
         net.note(heartbeat(PEERS[1]), other.key)
     assert len(net._told) == 3 and len(net._told[PEERS[1].key]) == 2

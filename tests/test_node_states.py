@@ -49,6 +49,8 @@ class FakeStore:
 
 
 class World:
+    deadline_seconds = 60.0
+
     def __init__(self):
         self.spec = make_spec()
         self.chain = ChainMaker(self.spec)

@@ -10,13 +10,15 @@ from peer.channel.messages import from_line, to_line
 from peer.node.chainlog import ChainLog
 from peer.node.obeying import Obeying, saved_epoch, words_of
 from peer.store import Store
-from protocol.bodies import Amendment, Rollback
+from protocol.bodies import Amendment, Rollback, RoundChanges
 from protocol.chain import ChainLimits
 from protocol.ids import Round
 from protocol.messages import KeySigner, Opener
+from protocol.rounds import events
 from protocol.rounds.policy import Policy
 from tests import coordinator_fakes
 from tests.coordinator_fakes import ChainMaker, make_spec, peer, state
+from tests.node_world import TIMERS, NodeWorld
 from tests.specs import OWNER
 
 SPEC = make_spec()
@@ -87,3 +89,19 @@ def test_a_restart_leaves_out_the_rounds_that_were_rolled_back(tmp_path, monkeyp
         log.keep_amendment(word)
         loaded = ChainLog(store, opener, SPEC).load(limits)
         assert loaded.head == back.record and loaded.newest == word and len(loaded) == 3
+
+
+async def test_what_a_node_fetches_and_whom_it_knows_goes_by_the_policy_of_the_open_round(tmp_path, monkeypatch):
+    w = NodeWorld(tmp_path, monkeypatch, round={"target_tokens": 256, "max_update_tokens": 8192, **TIMERS})
+    try:
+        node = w.start("ada")
+        await w.rounds(["ada"], 1)
+        assert node._updates.deadline_seconds == TIMERS["exchange_seconds"]
+        changes = RoundChanges(exchange_seconds=9.0, max_members=700, target_tokens=512)
+        node.post(events.Heard(KeySigner(OWNER).sign(Amendment(w.spec.run_id, 1, changes=changes))))
+        await w.until("it is in force", lambda: node.machine.orders.policy.max_members == 700)
+        await w.rounds(["ada"], 1)
+        assert node._updates.deadline_seconds == node._reducing.exchange_seconds == 9.0
+        assert node.network.directory.limit == 700 and node.snapshot().target_tokens == 512
+    finally:
+        await w.close()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from cairn import joining
-from cairn.view import PeerView, own_page
+from cairn.view import PeerView, own_page, progress_line
 from protocol.errors import CairnError
 from tests.specs import identity
 
@@ -62,3 +62,10 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
         task.cancel()
     assert [r.message for r in caplog.records] == [f"this peer on the run's page: http://192.0.2.1:7180/#peer/{KEY}"]
     assert asked["status"] == 2 and view.earned is not None and view.earned.rounds == 2
+
+
+def test_what_the_owner_has_ordered_is_in_the_line_that_is_always_seen():
+    shown = dict(phase="paused", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="")
+    assert "owner" not in progress_line(SimpleNamespace(**shown)).plain
+    orders = "paused by the run's owner since 2026-01-02 03:04 UTC (moving house)"
+    assert progress_line(SimpleNamespace(**shown | {"orders": orders})).plain.endswith(f"3 peers  {orders}")

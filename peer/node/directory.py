@@ -27,7 +27,8 @@ class Directory:
     def __init__(self, me: PeerKey, *, forget_seconds: float, limit: int, observers: int = 64):
         self._me = me
         self._forget = forget_seconds
-        self._limit = limit
+        self.limit = limit
+        """Members at most: as many as the policy of the open round lets in."""
         self._observers = observers
         self._entries: dict[PeerKey, Entry] = {}
         self._gone: dict[PeerKey, int] = {}
@@ -50,7 +51,7 @@ class Directory:
             return False
         admitted = bool(body.admission)
         same_sort = sum(bool(e.heartbeat.body.admission) == admitted for e in self._entries.values())
-        if same_sort >= (self._limit if admitted else self._observers):
+        if same_sort >= (self.limit if admitted else self._observers):
             return None
         self._entries[key] = Entry(heartbeat, now, now)
         return True
@@ -65,7 +66,7 @@ class Directory:
             return
         del self._entries[key]
         self._gone[key] = sequence
-        while len(self._gone) > self._limit:
+        while len(self._gone) > self.limit:
             self._gone.pop(next(iter(self._gone)))
 
     def forget_silent(self, now: float) -> list[PeerKey]:

@@ -92,6 +92,8 @@ class Node:
         self._leaving = False
         self._tick_waits = False
         self.finish_reason = ""
+        self.again = False
+        """It ended because it must start again: the run was rolled back further than its memory goes."""
         self.on_change: Callable[[], None] = lambda: None
         self.on_heard: Callable[[Signed], None] = lambda _: None
         """Called with each verified message of another, before the machine has it: for who watches."""
@@ -139,7 +141,7 @@ class Node:
             blob_size=self._codec.size,
             now=time.monotonic(),
         )
-        self._obeying = Obeying(self.machine, self.store, self._spec.data.window, self._order)
+        self._obeying = Obeying(self.machine, self.store, self._spec.data.window, self._order, self._govern)
         self._streaming = Streaming(
             self._signer, self.store, self._codec.size,
             Rules.of(self._run, self.machine, self.chain, self.network.directory),
@@ -197,6 +199,10 @@ class Node:
         if self._training is not None:
             self._training.order(orders)
 
+    def _govern(self, policy: Policy) -> None:
+        self._updates.deadline_seconds = self._reducing.exchange_seconds = policy.exchange_seconds
+        self.network.directory.limit = policy.max_members
+
     def _over(self, reason: str, at_once: bool = False) -> None:
         """The machine has nothing left to do. A run that is over still needs those who have its last state."""
         if self._leaving:
@@ -233,20 +239,13 @@ class Node:
         m.ask = lambda: seeking.ask(self.network, self.locator, self._run)
         if not o.observer:
             await fetch_assets(self._spec, self.store, self.network)
+            start = start_message(
+                self._spec, self.store, o.folder, self.key, o.device, o.threads, o.parallel, o.recompute, o.compile,
+                o.overlap,
+            )  # fmt: skip
             self._training = Training(
                 self._spec,
-                start_message(
-                    self._spec,
-                    self.store,
-                    o.folder,
-                    self.key,
-                    o.device,
-                    o.threads,
-                    o.parallel,
-                    o.recompute,
-                    o.compile,
-                    o.overlap,
-                ),  # fmt: skip
+                start,
                 self.store,
                 self.chain,
                 self.network,
@@ -399,7 +398,8 @@ class Node:
                     self._trainers_side.move(action)
                 case actions.Report():
                     self._report(action)
-                case actions.Finished(reason, at_once):
+                case actions.Finished(reason, at_once, again):
+                    self.again = self.again or again
                     self._over(reason, at_once)
 
     async def _request_chain(self, to: PeerKey, have: tuple[Digest, ...]) -> None:
@@ -460,7 +460,7 @@ class Node:
             accepted_tokens=view.weight * window,
             total_tokens=self._spec.total_tokens,
             round_tokens=(sum(same) + (t.progress.windows if t is not None else 0)) * window,
-            target_tokens=self._spec.round.target_tokens,
+            target_tokens=self.machine.orders.policy.target_windows * window,
             loss=t.progress.loss if t is not None else 0.0,
             tokens_per_second=t.progress.tokens_per_second if t is not None else 0.0,
             members=len(view.members),

@@ -22,16 +22,30 @@ _LEARNT = ("trainer-*.safetensors", "trainer.json", "update*", "dropped-*", ".tr
 class Obeying:
     """One node's. `order` takes what the trainer is to be told whenever that changes."""
 
-    def __init__(self, machine: RoundMachine, store: Store, window: int, order: Callable[[Orders], None]):
+    def __init__(
+        self,
+        machine: RoundMachine,
+        store: Store,
+        window: int,
+        order: Callable[[Orders], None],
+        govern: Callable[[Policy], None] = lambda policy: None,
+    ):
+        """`govern` takes the policy of the open round whenever that changes."""
         self._machine = machine
         self._store = store
         self._window = window
         self._order = order
+        self._govern = govern
+        self._policy: Policy | None = None
         self._told: Orders | None = None
 
     def follow(self) -> None:
         """After each step of the machine."""
-        orders = orders_of(self._machine.orders.rests, self._machine.orders.policy, self._window)
+        policy = self._machine.orders.policy
+        if policy is not self._policy and policy != self._policy:
+            self._govern(policy)
+        self._policy = policy
+        orders = orders_of(self._machine.orders.rests, policy, self._window)
         if orders != self._told:
             self._told = orders
             self._order(orders)

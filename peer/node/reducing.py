@@ -88,7 +88,8 @@ class Reducing:
         self._reduction = reduction
         self._size = update_size
         self._outer = outer
-        self._seconds = SHARE * exchange_seconds
+        self.exchange_seconds = exchange_seconds
+        """Of the open round."""
         self._answer = answer
         self._spawn = spawn
         self._relays = relays
@@ -152,7 +153,7 @@ class Reducing:
 
     async def _make(self, record: Signed[Record], part: int, committee: Sequence[PeerKey]) -> PartReduced | PartLacking:
         kind = self.kind(len(record.body.updates), part)
-        until = asyncio.get_running_loop().time() + self._seconds
+        until = asyncio.get_running_loop().time() + SHARE * self.exchange_seconds
         asked: set[PeerKey] = set()
         # In each member's own order: those who let us wait shall not be before the same others everywhere.
         headers = random.sample(record.body.updates, len(record.body.updates))
@@ -217,7 +218,7 @@ class Reducing:
                 if found is None and now() < until:
                     async with self._turns:
                         seconds = max(0.1, min(ATTEMPT_SECONDS, until - now()))
-                        if seconds >= min(ATTEMPT_SECONDS, 0.5 * self._seconds):
+                        if seconds >= min(ATTEMPT_SECONDS, 0.5 * SHARE * self.exchange_seconds):
                             asked.add(header.author)
                         holders = list(dict.fromkeys([header.author, *committee, *self._relays(header.author)]))
                         await self._source.fetch_blob(

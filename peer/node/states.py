@@ -242,7 +242,7 @@ class States:
 
     async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], kind: Kind | None) -> Path:
         async with self._turns:
-            return await self._updates.ensure(blob, holders, self._spec.round.exchange_seconds, kind)
+            return await self._updates.ensure(blob, holders, self._updates.deadline_seconds, kind)
 
     async def _reduced_before(self, record: Digest, regained: Sequence[Digest]) -> tuple[RoundUpdates, ...]:
         """Of the records up to this one, those of which the trainer may still have to put back what was dropped of our

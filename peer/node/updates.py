@@ -64,7 +64,8 @@ class Updates:
         self._store = store
         self._source = source
         self._codec = codec
-        self._deadline = deadline_seconds
+        self.deadline_seconds = deadline_seconds
+        """Of what the machine asks for: the exchange_seconds of the open round."""
         self._everyone = everyone
         self._answer = answer
         self._spawn = spawn
@@ -116,7 +117,7 @@ class Updates:
         if size != kind.size:
             return BlobBad(blob, f"an update of {size} bytes, where the run's codec makes {kind.size}")
         try:
-            await self.ensure(blob, holders, self._deadline, kind)
+            await self.ensure(blob, holders, self.deadline_seconds, kind)
         except CodecError:
             return None  # `ensure` has told the machine
         except StoreFull:

@@ -165,10 +165,12 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The run has reached its total tokens or was ended, or (after Leave) all that could be done is done: the driver
-    may stop. `at_once`: nobody wants to hear of us any more."""
+    may stop. `at_once`: nobody wants to hear of us any more. `again`: and then begin anew, with a chain that is loaded
+    from the store."""
 
     reason: str
     at_once: bool = False
+    again: bool = False
 
 
 Action = (

@@ -50,6 +50,10 @@ class Blobs:
         self._waiting: set[Digest] = set()
         """Of these, those to be asked for again later: few, and looked at in every step."""
 
+    def grow(self, bound: int) -> None:
+        """The owner lets more members in: with room for fewer than a round has, it would never be held whole."""
+        self._bound = max(self._bound, bound)
+
     def holds(self, blob: Digest) -> bool:
         return blob in self._held
 

@@ -32,7 +32,7 @@ class Context:
         self.observer = observer
         self.size_ok = size_ok
         self.members = Members(policy, self.me)
-        self.blobs = Blobs(4 * policy.max_members + 64, policy.heartbeat_seconds / 4)
+        self.blobs = Blobs(_blobs_of(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
         self.now = 0.0
         self._banned: frozenset[PeerKey] = frozenset()
@@ -43,6 +43,7 @@ class Context:
         """From now on the policy of the round after this record holds."""
         self.policy = self.base.under(self.chain.standing(parent).changes)
         self.members.govern(self.policy)
+        self.blobs.grow(_blobs_of(self.policy))
 
     @property
     def word(self) -> Amendment:
@@ -67,3 +68,8 @@ class Context:
 
     def report(self, level: str, kind: str, text: str, about: PeerKey | None = None) -> None:
         self.out.append(Report(level, kind, text, about))
+
+
+def _blobs_of(policy: Policy) -> int:
+    """How many blobs there is room for: those of several rounds."""
+    return 4 * policy.max_members + 64

@@ -25,6 +25,10 @@ class Early:
         self._kept: dict[PeerKey, list[Ballot]] = {}
         self._bytes = 0
 
+    def grow(self, max_authors: int) -> None:
+        """Room for more authors."""
+        self._max_authors = max(self._max_authors, max_authors)
+
     def keep(self, message: Ballot) -> None:
         """Keep a message for later, if there is room for its author's."""
         mine = self._kept.get(message.author)

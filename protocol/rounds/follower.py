@@ -32,6 +32,10 @@ class Follower:
         self.asked: PeerKey | None = None
         self._asked_at = 0.0
 
+    def grow(self, bound: int) -> None:
+        """Room for more sources."""
+        self._bound = max(self._bound, bound)
+
     def claim(self, source: PeerKey, head: Digest, weight: int, chain: Chain, now: float) -> None:
         """A member says that its chain has this head and weight. Kept only while the head is not in the tree."""
         if head in chain:

@@ -373,6 +373,8 @@ class RoundMachine:
                 for action in c.blobs.forget(b for b in known if b not in c.own):
                     c.emit(action)
         c.govern(parent)
+        self._follower.grow(c.policy.max_members + 64)
+        self._early.grow(2 * c.policy.max_members)
         ballot = d.open(parent)
         for message in self._early.take(ballot.number):
             if isinstance(message.body, Vote | Reduced) or message.body.parent == parent:

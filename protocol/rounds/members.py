@@ -41,6 +41,10 @@ class Strikes:
     def __len__(self) -> int:
         return len(self._strikes)
 
+    def grow(self, bound: int) -> None:
+        """Room for more."""
+        self._bound = max(self._bound, bound)
+
     def strike(self, key: PeerKey, number: int) -> None:
         strikes = min(MAX_STRIKES, self._strikes.pop(key, (0, 0))[0] + 1)
         self._strikes[key] = (strikes, number + 2**strikes)
@@ -77,6 +81,8 @@ class Members:
     def govern(self, policy: Policy) -> None:
         """The policy of another round."""
         self._policy = policy
+        self._late.grow(policy.max_members)
+        self.withheld.grow(policy.max_members)
 
     def dismiss(self, key: PeerKey) -> None:
         """It is no member any more, whatever it says."""

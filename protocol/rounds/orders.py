@@ -31,6 +31,8 @@ class Orders:
         """When a peer that knows another word than we is told of ours."""
         self._since: float | None = None
         """When we heard that we are to leave."""
+        self._leave_from = 0.0
+        """Not before: the word that was kept of an earlier life may not be the newest any more."""
 
     @property
     def word(self) -> Amendment:
@@ -72,6 +74,7 @@ class Orders:
         c, word = self._c, self._c.chain.newest
         if word is None:
             return
+        self._leave_from = 0.0
         c.emit(KeepAmendment(word))
         if len(c.members) <= FEW or c.members.is_my_turn(word.digest, 0):
             c.emit(Broadcast(word))
@@ -82,7 +85,7 @@ class Orders:
             c.members.dismiss(key)
             c.report("info", "banned", f"the run's owner has banned {key.short}{_because(now)}", key)
         if not c.rests:
-            self._since, self._deciding.finished = None, self._deciding.reached_total
+            self._since, self._deciding.finished = None, self._deciding.reached_total or c.chain.is_stranded
         b = self._deciding.ballot
         if b is not None:
             for key in [k for k in b.headers if c.is_banned(k)]:
@@ -95,7 +98,8 @@ class Orders:
             c.report("info", "resumed", "the run goes on: its owner has said so")
 
     def begin(self) -> None:
-        """At the start: what was kept of an earlier life holds."""
+        """At the start: what was kept of an earlier life holds. Who was sent away hears first whether it still is."""
+        self._leave_from = self._c.now + self._c.policy.member_seconds
         if self._c.word.order == "paused":
             self._report_pause(self._c.word)
 
@@ -109,7 +113,9 @@ class Orders:
             return
         text = f"the run's owner has rolled the run back to round {back.round}, record {back.record.short}"
         if c.chain.is_stranded:
-            c.report("error", "rollback", f"{text}: that is further back than this peer remembers. Start it again")
+            text += ": that is further back than is remembered here"
+            c.report("warning", "rollback", text + (". Start the coordinator again" if c.observer else ""))
+            c.emit(Finished(text, True, True))
             return
         c.report("warning", "rollback", text)
         p.rolled_back()
@@ -118,7 +124,9 @@ class Orders:
 
     def tell(self, source: PeerKey, beat: Heartbeat) -> None:
         """A heartbeat shows what its author knows of the owner's words: ours, if it does not have it for a while."""
-        c, word = self._c, self._c.chain.newest
+        c, word, member = self._c, self._c.chain.newest, self._c.members.get(source)
+        if member is not None and beat.sequence <= member.beat.sequence:
+            return  # a replay: anybody could have its author sent the word again and again
         if word is None or beat.amended == word.body.sequence:
             self._told.pop(source, None)
             return
@@ -134,7 +142,7 @@ class Orders:
     def advance(self) -> None:
         """Leave, when that is ordered: not before the open round is decided that we have announced in."""
         c, d, word = self._c, self._deciding, self._c.word
-        if d.finished or not (word.order == "ended" or c.is_banned(c.me)):
+        if d.finished or c.now < self._leave_from or not (word.order == "ended" or c.is_banned(c.me)):
             return
         self._since = c.now if self._since is None else self._since
         if d.working and d.ballot is not None and d.ballot.announced is not None and c.now < self._until:
@@ -156,7 +164,7 @@ class Orders:
 
     def times(self) -> list[float]:
         """When something will be due."""
-        return [] if self._since is None or self._deciding.finished else [self._until]
+        return [self._leave_from] if self._since is None or self._deciding.finished else [self._until]
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What is held, and its bound."""

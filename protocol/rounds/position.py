@@ -119,6 +119,9 @@ class Position:
         at = [record for record in (self.applied, self.target, self.making, self._good) if record is not None]
         if any(record not in self._c.chain for record in at):
             self.afresh = True
+        if self.target is not None and self.target not in self._c.chain:
+            # Not waited for: it may lack blobs that nobody keeps any more.
+            self.target = self.applied = None
         self._failures, self._retry, self._waiting = 0, 0.0, None
 
     # -- moving ----------------------------------------------------------------------------------------------
