@@ -157,9 +157,10 @@ class Follower:
     async def rollback(self, record: Digest, round_: Round, amendment: bytes) -> bool:
         """Take the ledger back to a record that it has, by an amendment that the owner signed (an envelope).
 
-        What was issued stays; the next round that is posted is the child of `record`. Asked again with the same
-        amendment, it does nothing and returns False. Raises LedgerConflictError when the ledger has no such round (it
-        may not be final yet: then the chain alone turns), or the amendment is not the owner's.
+        What was issued stays; the next round that is posted is the child of `record`. Asked again for the same
+        rollback, also by a later word, it does nothing and returns False. Raises LedgerConflictError when the ledger
+        has no such round (it may not be final yet: then the chain alone turns), or the owner's amendment does not say
+        so.
         """
         async with self._moving:
             if not await self._ledger.run(lambda ledger: ledger.rollback(record, round_, amendment)):

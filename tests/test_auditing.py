@@ -33,7 +33,6 @@ from peer.keyfile import load_or_make
 from peer.log_client import LogClient
 from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain, UnknownParent
-from protocol.envelope import seal
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry, encode_line, lines_root
 from protocol.ledger.statements import TreeHead, open_receipt, sign
@@ -41,7 +40,7 @@ from protocol.merkle import leaf_hash, tree_hash
 from protocol.messages import Final, Header, KeySigner, encode_certificate
 from protocol.rounds.policy import Policy
 from protocol.wire import swarm_pb2 as wire
-from tests.coordinator_fakes import FakeSwarm, make_spec, peer, state
+from tests.coordinator_fakes import FakeSwarm, back_to, make_spec, peer, state
 from tests.specs import OWNER, digest, identity
 from tests.test_coordinator_service import running, settled
 
@@ -360,7 +359,7 @@ async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_pa
     async with made(tmp_path, monkeypatch) as w:
         old = w.swarm.chain
         w.swarm.chain = old.fork(6)
-        record, amendment = old.certificates[5].digest, seal(OWNER, "amendment", b"back").sent
+        record, amendment = old.certificates[5].digest, back_to(SPEC, old.certificates[5].digest, 5)
         await w.ledger.run(lambda ledger: ledger.rollback(record, 5, amendment))  # type: ignore[arg-type]
         for _ in range(4):
             account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)

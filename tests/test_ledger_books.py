@@ -8,19 +8,17 @@ from coordinator.credits import CreditRule, account_for, pending
 from coordinator.errors import LedgerConflictError, LedgerError
 from coordinator.ledger import Binding, Head, Ledger, Refusal, checking
 from coordinator.ledger.store import connect
-from protocol.envelope import seal
 from protocol.ids import Digest, Round
 from protocol.ledger.books import Books
 from protocol.ledger.entries import decode_entry, decode_line
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
 from tests import postgres_world
-from tests.coordinator_fakes import ChainMaker, make_spec, peer
+from tests.coordinator_fakes import ChainMaker, back_to, make_spec, peer
 from tests.specs import OWNER, identity
 
 SPEC = make_spec(credit={"hold_rounds": 2})
 RULE = CreditRule.of(SPEC)
-AMENDMENT = seal(OWNER, "amendment", b"back to round 1").sent
 
 
 def chain_of(rounds: int) -> ChainMaker:
@@ -100,8 +98,9 @@ def test_after_a_rollback_the_chain_goes_on_elsewhere_and_what_was_issued_stays(
     accounts = accounts_of(chain)
     for account in accounts:
         ledger.post(account)
-    assert ledger.rollback(accounts[1].record, Round(1), AMENDMENT)
-    assert ledger.rollback(accounts[1].record, Round(1), AMENDMENT) is False
+    word, later = (back_to(SPEC, accounts[1].record, 1, sequence=n) for n in (1, 2))
+    assert ledger.rollback(accounts[1].record, Round(1), word)
+    assert ledger.rollback(accounts[1].record, Round(1), word) is False
     ledger = again(ledger, ledger_place)
     assert ledger.last() == (1, accounts[1].record)
     with pytest.raises(LedgerConflictError, match="rolled back"):
@@ -111,14 +110,16 @@ def test_after_a_rollback_the_chain_goes_on_elsewhere_and_what_was_issued_stays(
         other.add({5: 9000 + r}, attempt=1)
     for account in accounts_of(other):
         ledger.post(account)
+    # The owner's next word names the rollback again: what came after it stays.
+    assert ledger.rollback(accounts[1].record, Round(1), later) is False
     assert ledger.accounts(limit=9) == accounts_of(other)
     assert [r.round for r in ledger.rounds()] == [0, 1, 2, 3, 4]
     # All of the branch that was left settled by the count of rounds, like any other.
     assert ledger.balances()[peer(0).key] == pending(accounts)[peer(0).key]
     with pytest.raises(LedgerConflictError, match="branch has no such round"):
-        ledger.rollback(accounts[3].record, Round(3), seal(OWNER, "amendment", b"other").sent)
-    with pytest.raises(LedgerConflictError, match="does not own the run"):
-        ledger.rollback(accounts[1].record, Round(1), seal(identity("x"), "amendment", b"").sent)
+        ledger.rollback(accounts[3].record, Round(3), back_to(SPEC, accounts[3].record, 3, 2))
+    with pytest.raises(LedgerConflictError, match="not signed by the run's owner"):
+        ledger.rollback(accounts[1].record, Round(1), back_to(SPEC, accounts[1].record, 1, 2, by=identity("x")))
 
 
 def test_all_settles_when_the_run_has_its_tokens(tmp_path):

@@ -9,7 +9,7 @@ from coordinator.ledger.rows import Admitted, Binding, Earned, Head, Refusal, Se
 from coordinator.ledger.writing import node, settled_count
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.ledger.credits import RoundAccount
-from protocol.ledger.entries import Line, RollbackEntry, decode_entry, decode_line
+from protocol.ledger.entries import Line, decode_line
 
 
 def size(db: Database) -> int:
@@ -39,14 +39,6 @@ def root(db: Database, count: int) -> Digest:
 def lines(db: Database, sequence: int) -> list[bytes]:
     rows = db.query("SELECT sent FROM lines WHERE entry = ? ORDER BY line", (sequence,))
     return [bytes(r[0]) for r in rows]
-
-
-def has_amendment(db: Database, amendment: bytes) -> bool:
-    for (sent,) in db.query("SELECT sent FROM entries WHERE kind = 'rollback'"):
-        what = decode_entry(bytes(sent)).what
-        if isinstance(what, RollbackEntry) and what.amendment == amendment:
-            return True
-    return False
 
 
 # -- rounds --------------------------------------------------------------------------------------------------

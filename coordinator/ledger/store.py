@@ -170,12 +170,12 @@ class Ledger:
             return posted.entry.sequence
 
     def rollback(self, record: Digest, round_: Round, amendment: bytes) -> bool:
-        """Take the run back to a record of the branch; False when this amendment has done so already.
+        """Take the run back to a record of the branch; False when the log has this rollback already.
 
-        Raises LedgerConflictError when the branch has no such round, or the amendment is not the owner's.
+        Raises LedgerConflictError when the branch has no such round, or the owner's amendment does not say so.
         """
         with self._writing() as (books, numbers):
-            if reading.has_amendment(self._db, amendment):
+            if books.has_done(amendment):
                 return False
             posted = books.rollback(record, round_, amendment, int(self._now() * 1000))
             writing.write(self._db, posted)

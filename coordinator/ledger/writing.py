@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coordinator.ledger.database import Database
+from protocol.amendments import decode_amendment
+from protocol.envelope import open_envelope
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.ledger.accounts import Account, Standing
 from protocol.ledger.books import Books, BooksState, Held, Posted
 from protocol.ledger.credits import Balance, CreditRule, RoundAccount
-from protocol.ledger.entries import decode_line, encode_line, first_previous
+from protocol.ledger.entries import RollbackEntry, decode_entry, decode_line, encode_line, first_previous
 
 _KINDS = {"issuance": 0, "pending": 1, "settled": 2, "voided": 3}
 
@@ -146,8 +148,8 @@ def read_books(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> Bo
     reverted = db.query("SELECT record FROM rounds WHERE entry NOT IN (SELECT entry FROM branch)")
     held = db.query("SELECT entry, number, round, record FROM rounds WHERE number >= ? ORDER BY number", (settled,))
     state = BooksState(
-        size, leaf, time, posted, ((Digest(r[0]), r[1], r[2]) for r in branch), (Digest(r[0]) for r in reverted),
-        [_held(db, row) for row in held], read_standings(db),
+        size, leaf, time, posted, _epoch(db), ((Digest(r[0]), r[1], r[2]) for r in branch),
+        (Digest(r[0]) for r in reverted), [_held(db, row) for row in held], read_standings(db),
     )  # fmt: skip
     return Books.resumed(run, rule, owner, state)
 
@@ -155,6 +157,15 @@ def read_books(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> Bo
 def settled_count(db: Database) -> int:
     """How many round entries are settled: they settle in the order of their numbers."""
     return db.query("SELECT count(*) FROM entries WHERE kind = 'settle'")[0][0]
+
+
+def _epoch(db: Database) -> int:
+    """Of the newest rollback; 0 when there was none."""
+    rows = db.query("SELECT sent FROM entries WHERE kind = 'rollback' ORDER BY sequence DESC LIMIT 1")
+    what = decode_entry(bytes(rows[0][0])).what if rows else None
+    if not isinstance(what, RollbackEntry):
+        return 0
+    return decode_amendment(open_envelope(what.amendment, "amendment").payload).epoch
 
 
 def _held(db: Database, row: tuple) -> Held:
