@@ -239,6 +239,7 @@ def stranger():
         ("lines", "UPDATE lines SET sent = (SELECT sent FROM lines WHERE entry = 0 AND line = 0) WHERE line = 1"),
         ("entries", "UPDATE entries SET sent = (SELECT sent FROM entries WHERE sequence = 0) WHERE sequence = 2"),
         ("entries", "UPDATE entries SET time = 1, kind = 'void' WHERE sequence = 2"),
+        ("entries", "UPDATE entries SET time = time + 1 WHERE sequence = 7"),
         ("transfers", "UPDATE transfers SET micro_credits = micro_credits + 1 WHERE entry = 1 AND line = 1"),
         ("nodes", "UPDATE nodes SET hash = (SELECT leaf FROM entries WHERE sequence = 0) WHERE level = 2"),
         ("rounds", "UPDATE rounds SET tokens = tokens + 1 WHERE number = 3"),
@@ -260,6 +261,7 @@ def test_what_somebody_altered_behind_the_ledgers_back_is_said_at_the_start(ledg
         ("lines", "UPDATE lines SET sent = (SELECT sent FROM lines WHERE entry = 0 AND line = 0) WHERE line = 1"),
         ("entries", "UPDATE entries SET sent = (SELECT sent FROM entries WHERE sequence = 0) WHERE sequence = 2"),
         ("entries", "UPDATE entries SET leaf = previous WHERE sequence = 7"),
+        ("entries", "UPDATE entries SET time = time + 1 WHERE sequence = 7"),
         ("nodes", "UPDATE nodes SET hash = (SELECT leaf FROM entries WHERE sequence = 0) WHERE level = 3"),
         ("standings", "UPDATE standings SET settled_micro = settled_micro + 1"),
     ],
@@ -274,6 +276,14 @@ def test_of_a_large_ledger_the_chain_the_sums_and_the_newest_rounds_are_checked(
     Ledger(place, SPEC).close()
     posted_and_altered(place, table, change)
     with pytest.raises(LedgerError, match="is damaged: .*computed again from the chain"):
+        Ledger(place, SPEC)
+
+
+def test_a_line_that_is_noted_as_another_peers_is_said(tmp_path):
+    """Its bytes are as they were, and so is every hash; but receipts are looked for by the note."""
+    place = str(tmp_path / "ledger.sqlite")
+    posted_and_altered(place, "lines", "UPDATE lines SET peer = 99 WHERE entry = 1 AND line = 1")
+    with pytest.raises(LedgerError, match="the lines of entry 1 are noted as those of other peers"):
         Ledger(place, SPEC)
 
 
