@@ -13,6 +13,7 @@ from coordinator.follower import Follower
 from coordinator.history import Point, charts, tokens_per_second
 from coordinator.ledger import Admitted, Ledger
 from coordinator.ledger_thread import LedgerThread
+from coordinator.plausible import Plausibility
 from protocol.ids import Round
 from protocol.ledger.entries import VoidEntry, decode_entry
 from protocol.ledger.verdicts import open_verdict
@@ -253,6 +254,16 @@ async def test_final_rounds_are_pending_until_they_were_held_long_enough(tmp_pat
             assert f.settled_balances == pending(accounts[: posted - 2])
             assert f.pending == pending(accounts[posted - 2 :])
             assert not f.voided
+
+
+def test_when_the_clock_was_set_back_nobody_is_judged_by_it():
+    spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
+    swarm = FakeSwarm(spec)
+    swarm.round({0: 900_000_000 // spec.data.window})
+    account, who = account_for(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
+    judge = Plausibility(spec, OWNER)
+    assert len(judge.verdicts(account, 10_000.0, {who: 9_990.0})) == 1
+    assert judge.verdicts(account, 10_000.0, {who: 13_000.0}) == []
 
 
 async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_first_hand(tmp_path):
