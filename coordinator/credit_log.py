@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from coordinator.admission import Admitter
 from coordinator.credit_export import exported
@@ -98,6 +98,11 @@ class LedgerLog:
         return self._standings.rounds
 
     @property
+    def head_seconds(self) -> float | None:
+        """Since the newest tree head was signed; None before the first."""
+        return self._heads.age
+
+    @property
     def unsigned_seconds(self) -> float:
         return self._heads.unsigned_seconds
 
@@ -167,7 +172,7 @@ class LedgerLog:
         found = await self._view.certificates_after(after, limit)
         if found is None:
             raise MalformedError(f"record {after.short} is not on the chain that this coordinator's observer holds")
-        sent = _fitting([encode_certificate(c) for c in found])
+        sent = _fitting(encode_certificate(c) for c in found)
         return sent, len(sent) < len(found) or len(found) == limit
 
     async def export(self, form: str) -> AsyncIterator[bytes]:
@@ -183,11 +188,13 @@ class LedgerLog:
             self._exports -= 1
 
 
-def _fitting(found: list[bytes]) -> list[bytes]:
-    """The first of them that fill an answer: one at least."""
+def _fitting(found: Iterable[bytes]) -> list[bytes]:
+    """The first of them that fill an answer: one at least. No more are made than that and one."""
+    taken: list[bytes] = []
     total = 0
-    for i, piece in enumerate(found):
-        if i and total + len(piece) > PAGE_BYTES:
-            return found[:i]
+    for piece in found:
         total += len(piece)
-    return found
+        if taken and total > PAGE_BYTES:
+            break
+        taken.append(piece)
+    return taken

@@ -60,6 +60,11 @@ class TreeHeads:
         """Entries that the newest head covers."""
         return self._newest.body.size if self._newest is not None else 0
 
+    @property
+    def age(self) -> float | None:
+        """Seconds since the newest head was signed, kept or not; None before the first."""
+        return None if self._newest is None else max(0.0, self._now() - self._newest.body.time / 1000)
+
     async def start(self) -> None:
         """Read the newest head. Raises LedgerError."""
         heads = await self._ledger.read(lambda ledger: ledger.heads(1))
@@ -114,7 +119,13 @@ class TreeHeads:
             size = ledger.size()
             return size, root_at(size, ledger.node), root_at(covered, ledger.node) if covered <= size else None
 
-        size, root, root_before = await self._ledger.read(roots)
+        try:
+            size, root, root_before = await self._ledger.read(roots)
+        except IndexError as e:
+            raise LedgerConflictError(
+                f"a hash of the log is missing (level, place: {e}): the database was altered. Nothing is signed "
+                "until it is as it was"
+            ) from None
         time = int(now * 1000)
         if before is not None:
             if size < covered:

@@ -179,12 +179,13 @@ def first_since(db: Database, time: int) -> int:
     return low
 
 
-def earned(db: Database, first: int, end: int) -> list[tuple[PeerKey, float, int]]:
+def earned(db: Database, first: int, end: int, upto: int) -> list[tuple[PeerKey, float, int]]:
     rows = db.query(
         "SELECT p.peer, e.time / 3600000, sum(CASE WHEN t.source = 0 THEN t.micro_credits ELSE -t.micro_credits END) "
         "FROM transfers t JOIN entries e ON e.sequence = t.entry JOIN peers p ON p.id = t.target / 4 "
-        "WHERE t.entry >= ? AND t.entry < ? AND (t.source = 0 OR t.target % 4 = 3) GROUP BY p.peer, e.time / 3600000",
-        (first, end),
+        "WHERE t.entry >= ? AND t.entry < ? AND t.sequence < ? AND (t.source = 0 OR t.target % 4 = 3) "
+        "GROUP BY p.peer, e.time / 3600000",
+        (first, end, upto),
     )
     return [(PeerKey(bytes(r[0])), (r[1] + 0.5) * 3600, int(r[2])) for r in rows]
 

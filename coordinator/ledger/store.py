@@ -294,10 +294,10 @@ class Ledger:
         """The first entry of a time (unix milliseconds) or later; the log's size when there is none."""
         return reading.first_since(self._db, time)
 
-    def earned(self, first: int, end: int) -> list[tuple[PeerKey, float, int]]:
-        """Who was credited how many micro-credits, less what was voided since, by the round entries of a range; and at
-        about which times (unix seconds, by the hour)."""
-        return reading.earned(self._db, first, end)
+    def earned(self, first: int, end: int, upto: int) -> list[tuple[PeerKey, float, int]]:
+        """Who was credited how many micro-credits by the round entries of a range, less what entries before `upto`
+        voided of them; and at about which times (unix seconds, by the hour)."""
+        return reading.earned(self._db, first, end, upto)
 
     def add_head(self, head: Head) -> None:
         """Keep a signed tree head."""
