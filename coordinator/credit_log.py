@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from coordinator.admission import Admitter
 from coordinator.credit_export import exported
-from coordinator.credit_views import MAX_ENTRIES, MAX_PAGE, By, EntryLines, ReceiptPage, StandingView
+from coordinator.credit_views import MAX_CERTIFICATES, MAX_ENTRIES, MAX_PAGE, By, EntryLines, ReceiptPage, StandingView
 from coordinator.credits import RoundAccount
 from coordinator.errors import TooManyError
 from coordinator.follower import wait_at_most
@@ -31,7 +31,6 @@ PAGE_BYTES = 1024 * 1024
 """What an answer holds, and one entry, group of lines or certificate more: it fits a message of 4 MiB."""
 
 MAX_EXPORTS = 2
-MAX_CERTIFICATES = 256
 
 
 class LedgerLog:
@@ -76,8 +75,8 @@ class LedgerLog:
                     await self._standings.refresh()
                 except CairnError as e:  # the ledger's own trouble is on the page already; tried again in 5 s
                     log.error("credits are not brought up to date: %s", e)
-                if signing.done():
-                    signing.result()
+                except Exception:  # said loudly, and tried again: heads go on being signed meanwhile
+                    log.exception("credits are not brought up to date")
                 if reading.done() and not reading.cancelled() and (error := reading.exception()) is not None:
                     log.error("recent averages are read again: %s", error)
                     reading = asyncio.create_task(self._standings.load_recent(), name="recent credits")

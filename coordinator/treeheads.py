@@ -18,7 +18,6 @@ from protocol.identity import Identity
 from protocol.ids import Digest, RunId
 from protocol.ledger.entries import decode_entry
 from protocol.ledger.statements import TreeHead, Word, open_tree_head, sign
-from protocol.proofs import root_at
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +88,10 @@ class TreeHeads:
                 if str(e) != self.problem:
                     log.error("the log of credits is not signed: %s", e)
                 self.problem = str(e)
+            except Exception as e:  # said loudly, kept in `problem`, and tried again
+                if not self.problem:
+                    log.exception("the log of credits is not signed")
+                self.problem = f"a fault of the coordinator ({type(e).__name__}: {e}); its log has the details"
             await asyncio.sleep(LOOK)
 
     async def newest(self) -> Word[TreeHead]:
@@ -117,7 +120,7 @@ class TreeHeads:
 
         def roots(ledger: Ledger) -> tuple[int, Digest, Digest | None]:
             size = ledger.size()
-            return size, root_at(size, ledger.node), root_at(covered, ledger.node) if covered <= size else None
+            return size, ledger.root(size), ledger.root(covered) if covered <= size else None
 
         try:
             size, root, root_before = await self._ledger.read(roots)
