@@ -44,6 +44,7 @@ class TreeHeads:
         self._kept_at = 0.0
         self._unsigned_since: float | None = None
         self._broken = ""
+        self._began = now()
         self._lock = asyncio.Lock()
         self.problem = ""
         """Why nothing is signed, for people; empty when all is well."""
@@ -61,7 +62,10 @@ class TreeHeads:
 
     @property
     def age(self) -> float | None:
-        """Seconds since the newest head was signed, kept or not; None before the first."""
+        """Seconds since the newest head was signed, kept or not; None before the first. When the newest in the
+        database is none of the owner's: since the start."""
+        if self._broken:
+            return max(0.0, self._now() - self._began)
         return None if self._newest is None else max(0.0, self._now() - self._newest.body.time / 1000)
 
     async def start(self) -> None:

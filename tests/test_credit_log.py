@@ -322,6 +322,8 @@ async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
         log = await reopened(w)
         with pytest.raises(LedgerConflictError, match="none of this run's owner"):
             await log.newest()
+        w.clock[0] += 400
+        assert log.age == 400  # so there is an alert
         w.ledger = LedgerThread()
 
 
