@@ -98,6 +98,8 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
             wanted.append(SeenHead(seen.body, f"seen by this machine, signed at {_when(seen.body)}"))
         auditor = Auditor(r.spec, chain.find, wanted, is_left=chain.is_left)
         await _take_all(r, auditor, chain, newest.size)
+        if chain.newest_final is None:
+            final = None  # a rollback that the chain carries is newer
     report = auditor.finish(*(final or (None, None)))
     if not chain.is_followed(auditor.tip):
         words = f"the log ends with record {auditor.tip.short}, which is not on the chain that the swarm follows"

@@ -19,7 +19,7 @@ from protocol.chain import Chain
 from protocol.errors import CairnError, ProtocolError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import CreditRule, RoundAccount, account_for
-from protocol.messages import Final, Opener
+from protocol.messages import Amendment, Final, Opener, Signed
 from protocol.rounds.policy import Policy
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
@@ -44,6 +44,9 @@ class AuditedChain:
         self._coordinator = coordinator
         self._accounts: OrderedDict[Digest, RoundAccount] = OrderedDict()
         self._left: set[Digest] = set()
+        self._read: set[Digest] = set()
+        """Every record that was read in its place: about 100 bytes a round."""
+        self._final: Signed[Final] | None = None
         self._silent: set[PeerKey] = set()
         self._ended = False
         self.from_members: dict[PeerKey, int] = {}
@@ -51,14 +54,25 @@ class AuditedChain:
         self.agreed: set[PeerKey] = set()
         """Members that gave a certificate of the chain that was read, whoever gave it first."""
         self.from_coordinator = 0
-        self.newest_final: tuple[Round, Digest] | None = None
-        """The newest final that a member gave: the owner's signed word."""
         self.warnings: list[str] = []
 
     @property
     def rounds(self) -> int:
         """Rounds on the heaviest chain that was read."""
         return self._chain.height(self._chain.head)
+
+    @property
+    def newest_final(self) -> tuple[Round, Digest] | None:
+        """The newest final that a member gave, the owner's signed word; none from before the newest rollback, of which
+        a member that was away, or that wants to harm, may still tell."""
+        if self._final is None or self._final.body.epoch < self.epoch:
+            return None
+        return self._final.body.round, self._final.body.record
+
+    @property
+    def epoch(self) -> int:
+        """Rollbacks that members, or their chain, know of."""
+        return 0 if self._chain.newest is None else self._chain.newest.body.epoch
 
     def find(self, record: Digest) -> RoundAccount | None:
         """What a record earns whom; None when its certificate was not read (or long ago)."""
@@ -104,7 +118,8 @@ class AuditedChain:
             self.warnings.append(f"the coordinator gives no certificate of record {record.short}: {e}")
             return
         if certificate.digest == record:
-            self._left.add(record)
+            if record not in self._read:  # else it was read, and forgotten since
+                self._left.add(record)
             self._accounts[record] = account_for(certificate, self._rule)
 
     def look_again(self) -> None:
@@ -140,10 +155,13 @@ class AuditedChain:
     def _take(self, member: PeerKey, reply: wire.ChainReply) -> int:
         """What a member said, verified; how many certificates were new."""
         try:
+            if reply.amendment:
+                self._chain.take(self._opener.open(reply.amendment, Amendment))
             if reply.final:
                 final = self._opener.open(reply.final, Final)
-                if self.newest_final is None or final.body.round > self.newest_final[0]:
-                    self.newest_final = (final.body.round, final.body.record)
+                known = None if self._final is None else (self._final.body.epoch, self._final.body.round)
+                if known is None or (final.body.epoch, final.body.round) > known:
+                    self._final = final
                 self._chain.add_final(final)
             added = self._add(reply.certificates[:256])
         except ProtocolError as e:
@@ -172,6 +190,7 @@ class AuditedChain:
             certificate = self._opener.certificate(data)
             if self._chain.add(certificate):
                 added += 1
+                self._read.add(certificate.digest)
                 self._accounts[certificate.digest] = account_for(certificate, self._rule)
         while len(self._accounts) > KEPT:
             self._accounts.popitem(last=False)

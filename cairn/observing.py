@@ -81,7 +81,7 @@ class ObserverView:
         return lambda: self._callbacks.remove(callback)
 
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
-        self._node.on_heard = callback
+        self._node.network.listeners.append(callback)
 
     def heartbeats(self) -> Mapping[PeerKey, Heard]:
         now = time.monotonic()

@@ -19,7 +19,7 @@ from coordinator.follower import Follower
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
 from protocol.errors import CairnError, MalformedError, ProtocolError
-from protocol.ids import PeerKey, Round
+from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Amendment, Opener, Signed
 from protocol.spec import RunSpec
 
@@ -152,8 +152,17 @@ class Control:
         back = word.body.rollback
         if back is None:
             return
-        await self._follower.rollback(back.record, Round(back.round - 1), word.sent)
+        number = Round(back.round - 1)
+        if not await self._goes_on_from(back.record, number):
+            await self._follower.rollback(back.record, number, word.sent)
         await asyncio.to_thread(append_line, self._path, f"done {back.epoch}")
+
+    async def _goes_on_from(self, record: Digest, number: Round) -> bool:
+        """Whether the ledger's rounds after this record are those of the chain as it has turned: then nothing is to be
+        taken back, as when the file that says so was lost, and the ledger was not."""
+        rows = await self._ledger.run(lambda ledger: ledger.rounds(after=number, limit=1))
+        following = await self._view.certificates_after(record, 1)
+        return bool(rows) and bool(following) and rows[0].record == following[0].digest
 
 
 def line_of(word: Signed[Amendment]) -> str:

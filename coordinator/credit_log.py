@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from coordinator.admission import Admitter
 from coordinator.credit_export import exported
-from coordinator.credit_views import MAX_ENTRIES, MAX_PAGE, By, EntryLines, ReceiptPage, StandingView
+from coordinator.credit_views import MAX_CERTIFICATES, MAX_ENTRIES, MAX_PAGE, By, EntryLines, ReceiptPage, StandingView
 from coordinator.credits import RoundAccount
 from coordinator.errors import TooManyError
 from coordinator.follower import wait_at_most
@@ -31,7 +31,6 @@ PAGE_BYTES = 1024 * 1024
 """What an answer holds, and one entry, group of lines or certificate more: it fits a message of 4 MiB."""
 
 MAX_EXPORTS = 2
-MAX_CERTIFICATES = 256
 
 
 class LedgerLog:
@@ -76,8 +75,8 @@ class LedgerLog:
                     await self._standings.refresh()
                 except CairnError as e:  # the ledger's own trouble is on the page already; tried again in 5 s
                     log.error("credits are not brought up to date: %s", e)
-                if signing.done():
-                    signing.result()
+                except Exception:  # said loudly, and tried again: heads go on being signed meanwhile
+                    log.exception("credits are not brought up to date")
                 if reading.done() and not reading.cancelled() and (error := reading.exception()) is not None:
                     log.error("recent averages are read again: %s", error)
                     reading = asyncio.create_task(self._standings.load_recent(), name="recent credits")
@@ -96,6 +95,11 @@ class LedgerLog:
     @property
     def rounds(self) -> int:
         return self._standings.rounds
+
+    @property
+    def head_seconds(self) -> float | None:
+        """Since the newest tree head was signed; None before the first."""
+        return self._heads.age
 
     @property
     def unsigned_seconds(self) -> float:
@@ -167,7 +171,7 @@ class LedgerLog:
         found = await self._view.certificates_after(after, limit)
         if found is None:
             raise MalformedError(f"record {after.short} is not on the chain that this coordinator's observer holds")
-        sent = _fitting([encode_certificate(c) for c in found])
+        sent = _fitting(encode_certificate(c) for c in found)
         return sent, len(sent) < len(found) or len(found) == limit
 
     async def export(self, form: str) -> AsyncIterator[bytes]:
@@ -183,11 +187,13 @@ class LedgerLog:
             self._exports -= 1
 
 
-def _fitting(found: list[bytes]) -> list[bytes]:
-    """The first of them that fill an answer: one at least."""
+def _fitting(found: Iterable[bytes]) -> list[bytes]:
+    """The first of them that fill an answer: one at least. No more are made than that and one."""
+    taken: list[bytes] = []
     total = 0
-    for i, piece in enumerate(found):
-        if i and total + len(piece) > PAGE_BYTES:
-            return found[:i]
+    for piece in found:
         total += len(piece)
-    return found
+        if taken and total > PAGE_BYTES:
+            break
+        taken.append(piece)
+    return taken

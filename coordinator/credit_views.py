@@ -17,6 +17,9 @@ MAX_PAGE = 100
 MAX_ENTRIES = 1000
 """Entries of the log in one answer."""
 
+MAX_CERTIFICATES = 256
+"""Certificates in one answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiptItem:

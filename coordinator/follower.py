@@ -157,9 +157,10 @@ class Follower:
     async def rollback(self, record: Digest, round_: Round, amendment: bytes) -> bool:
         """Take the ledger back to a record that it has, by an amendment that the owner signed (an envelope).
 
-        What was issued stays; the next round that is posted is the child of `record`. Asked again with the same
-        amendment, or while the ledger ends at the record or before it (then the chain alone turns), it does nothing and
-        returns False. Raises LedgerConflictError when the ledger has no such round, or the word is not the owner's.
+        What was issued stays; the next round that is posted is the child of `record`. Asked again for the same
+        rollback, also by a later word, or while the ledger ends at the record or before it (then the chain alone
+        turns), it does nothing and returns False. Raises LedgerConflictError when the ledger has no such round, or the
+        owner's amendment does not say so.
         """
 
         def take_back(ledger: Ledger) -> bool:

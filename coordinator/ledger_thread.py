@@ -133,9 +133,9 @@ class LedgerThread:
         if ledger is not None and self._thread is not None:
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join)
-        self._reading.shutdown(wait=False)
         if reader is not None:
-            reader.close()
+            self._reading.submit(reader.close)  # after a read that is under way: not beside it, in another thread
+        await asyncio.to_thread(self._reading.shutdown)
 
     # -- in the thread ---------------------------------------------------------------------------------------
 

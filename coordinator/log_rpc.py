@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from coordinator.credit_views import MAX_ENTRIES, MAX_PAGE, CreditLog
+from coordinator.credit_views import MAX_CERTIFICATES, MAX_ENTRIES, MAX_PAGE, CreditLog
 from coordinator.limits import Rate, RateLimit, caller_of
 from protocol.envelope import author_of
 from protocol.errors import MalformedError
@@ -19,8 +19,6 @@ T = TypeVar("T")
 BINDINGS = Rate(per_second=1, burst=30)
 BINDINGS_OF_ONE = Rate(per_second=0.1, burst=20)
 """Of one account key at one address."""
-
-MAX_CERTIFICATES = 256
 
 
 class LogCalls:

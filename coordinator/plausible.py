@@ -43,7 +43,8 @@ class Plausibility:
         """
         found = []
         for line in account.entries:
-            if (start := since.get(line.peer)) is None:
+            # Who was seen at work after this record was seen: the clock was set back, and nothing is known.
+            if (start := since.get(line.peer)) is None or start > seen_at:
                 continue
             if reason := self.problem(line, seen_at - start):
                 verdict = Verdict(self._run, account.round, account.record, line.peer, line.update, reason)

@@ -22,6 +22,9 @@ from protocol.spec import RunSpec
 LOOK_BACK = 8
 """Newest rounds whose announced updates are looked at: those that were late come when the next is under way."""
 
+AT_ONCE = 100
+"""Refusals written in one transaction."""
+
 REMEMBERED = 20_000
 """Signed receipts kept in memory: about 8 MB."""
 
@@ -49,16 +52,17 @@ class Receipts:
                 key = (account.record, header.digest)
                 if accepted.get(header.author) == header.digest or key in self._noted:
                     continue
-                self._noted[key] = None
                 reason = why_not(announced, account, header.author in accepted)
                 refusals.append(
                     Refusal(account.round, account.parent, account.record, header.author, header.digest, reason,
                             self._now())
                 )  # fmt: skip
+        for i in range(0, len(refusals), AT_ONCE):
+            some = refusals[i : i + AT_ONCE]
+            await self._ledger.run(lambda ledger, some=some: [ledger.refuse(r) for r in some])
+            self._noted.update(((r.record, r.update), None) for r in some)  # only now: what fails is tried again
         while len(self._noted) > REMEMBERED:
             self._noted.popitem(last=False)
-        for refusal in refusals:
-            await self._ledger.run(lambda ledger, r=refusal: ledger.refuse(r))
 
     async def page(self, peer: PeerKey, before: int | None, limit: int) -> ReceiptPage:
         """A peer's receipts, newest first, of round entries before `before`. Raises LedgerError."""

@@ -124,7 +124,7 @@ class Coordinator:
         )
         self._metrics = Metrics(Sources(
             look=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
-            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._logged[0],
+            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._logged,
             head_seconds=self.head_seconds, alerts=lambda: self._watcher.names,
             kept=lambda: self.keeper.facts() if self.keeper else [],
         ))  # fmt: skip
@@ -142,7 +142,7 @@ class Coordinator:
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
         self._status: tuple[Overview, wire.StatusReply] | None = None
-        self._logged: tuple[int | None, float | None] = (None, None)  # entries, and when the newest head was signed
+        self._logged: int | None = None  # entries
         self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
         self._began = now()
         self.fingerprint: Digest | None = None
@@ -236,14 +236,13 @@ class Coordinator:
 
     def head_seconds(self) -> float | None:
         """Since the newest signed tree head; None where no log is signed."""
-        return None if self._logged[1] is None else max(0.0, self._now() - self._logged[1])
+        return self._log.head_seconds
 
     async def _look_at_log(self) -> None:
         """For ever."""
         while True:
             try:
-                size, heads = await self._ledger.read(lambda ledger: (ledger.size(), ledger.heads(1)))
-                self._logged = (size, heads[0].time / 1000 if heads else None)
+                self._logged = await self._ledger.read(lambda ledger: ledger.size())
             except (LedgerError, TooManyError) as e:
                 log.warning("the log's size is not known: %s", e)
             await asyncio.sleep(LOG_SECONDS)

@@ -90,6 +90,8 @@ class Standings:
         self._is_known = is_known
         self._now = now
         self._size = 0
+        self._loaded = 0
+        """Entries from this one on are taken in by `refresh`, with what they void of earlier ones."""
         self._unread = 0
         """Of the entries before this one the recent averages know nothing yet."""
         self._peers: dict[PeerKey, Standing] = {}
@@ -97,6 +99,9 @@ class Standings:
         self._bound: dict[PeerKey, Binding] = {}
         self._accounts: dict[PeerKey, _Account] = {}
         self._words: dict[PeerKey, int] = {}
+        self._unwritten: set[PeerKey] = set()
+        """Whose newest binding is not known to be on disk: it is under way, or its write failed."""
+        self._teams: dict[str, list[PeerKey]] | None = None
         self._ranked: dict[By, tuple[list[str], dict[str, int]]] = {}
         self.rounds = 0
         """Round entries in the log."""
@@ -108,7 +113,7 @@ class Standings:
             return ledger.size(), ledger.posted(), ledger.standings(), ledger.bindings()
 
         self._size, self.rounds, self._peers, rows = await self._ledger.read(read)
-        self._unread = self._size
+        self._unread = self._loaded = self._size
         for row in rows:
             try:
                 self._take(open_binding(row.sent, self._run))
@@ -125,14 +130,14 @@ class Standings:
         first = await self._ledger.read(lambda ledger: ledger.first_since(since))
         while self._unread > first:
             start, end = max(first, self._unread - PAGE), self._unread
-            earned = await self._ledger.read(lambda ledger, a=start, b=end: ledger.earned(a, b))
+            earned = await self._ledger.read(lambda ledger, a=start, b=end: ledger.earned(a, b, self._loaded))
             for peer, at, micro_credits in earned:
                 self._recent.add(peer, micro_credits, at)
             self._unread = start
 
     async def refresh(self) -> None:
         """Take in what the log has more than before. Raises LedgerError."""
-        first = self._size
+        first = start = self._size
 
         def read(ledger: Ledger) -> tuple:
             entries = [decode_entry(sent) for sent in ledger.entries(first, PAGE)]
@@ -145,7 +150,7 @@ class Standings:
                     of = decode_entry(ledger.entries(entry.what.entry, 1)[0])
                     line = decode_line(ledger.lines(entry.what.entry)[entry.what.line])
                     moved.append((line.peer, of.time / 1000, -line.micro_credits))
-            standings = ledger.standings() if 0 < len(entries) < PAGE else None
+            standings = ledger.standings() if len(entries) < PAGE and (entries or first > start) else None
             return len(entries), moved, standings, ledger.posted()
 
         while True:
@@ -173,11 +178,12 @@ class Standings:
             ahead = max(b.order) - now
             raise RefusedError(f"your clock is {ahead:.0f} s ahead of the coordinator's: set it, then bind again")
         known = self._bound.get(b.peer)
-        if known is not None and known.sent == b.sent:
+        again = known is not None and known.sent == b.sent
+        if again and b.peer not in self._unwritten:
             return len(self._accounts[b.account].peers)
         if not self._is_known(b.peer):
             raise RefusedError(f"peer {b.peer.short} was never admitted to this run: join it first, then bind")
-        if known is not None and b.order <= known.order:
+        if known is not None and b.order <= known.order and not again:
             raise RefusedError(f"peer {b.peer.short} has said something newer: sign anew, by a clock that is right")
         account = self._accounts.get(b.account)
         if account is not None and b.peer not in account.peers and len(account.peers) >= MAX_PEERS_OF_ACCOUNT:
@@ -186,7 +192,9 @@ class Standings:
             raise TooManyError(f"peer {b.peer.short} was bound {MAX_BINDINGS_OF_PEER} times: that is all it can be")
         self._take(b)  # before the write: two at once do not pass the bounds together
         row = BindingRow(b.peer, b.account, b.peer_time, b.sent)
+        self._unwritten.add(b.peer)
         await self._ledger.run(lambda ledger: ledger.bind(row))
+        self._unwritten.discard(b.peer)
         return len(self._accounts[b.account].peers)
 
     def _take(self, b: Binding) -> None:
@@ -201,7 +209,7 @@ class Standings:
         account.peers.add(b.peer)
         if b.account_time >= account.time:
             account.name, account.team, account.time = b.name, b.team, b.account_time
-        self._ranked = {}
+        self._ranked, self._teams = {}, None
 
     # -- what is told ----------------------------------------------------------------------------------------
 
@@ -224,15 +232,21 @@ class Standings:
             return (self._peer_view(peer) for peer in self._peers)
         if by == "account":
             return (self._account_view(key) for key in self._accounts)
-        return (self._team_view(team) for team in self._teams())
+        return (self._team_view(team) for team in self._in_teams())
 
     def _view(self, by: By, key: str) -> StandingView:
         if by == "team":
             return self._team_view(key)
         return self._peer_view(PeerKey.parse(key)) if by == "peer" else self._account_view(PeerKey.parse(key))
 
-    def _teams(self) -> set[str]:
-        return {a.team for a in self._accounts.values() if a.team and a.peers}
+    def _in_teams(self) -> dict[str, list[PeerKey]]:
+        """The peers of each team: gathered once, not for each team anew."""
+        if self._teams is None:
+            self._teams = {}
+            for a in self._accounts.values():
+                if a.team and a.peers:
+                    self._teams.setdefault(a.team, []).extend(a.peers)
+        return self._teams
 
     def _peer_view(self, peer: PeerKey) -> StandingView:
         bound = self._bound.get(peer)
@@ -245,8 +259,7 @@ class Standings:
         return self._sum(str(key), "account", a.name or key.short, a.team, sorted(a.peers))
 
     def _team_view(self, team: str) -> StandingView:
-        peers = [p for a in self._accounts.values() if a.team == team for p in a.peers]
-        return self._sum(team, "team", team, team, peers)
+        return self._sum(team, "team", team, team, self._in_teams()[team])
 
     def _sum(
         self, key: str, kind: By, name: str, team: str, peers: Iterable[PeerKey], account: PeerKey | None = None

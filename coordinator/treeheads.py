@@ -18,7 +18,6 @@ from protocol.identity import Identity
 from protocol.ids import Digest, RunId
 from protocol.ledger.entries import decode_entry
 from protocol.ledger.statements import TreeHead, Word, open_tree_head, sign
-from protocol.proofs import root_at
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +44,7 @@ class TreeHeads:
         self._kept_at = 0.0
         self._unsigned_since: float | None = None
         self._broken = ""
+        self._began = now()
         self._lock = asyncio.Lock()
         self.problem = ""
         """Why nothing is signed, for people; empty when all is well."""
@@ -59,6 +59,14 @@ class TreeHeads:
     def size(self) -> int:
         """Entries that the newest head covers."""
         return self._newest.body.size if self._newest is not None else 0
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the newest head was signed, kept or not; None before the first. When the newest in the
+        database is none of the owner's: since the start."""
+        if self._broken:
+            return max(0.0, self._now() - self._began)
+        return None if self._newest is None else max(0.0, self._now() - self._newest.body.time / 1000)
 
     async def start(self) -> None:
         """Read the newest head. Raises LedgerError."""
@@ -84,6 +92,10 @@ class TreeHeads:
                 if str(e) != self.problem:
                     log.error("the log of credits is not signed: %s", e)
                 self.problem = str(e)
+            except Exception as e:  # said loudly, kept in `problem`, and tried again
+                if not self.problem:
+                    log.exception("the log of credits is not signed")
+                self.problem = f"a fault of the coordinator ({type(e).__name__}: {e}); its log has the details"
             await asyncio.sleep(LOOK)
 
     async def newest(self) -> Word[TreeHead]:
@@ -112,9 +124,15 @@ class TreeHeads:
 
         def roots(ledger: Ledger) -> tuple[int, Digest, Digest | None]:
             size = ledger.size()
-            return size, root_at(size, ledger.node), root_at(covered, ledger.node) if covered <= size else None
+            return size, ledger.root(size), ledger.root(covered) if covered <= size else None
 
-        size, root, root_before = await self._ledger.read(roots)
+        try:
+            size, root, root_before = await self._ledger.read(roots)
+        except IndexError as e:
+            raise LedgerConflictError(
+                f"a hash of the log is missing (level, place: {e}): the database was altered. Nothing is signed "
+                "until it is as it was"
+            ) from None
         time = int(now * 1000)
         if before is not None:
             if size < covered:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.swarm import Announced, Heard
+from protocol.bodies import Rollback
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
@@ -44,6 +45,14 @@ def peer(number: int) -> Identity:
 def state(round_: int) -> Digest:
     """The digest of state[round] in these tests."""
     return Digest(sha256(b"state", round_.to_bytes(8, "big")))
+
+
+def back_to(
+    spec: RunSpec, record: Digest, round_: int, epoch: int = 1, *, sequence: int = 1, by: Identity = OWNER
+) -> bytes:
+    """The owner's word that rolls the run back to the record of a round, for the `epoch`-th time."""
+    back = Rollback(epoch, record, Round(round_ + 1), state(round_ + 1))
+    return KeySigner(by).sign(Amendment(spec.run_id, sequence, rollback=back)).sent
 
 
 class ChainMaker:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from protocol.envelope import seal
 from protocol.ids import Digest, Round
 from protocol.ledger.audit import Auditor, Report, SeenHead
 from protocol.ledger.books import Books, Posted
@@ -14,7 +13,7 @@ from protocol.ledger.entries import Line, decode_entry, encode_entry, encode_lin
 from protocol.ledger.statements import TreeHead
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
-from tests.coordinator_fakes import ChainMaker, make_spec
+from tests.coordinator_fakes import ChainMaker, back_to, make_spec
 from tests.specs import OWNER
 
 HOLD = 2
@@ -56,7 +55,8 @@ class LedgerWorld:
 
     def rollback(self, to: int) -> None:
         record = self.books.record_of(Round(to))
-        self.keep([self.books.rollback(record, Round(to), seal(OWNER, "amendment", b"back").sent, self.time)])
+        word = back_to(self.spec, record, to, self.books.epoch + 1)
+        self.keep([self.books.rollback(record, Round(to), word, self.time)])
         self.maker = self.maker.fork(to + 1)
 
     def keep(self, posted: list[Posted]) -> None:

@@ -32,16 +32,16 @@ from peer.coordinator_client import CoordinatorRefused
 from peer.keyfile import load_or_make
 from peer.log_client import LogClient
 from peer.swarm.errors import PeerRefused, PeerUnreachable
+from protocol.bodies import Rollback
 from protocol.chain import Chain, UnknownParent
-from protocol.envelope import seal
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry, encode_line, lines_root
 from protocol.ledger.statements import TreeHead, open_receipt, sign
 from protocol.merkle import leaf_hash, tree_hash
-from protocol.messages import Final, Header, KeySigner, encode_certificate
+from protocol.messages import Amendment, Final, Header, KeySigner, encode_certificate
 from protocol.rounds.policy import Policy
 from protocol.wire import swarm_pb2 as wire
-from tests.coordinator_fakes import FakeSwarm, make_spec, peer, state
+from tests.coordinator_fakes import FakeSwarm, back_to, make_spec, peer, state
 from tests.specs import OWNER, digest, identity
 from tests.test_coordinator_service import running, settled
 
@@ -67,7 +67,9 @@ class Asker:
         except UnknownParent as e:
             raise PeerRefused(str(e)) from None
         final = chain.final.sent if chain.final is not None else b""
-        return wire.ChainReply(certificates=[encode_certificate(c) for c in found], final=final, more=more)
+        word = chain.newest.sent if chain.newest is not None else b""
+        sent = [encode_certificate(c) for c in found]
+        return wire.ChainReply(certificates=sent, final=final, more=more, amendment=word)
 
 
 class Backend:
@@ -360,7 +362,7 @@ async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_pa
     async with made(tmp_path, monkeypatch) as w:
         old = w.swarm.chain
         w.swarm.chain = old.fork(6)
-        record, amendment = old.certificates[5].digest, seal(OWNER, "amendment", b"back").sent
+        record, amendment = old.certificates[5].digest, back_to(SPEC, old.certificates[5].digest, 5)
         await w.ledger.run(lambda ledger: ledger.rollback(record, 5, amendment))  # type: ignore[arg-type]
         for _ in range(4):
             account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)
@@ -371,6 +373,38 @@ async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_pa
         w.swarm.left = old.certificates[6:]
         found = await w.audit()
         assert found.clean, _lines(found)
+
+
+async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_looked_for(tmp_path, monkeypatch):
+    """The auditor reads to the end of the chain for a record of the branch that was left, and forgets what it read."""
+    async with made(tmp_path, monkeypatch) as w:
+        monkeypatch.setattr("cairn.auditing_chain.KEPT", 4)
+        old = w.swarm.chain
+        w.swarm.chain = old.fork(6)
+        record, amendment = old.certificates[5].digest, back_to(SPEC, old.certificates[5].digest, 5)
+        await w.ledger.run(lambda ledger: ledger.rollback(record, 5, amendment))  # type: ignore[arg-type]
+        w.swarm.left = old.certificates[6:]
+        for _ in range(12):
+            account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)
+            w.clock[0] += 61
+            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+        found = await w.audit()
+        assert found.clean, _lines(found)
+
+
+async def test_an_old_final_that_was_rolled_back_is_no_reason_to_blame_the_log(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch, rounds=5) as w:
+        record = w.swarm.chain.certificates[4].digest
+        word = KeySigner(OWNER).sign(Amendment(SPEC.run_id, 1, rollback=Rollback(1, record, Round(5), state(5))))
+        stale, knowing = w.chain(), w.chain()
+        for _ in range(3):
+            w.swarm.chain.add({1: 40, 2: 30, 3: 20})
+            stale.add(w.swarm.chain.certificates[-1])
+        stale.add_final(KeySigner(OWNER).sign(Final(SPEC.run_id, Round(7), w.swarm.chain.head)))
+        assert knowing.take(word)
+        w.swarm.chain = w.swarm.chain.fork(5)
+        w.chains = {peer(1).key: knowing, peer(2).key: stale}
+        assert await w.found() == []
 
 
 async def test_a_branch_of_the_owners_own_is_named_though_its_certificates_are_given(tmp_path, monkeypatch):

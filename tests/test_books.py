@@ -30,8 +30,8 @@ from protocol.ledger.entries import (
 )
 from protocol.ledger.verdicts import MAX_REASON, Verdict, open_verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
-from protocol.messages import MAX_CONTRIBUTORS
-from tests.coordinator_fakes import ChainMaker, make_spec, peer
+from protocol.messages import MAX_CONTRIBUTORS, Amendment, KeySigner
+from tests.coordinator_fakes import ChainMaker, back_to, make_spec, peer
 from tests.specs import OWNER
 
 SPEC = make_spec(credit={"hold_rounds": 2})
@@ -127,7 +127,7 @@ def story() -> list[Posted]:
     line = accounts[5].entries[1]
     verdict = Verdict(SPEC.run_id, Round(5), accounts[5].record, line.peer, line.update, "no")
     made.append(books.void(seal_verdict(OWNER, verdict).sent, 2000))
-    made.append(books.rollback(accounts[3].record, Round(3), seal(OWNER, "amendment", b"x").sent, 3000))
+    made.append(books.rollback(accounts[3].record, Round(3), back_to(SPEC, accounts[3].record, 3), 3000))
     other = chain.fork(4)
     for r in range(2):
         made += books.post_round(account_for(other.add({5: 7000 + r}), RULE), 4000)
@@ -228,3 +228,24 @@ def test_lines_that_are_not_ascending_or_twice_the_same_peer_are_refused():
     for entries_ in ((b, a), (a, a), ()):
         with pytest.raises(BooksError):
             Books.of(SPEC).post_round(replace(account, entries=entries_), 1)
+
+
+def test_a_rollback_says_what_the_owners_word_says_and_is_done_once():
+    chain, books = ChainMaker(SPEC), Books.of(SPEC)
+    accounts = [account_for(chain.add({n: 5000 + r for n in range(3)}), RULE) for r in range(4)]
+    for account in accounts:
+        books.post_round(account, 1000)
+    pause = KeySigner(OWNER).sign(Amendment(SPEC.run_id, 1, "paused", 5)).sent
+    with pytest.raises(BooksError, match="rolls nothing back"):
+        books.rollback(accounts[1].record, Round(1), pause, 2000)
+    with pytest.raises(BooksError, match="goes back to round 2"):
+        books.rollback(accounts[1].record, Round(1), back_to(SPEC, accounts[2].record, 2), 2000)
+    with pytest.raises(BooksError, match="of another run"):
+        other = make_spec(seed=3)
+        books.rollback(accounts[1].record, Round(1), back_to(other, accounts[1].record, 1), 2000)
+    word = back_to(SPEC, accounts[2].record, 2)
+    assert not books.has_done(word)
+    books.rollback(accounts[2].record, Round(2), word, 2000)
+    assert books.has_done(word) and books.has_done(back_to(SPEC, accounts[2].record, 2, sequence=9))
+    with pytest.raises(BooksError, match="done once"):
+        books.rollback(accounts[2].record, Round(2), back_to(SPEC, accounts[2].record, 2, sequence=9), 2000)

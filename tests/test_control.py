@@ -137,6 +137,42 @@ async def test_two_rollbacks_that_were_ordered_at_once_are_not_both_taken(tmp_pa
         assert swarm.amendments == [first] and swarm.offered == [state(1)]
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("posted", [2, 8])
+async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_ledger_was_not(tmp_path, posted):
+    """As with a ledger in PostgreSQL: whether the ledger had followed it, or had not come so far before."""
+    swarm = FakeSwarm(SPEC)
+    for i in range(posted):
+        swarm.chain.add({0: 1, 1: 1 + i})
+
+    async def settled(follower, round_):
+        for _ in range(300):
+            if follower.settled is not None and follower.settled[0] >= round_:
+                return
+            await control.asyncio.sleep(0.02)
+        raise AssertionError(follower.problem)
+
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        if posted == 8:
+            await settled(coordinator._follower, 4)
+        to = swarm.chain.certificates[1]
+        back = word(3, rollback=Rollback(1, to.digest, Round(2), state(2)))
+        swarm.blobs.add(state(2))
+        swarm.chain = swarm.chain.fork(2)
+        async with client(coordinator) as c:
+            await c.amend(back.sent)
+        for i in range(8):
+            swarm.chain.add({2: 5 + i}, attempt=1)
+        coordinator._follower._wake.set()
+        await settled(coordinator._follower, 6)
+        last = coordinator._follower.settled
+    (tmp_path / control.FILE).unlink()
+    swarm.amendments = [word(4, rollback=back.body.rollback, order="paused")]
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        await control.asyncio.sleep(0.1)
+        assert coordinator._follower.settled == last and not coordinator.problem
+
+
 def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
     path, opener = tmp_path / control.FILE, Opener(RUN, OWNER.key, remember=4)
     control.append_line(path, control.line_of(word(1)))

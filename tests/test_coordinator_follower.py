@@ -13,12 +13,12 @@ from coordinator.follower import Follower
 from coordinator.history import Point, charts, tokens_per_second
 from coordinator.ledger import Admitted, Ledger
 from coordinator.ledger_thread import LedgerThread
-from protocol.envelope import seal
+from coordinator.plausible import Plausibility
 from protocol.ids import Round
 from protocol.ledger.entries import VoidEntry, decode_entry
 from protocol.ledger.verdicts import open_verdict
 from protocol.messages import Final, KeySigner
-from tests.coordinator_fakes import FakeSwarm, make_spec, peer
+from tests.coordinator_fakes import FakeSwarm, back_to, make_spec, peer
 from tests.specs import OWNER
 
 SPEC = make_spec()
@@ -256,6 +256,16 @@ async def test_final_rounds_are_pending_until_they_were_held_long_enough(tmp_pat
             assert not f.voided
 
 
+def test_when_the_clock_was_set_back_nobody_is_judged_by_it():
+    spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
+    swarm = FakeSwarm(spec)
+    swarm.round({0: 900_000_000 // spec.data.window})
+    account, who = account_for(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
+    judge = Plausibility(spec, OWNER)
+    assert len(judge.verdicts(account, 10_000.0, {who: 9_990.0})) == 1
+    assert judge.verdicts(account, 10_000.0, {who: 13_000.0}) == []
+
+
 async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_first_hand(tmp_path):
     # A peer of 28,832 parameters and 6 FLOPs: 10^12 FLOPs a second are 5.8 million tokens.
     spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
@@ -295,12 +305,12 @@ async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_
 
 async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what_was_issued(tmp_path):
     swarm = FakeSwarm(HOLDING)
-    amendment = seal(OWNER, "amendment", b"back to round 1").sent
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 4)
         await until(lambda: f.settled and f.settled[0] == 3)
         old = [account_for(c, RULE) for c in swarm.chain.certificates]
         swarm.finals.clear()
+        amendment = back_to(HOLDING, old[1].record, 1)
         assert await f.rollback(old[1].record, Round(1), amendment)
         assert await f.rollback(old[1].record, Round(1), amendment) is False
         assert f.settled == (1, old[1].record) and len(f.history) == 2
@@ -314,6 +324,6 @@ async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what
         assert f.settled_balances == pending(old[:4])
         assert f.pending == pending(new[2:])
         with pytest.raises(LedgerConflictError, match="has no such round"):
-            await f.rollback(old[3].record, Round(3), seal(OWNER, "amendment", b"other").sent)
+            await f.rollback(old[3].record, Round(3), back_to(HOLDING, old[3].record, 3, 2))
     async with following(swarm, tmp_path) as (f, until):
         assert f.settled == (3, new[3].record) and f.settled_balances == pending(old[:4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import time
 from contextlib import asynccontextmanager
@@ -14,11 +15,11 @@ import pytest
 from coordinator import treeheads
 from coordinator.credit_log import LedgerLog
 from coordinator.credits import CreditRule, account_for
-from coordinator.errors import LedgerConflictError, RefusedError, TooManyError
+from coordinator.errors import LedgerConflictError, LedgerError, RefusedError, TooManyError
 from coordinator.ledger import Head, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.receipts import why_not
-from coordinator.standing import Recent
+from coordinator.standing import Recent, Standings
 from coordinator.swarm import Announced
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
@@ -172,6 +173,24 @@ async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(ledger_place
         assert [len((await w.receipts(n)).items) for n in (3, 4)] == [1, 1]
 
 
+async def test_a_refusal_that_could_not_be_written_is_written_the_next_time(ledger_place, monkeypatch):
+    async with made(ledger_place) as w:
+        for number in (3, 4):
+            w.announce(number)
+        account = account_for(w.swarm.chain.add({1: 40}), RULE)
+        await w.ledger.run(lambda ledger: ledger.post(account))
+        with monkeypatch.context() as m:
+            m.setattr(Ledger, "refuse", failing)
+            with pytest.raises(LedgerError):
+                await w.log._receipts.note([account])
+        await w.log._receipts.note([account])
+        assert [len((await w.receipts(n)).items) for n in (3, 4)] == [1, 1]
+
+
+def failing(*_: Any) -> None:
+    raise LedgerError("the disk is full")
+
+
 async def test_a_round_that_never_becomes_final_gives_no_receipts(ledger_place):
     async with made(ledger_place) as w:
         w.announce(3)
@@ -303,7 +322,34 @@ async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
         log = await reopened(w)
         with pytest.raises(LedgerConflictError, match="none of this run's owner"):
             await log.newest()
+        w.clock[0] += 400
+        assert log.age == 400  # so there is an alert
         w.ledger = LedgerThread()
+
+
+async def test_a_hash_that_is_missing_is_said_and_nothing_is_signed(tmp_path):
+    async with made(str(tmp_path / "ledger.sqlite")) as w:
+        for _ in range(4):
+            await w.post({1: 40})
+        await heads_of(w)
+        await w.ledger.close()
+        tamper(tmp_path, "DELETE FROM nodes WHERE level = 2")
+        log = await reopened(w)
+        with pytest.raises(LedgerConflictError, match="a hash of the log is missing"):
+            await log.newest()
+        w.ledger = LedgerThread()
+
+
+async def test_a_log_that_does_not_grow_is_signed_all_the_same(ledger_place):
+    async with made(ledger_place) as w:
+        assert w.log.head_seconds is None
+        await w.post({1: 40})
+        for _ in range(10):
+            w.clock[0] += 61
+            await heads_of(w)
+            assert w.log.head_seconds == 0
+        w.clock[0] += 30
+        assert w.log.head_seconds == 30
 
 
 async def reopened(w: World) -> treeheads.TreeHeads:
@@ -443,6 +489,44 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
         assert (await w.log.standing(ada.key)).peers == (peer(1).key,)
         assert (await w.log.standing(bob.key)).name == "Bob"
         assert [v.pending for v in await w.log.leaderboard("team", 10, "")] == [RULE.micro_credits(40)]
+
+
+async def test_a_binding_whose_write_failed_is_written_when_it_comes_again(ledger_place, monkeypatch):
+    async with made(ledger_place) as w:
+        word = bind(peer(1), identity("ada"), SPEC.run_id, int(w.clock[0]), "ada").sent
+        with monkeypatch.context() as m:
+            m.setattr(Ledger, "bind", failing)
+            with pytest.raises(LedgerError):
+                await w.log.bind(word)
+        assert await w.log.bind(word) == 1
+        assert await w.log.bind(word) == 1
+        await w.restart()
+        assert (await w.log.standing(peer(1).key)).account == identity("ada").key
+        assert len(await w.ledger.run(lambda ledger: ledger.bindings())) == 1
+
+
+async def test_what_is_voided_while_recent_credits_are_read_is_taken_out_once(ledger_place):
+    async with made(ledger_place) as w:
+        await w.post({1: 40})
+        account = await w.post({1: 40})
+        await w.ledger.close()
+        w.ledger = LedgerThread()
+        await w.ledger.open(w.place, SPEC, lambda: w.clock[0])
+        standings = Standings(SPEC.run_id, w.ledger, Admitters().name_of, Admitters().knows, lambda: w.clock[0])
+        await standings.load()
+        verdict = Verdict(SPEC.run_id, account.round, account.record, peer(1).key, account.entries[0].update, "no")
+        await w.ledger.run(lambda ledger: ledger.void(seal_verdict(OWNER, verdict).sent))
+        await standings.load_recent()
+        await standings.refresh()
+        one = RULE.micro_credits(40) * math.log(2) / 7
+        assert standings.of(peer(1).key).recent == round(one) > 0
+
+
+async def test_a_page_that_was_just_full_still_brings_new_totals(ledger_place, monkeypatch):
+    async with made(ledger_place) as w:
+        monkeypatch.setattr("coordinator.standing.PAGE", 1)
+        await w.post({1: 40})
+        assert (await w.log.standing(peer(1).key)).pending == RULE.micro_credits(40)
 
 
 async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):

@@ -14,7 +14,7 @@ from protocol.ledger.books import Books
 from protocol.ledger.credits import CreditRule, account_for
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry
 from protocol.merkle import leaf_hash
-from tests.coordinator_fakes import peer
+from tests.coordinator_fakes import back_to, peer
 from tests.ledger_world import LedgerWorld, Written
 from tests.specs import OWNER, digest, identity
 
@@ -248,8 +248,9 @@ def test_a_void_of_another_line_than_the_verdict_names_is_named():
 def test_a_rollback_that_the_owner_did_not_sign_is_named(world: LedgerWorld):
     world.rollback(5)
     entry = len(world.log) - 1
-    world.change_entry(entry, amendment=seal(identity("stranger"), "amendment", b"back").sent)
-    only(world.found(), f"entry {entry} (rollback)", "does not own the run")
+    word = back_to(world.spec, world.books.tip, 5, by=identity("stranger"))
+    world.change_entry(entry, amendment=word)
+    only(world.found(), f"entry {entry} (rollback)", "not signed by the run's owner")
 
 
 def test_bytes_that_are_no_entry_are_named(world: LedgerWorld):

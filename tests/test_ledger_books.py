@@ -8,19 +8,17 @@ from coordinator.credits import CreditRule, account_for, pending
 from coordinator.errors import LedgerConflictError, LedgerError
 from coordinator.ledger import Binding, Head, Ledger, Refusal, checking
 from coordinator.ledger.store import connect
-from protocol.envelope import seal
 from protocol.ids import Digest, Round
 from protocol.ledger.books import Books
 from protocol.ledger.entries import decode_entry, decode_line
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
 from tests import postgres_world
-from tests.coordinator_fakes import ChainMaker, make_spec, peer
+from tests.coordinator_fakes import ChainMaker, back_to, make_spec, peer
 from tests.specs import OWNER, identity
 
 SPEC = make_spec(credit={"hold_rounds": 2})
 RULE = CreditRule.of(SPEC)
-AMENDMENT = seal(OWNER, "amendment", b"back to round 1").sent
 
 
 def chain_of(rounds: int) -> ChainMaker:
@@ -100,8 +98,9 @@ def test_after_a_rollback_the_chain_goes_on_elsewhere_and_what_was_issued_stays(
     accounts = accounts_of(chain)
     for account in accounts:
         ledger.post(account)
-    assert ledger.rollback(accounts[1].record, Round(1), AMENDMENT)
-    assert ledger.rollback(accounts[1].record, Round(1), AMENDMENT) is False
+    word, later = (back_to(SPEC, accounts[1].record, 1, sequence=n) for n in (1, 2))
+    assert ledger.rollback(accounts[1].record, Round(1), word)
+    assert ledger.rollback(accounts[1].record, Round(1), word) is False
     ledger = again(ledger, ledger_place)
     assert ledger.last() == (1, accounts[1].record)
     with pytest.raises(LedgerConflictError, match="rolled back"):
@@ -111,14 +110,16 @@ def test_after_a_rollback_the_chain_goes_on_elsewhere_and_what_was_issued_stays(
         other.add({5: 9000 + r}, attempt=1)
     for account in accounts_of(other):
         ledger.post(account)
+    # The owner's next word names the rollback again: what came after it stays.
+    assert ledger.rollback(accounts[1].record, Round(1), later) is False
     assert ledger.accounts(limit=9) == accounts_of(other)
     assert [r.round for r in ledger.rounds()] == [0, 1, 2, 3, 4]
     # All of the branch that was left settled by the count of rounds, like any other.
     assert ledger.balances()[peer(0).key] == pending(accounts)[peer(0).key]
     with pytest.raises(LedgerConflictError, match="branch has no such round"):
-        ledger.rollback(accounts[3].record, Round(3), seal(OWNER, "amendment", b"other").sent)
-    with pytest.raises(LedgerConflictError, match="does not own the run"):
-        ledger.rollback(accounts[1].record, Round(1), seal(identity("x"), "amendment", b"").sent)
+        ledger.rollback(accounts[3].record, Round(3), back_to(SPEC, accounts[3].record, 3, 2))
+    with pytest.raises(LedgerConflictError, match="not signed by the run's owner"):
+        ledger.rollback(accounts[1].record, Round(1), back_to(SPEC, accounts[1].record, 1, 2, by=identity("x")))
 
 
 def test_all_settles_when_the_run_has_its_tokens(tmp_path):
@@ -238,6 +239,7 @@ def stranger():
         ("lines", "UPDATE lines SET sent = (SELECT sent FROM lines WHERE entry = 0 AND line = 0) WHERE line = 1"),
         ("entries", "UPDATE entries SET sent = (SELECT sent FROM entries WHERE sequence = 0) WHERE sequence = 2"),
         ("entries", "UPDATE entries SET time = 1, kind = 'void' WHERE sequence = 2"),
+        ("entries", "UPDATE entries SET time = time + 1 WHERE sequence = 7"),
         ("transfers", "UPDATE transfers SET micro_credits = micro_credits + 1 WHERE entry = 1 AND line = 1"),
         ("nodes", "UPDATE nodes SET hash = (SELECT leaf FROM entries WHERE sequence = 0) WHERE level = 2"),
         ("rounds", "UPDATE rounds SET tokens = tokens + 1 WHERE number = 3"),
@@ -259,6 +261,7 @@ def test_what_somebody_altered_behind_the_ledgers_back_is_said_at_the_start(ledg
         ("lines", "UPDATE lines SET sent = (SELECT sent FROM lines WHERE entry = 0 AND line = 0) WHERE line = 1"),
         ("entries", "UPDATE entries SET sent = (SELECT sent FROM entries WHERE sequence = 0) WHERE sequence = 2"),
         ("entries", "UPDATE entries SET leaf = previous WHERE sequence = 7"),
+        ("entries", "UPDATE entries SET time = time + 1 WHERE sequence = 7"),
         ("nodes", "UPDATE nodes SET hash = (SELECT leaf FROM entries WHERE sequence = 0) WHERE level = 3"),
         ("standings", "UPDATE standings SET settled_micro = settled_micro + 1"),
     ],
@@ -273,6 +276,14 @@ def test_of_a_large_ledger_the_chain_the_sums_and_the_newest_rounds_are_checked(
     Ledger(place, SPEC).close()
     posted_and_altered(place, table, change)
     with pytest.raises(LedgerError, match="is damaged: .*computed again from the chain"):
+        Ledger(place, SPEC)
+
+
+def test_a_line_that_is_noted_as_another_peers_is_said(tmp_path):
+    """Its bytes are as they were, and so is every hash; but receipts are looked for by the note."""
+    place = str(tmp_path / "ledger.sqlite")
+    posted_and_altered(place, "lines", "UPDATE lines SET peer = 99 WHERE entry = 1 AND line = 1")
+    with pytest.raises(LedgerError, match="the lines of entry 1 are noted as those of other peers"):
         Ledger(place, SPEC)
 
 

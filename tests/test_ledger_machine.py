@@ -21,14 +21,13 @@ from coordinator.errors import LedgerConflictError
 from coordinator.ledger import Ledger
 from coordinator.ledger.store import connect
 from protocol.chain import genesis_digest
-from protocol.envelope import seal
 from protocol.ids import Digest, Round, sha256
 from protocol.ledger.accounts import Standing
 from protocol.ledger.credits import Balance
 from protocol.ledger.entries import decode_entry, first_previous
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
-from tests.coordinator_fakes import make_spec, peer
+from tests.coordinator_fakes import back_to, make_spec, peer
 from tests.specs import OWNER, identity
 
 work = st.dictionaries(st.integers(0, 4), st.integers(1, 9000), min_size=1, max_size=4)
@@ -163,8 +162,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rollback(self, data) -> None:
         to = data.draw(st.sampled_from(self.branch))
-        amendment = seal(OWNER, "amendment", b"%d" % self.made).sent
         self.made += 1
+        amendment = back_to(self.spec, to.record, to.round, self.made)
         assert self.ledger.rollback(to.record, to.round, amendment)
         assert self.ledger.rollback(to.record, to.round, amendment) is False
         self.gone += self.branch[to.round + 1 :]

@@ -81,14 +81,15 @@ def _chain(db: Database, run: RunId, first: int, size: int) -> Iterator[tuple[En
     at = first
     while at < size:
         rows = db.query(
-            "SELECT sequence, kind, previous, leaf, sent FROM entries WHERE sequence >= ? ORDER BY sequence LIMIT ?",
+            "SELECT sequence, kind, previous, leaf, time, sent FROM entries WHERE sequence >= ? "
+            "ORDER BY sequence LIMIT ?",
             (at, PAGE),
         )
         if not rows:
             raise MalformedError(f"entry {at} is missing")
-        for sequence, kind, previous, leaf, sent in rows:
+        for sequence, kind, previous, leaf, time, sent in rows:
             entry = decode_entry(bytes(sent))
-            if sequence != at or entry.sequence != at or entry.run != run or entry.kind != kind:
+            if sequence != at or entry.sequence != at or entry.run != run or (entry.kind, entry.time) != (kind, time):
                 raise MalformedError(f"entry {at} is missing or another's")
             if not bytes(previous) == bytes(entry.previous) == before or leaf_hash(bytes(sent)) != bytes(leaf):
                 raise MalformedError(f"the chain of hashes breaks at entry {at}")
@@ -113,18 +114,19 @@ def check_all(db: Database, spec: RunSpec) -> Iterator[str]:
     size = reading.size(db)
     seen: dict[int, Posted] = {}
     for at in range(size):
-        rows = db.query("SELECT kind, previous, leaf, sent FROM entries WHERE sequence = ?", (at,))
+        rows = db.query("SELECT kind, previous, leaf, time, sent FROM entries WHERE sequence = ?", (at,))
         if not rows:
             yield f"entry {at} is missing"
             return
-        kind, previous, leaf, sent = rows[0]
+        kind, previous, leaf, time, sent = rows[0]
         try:
             posted = books.replay(bytes(sent), reading.lines(db, at))
         except (BooksError, MalformedError) as e:
             yield str(e)
             return
-        if (kind, bytes(previous), bytes(leaf)) != (posted.entry.kind, posted.entry.previous, posted.leaf):
-            yield f"entry {at} is noted with another kind or hash than its bytes have"
+        made = posted.entry
+        if (kind, bytes(previous), bytes(leaf), time) != (made.kind, made.previous, posted.leaf, made.time):
+            yield f"entry {at} is noted with another kind, hash or time than its bytes have"
         leaves.append(posted.leaf)
         seen[at] = posted
         if at % PAGE == PAGE - 1:
@@ -147,6 +149,7 @@ def _compare_transfers(db: Database, made: dict[int, Posted]) -> Iterator[str]:
         "AND sequence <= ? ORDER BY sequence, line",
         (first, last),
     )
+    peers = dict(db.query("SELECT id, peer FROM peers"))
     found: dict[int, list[tuple]] = {}
     for sequence, *row in rows:
         found.setdefault(sequence, []).append(tuple(row))
@@ -163,6 +166,9 @@ def _compare_transfers(db: Database, made: dict[int, Posted]) -> Iterator[str]:
             rows = db.query("SELECT number, round, record, parent, tokens FROM rounds WHERE entry = ?", (sequence,))
             if rows != [(posted.number, what.round, what.record, what.parent, tokens)]:
                 yield f"the round of entry {sequence} is noted otherwise than it was posted"
+            rows = db.query("SELECT peer FROM lines WHERE entry = ? ORDER BY line", (sequence,))
+            if [bytes(peers.get(n, b"")) for (n,) in rows] != [bytes(line.peer) for line in posted.lines]:
+                yield f"the lines of entry {sequence} are noted as those of other peers"
 
 
 def _compare_tables(db: Database, books: Books, leaves: list[bytes]) -> Iterator[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from coordinator.ledger.database import Database
 from coordinator.ledger.rows import Admitted, Binding, Earned, Head, Refusal, SettledRound
 from coordinator.ledger.writing import node, settled_count
-from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import RoundAccount
-from protocol.ledger.entries import Line, RollbackEntry, decode_entry, decode_line
+from protocol.ledger.entries import Line, decode_line
+from protocol.proofs import root_at
 
 
 def size(db: Database) -> int:
@@ -25,28 +27,13 @@ def entries(db: Database, first: int, limit: int) -> list[bytes]:
 
 
 def root(db: Database, count: int) -> Digest:
-    """The root over the first `count` leaves, from the complete subtrees that they are made of."""
-    made: bytes | None = None
-    level, index = 0, count
-    while index:
-        if index & 1:
-            right = node(db, level, index - 1)
-            made = right if made is None else sha256(b"\x01", right, made)
-        level, index = level + 1, index >> 1
-    return Digest(sha256() if made is None else made)
+    """The root over the first `count` leaves, from the complete subtrees that they are made of. Raises IndexError."""
+    return root_at(count, partial(node, db))
 
 
 def lines(db: Database, sequence: int) -> list[bytes]:
     rows = db.query("SELECT sent FROM lines WHERE entry = ? ORDER BY line", (sequence,))
     return [bytes(r[0]) for r in rows]
-
-
-def has_amendment(db: Database, amendment: bytes) -> bool:
-    for (sent,) in db.query("SELECT sent FROM entries WHERE kind = 'rollback'"):
-        what = decode_entry(bytes(sent)).what
-        if isinstance(what, RollbackEntry) and what.amendment == amendment:
-            return True
-    return False
 
 
 # -- rounds --------------------------------------------------------------------------------------------------
@@ -187,12 +174,13 @@ def first_since(db: Database, time: int) -> int:
     return low
 
 
-def earned(db: Database, first: int, end: int) -> list[tuple[PeerKey, float, int]]:
+def earned(db: Database, first: int, end: int, upto: int) -> list[tuple[PeerKey, float, int]]:
     rows = db.query(
         "SELECT p.peer, e.time / 3600000, sum(CASE WHEN t.source = 0 THEN t.micro_credits ELSE -t.micro_credits END) "
         "FROM transfers t JOIN entries e ON e.sequence = t.entry JOIN peers p ON p.id = t.target / 4 "
-        "WHERE t.entry >= ? AND t.entry < ? AND (t.source = 0 OR t.target % 4 = 3) GROUP BY p.peer, e.time / 3600000",
-        (first, end),
+        "WHERE t.entry >= ? AND t.entry < ? AND t.sequence < ? AND (t.source = 0 OR t.target % 4 = 3) "
+        "GROUP BY p.peer, e.time / 3600000",
+        (first, end, upto),
     )
     return [(PeerKey(bytes(r[0])), (r[1] + 0.5) * 3600, int(r[2])) for r in rows]
 
@@ -206,7 +194,7 @@ def add_head(db: Database, h: Head) -> None:
 
 def heads(db: Database, limit: int, before: int | None) -> list[Head]:
     rows = db.query(
-        "SELECT size, root, time, sent FROM heads WHERE size < ? ORDER BY id DESC LIMIT ?",
+        "SELECT size, root, time, sent FROM heads WHERE size < ? ORDER BY size DESC, id DESC LIMIT ?",
         (2**62 if before is None else before, limit),
     )
     return [Head(r[0], Digest(r[1]), r[2], bytes(r[3])) for r in rows]

@@ -170,12 +170,12 @@ class Ledger:
             return posted.entry.sequence
 
     def rollback(self, record: Digest, round_: Round, amendment: bytes) -> bool:
-        """Take the run back to a record of the branch; False when this amendment has done so already.
+        """Take the run back to a record of the branch; False when the log has this rollback already.
 
-        Raises LedgerConflictError when the branch has no such round, or the amendment is not the owner's.
+        Raises LedgerConflictError when the branch has no such round, or the owner's amendment does not say so.
         """
         with self._writing() as (books, numbers):
-            if reading.has_amendment(self._db, amendment):
+            if books.has_done(amendment):
                 return False
             posted = books.rollback(record, round_, amendment, int(self._now() * 1000))
             writing.write(self._db, posted)
@@ -294,10 +294,10 @@ class Ledger:
         """The first entry of a time (unix milliseconds) or later; the log's size when there is none."""
         return reading.first_since(self._db, time)
 
-    def earned(self, first: int, end: int) -> list[tuple[PeerKey, float, int]]:
-        """Who was credited how many micro-credits, less what was voided since, by the round entries of a range; and at
-        about which times (unix seconds, by the hour)."""
-        return reading.earned(self._db, first, end)
+    def earned(self, first: int, end: int, upto: int) -> list[tuple[PeerKey, float, int]]:
+        """Who was credited how many micro-credits by the round entries of a range, less what entries before `upto`
+        voided of them; and at about which times (unix seconds, by the hour)."""
+        return reading.earned(self._db, first, end, upto)
 
     def add_head(self, head: Head) -> None:
         """Keep a signed tree head."""

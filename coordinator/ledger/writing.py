@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from coordinator.ledger.database import Database
-from protocol.ids import Digest, PeerKey, Round, RunId, sha256
+from protocol.amendments import decode_amendment
+from protocol.envelope import open_envelope
+from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.accounts import Account, Standing
 from protocol.ledger.books import Books, BooksState, Held, Posted
 from protocol.ledger.credits import Balance, CreditRule, RoundAccount
-from protocol.ledger.entries import decode_line, encode_line, first_previous
+from protocol.ledger.entries import (
+    RollbackEntry,
+    SettleEntry,
+    decode_entry,
+    decode_line,
+    encode_line,
+    first_previous,
+)
+from protocol.proofs import completed
 
 _KINDS = {"issuance": 0, "pending": 1, "settled": 2, "voided": 3}
 
@@ -104,11 +115,8 @@ def write_last_seen(db: Database, numbers: PeerNumbers, peers: Iterable[PeerKey]
 
 def _grow_tree(db: Database, index: int, leaf: bytes) -> None:
     """Write the hashes of the subtrees that this leaf completes (RFC 9162 section 2.1)."""
-    level, made = 0, bytes(leaf)
-    while index & 1:
-        made = sha256(b"\x01", node(db, level, index - 1), made)
-        level, index = level + 1, index >> 1
-        db.query("INSERT INTO nodes (level, place, hash) VALUES (?, ?, ?)", (level, index, made))
+    for done in completed(index, leaf, partial(node, db))[1:]:  # the first is the leaf itself
+        db.query("INSERT INTO nodes (level, place, hash) VALUES (?, ?, ?)", (done.level, done.index, done.hash))
 
 
 def node(db: Database, level: int, index: int) -> bytes:
@@ -146,15 +154,28 @@ def read_books(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> Bo
     reverted = db.query("SELECT record FROM rounds WHERE entry NOT IN (SELECT entry FROM branch)")
     held = db.query("SELECT entry, number, round, record FROM rounds WHERE number >= ? ORDER BY number", (settled,))
     state = BooksState(
-        size, leaf, time, posted, ((Digest(r[0]), r[1], r[2]) for r in branch), (Digest(r[0]) for r in reverted),
-        [_held(db, row) for row in held], read_standings(db),
+        size, leaf, time, posted, _epoch(db), ((Digest(r[0]), r[1], r[2]) for r in branch),
+        (Digest(r[0]) for r in reverted), [_held(db, row) for row in held], read_standings(db),
     )  # fmt: skip
     return Books.resumed(run, rule, owner, state)
 
 
 def settled_count(db: Database) -> int:
     """How many round entries are settled: they settle in the order of their numbers."""
-    return db.query("SELECT count(*) FROM entries WHERE kind = 'settle'")[0][0]
+    rows = db.query("SELECT sent FROM entries WHERE kind = 'settle' ORDER BY sequence DESC LIMIT 1")
+    what = decode_entry(bytes(rows[0][0])).what if rows else None
+    if not isinstance(what, SettleEntry):
+        return 0
+    return db.query("SELECT number FROM rounds WHERE entry = ?", (what.entry,))[0][0] + 1
+
+
+def _epoch(db: Database) -> int:
+    """Of the newest rollback; 0 when there was none."""
+    rows = db.query("SELECT sent FROM entries WHERE kind = 'rollback' ORDER BY sequence DESC LIMIT 1")
+    what = decode_entry(bytes(rows[0][0])).what if rows else None
+    if not isinstance(what, RollbackEntry):
+        return 0
+    return decode_amendment(open_envelope(what.amendment, "amendment").payload).epoch
 
 
 def _held(db: Database, row: tuple) -> Held:

@@ -98,7 +98,8 @@ class Network:
         self._passed: Counter[PeerKey] = Counter()
         self._passed_on: dict[Digest, None] = {}
         self.listeners: list[Callable[[Signed], None]] = []
-        """Called with each verified message of another member, also with those that come too late to count."""
+        """Called with each verified message of another member that is not banned, before the machine has it; also with
+        those that come too late to count."""
         self._told: dict[PeerKey, set[PeerKey]] = {}
         """Who has told us of a peer: TOLD_BY of them at most."""
         self._unheard: tuple[int, ...] = ()

@@ -33,7 +33,7 @@ from peer.node.updates import Updates
 from peer.swarm import Handlers
 from protocol.codec import make_codec
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Header, KeySigner, Signed
+from protocol.messages import Header, KeySigner
 from protocol.reduce import Reduction
 from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
@@ -95,8 +95,6 @@ class Node:
         self.again = False
         """It ended because it must start again: the run was rolled back further than its memory goes."""
         self.on_change: Callable[[], None] = lambda: None
-        self.on_heard: Callable[[Signed], None] = lambda _: None
-        """Called with each verified message of another, before the machine has it: for who watches."""
         self._training: Training | None = None
         self._snapshot_failed = False
         self._exchange = Exchange()
@@ -345,7 +343,6 @@ class Node:
                     continue
                 if self._obeying.refusal(event.message.author) is None:
                     self.network.note(event.message, sender)
-                self.on_heard(event.message)
             self.post(event)
 
     async def _on_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:

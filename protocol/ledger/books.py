@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from protocol.bodies import Amendment, Rollback
 from protocol.chain import genesis_digest
-from protocol.envelope import open_envelope
-from protocol.errors import BooksError, MalformedError, SignatureError
+from protocol.errors import AdmissionError, BooksError, MalformedError, SignatureError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.accounts import ISSUANCE, PENDING, SETTLED, VOIDED, Account, Standing, Transfer
 from protocol.ledger.credits import CreditRule, RoundAccount
@@ -38,6 +38,7 @@ from protocol.ledger.entries import (
 )
 from protocol.ledger.verdicts import Verdict, open_verdict
 from protocol.merkle import leaf_hash
+from protocol.messages import Opener
 from protocol.spec import RunSpec
 
 
@@ -75,13 +76,14 @@ class Held:
 @dataclass(slots=True)
 class BooksState:
     """What the books are made of, to go on from where a database ends: the log's size, its last leaf and time, the
-    round entries in it, the branch (record, own tokens and sequence of each of its rounds), records that were rolled
-    back, what is held (oldest first), and each peer's standing."""
+    round entries in it, the newest rollback's epoch (0: none), the branch (record, own tokens and sequence of each of
+    its rounds), records that were rolled back, what is held (oldest first), and each peer's standing."""
 
     size: int
     leaf: Digest
     time: int
     posted: int
+    epoch: int
     branch: Iterable[tuple[Digest, int, int]]
     reverted: Iterable[Digest]
     held: Iterable[Held]
@@ -102,6 +104,8 @@ class Books:
         self.time = 0
         self.posted = 0
         """Round entries in the log."""
+        self.epoch = 0
+        """Of the newest rollback: each is done once, in the order in which the owner numbered them."""
         self.standings: dict[PeerKey, Standing] = {}
         """What each peer has pending, settled and voided."""
         self.sums: Counter[str] = Counter()
@@ -122,6 +126,7 @@ class Books:
         """Books that go on from a state. The state is trusted: an auditor replays instead."""
         books = cls(run, rule, owner)
         books.size, books.leaf, books.time, books.posted = state.size, state.leaf, state.time, state.posted
+        books.epoch = state.epoch
         for record, tokens, sequence in state.branch:
             books._grow(record, tokens, sequence)
         books._reverted = set(state.reverted)
@@ -198,6 +203,10 @@ class Books:
     def rollback(self, record: Digest, round_: Round, amendment: bytes, time: int) -> Posted:
         """Let the next round be the child of a record on the branch, by a signed amendment of the owner."""
         return self._rollback(record, round_, amendment, self._later(time))
+
+    def has_done(self, amendment: bytes) -> bool:
+        """Whether the rollback that an amendment orders is in the log already, by this word or by an earlier one."""
+        return self._ordered(amendment).epoch <= self.epoch
 
     # -- checking --------------------------------------------------------------------------------------------
 
@@ -310,18 +319,31 @@ class Books:
             raise BooksError(
                 f"a rollback to round {round_}, record {record.short}: the ledger's branch has no such round"
             )
-        try:
-            author = open_envelope(amendment, "amendment").author
-        except (MalformedError, SignatureError) as e:
-            raise BooksError(f"an amendment that does not count: {e}") from None
-        if author != self.owner:
-            raise BooksError(f"an amendment signed by {author.short}, who does not own the run")
+        back = self._ordered(amendment)
+        if (back.record, back.round) != (record, round_ + 1):
+            raise BooksError(
+                f"a rollback to round {round_}, record {record.short}, by an amendment that goes back to round "
+                f"{back.round - 1}, record {back.record.short}"
+            )
+        if back.epoch <= self.epoch:
+            raise BooksError(f"rollback {back.epoch} of the run, after rollback {self.epoch}: each is done once")
         entry, sent = self._made(RollbackEntry(record, round_, amendment), time, expected)
+        self.epoch = back.epoch
         self._reverted |= {self.record_of(Round(r)) for r in range(round_ + 1, self.rounds)}
         del self._records[32 * (round_ + 1) :]
         del self._tokens[round_ + 1 :]
         del self._sequences[round_ + 1 :]
         return self._written(Posted(entry, sent))
+
+    def _ordered(self, amendment: bytes) -> Rollback:
+        """The rollback that the owner's word orders."""
+        try:
+            back = Opener(self.run, self.owner, remember=1).open(amendment, Amendment).body.rollback
+        except (MalformedError, SignatureError, AdmissionError) as e:
+            raise BooksError(f"an amendment that does not count: {e}") from None
+        if back is None:
+            raise BooksError("an amendment that rolls nothing back")
+        return back
 
     def _nothing_due(self) -> None:
         if (due := self.due) is not None:
