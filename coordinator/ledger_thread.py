@@ -133,7 +133,8 @@ class LedgerThread:
         if ledger is not None and self._thread is not None:
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join)
-        self._reading.shutdown(wait=False)
+        # A read goes on when who asked for it has left: the connection must outlive it.
+        await asyncio.to_thread(self._reading.shutdown, wait=True, cancel_futures=True)
         if reader is not None:
             reader.close()
 
