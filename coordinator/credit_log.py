@@ -101,6 +101,11 @@ class LedgerLog:
     def unsigned_seconds(self) -> float:
         return self._heads.unsigned_seconds
 
+    @property
+    def head_seconds(self) -> float:
+        """Since a tree head was signed."""
+        return self._heads.head_seconds
+
     async def heads(self, before: int | None, limit: int) -> list[bytes]:
         if before is not None:
             return [h.sent for h in await self._ledger.read(lambda ledger: ledger.heads(limit, before))]

@@ -44,6 +44,7 @@ class TreeHeads:
         self._newest: Word[TreeHead] | None = None
         self._kept_at = 0.0
         self._unsigned_since: float | None = None
+        self._began = now()
         self._broken = ""
         self._lock = asyncio.Lock()
         self.problem = ""
@@ -54,6 +55,12 @@ class TreeHeads:
         """For how long the log holds entries that no head covers; 0 when all is signed. More than a few minutes are a
         reason to alarm the owner."""
         return 0.0 if self._unsigned_since is None else max(0.0, self._now() - self._unsigned_since)
+
+    @property
+    def head_seconds(self) -> float:
+        """Since a head was signed (before the first: since the start), written down or not: about a minute while all is
+        well, also while the log does not grow."""
+        return max(0.0, self._now() - (self._began if self._newest is None else self._newest.body.time / 1000))
 
     @property
     def size(self) -> int:

@@ -276,6 +276,19 @@ async def test_unsigned_growth_is_counted_until_it_is_signed(ledger_place, monke
         assert w.log.unsigned_seconds == 0 and w.log.problem == ""
 
 
+async def test_the_newest_head_is_as_old_as_it_was_signed_not_as_it_was_written_down(ledger_place):
+    """A run that rests writes a head an hour; the alert `log` must stay quiet."""
+    async with made(ledger_place) as w:
+        w.clock[0] += 400
+        assert w.log.head_seconds == 400  # none was ever signed: that is news too
+        for _ in range(20):
+            await w.log.heads(None, 1)
+            assert w.log.head_seconds < 0.01
+            w.clock[0] += 61
+        (written,) = await w.ledger.read(lambda ledger: ledger.heads(1))
+        assert w.clock[0] - written.time / 1000 > 1000 and 60 < w.log.head_seconds < 62
+
+
 async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
     async with made(str(tmp_path / "ledger.sqlite")) as w:
         for _ in range(4):
