@@ -79,6 +79,8 @@ class Follower:
         """Rollbacks on the branch that is followed: finals name it."""
         self.ordered: tuple[str, str] | None = None
         """The run is paused or ended by its owner, and that in a sentence."""
+        self.banned: frozenset[PeerKey] = frozenset()
+        """Whom the owner has banned."""
         self.problem = ""
         """Why the chain cannot be followed, for people; empty when all is well."""
         self.damage = ""

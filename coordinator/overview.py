@@ -21,7 +21,10 @@ from protocol.spec import RunSpec
 
 NEWEST = 20
 WORKING = ("training", "exchanging")
-_ORDER = {"training": 0, "exchanging": 0, "syncing": 1, "joining": 1, "silent": 2, "observing": 3, "gone": 4}
+_ORDER = {
+    "training": 0, "exchanging": 0, "paused": 0, "syncing": 1, "joining": 1, "silent": 2, "observing": 3, "gone": 4,
+    "banned": 5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,11 @@ class Overview:
     """Who says another state than the chain names for the same record, or, at the head, than most others."""
 
     alerts: tuple[Alert, ...] = ()
+
+    @property
+    def rests(self) -> bool:
+        """Paused, and nobody is at the open round any more: the time is no part of it."""
+        return self.health == "paused" and not self.working
 
 
 class Overlooker:
@@ -245,7 +253,7 @@ class Overlooker:
         last_rounds, missing = self._rounds_of_peers()
         for peer in dict.fromkeys([*self._book.keys(), *f.settled_balances, *f.pending]):
             known = self._book.get(peer)
-            phase = self._book.phase(known, now)
+            phase = "banned" if peer in f.banned else self._book.phase(known, now)
             heartbeat, since = (known.heartbeat, now - known.heard_at) if known else (None, 0.0)
             settled = f.settled_balances.get(peer, nothing).micro_credits
             pending = f.pending.get(peer, nothing).micro_credits
@@ -259,7 +267,7 @@ class Overlooker:
                     last_rounds.get(peer), missing.get(peer),
                 )
             )  # fmt: skip
-        views.sort(key=lambda v: (_ORDER.get(v.phase, 5), -(v.settled + v.pending), v.peer))
+        views.sort(key=lambda v: (_ORDER.get(v.phase, 6), -(v.settled + v.pending), v.peer))
         return tuple(views)
 
     def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, Absence]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coordinator.swarm import Heard
+from protocol.bodies import PHASES as SAID
 from protocol.ids import PeerKey
 from protocol.messages import Heartbeat
 
@@ -14,6 +15,8 @@ MAX_PEERS = 10_000
 GONE_AFTER = 15
 """A peer is gone, not merely silent, after so many times `round.member_seconds`."""
 
+PHASES = (*(p for p in SAID if p != "leaving"), "silent", "gone", "banned")
+"""What a peer may be said to do: what it says itself; or that it is not heard, has left, or is banned by the owner."""
 
 RATE_SECONDS = 30.0
 """Over so long bytes are counted: exchanges come in bursts."""

@@ -145,6 +145,11 @@ class Sightings:
         self._unsaved.clear()
         return taken
 
+    def rest(self) -> None:
+        """The run is paused: a round that nobody has announced in begins when it goes on, as it does for its peers."""
+        if self._began is not None and not self._heard:
+            self._began = self._now()
+
     def hear(self, message: Signed) -> None:
         """A verified announcement or proposal. Of others nothing is kept."""
         if not isinstance(message.body, Header | Record):

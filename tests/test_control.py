@@ -15,7 +15,7 @@ from protocol.ids import Round
 from protocol.messages import KeySigner, Opener
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.specs import OWNER
-from tests.test_coordinator_service import client, running
+from tests.test_coordinator_service import client, running, settled, web
 
 SPEC = make_spec()
 RUN = SPEC.run_id
@@ -42,6 +42,33 @@ async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
         assert swarm.amendments == [first]
     async with running(tmp_path, swarm=FakeSwarm(SPEC)) as (coordinator, swarm):
         assert swarm.amendments == [first] == [coordinator.control.newest]
+
+
+@pytest.mark.asyncio
+async def test_whoever_looks_is_told_of_pauses_ends_and_bans_in_words(tmp_path):
+    async with running(tmp_path) as (coordinator, swarm):
+        swarm.round({0: 10, 1: 10})
+        await settled(coordinator, 1)
+        async with client(coordinator) as c:
+            await c.amend(word(1, order="paused", reason="moving", since=0, banned=(peer(1).key,)).sent)
+            swarm.beat(0, phase="paused")
+            swarm.beat(1, phase="training")
+            coordinator._overview = None
+            o = coordinator.overview()
+            assert (o.health, o.words) == ("paused", "paused by the run's owner since 1970-01-01 00:00 UTC: moving")
+            assert o.rests and [(p.peer, p.phase) for p in o.peers] == [
+                (peer(0).key, "paused"), (peer(1).key, "banned"),
+            ]  # fmt: skip
+            assert {p.phase for p in (await c.status()).peers} == {"paused", "banned"}
+        async with web(coordinator) as get:
+            shown = (await get.get("/api/peers")).json()["peers"]
+            assert [p["phase"] for p in shown] == ["paused", "banned"]
+            said = (await get.get("/metrics")).text
+            assert 'cairn_peers{phase="paused"} 1.0' in said and 'cairn_state{state="paused"} 1.0' in said
+        async with client(coordinator) as c:
+            await c.amend(word(2, order="running", since=0).sent)
+            coordinator._overview = None
+            assert {p.phase for p in coordinator.overview().peers} == {"paused", "training"}
 
 
 @pytest.mark.asyncio
