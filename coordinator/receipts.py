@@ -41,7 +41,7 @@ class Receipts:
 
     async def note(self, newest: Sequence[RoundAccount]) -> None:
         """Write down which announced updates these rounds (newest first) left out. Raises LedgerError."""
-        refusals: list[Refusal] = []
+        refusals: list[tuple[tuple[Digest, Digest], Refusal]] = []
         for account in newest[:LOOK_BACK]:
             accepted = {line.peer: line.update for line in account.entries}
             for announced in self._view.announced(account.parent):
@@ -49,16 +49,15 @@ class Receipts:
                 key = (account.record, header.digest)
                 if accepted.get(header.author) == header.digest or key in self._noted:
                     continue
-                self._noted[key] = None
                 reason = why_not(announced, account, header.author in accepted)
-                refusals.append(
-                    Refusal(account.round, account.parent, account.record, header.author, header.digest, reason,
-                            self._now())
-                )  # fmt: skip
+                refusals.append((key, Refusal(
+                    account.round, account.parent, account.record, header.author, header.digest, reason, self._now()
+                )))  # fmt: skip
+        for key, refusal in refusals:
+            await self._ledger.run(lambda ledger, r=refusal: ledger.refuse(r))
+            self._noted[key] = None  # what could not be written is tried again
         while len(self._noted) > REMEMBERED:
             self._noted.popitem(last=False)
-        for refusal in refusals:
-            await self._ledger.run(lambda ledger, r=refusal: ledger.refuse(r))
 
     async def page(self, peer: PeerKey, before: int | None, limit: int) -> ReceiptPage:
         """A peer's receipts, newest first, of round entries before `before`. Raises LedgerError."""

@@ -458,6 +458,43 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
         assert [v.pending for v in await w.log.leaderboard("team", 10, "")] == [RULE.micro_credits(40)]
 
 
+async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_it_is_asked_again(
+    ledger_place, monkeypatch
+):
+    def full(ledger: Ledger, what: object) -> None:
+        raise LedgerConflictError("no space left")
+
+    async with made(ledger_place) as w:
+        ada = identity("ada")
+        word = bind(peer(1), ada, SPEC.run_id, int(w.clock[0]), "ada").sent
+        w.announce(3, late=True)
+        account = account_for(w.swarm.chain.add({1: 40}), RULE)
+        with monkeypatch.context() as m:
+            m.setattr(Ledger, "bind", full)
+            m.setattr(Ledger, "refuse", full)
+            for _ in range(2):
+                with pytest.raises(LedgerConflictError):
+                    await w.log.bind(word)
+                with pytest.raises(LedgerConflictError):
+                    await w.log._receipts.note([account])
+        assert await w.log.bind(word) == 1
+        await w.log._receipts.note([account])
+        await w.ledger.run(lambda ledger: ledger.post(account))
+        assert [i.status for i in (await w.receipts(3)).items] == ["not accepted"]
+        await w.restart()
+        assert (await w.log.standing(ada.key)).peers == (peer(1).key,)
+
+
+async def test_standings_are_up_to_date_also_when_a_page_was_just_full(tmp_path, monkeypatch):
+    monkeypatch.setattr("coordinator.standing.PAGE", 2)
+    async with made(str(tmp_path / "ledger.sqlite")) as w:
+        for _ in range(2):
+            account = account_for(w.swarm.chain.add({1: 40}), RULE)
+            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+        await w.log._standings.refresh()
+        assert (await w.log.standing(peer(1).key)).pending == 2 * RULE.micro_credits(40)
+
+
 async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):
     ada, bob = identity("ada"), identity("bob")
     async with made(ledger_place) as w:
