@@ -95,6 +95,7 @@ class Control:
 
     def _heed(self, word: Signed[Amendment]) -> None:
         self.newest, body = word, word.body
+        self._follower.ruling.change(body.changes, body.from_round, self._follower.training)
         self._follower.ordered, self._follower.banned = None, frozenset(body.banned)
         if body.order != "running":
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(body.since))

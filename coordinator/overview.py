@@ -205,7 +205,7 @@ class Overlooker:
         who = f"{len(working)} peer{'s' if len(working) != 1 else ''} training"
         if not f.caught_up:
             return "catching up", f"{who}; the coordinator has read the chain up to round {training} and goes on"
-        r = spec.round
+        r = f.rules
         late = now - (self._moved_at or now)
         if late > r.max_seconds + r.exchange_seconds + r.patience_seconds:
             return "stalled", f"{who}, but round {training} has not ended for {duration(late)}: the peers' logs say why"
@@ -223,7 +223,7 @@ class Overlooker:
 
     def _next_round(self, working: list[PeerView], head: Digest, now: float) -> float | None:
         """Seconds until the round that is being trained is decided."""
-        s, r, window = self._sightings, self._spec.round, self._spec.data.window
+        s, r, window = self._sightings, self._follower.rules, self._spec.data.window
         work = []
         for p in working:
             if (h := p.heartbeat) is not None:  # one that says nothing of this round yet will be as fast in it as it is

@@ -40,7 +40,7 @@ class PeerBook:
     """The newest heartbeat of every peer; when there are too many, the one silent for longest is forgotten."""
 
     def __init__(self, member_seconds: float):
-        self._member_seconds = member_seconds
+        self.member_seconds = member_seconds
         self._known: dict[PeerKey, Known] = {}
 
     def update(self, heard: Mapping[PeerKey, Heard], now: float) -> None:
@@ -53,7 +53,7 @@ class PeerBook:
 
     def _next(self, before: Known | None, heartbeat: Heartbeat, heard_at: float) -> Known:
         counted = (heartbeat.bytes_up, heartbeat.bytes_down)
-        if before is None or heard_at - before.heard_at > self._member_seconds:  # it was away: all begins anew
+        if before is None or heard_at - before.heard_at > self.member_seconds:  # it was away: all begins anew
             return Known(heartbeat, heard_at, heard_at, counted_at=heard_at, counted=counted)
         same = _kind(before.heartbeat.phase) == _kind(heartbeat.phase)
         since = before.since if same else heard_at
@@ -78,9 +78,9 @@ class PeerBook:
         if known is None or known.heartbeat.phase == "leaving":
             return "gone"
         silence = now - known.heard_at
-        if silence > GONE_AFTER * self._member_seconds:
+        if silence > GONE_AFTER * self.member_seconds:
             return "gone"
-        return "silent" if silence > self._member_seconds else known.heartbeat.phase
+        return "silent" if silence > self.member_seconds else known.heartbeat.phase
 
 
 def _kind(phase: str) -> str:

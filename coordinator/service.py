@@ -247,7 +247,7 @@ class Coordinator:
     def _sight(self) -> Sight:
         now, f = self._now(), self._follower
         return sight_of(
-            self.overview(), self._spec, self._config.folder, now=now, up=now - self._began, caught_up=f.caught_up,
+            self.overview(), f.rules, self._config.folder, now=now, up=now - self._began, caught_up=f.caught_up,
             head_age=self._log.head_seconds, judged=self.keeper.judged() if self.keeper else (),
         )  # fmt: skip
 
@@ -267,6 +267,7 @@ class Coordinator:
         now = self._now()
         if self._overview is None or not 0 <= now - self._overview[0] < self._lasts:
             began = time.monotonic()
+            self._book.member_seconds = self._sightings.member_seconds = self._follower.rules.member_seconds
             self._book.update(self._view.heartbeats(), now)
             self._overview = (now, self._with_archive(self._overlooker.look(now)))
             self._lasts = max(0.25, 10 * (time.monotonic() - began))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,38 @@ async def test_whoever_looks_is_told_of_pauses_ends_and_bans_in_words(tmp_path):
             await c.amend(word(2, order="running", since=0).sent)
             coordinator._overview = None
             assert {p.phase for p in coordinator.overview().peers} == {"paused", "training"}
+
+
+@pytest.mark.asyncio
+async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
+    clock = [time.time()]
+    slower = RoundChanges(max_seconds=5000.0, member_seconds=300.0, exchange_seconds=700.0)
+    async with running(tmp_path, now=lambda: clock[0]) as (coordinator, swarm):
+
+        async def after(seconds: float) -> str:
+            swarm.beat(0)
+            coordinator._overview = None
+            coordinator.overview()
+            clock[0] += seconds
+            swarm.beat(0)
+            coordinator._overview = None
+            return coordinator.overview().health
+
+        assert await after(4000) == "stalled"
+        swarm.round({0: 10})
+        await settled(coordinator, 1)
+        async with client(coordinator) as c:
+            await c.amend(word(1, changes=slower, from_round=2).sent)
+        assert coordinator._follower.rules == SPEC.round, "not yet"
+        swarm.round({0: 10})
+        await settled(coordinator, 2)
+        assert await after(4000) == "healthy"
+        sight = coordinator._sight()
+        assert sight.limit == 5000 + 700 + SPEC.round.patience_seconds
+        assert coordinator._book.member_seconds == coordinator._sightings.member_seconds == 300
+        async with client(coordinator) as c:
+            await c.amend(word(2, from_round=0).sent)
+        assert coordinator._follower.rules == SPEC.round, "as in the spec again"
 
 
 @pytest.mark.asyncio
