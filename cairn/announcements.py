@@ -47,7 +47,8 @@ class Announcements:
         heard = [mine[parent] for mine in self._heard.values() if parent in mine]
         if not heard or parent not in self._chain:
             return ()
-        ballot = Ballot(self._policy, self._chain, parent, None, 0.0)
+        policy = self._policy.under(self._chain.standing(parent).changes)
+        ballot = Ballot(policy, self._chain, parent, None, 0.0)
         found = [Announced(header, late, ballot.flaw(header, self._size_ok) or "") for header, late in heard]
         return sorted(found, key=lambda a: a.header.author)
 

@@ -16,10 +16,11 @@ from cairn.view import bar
 
 HEALTH = {
     "healthy": "bold green", "finished": "bold green", "waiting": "bold", "idle": "bold", "catching up": "bold cyan",
-    "paused": "bold cyan", "stalled": "bold yellow", "split": "bold red", "trouble": "bold red",
+    "paused": "bold cyan", "ended": "bold", "stalled": "bold yellow", "split": "bold red", "trouble": "bold red",
 }  # fmt: skip
 PHASE = {
-    "training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow", "silent": "dim", "gone": "dim"
+    "training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow", "paused": "cyan",
+    "silent": "dim", "gone": "dim", "banned": "red",
 }  # fmt: skip
 FEW_ROUNDS = 5
 
@@ -93,8 +94,8 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
     shown = s.peers if most is None else s.peers[:most]
     rows: list[list[Text | str]] = []
     for p in shown:
-        quiet = p.phase in ("silent", "gone")
-        state = f"{p.phase} {ago(p.seconds_since_heard)}" if quiet else p.phase
+        quiet = p.phase in ("silent", "gone", "banned")
+        state = f"{p.phase} {ago(p.seconds_since_heard)}" if p.phase in ("silent", "gone") else p.phase
         rows.append([
             p.peer.short, "-" if p.name == p.peer.short else p.name, Text(state, style=PHASE.get(p.phase, "")),
             str(p.round), f"{p.loss:.3f}" if p.loss else "-", "-" if quiet else count(p.tokens_per_second),

@@ -51,6 +51,7 @@ class Screen:
         self._at = 0.0
         self._gone: tuple[float, str] | None = None
         self._said: tuple[Any, ...] = ()
+        self._told: frozenset[str] = frozenset()
         self._said_at = 0.0
 
     def seen(self, status: Any) -> None:
@@ -62,9 +63,12 @@ class Screen:
         if back is not None:
             self._line(f"the coordinator answers again, after {ago(self._at - back[0])}")
         for a in status.alerts:
-            if a.name not in self._said:
+            if a.name not in self._told:
                 self._line(f"ALERT {a.name}: {a.words}")
-        what = (status.health, status.round, *(a.name for a in status.alerts))
+        for name in self._told - {a.name for a in status.alerts}:
+            self._line(f"over: {name}")
+        self._told = frozenset(a.name for a in status.alerts)
+        what = (status.health, status.round, self._told)
         if what != self._said or self._at - self._said_at >= SAY_SECONDS:
             self._line(f"{status.health}: {status.words}")
             self._said, self._said_at = what, self._at

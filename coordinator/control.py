@@ -141,7 +141,8 @@ class Control:
 
     def _heed(self, word: Signed[Amendment]) -> None:
         self.newest, body = word, word.body
-        self._follower.ordered = None
+        self._follower.ruling.change(body.changes, body.from_round, self._follower.training)
+        self._follower.ordered, self._follower.banned = None, frozenset(body.banned)
         if body.order != "running":
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(body.since))
             why = f": {body.reason}" if body.reason else ""

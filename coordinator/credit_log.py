@@ -97,13 +97,13 @@ class LedgerLog:
         return self._standings.rounds
 
     @property
-    def head_seconds(self) -> float | None:
-        """Since the newest tree head was signed; None before the first."""
-        return self._heads.age
-
-    @property
     def unsigned_seconds(self) -> float:
         return self._heads.unsigned_seconds
+
+    @property
+    def head_seconds(self) -> float:
+        """Since a tree head was signed; before the first, since the start."""
+        return self._heads.age
 
     async def heads(self, before: int | None, limit: int) -> list[bytes]:
         if before is not None:

@@ -18,6 +18,7 @@ from coordinator.history import History, Point
 from coordinator.ledger import Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.plausible import Plausibility
+from coordinator.ruling import Ruling
 from coordinator.swarm import SwarmView
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
@@ -25,7 +26,7 @@ from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.accounts import Standing
 from protocol.messages import Certificate, Final, KeySigner, Opener, Signed
-from protocol.spec import RunSpec
+from protocol.spec import RoundSpec, RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,9 @@ class Follower:
         """Rollbacks on the branch that is followed: finals name it."""
         self.ordered: tuple[str, str] | None = None
         """The run is paused or ended by its owner, and that in a sentence."""
+        self.banned: frozenset[PeerKey] = frozenset()
+        """Whom the owner has banned."""
+        self.ruling = Ruling(spec.round)
         self.problem = ""
         """Why the chain cannot be followed, for people; empty when all is well."""
         self.damage = ""
@@ -99,6 +103,16 @@ class Follower:
     def head(self) -> tuple[Round, Digest] | None:
         """The newest round of the chain and its record."""
         return (self.open[-1].round, self.open[-1].record) if self.open else self._settled
+
+    @property
+    def rules(self) -> RoundSpec:
+        """The round policy that holds in the round that is being trained."""
+        return self.ruling.at(self.training)
+
+    @property
+    def training(self) -> int:
+        """The round that is being trained."""
+        return self.head[0] + 1 if self.head else 0
 
     def newest(self, count: int) -> list[RoundAccount]:
         """The newest rounds, final or not, newest first."""
@@ -206,6 +220,7 @@ class Follower:
     async def _follow(self) -> str:
         """One pass over what is new. Returns what is in the way, if anything."""
         await self._check_final()
+        self._plausibility.allow(self.rules)
         known = {a.record for a in self.open}
         accounts: list[RoundAccount] = []
         at = self._settled[1] if self._settled else genesis_digest(self._run)
@@ -342,7 +357,7 @@ class Follower:
         rounds = [
             h.heartbeat.round
             for h in self._view.heartbeats().values()
-            if h.heartbeat.phase in _WORKING and h.seconds_since <= self._spec.round.member_seconds
+            if h.heartbeat.phase in _WORKING and h.seconds_since <= self.rules.member_seconds
         ]
         return bool(rounds) and median(rounds) > head_round + 1
 

@@ -34,6 +34,8 @@ class RoundClock:
                     self._took("exchange", now - self._exchange)
             seen = self._round is not None and o.round == self._round + 1
             self._round, self._began, self._exchange = o.round, now if seen else None, None
+        if o.rests and self._began is not None and self._exchange is None:
+            self._began = now  # a pause is no part of a round
         if self._exchange is None and self._began is not None:
             at = [p.phase for p in o.peers if p.phase in WORKING and p.heartbeat and p.heartbeat.round == o.round]
             if at and 2 * at.count("exchanging") >= len(at):

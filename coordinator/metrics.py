@@ -19,17 +19,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.measuring import RoundClock, Traffic
 from coordinator.overview import Overview
+from coordinator.peers import PHASES
 
 LAG_SECONDS = 0.5
 HEALTHS = (
     "healthy", "waiting", "idle", "stalled", "split", "catching up", "trouble", "finished", "paused", "ended",
 )  # fmt: skip
 _GOOD = ("healthy", "finished", "waiting", "paused", "ended")
-PHASES = ("training", "exchanging", "syncing", "joining", "silent", "observing", "gone")
 
 _CALL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _ROUND = (1, 3, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
-_SHOWN = ("static", "api", "events", "metrics")
+_SHOWN = ("static", "api", "events", "metrics", "checkpoints")
+_LASTING = ("events", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class Metrics:
             "cairn_http_requests", "HTTP requests answered.", ["handler", "code"], registry=registry
         )
         self._http = Histogram(
-            "cairn_http_request_seconds", "How long HTTP requests took, live views not counted.", ["handler"],
-            registry=registry, buckets=_CALL,
+            "cairn_http_request_seconds", "How long HTTP requests took, live views and downloads not counted.",
+            ["handler"], registry=registry, buckets=_CALL,
         )  # fmt: skip
         self._lag = Histogram(
             "cairn_event_loop_lag_seconds", "By how much a timer of the event loop is late.", registry=registry,
@@ -133,7 +134,7 @@ class Metrics:
                 await app(scope, receive, watched)
             finally:
                 self._requests.labels(handler, str(code)).inc()
-                if handler != "events":
+                if handler not in _LASTING:
                     self._http.labels(handler).observe(time.monotonic() - began)
 
         return counted

@@ -21,7 +21,10 @@ from protocol.spec import RunSpec
 
 NEWEST = 20
 WORKING = ("training", "exchanging")
-_ORDER = {"training": 0, "exchanging": 0, "syncing": 1, "joining": 1, "silent": 2, "observing": 3, "gone": 4}
+_ORDER = {
+    "training": 0, "exchanging": 0, "paused": 0, "syncing": 1, "joining": 1, "silent": 2, "observing": 3, "gone": 4,
+    "banned": 5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,11 @@ class Overview:
     """Who says another state than the chain names for the same record, or, at the head, than most others."""
 
     alerts: tuple[Alert, ...] = ()
+
+    @property
+    def rests(self) -> bool:
+        """Paused, and nobody is at the open round any more: the time is no part of it."""
+        return self.health == "paused" and not self.working
 
 
 class Overlooker:
@@ -197,7 +205,7 @@ class Overlooker:
         who = f"{len(working)} peer{'s' if len(working) != 1 else ''} training"
         if not f.caught_up:
             return "catching up", f"{who}; the coordinator has read the chain up to round {training} and goes on"
-        r = spec.round
+        r = f.rules
         late = now - (self._moved_at or now)
         if late > r.max_seconds + r.exchange_seconds + r.patience_seconds:
             return "stalled", f"{who}, but round {training} has not ended for {duration(late)}: the peers' logs say why"
@@ -215,7 +223,7 @@ class Overlooker:
 
     def _next_round(self, working: list[PeerView], head: Digest, now: float) -> float | None:
         """Seconds until the round that is being trained is decided."""
-        s, r, window = self._sightings, self._spec.round, self._spec.data.window
+        s, r, window = self._sightings, self._follower.rules, self._spec.data.window
         work = []
         for p in working:
             if (h := p.heartbeat) is not None:  # one that says nothing of this round yet will be as fast in it as it is
@@ -245,7 +253,7 @@ class Overlooker:
         last_rounds, missing = self._rounds_of_peers()
         for peer in dict.fromkeys([*self._book.keys(), *f.settled_balances, *f.pending]):
             known = self._book.get(peer)
-            phase = self._book.phase(known, now)
+            phase = "banned" if peer in f.banned else self._book.phase(known, now)
             heartbeat, since = (known.heartbeat, now - known.heard_at) if known else (None, 0.0)
             settled = f.settled_balances.get(peer, nothing).micro_credits
             pending = f.pending.get(peer, nothing).micro_credits
@@ -259,7 +267,7 @@ class Overlooker:
                     last_rounds.get(peer), missing.get(peer),
                 )
             )  # fmt: skip
-        views.sort(key=lambda v: (_ORDER.get(v.phase, 5), -(v.settled + v.pending), v.peer))
+        views.sort(key=lambda v: (_ORDER.get(v.phase, 6), -(v.settled + v.pending), v.peer))
         return tuple(views)
 
     def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, Absence]]:

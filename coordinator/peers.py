@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coordinator.swarm import Heard
+from protocol.bodies import PHASES as SAID
 from protocol.ids import PeerKey
 from protocol.messages import Heartbeat
 
@@ -14,6 +15,8 @@ MAX_PEERS = 10_000
 GONE_AFTER = 15
 """A peer is gone, not merely silent, after so many times `round.member_seconds`."""
 
+PHASES = (*(p for p in SAID if p != "leaving"), "silent", "gone", "banned")
+"""What a peer may be said to do: what it says itself; or that it is not heard, has left, or is banned by the owner."""
 
 RATE_SECONDS = 30.0
 """Over so long bytes are counted: exchanges come in bursts."""
@@ -37,7 +40,7 @@ class PeerBook:
     """The newest heartbeat of every peer; when there are too many, the one silent for longest is forgotten."""
 
     def __init__(self, member_seconds: float):
-        self._member_seconds = member_seconds
+        self.member_seconds = member_seconds
         self._known: dict[PeerKey, Known] = {}
 
     def update(self, heard: Mapping[PeerKey, Heard], now: float) -> None:
@@ -50,7 +53,7 @@ class PeerBook:
 
     def _next(self, before: Known | None, heartbeat: Heartbeat, heard_at: float) -> Known:
         counted = (heartbeat.bytes_up, heartbeat.bytes_down)
-        if before is None or heard_at - before.heard_at > self._member_seconds:  # it was away: all begins anew
+        if before is None or heard_at - before.heard_at > self.member_seconds:  # it was away: all begins anew
             return Known(heartbeat, heard_at, heard_at, counted_at=heard_at, counted=counted)
         same = _kind(before.heartbeat.phase) == _kind(heartbeat.phase)
         since = before.since if same else heard_at
@@ -75,9 +78,9 @@ class PeerBook:
         if known is None or known.heartbeat.phase == "leaving":
             return "gone"
         silence = now - known.heard_at
-        if silence > GONE_AFTER * self._member_seconds:
+        if silence > GONE_AFTER * self.member_seconds:
             return "gone"
-        return "silent" if silence > self._member_seconds else known.heartbeat.phase
+        return "silent" if silence > self.member_seconds else known.heartbeat.phase
 
 
 def _kind(phase: str) -> str:

@@ -7,7 +7,7 @@ from protocol.ids import PeerKey
 from protocol.ledger.credits import RoundAccount
 from protocol.ledger.entries import Line
 from protocol.ledger.verdicts import Verdict, seal_verdict
-from protocol.spec import RunSpec
+from protocol.spec import RoundSpec, RunSpec
 
 CLOCK_SLACK = 60.0
 """Seconds that nobody is judged by: news of a record, or of an admission, takes its time."""
@@ -22,7 +22,12 @@ class Plausibility:
         self._limit = spec.credit.max_teraflops_per_second
         self._flops_per_token = spec.credit.flops_per_parameter_token * spec.model.layout.numel
         # Training goes on while a round is exchanged, so an update may hold work from before the record was seen.
-        self._slack = spec.round.exchange_seconds + spec.round.patience_seconds + CLOCK_SLACK
+        self._slack = 0.0
+        self.allow(spec.round)
+
+    def allow(self, rules: RoundSpec) -> None:
+        """These hold now. Who was once given more time keeps it: nobody loses credit by a change that came since."""
+        self._slack = max(self._slack, rules.exchange_seconds + rules.patience_seconds + CLOCK_SLACK)
 
     def problem(self, line: Line, seconds: float) -> str:
         """Why a line cannot be true of a peer that had so many seconds; "" when it can."""

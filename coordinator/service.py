@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,6 +59,7 @@ MAX_LOSSES = 120
 MAX_ENTRIES = 50
 LOG_SECONDS = 15.0
 STOP_SECONDS = 3.0
+AGAIN_SECONDS = 5.0
 FIRST_CHECK_SECONDS = 60.0
 CHECK_SECONDS = 86_400.0
 """From the start to the first check of the whole ledger, and between two."""
@@ -75,9 +76,9 @@ class CoordinatorConfig:
 
     folder: Path
     listen_host: str = "0.0.0.0"
-    listen_port: int = 7100
+    listen_port: int = 7410
     page_host: str = "0.0.0.0"
-    page_port: int = 7180
+    page_port: int = 7411
     public: tuple[Endpoint, ...] = ()
     page_url: str = ""
     codes: tuple[str, ...] = ()
@@ -124,8 +125,8 @@ class Coordinator:
         )
         self._metrics = Metrics(Sources(
             look=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
-            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._logged,
-            head_seconds=self.head_seconds, alerts=lambda: self._watcher.names,
+            admitted=lambda: self._admitter.count, ledger_entries=lambda: self._entries,
+            head_seconds=lambda: self._log.head_seconds, alerts=lambda: self._watcher.names,
             kept=lambda: self.keeper.facts() if self.keeper else [],
         ))  # fmt: skip
         self._showing = Showing(
@@ -142,7 +143,7 @@ class Coordinator:
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
         self._status: tuple[Overview, wire.StatusReply] | None = None
-        self._logged: int | None = None  # entries
+        self._entries: int | None = None
         self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
         self._began = now()
         self.fingerprint: Digest | None = None
@@ -179,12 +180,12 @@ class Coordinator:
         self.page_port = await self._page.start(c.page_host, c.page_port)
         self._began = self._now()
         await self._watcher.start()
-        self._tasks.append(asyncio.create_task(self._publish_on(), name="publisher"))
-        self._tasks.append(asyncio.create_task(self._check_on(), name="ledger check"))
-        self._tasks.append(asyncio.create_task(self._announcer.announce_on(), name="announcer"))
-        self._tasks.append(asyncio.create_task(self._log.keep_on(self._follower.newest), name="credits"))
-        self._tasks.append(asyncio.create_task(self._metrics.watch_loop(), name="event loop"))
-        self._tasks.append(asyncio.create_task(self._look_at_log(), name="log"))
+        for name, work in {
+            "publisher": self._publish_on, "ledger check": self._check_on, "announcer": self._announcer.announce_on,
+            "credits": lambda: self._log.keep_on(self._follower.newest), "event loop": self._metrics.watch_loop,
+            "log": self._look_at_log,
+        }.items():  # fmt: skip
+            self._tasks.append(asyncio.create_task(_go_on(name, work), name=name))
 
     def _changed(self) -> None:
         self._news.set()
@@ -234,15 +235,11 @@ class Coordinator:
         """Why the chain cannot be followed; empty when it can."""
         return self._follower.problem
 
-    def head_seconds(self) -> float | None:
-        """Since the newest signed tree head; None where no log is signed."""
-        return self._log.head_seconds
-
     async def _look_at_log(self) -> None:
         """For ever."""
         while True:
             try:
-                self._logged = await self._ledger.read(lambda ledger: ledger.size())
+                self._entries = await self._ledger.read(lambda ledger: ledger.size())
             except (LedgerError, TooManyError) as e:
                 log.warning("the log's size is not known: %s", e)
             await asyncio.sleep(LOG_SECONDS)
@@ -250,8 +247,8 @@ class Coordinator:
     def _sight(self) -> Sight:
         now, f = self._now(), self._follower
         return sight_of(
-            self.overview(), self._spec, self._config.folder, now=now, up=now - self._began, caught_up=f.caught_up,
-            head_age=self.head_seconds(), judged=self.keeper.judged() if self.keeper else (),
+            self.overview(), f.rules, self._config.folder, now=now, up=now - self._began, caught_up=f.caught_up,
+            head_age=self._log.head_seconds, judged=self.keeper.judged() if self.keeper else (),
         )  # fmt: skip
 
     # -- what is told ----------------------------------------------------------------------------------------
@@ -270,6 +267,7 @@ class Coordinator:
         now = self._now()
         if self._overview is None or not 0 <= now - self._overview[0] < self._lasts:
             began = time.monotonic()
+            self._book.member_seconds = self._sightings.member_seconds = self._follower.rules.member_seconds
             self._book.update(self._view.heartbeats(), now)
             self._overview = (now, self._with_archive(self._overlooker.look(now)))
             self._lasts = max(0.25, 10 * (time.monotonic() - began))
@@ -297,6 +295,8 @@ class Coordinator:
             self._overview, began = None, time.monotonic()
             self.feed.publish(json_view.encode(self._showing.event()))
             self._metrics.looked(self.overview(), self._now())
+            if self.overview().rests:
+                self._sightings.rest()
             took = time.monotonic() - began
             await self._save_sightings()
             await wait_at_most(self._news, 2)  # news at once; else the ages of heartbeats move on
@@ -411,6 +411,16 @@ class Coordinator:
             rounds=settled.rounds + pending.rounds,
             newest=newest[:MAX_ENTRIES],
         )
+
+
+async def _go_on(name: str, work: Callable[[], Awaitable[None]]) -> None:
+    """For ever: the work has no end of its own, and a fault in it ends neither it nor what else goes on."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("%s: a fault of the coordinator; it goes on in %.0f s", name, AGAIN_SECONDS)
+        await asyncio.sleep(AGAIN_SECONDS)
 
 
 def _peer_status(p: PeerView) -> wire.PeerStatus:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from pathlib import Path
 from typing import Any, Protocol
 
-from coordinator.archive import SHEET, Archived, read_sheet
+from coordinator.archive import FILES, Archived, read_sheet
 from coordinator.credits import Balance, RoundAccount
 from coordinator.follower import Follower
 from coordinator.history import charts
@@ -24,9 +24,6 @@ from protocol.ids import PeerKey
 MAX_LINES = 20_000
 """Entries in one answer of /api/rounds: in a large swarm there are fewer rounds in it."""
 
-CHECKPOINT_FILES = (
-    "model.safetensors", "config.json", "tokenizer.json", SHEET, "spec.signed", "certificate.bin", "witnesses.json",
-)  # fmt: skip
 _FOLDER = re.compile(r"round-[0-9]{6,12}")
 
 Standings = Callable[[str, int, str], Awaitable[list[dict[str, Any]]]]
@@ -271,7 +268,7 @@ class Showing:
 
     def checkpoint_file(self, folder: str, name: str) -> Path | None:
         """The path of a file of an archived checkpoint; None when there is none of that name."""
-        if not _FOLDER.fullmatch(folder) or name not in CHECKPOINT_FILES:
+        if not _FOLDER.fullmatch(folder) or name not in FILES:
             return None
         path = self._checkpoints / folder / name
         return path if path.is_file() else None
@@ -284,9 +281,7 @@ class Showing:
             if sheet is None or not _FOLDER.fullmatch(folder.name):
                 continue
             files = [
-                {"name": name, "bytes": (folder / name).stat().st_size}
-                for name in CHECKPOINT_FILES
-                if (folder / name).is_file()
+                {"name": name, "bytes": (folder / name).stat().st_size} for name in FILES if (folder / name).is_file()
             ]
             found.append(self._sheet(sheet, files))
         return sorted(found, key=lambda c: -c["round"])

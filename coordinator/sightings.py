@@ -82,7 +82,7 @@ class Sightings:
     early announcement and proposal of each author, MAX_PROPOSALS of a round, MAX_ROUNDS rounds."""
 
     def __init__(self, member_seconds: float, now: Callable[[], float]):
-        self._member_seconds = member_seconds
+        self.member_seconds = member_seconds
         self._now = now
         self._rounds: OrderedDict[Digest, Sighting] = OrderedDict()
         self._head: Digest | None = None
@@ -145,6 +145,11 @@ class Sightings:
         self._unsaved.clear()
         return taken
 
+    def rest(self) -> None:
+        """The run is paused: a round that nobody has announced in begins when it goes on, as it does for its peers."""
+        if self._began is not None and not self._heard:
+            self._began = self._now()
+
     def hear(self, message: Signed) -> None:
         """A verified announcement or proposal. Of others nothing is kept."""
         if not isinstance(message.body, Header | Record):
@@ -179,8 +184,8 @@ class Sightings:
         if proposed is not None and first is not None:
             proposed = max(proposed, first)
         came = first is not None or proposed is not None  # else it was decided before this coordinator was there
-        working = sum(_works(h, self._member_seconds) for h in heard.values())
-        found = absences(account, inside, self._before, self._heard, proposed, heard, self._member_seconds)
+        working = sum(_works(h, self.member_seconds) for h in heard.values())
+        found = absences(account, inside, self._before, self._heard, proposed, heard, self.member_seconds)
         sent, received = self._traffic(heard)
         seen = Sighting(
             account.round, account.record, self._began if came else None, first, proposed, now, working, sent, received,

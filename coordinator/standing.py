@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -99,10 +100,9 @@ class Standings:
         self._bound: dict[PeerKey, Binding] = {}
         self._accounts: dict[PeerKey, _Account] = {}
         self._words: dict[PeerKey, int] = {}
-        self._unwritten: set[PeerKey] = set()
-        """Whose newest binding is not known to be on disk: it is under way, or its write failed."""
         self._teams: dict[str, list[PeerKey]] | None = None
         self._ranked: dict[By, tuple[list[str], dict[str, int]]] = {}
+        self._binding = asyncio.Lock()
         self.rounds = 0
         """Round entries in the log."""
 
@@ -137,7 +137,7 @@ class Standings:
 
     async def refresh(self) -> None:
         """Take in what the log has more than before. Raises LedgerError."""
-        first = start = self._size
+        first = began = self._size
 
         def read(ledger: Ledger) -> tuple:
             entries = [decode_entry(sent) for sent in ledger.entries(first, PAGE)]
@@ -150,7 +150,8 @@ class Standings:
                     of = decode_entry(ledger.entries(entry.what.entry, 1)[0])
                     line = decode_line(ledger.lines(entry.what.entry)[entry.what.line])
                     moved.append((line.peer, of.time / 1000, -line.micro_credits))
-            standings = ledger.standings() if len(entries) < PAGE and (entries or first > start) else None
+            ends = len(entries) < PAGE and (entries or first > began)
+            standings = ledger.standings() if ends else None
             return len(entries), moved, standings, ledger.posted()
 
         while True:
@@ -173,29 +174,33 @@ class Standings:
         Raises MalformedError, SignatureError, AdmissionError, RefusedError, TooManyError, LedgerError.
         """
         b = open_binding(sent, self._run)
+        async with self._binding:
+            self._check(b)
+            known = self._bound.get(b.peer)
+            if known is None or known.sent != b.sent:
+                row = BindingRow(b.peer, b.account, b.peer_time, b.sent)
+                await self._ledger.run(lambda ledger: ledger.bind(row))
+                self._take(b)  # not before it is on disk: who asks again would be told that it is
+            return len(self._accounts[b.account].peers)
+
+    def _check(self, b: Binding) -> None:
+        """Whether it may be kept. Raises RefusedError, TooManyError."""
         now = self._now()
         if max(b.order) > now + CLOCK_TOLERANCE:
             ahead = max(b.order) - now
             raise RefusedError(f"your clock is {ahead:.0f} s ahead of the coordinator's: set it, then bind again")
         known = self._bound.get(b.peer)
-        again = known is not None and known.sent == b.sent
-        if again and b.peer not in self._unwritten:
-            return len(self._accounts[b.account].peers)
+        if known is not None and known.sent == b.sent:
+            return
         if not self._is_known(b.peer):
             raise RefusedError(f"peer {b.peer.short} was never admitted to this run: join it first, then bind")
-        if known is not None and b.order <= known.order and not again:
+        if known is not None and b.order <= known.order:
             raise RefusedError(f"peer {b.peer.short} has said something newer: sign anew, by a clock that is right")
         account = self._accounts.get(b.account)
         if account is not None and b.peer not in account.peers and len(account.peers) >= MAX_PEERS_OF_ACCOUNT:
             raise TooManyError(f"an account has at most {MAX_PEERS_OF_ACCOUNT} peers: make another")
         if self._words.get(b.peer, 0) >= MAX_BINDINGS_OF_PEER:
             raise TooManyError(f"peer {b.peer.short} was bound {MAX_BINDINGS_OF_PEER} times: that is all it can be")
-        self._take(b)  # before the write: two at once do not pass the bounds together
-        row = BindingRow(b.peer, b.account, b.peer_time, b.sent)
-        self._unwritten.add(b.peer)
-        await self._ledger.run(lambda ledger: ledger.bind(row))
-        self._unwritten.discard(b.peer)
-        return len(self._accounts[b.account].peers)
 
     def _take(self, b: Binding) -> None:
         self._words[b.peer] = self._words.get(b.peer, 0) + 1

@@ -43,8 +43,8 @@ class TreeHeads:
         self._newest: Word[TreeHead] | None = None
         self._kept_at = 0.0
         self._unsigned_since: float | None = None
-        self._broken = ""
         self._began = now()
+        self._broken = ""
         self._lock = asyncio.Lock()
         self.problem = ""
         """Why nothing is signed, for people; empty when all is well."""
@@ -61,12 +61,11 @@ class TreeHeads:
         return self._newest.body.size if self._newest is not None else 0
 
     @property
-    def age(self) -> float | None:
-        """Seconds since the newest head was signed, kept or not; None before the first. When the newest in the
-        database is none of the owner's: since the start."""
-        if self._broken:
-            return max(0.0, self._now() - self._began)
-        return None if self._newest is None else max(0.0, self._now() - self._newest.body.time / 1000)
+    def age(self) -> float:
+        """Seconds since a head was signed, written down or not: about a minute while all is well, also while the log
+        does not grow. Before the first, or when the newest in the database is none of the owner's: since the start."""
+        signed = None if self._newest is None or self._broken else self._newest.body.time / 1000
+        return max(0.0, self._now() - (self._began if signed is None else signed))
 
     async def start(self) -> None:
         """Read the newest head. Raises LedgerError."""

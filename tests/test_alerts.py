@@ -13,12 +13,16 @@ import pytest
 from click.testing import CliRunner
 
 from cairn.main import main
+from coordinator import treeheads
 from coordinator.alerts import watcher
 from coordinator.alerts.config import AlertConfig, AlertConfigError, Hook, load_config
 from coordinator.alerts.hooks import HookError, payload, plain, post
 from coordinator.alerts.journal import Event, back_off
+from protocol.bodies import Amendment
 from protocol.ids import Digest
+from protocol.messages import KeySigner
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer, state
+from tests.specs import OWNER
 from tests.test_coordinator_service import running, settled, web
 
 SPEC = make_spec()
@@ -131,6 +135,30 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
                     break
                 await asyncio.sleep(0.02)
             assert sorted(hook.events[4:]) == [("disk", "resolved"), ("stalled", "resolved")]
+
+
+@pytest.mark.parametrize("order", ["paused", "ended"])
+async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, quick, monkeypatch, order):
+    monkeypatch.setattr(treeheads, "LOOK", 0.005)
+    clock = [time.time()]
+    swarm = FakeSwarm(SPEC)
+    async with running(tmp_path, SPEC, swarm, now=lambda: clock[0]) as (c, _):
+        for _ in range(3):
+            clock[0] += 100
+            for n in range(6):
+                swarm.beat(n)
+            swarm.round({0: 600, 1: 700})
+            await settled(c, len(swarm.chain.certificates))
+            await c._watcher.look()
+        await c.control.take(KeySigner(OWNER).sign(Amendment(SPEC.run_id, 1, order=order)).sent)
+        for _ in range(60):
+            clock[0] += 100
+            for n in range(6):
+                swarm.beat(n, phase="paused" if order == "paused" else "leaving")
+            await asyncio.sleep(0.03)  # a head is signed
+            await c._watcher.look()
+            assert c._watcher.standing == ()
+        assert c.overview().health == order
 
 
 async def test_a_peer_with_another_state_than_the_chain_is_named(tmp_path):

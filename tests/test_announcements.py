@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from cairn.announcements import AUTHORS, PER_AUTHOR, Announcements
+from protocol.bodies import RoundChanges
 from protocol.chain import Chain
 from protocol.ids import Digest, Round
 from protocol.messages import Goodbye, Header, KeySigner, Signed
 from protocol.rounds.policy import Policy
+from protocol.standing import Standing
 from tests.coordinator_fakes import ChainMaker, make_spec, peer
 from tests.specs import digest
 
@@ -71,6 +73,15 @@ def test_what_breaks_a_rule_is_named(world: World):
     flaws = {a.header.author: a.flaw for a in world.heard.announced(at)}
     assert "accepted already" in flaws[peer(1).key]
     assert "7 bytes" in flaws[peer(3).key] and "at most" in flaws[peer(4).key]
+
+
+def test_a_rule_is_the_one_that_the_owner_has_changed_it_to(world: World, monkeypatch: pytest.MonkeyPatch):
+    at, most = world.chain.head, 2 * POLICY.max_update_windows
+    changes = RoundChanges(max_update_tokens=most * POLICY.window)
+    monkeypatch.setattr(world.chain, "standing", lambda _: Standing(changes=changes))
+    world.heard.hear(world.header(3, end_window=1000 + most))
+    world.heard.hear(world.header(4, end_window=1000 + most + 1))
+    assert {a.header.author: bool(a.flaw) for a in world.heard.announced(at)} == {peer(3).key: False, peer(4).key: True}
 
 
 def test_of_two_headers_for_one_round_the_first_counts(world: World):

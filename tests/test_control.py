@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from protocol.ids import Round
 from protocol.messages import KeySigner, Opener
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.specs import OWNER
-from tests.test_coordinator_service import client, running
+from tests.test_coordinator_service import client, running, settled, web
 
 SPEC = make_spec()
 RUN = SPEC.run_id
@@ -50,6 +51,65 @@ async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
         assert swarm.amendments == [first]
     async with running(tmp_path, swarm=FakeSwarm(SPEC)) as (coordinator, swarm):
         assert swarm.amendments == [first] == [coordinator.control.newest]
+
+
+@pytest.mark.asyncio
+async def test_whoever_looks_is_told_of_pauses_ends_and_bans_in_words(tmp_path):
+    async with running(tmp_path) as (coordinator, swarm):
+        swarm.round({0: 10, 1: 10})
+        await settled(coordinator, 1)
+        async with client(coordinator) as c:
+            await c.amend(word(1, order="paused", reason="moving", since=0, banned=(peer(1).key,)).sent)
+            swarm.beat(0, phase="paused")
+            swarm.beat(1, phase="training")
+            coordinator._overview = None
+            o = coordinator.overview()
+            assert (o.health, o.words) == ("paused", "paused by the run's owner since 1970-01-01 00:00 UTC: moving")
+            assert o.rests and [(p.peer, p.phase) for p in o.peers] == [
+                (peer(0).key, "paused"), (peer(1).key, "banned"),
+            ]  # fmt: skip
+            assert {p.phase for p in (await c.status()).peers} == {"paused", "banned"}
+        async with web(coordinator) as get:
+            shown = (await get.get("/api/peers")).json()["peers"]
+            assert [p["phase"] for p in shown] == ["paused", "banned"]
+            said = (await get.get("/metrics")).text
+            assert 'cairn_peers{phase="paused"} 1.0' in said and 'cairn_state{state="paused"} 1.0' in said
+        async with client(coordinator) as c:
+            await c.amend(word(2, order="running", since=0).sent)
+            coordinator._overview = None
+            assert {p.phase for p in coordinator.overview().peers} == {"paused", "training"}
+
+
+@pytest.mark.asyncio
+async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
+    clock = [time.time()]
+    slower = RoundChanges(max_seconds=5000.0, member_seconds=300.0, exchange_seconds=700.0)
+    async with running(tmp_path, now=lambda: clock[0]) as (coordinator, swarm):
+
+        async def after(seconds: float) -> str:
+            swarm.beat(0)
+            coordinator._overview = None
+            coordinator.overview()
+            clock[0] += seconds
+            swarm.beat(0)
+            coordinator._overview = None
+            return coordinator.overview().health
+
+        assert await after(4000) == "stalled"
+        swarm.round({0: 10})
+        await settled(coordinator, 1)
+        async with client(coordinator) as c:
+            await c.amend(word(1, changes=slower, from_round=2).sent)
+        assert coordinator._follower.rules == SPEC.round, "not yet"
+        swarm.round({0: 10})
+        await settled(coordinator, 2)
+        assert await after(4000) == "healthy"
+        sight = coordinator._sight()
+        assert sight.limit == 5000 + 700 + SPEC.round.patience_seconds
+        assert coordinator._book.member_seconds == coordinator._sightings.member_seconds == 300
+        async with client(coordinator) as c:
+            await c.amend(word(2, from_round=0).sent)
+        assert coordinator._follower.rules == SPEC.round, "as in the spec again"
 
 
 @pytest.mark.asyncio

@@ -57,6 +57,28 @@ async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
         await coordinator.stop()
 
 
+async def test_a_fault_in_what_is_shown_does_not_silence_the_page_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("coordinator.service.AGAIN_SECONDS", 0.05)
+    async with running(tmp_path) as (coordinator, swarm):
+        real, fails = coordinator._showing.event, [True]
+
+        def event():
+            if fails:
+                raise ValueError("out of range")
+            return real()
+
+        monkeypatch.setattr(coordinator._showing, "event", event)
+        swarm.round({0: 10})
+        for _ in range(300):
+            if "publisher: a fault of the coordinator" in caplog.text and fails:
+                fails.clear()
+                coordinator.feed._latest = None
+            if not fails and coordinator.feed._latest is not None:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("nothing is shown any more")
+
+
 def client(coordinator, **changes) -> CoordinatorClient:
     return CoordinatorClient(replace(coordinator.invite(), **changes), attempts=1)
 

@@ -295,6 +295,19 @@ async def test_unsigned_growth_is_counted_until_it_is_signed(ledger_place, monke
         assert w.log.unsigned_seconds == 0 and w.log.problem == ""
 
 
+async def test_the_newest_head_is_as_old_as_it_was_signed_not_as_it_was_written_down(ledger_place):
+    """A run that rests writes a head an hour; the alert `log` must stay quiet."""
+    async with made(ledger_place) as w:
+        w.clock[0] += 400
+        assert w.log.head_seconds == 400  # none was ever signed: that is news too
+        for _ in range(20):
+            await w.log.heads(None, 1)
+            assert w.log.head_seconds < 0.01
+            w.clock[0] += 61
+        (written,) = await w.ledger.read(lambda ledger: ledger.heads(1))
+        assert w.clock[0] - written.time / 1000 > 1000 and 60 < w.log.head_seconds < 62
+
+
 async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
     async with made(str(tmp_path / "ledger.sqlite")) as w:
         for _ in range(4):
@@ -342,7 +355,7 @@ async def test_a_hash_that_is_missing_is_said_and_nothing_is_signed(tmp_path):
 
 async def test_a_log_that_does_not_grow_is_signed_all_the_same(ledger_place):
     async with made(ledger_place) as w:
-        assert w.log.head_seconds is None
+        assert w.log.head_seconds == 0  # since the start
         await w.post({1: 40})
         for _ in range(10):
             w.clock[0] += 61
@@ -527,6 +540,43 @@ async def test_a_page_that_was_just_full_still_brings_new_totals(ledger_place, m
         monkeypatch.setattr("coordinator.standing.PAGE", 1)
         await w.post({1: 40})
         assert (await w.log.standing(peer(1).key)).pending == RULE.micro_credits(40)
+
+
+async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_it_is_asked_again(
+    ledger_place, monkeypatch
+):
+    def full(ledger: Ledger, what: object) -> None:
+        raise LedgerConflictError("no space left")
+
+    async with made(ledger_place) as w:
+        ada = identity("ada")
+        word = bind(peer(1), ada, SPEC.run_id, int(w.clock[0]), "ada").sent
+        w.announce(3, late=True)
+        account = account_for(w.swarm.chain.add({1: 40}), RULE)
+        with monkeypatch.context() as m:
+            m.setattr(Ledger, "bind", full)
+            m.setattr(Ledger, "refuse", full)
+            for _ in range(2):
+                with pytest.raises(LedgerConflictError):
+                    await w.log.bind(word)
+                with pytest.raises(LedgerConflictError):
+                    await w.log._receipts.note([account])
+        assert await w.log.bind(word) == 1
+        await w.log._receipts.note([account])
+        await w.ledger.run(lambda ledger: ledger.post(account))
+        assert [i.status for i in (await w.receipts(3)).items] == ["not accepted"]
+        await w.restart()
+        assert (await w.log.standing(ada.key)).peers == (peer(1).key,)
+
+
+async def test_standings_are_up_to_date_also_when_a_page_was_just_full(tmp_path, monkeypatch):
+    monkeypatch.setattr("coordinator.standing.PAGE", 2)
+    async with made(str(tmp_path / "ledger.sqlite")) as w:
+        for _ in range(2):
+            account = account_for(w.swarm.chain.add({1: 40}), RULE)
+            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+        await w.log._standings.refresh()
+        assert (await w.log.standing(peer(1).key)).pending == 2 * RULE.micro_credits(40)
 
 
 async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):

@@ -127,6 +127,24 @@ async def test_a_reader_sees_what_is_committed_and_waits_for_no_write(thread: Le
     await held.release()
 
 
+async def test_it_is_not_closed_under_a_read_whose_asker_has_left(ledger_place):
+    opened, go, seen = LedgerThread(), threading.Event(), []
+    await opened.open(ledger_place, SPEC)
+
+    def slow(db: Ledger) -> None:
+        go.wait(10)
+        seen.append(db.size())
+
+    gone = asyncio.ensure_future(opened.read(slow))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    closing = asyncio.ensure_future(opened.close())
+    await asyncio.sleep(0.1)
+    go.set()
+    await asyncio.wait_for(closing, 10)
+    assert len(seen) == 1  # it was read, not refused by a closed database
+
+
 async def test_too_much_that_waits_is_refused(thread: LedgerThread):
     held = Held(thread)
     waiting = [asyncio.ensure_future(thread.run(lambda _: None)) for _ in range(MAX_WAITING - 1)]

@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.alerts.rules import RULES
 from coordinator.measuring import MAX_BYTES_PER_SECOND, RoundClock, Traffic
-from coordinator.metrics import HEALTHS, PHASES
+from coordinator.metrics import HEALTHS
 from coordinator.overview import Overview, PeerView
+from coordinator.peers import PHASES
 from protocol.ids import Digest, Round
 from protocol.messages import Heartbeat
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer
@@ -156,6 +157,18 @@ def test_a_rounds_parts_are_told_apart_and_rounds_that_were_slept_through_have_n
     assert len(took) == 3
     clock.look(overview(11, {1: training}), 65)
     assert took[3:] == [("all", 5)]
+
+
+def test_a_pause_is_no_part_of_a_round():
+    took: list[tuple[str, float]] = []
+    clock = RoundClock(lambda phase, seconds: took.append((phase, seconds)))
+    clock.look(overview(4, {1: ("training", 0)}), 0)
+    clock.look(overview(5, {1: ("training", 0)}), 10)
+    for now in range(20, 5000, 500):
+        clock.look(replace(overview(5, {1: ("paused", 0)}), health="paused", working=0), now)
+    clock.look(overview(5, {1: ("training", 0)}), 4530)
+    clock.look(overview(6, {1: ("training", 0)}), 4560)
+    assert took == [("all", 40)]  # since it was last seen to rest
 
 
 def test_bytes_only_grow_also_when_peers_start_again_leave_or_lie():

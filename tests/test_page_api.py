@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,21 @@ import httpx
 import jsonschema
 import pytest
 
+from coordinator.alerts.journal import Alert
 from coordinator.archive import SHEET
 from coordinator.keeping.shown import Kept
-from coordinator.page import downloads, openapi
+from coordinator.page import downloads, json_view, openapi, schemas
 from coordinator.page.answers import MAX_KEPT, Answers, Body
 from coordinator.page.app import make_app
 from coordinator.page.endpoints import ENDPOINTS, SORTS
 from coordinator.page.log_paths import LOG_PATHS
+from coordinator.peers import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
 from tests.coordinator_fakes import FakeSwarm, peer
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
+from tests.test_metrics import overview
 
 ROUNDS = 9
 
@@ -107,6 +111,15 @@ def _routes(coordinator: Coordinator):
                 todo.append(cell.cell_contents)
     assert found
     return found
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_peers_and_alerts_of_any_kind_are_what_the_document_says(phase):
+    o = overview(4, {1: (phase, 0)})
+    o = replace(o, run="0" * 64, health="paused", alerts=(Alert("loss", 99.5, "the loss is nan"),))
+    shown = json_view.status(o, str, 100.0)
+    jsonschema.validate(shown, schemas.STATUS)
+    assert shown["alerts"] == [{"name": "loss", "since": 100, "words": "the loss is nan"}]
 
 
 def test_events_are_what_the_document_says(world, get):

@@ -51,6 +51,21 @@ def test_a_rounds_time_is_split_into_training_exchange_and_commit():
     assert set(w.seen.announcements(seen.record)) == {peer(0).key, peer(1).key}
 
 
+def test_a_pause_is_no_part_of_the_round_that_it_falls_into():
+    w = Watch()
+    w.round({0: 10})
+    w.now += 10_000
+    w.seen.rest()
+    seen = w.round({0: 10}, train=30, exchange=5, commit=2)
+    assert (seen.train, seen.whole) == (30, 37)
+    certificate = w.swarm.chain.add({0: 10})
+    w.now += 20
+    w.swarm.hear(*certificate.record.body.updates)
+    w.now += 5
+    w.seen.rest()  # who has announced is still at it
+    assert w.certified(certificate).whole == 25
+
+
 def test_announcements_that_come_before_their_round_began_here_count_for_it():
     w = Watch()
     first, second = w.swarm.chain.add({0: 10}), w.swarm.chain.add({0: 10})

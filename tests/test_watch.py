@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,15 @@ def test_without_a_terminal_lines_come_when_something_changes():
     assert said[:3] == ["healthy: 3 peers training"] * 2 + ["ALERT a0: " + ("something is wrong " * 9).strip()]
     assert said[4] == "the coordinator does not answer: the coordinator at x does not answer"
     assert said[5] == "the coordinator answers again, after 2 min" and len(said) == 7
+
+
+def test_an_alert_that_is_called_as_the_state_is_told_and_its_end_too():
+    made = console(80, 24, terminal=False)
+    screen = Screen(made, live=False, now=lambda: 1e9)
+    for alerts in ((), (AlertStatus("stalled", 100, "nothing moves"),), ()):
+        screen.seen(replace(status(), health="stalled", alerts=alerts))
+    said = [line[10:].rstrip() for line in made.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert "ALERT stalled: nothing moves" in said and "over: stalled" in said
 
 
 def test_before_the_first_answer_it_says_why_there_is_none():

@@ -19,8 +19,7 @@ def verify(checkpoint, trusted) -> None:
     """Verify that CHECKPOINT is a state that the run's owner signed as final.
 
     CHECKPOINT is a folder, or any fsspec address of one, as a coordinator archives it. What you trust is the run's
-    invite, or its owner's key (64 hexadecimal digits; `cairn status` and the page show it). All is read once: the model
-    too.
+    invite, or its owner's key (64 hexadecimal digits: the spec's `owner`). All is read once: the model too.
     """
     from cairn.checkpoints import verify_checkpoint
 

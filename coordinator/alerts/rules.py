@@ -196,7 +196,7 @@ RULES = (
     Rule("digests", digests, after=10, clear=60),
     Rule("peers", peers),
     Rule("disk", disk),
-    Rule("log", log),
+    Rule("log", log, after=30),  # a machine that was suspended signs again within seconds
     Rule("archive", archive, after=600, clear=60),
     Rule("chain", chain, after=60, clear=30),
 )

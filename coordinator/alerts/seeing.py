@@ -7,16 +7,16 @@ from pathlib import Path
 
 from coordinator.alerts.rules import Sight
 from coordinator.overview import Overview
-from protocol.spec import RunSpec
+from protocol.spec import RoundSpec
 
 
 def sight_of(
-    o: Overview, spec: RunSpec, folder: Path, *, now: float, up: float, caught_up: bool, head_age: float | None,
+    o: Overview, rules: RoundSpec, folder: Path, *, now: float, up: float, caught_up: bool, head_age: float | None,
     judged: tuple[float, ...] = (),
 ) -> Sight:  # fmt: skip
-    """`up`: seconds since the start; `head_age`: since the newest tree head, None where there is none; `judged`: as in
-    `Sight`."""
-    r, usage = spec.round, shutil.disk_usage(folder)
+    """`rules`: those that hold now; `up`: seconds since the start; `head_age`: since the newest tree head, None where
+    there is none; `judged`: as in `Sight`."""
+    r, usage = rules, shutil.disk_usage(folder)
     return Sight(
         time=now, up=up, health=o.health, words=o.words, problem=o.problem, caught_up=caught_up, round=o.round,
         limit=r.max_seconds + r.exchange_seconds + r.patience_seconds, losses=tuple(x.loss for x in o.rounds),

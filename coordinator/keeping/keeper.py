@@ -11,11 +11,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
-from coordinator.archive import CERTIFICATE, FILES, Archive, Archived
+from coordinator.archive import CERTIFICATE, Archive, Archived
 from coordinator.errors import CoordinatorError
 from coordinator.follower import wait_at_most
 from coordinator.keeping.errand import Row, run_errand
@@ -392,20 +391,3 @@ class Keeper:
             for a in reversed(self.archive.all())
             if (files := a.files())
         ]
-
-    @contextlib.contextmanager
-    def open_file(self, state: Digest, name: str) -> Iterator[tuple[BinaryIO, int]]:
-        """A file of an archived state and its size, for a download: nothing removes the state meanwhile.
-
-        Raises CoordinatorError when there is no such state or file.
-        """
-        archived = next((a for a in self.archive.all() if a.state == state), None)
-        if archived is None or name not in FILES:
-            raise CoordinatorError("there is no such checkpoint any more: take a newer one")
-        with self.archive.reading(archived):
-            try:
-                file = (archived.folder / name).open("rb")
-            except OSError:
-                raise CoordinatorError(f"this checkpoint has no {name}") from None
-            with file:
-                yield file, os.fstat(file.fileno()).st_size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.peers import PHASES
+
 Schema = dict[str, Any]
 
 
@@ -47,7 +49,7 @@ PEER = of(
     {
         "peer": KEY,
         "name": TEXT,
-        "phase": {"enum": ["joining", "syncing", "training", "exchanging", "observing", "silent", "gone"]},
+        "phase": {"enum": list(PHASES)},
         "since": maybe(TIME),
         "micro_credits_settled": MICRO,
         "micro_credits_pending": MICRO,

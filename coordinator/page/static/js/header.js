@@ -25,7 +25,7 @@ export function showHeader(s) {
 function showAlerts(alerts) {
   const list = byId("alerts"), now = Date.now() / 1000;
   list.hidden = !alerts.length;
-  list.replaceChildren(...alerts.map((a) => el("li", {}, el("strong", {}, a.name), ` ${a.words} (for ${duration(Math.max(0, now - a.since))})`)));
+  list.replaceChildren(...alerts.map((a) => el("li", {}, el("strong", {}, `Alert, ${a.name}:`), ` ${a.words} (for ${duration(Math.max(0, now - a.since))})`)));
 }
 
 export function showLost(heardAt) {

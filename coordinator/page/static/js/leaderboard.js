@@ -18,7 +18,7 @@ export class Leaderboard {
     root.append(
       el("div", { class: "bar" }, el("h2", {}, "Leaderboard"), el("div", { class: "choice", role: "group", "aria-label": "By" }, ...this.buttons)),
       this.body, el("div", { class: "pages" }, this.before, this.after),
-      el("p", { class: "note" }, "One credit is 10", el("sup", {}, "15"), " FLOPs of accepted training, computed from the chain. All of them as a file: ",
+      el("p", { class: "note" }, "One credit is 10", el("sup", {}, "15"), " FLOPs of accepted training, computed from the chain, and is here once its round is final. All of them as a file: ",
         el("a", { href: "/api/export/credits.csv" }, "CSV"), ", ", el("a", { href: "/api/export/credits.parquet" }, "Parquet"), "."),
     );
     this.head = null;

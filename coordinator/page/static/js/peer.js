@@ -3,7 +3,7 @@
 import { ask, askOr, Missing } from "./api.js";
 import { el, facts, number, peerLink, roundLink, table } from "./dom.js";
 import { bytes, credits, duration, loss, shortKey, short } from "./format.js";
-import { phase } from "./peers.js";
+import { isAway, phase } from "./peers.js";
 import { checkReceipt, possible } from "./proof.js";
 
 const PAGE = 20;
@@ -80,7 +80,7 @@ export class Peer {
       return;
     }
     if (this.closed) return;
-    const p = found.peer, away = p.phase === "silent" || p.phase === "gone";
+    const p = found.peer, away = isAway(p);
     const newest = found.newest[0];
     const inWords = newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.words}. Its work goes into a later round.` : `It is in round ${newest.round}.`;
     this.body.replaceChildren(

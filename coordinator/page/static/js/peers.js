@@ -14,6 +14,8 @@ const COLUMNS = [
 
 export const phase = (p) => el("span", { class: "phase", "data-phase": p.phase }, p.phase);
 
+export const isAway = (p) => ["silent", "gone", "banned"].includes(p.phase);
+
 export function earned(p) {
   const cell = number(credits(p.micro_credits_settled));
   if (p.micro_credits_pending) cell.append(" ", el("span", { class: "pending", title: "not final yet" }, `+${credits(p.micro_credits_pending)}`));
@@ -25,7 +27,7 @@ function traffic(total, perSecond) {
 }
 
 function peerRow(p, now) {
-  const away = p.phase === "silent" || p.phase === "gone";
+  const away = isAway(p);
   const why = p.absence ? p.absence.words : p.last_round === null ? "in no round lately" : "";
   return el("tr", { class: away ? "away" : null },
     el("td", { class: "name" }, peerLink(p)), el("td", {}, phase(p)),
