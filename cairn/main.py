@@ -16,10 +16,9 @@ from cairn.commands.audit import audit
 from cairn.commands.checkpoint import archive_options
 from cairn.commands.checkpoint import checkpoint as checkpoint_commands
 from cairn.commands.control import COMMANDS
+from cairn.commands.options import home_option, via_option
 from cairn.commands.watch import watch
 from protocol.errors import CairnError
-
-DEFAULT_HOME = "~/.cairn"
 
 _CHOICE = click.Choice(["auto", "on", "off"])
 
@@ -40,27 +39,6 @@ class _Commands(click.Group):
             # The reader of our output has left (`cairn ... | head`): nothing is wrong.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
-
-
-def _home(f):
-    return click.option(
-        "--home",
-        type=click.Path(file_okay=False, path_type=Path),
-        default=DEFAULT_HOME,
-        envvar="CAIRN_HOME",
-        show_default=True,
-        help="Where identity, runs and logs are kept.",
-        callback=lambda _c, _p, value: value.expanduser(),
-    )(f)
-
-
-def _via(f):
-    return click.option(
-        "--via",
-        multiple=True,
-        metavar="MULTIADDR",
-        help="A member to ask where the coordinator is, should it have moved; may be repeated.",
-    )(f)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,7 +65,7 @@ def peer() -> None:
 
 @peer.command("join")
 @click.argument("invite")
-@_home
+@home_option("Where identity, runs and logs are kept.")
 @click.option("--name", default="", help="What to be called on the run's page (at most 40 bytes).")
 @click.option(
     "--device",
@@ -128,7 +106,7 @@ def peer() -> None:
 @click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to tell others, if not those found.")
 @click.option("--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
-@_via
+@via_option
 def join(
     invite, home, name, device, parallel, recompute, compiled, overlap, threads, listen, announce, disk, plain, via
 ) -> None:
@@ -160,7 +138,7 @@ def join(
 
 @peer.command("invite")
 @click.argument("invite")
-@_home
+@home_option("Where identity, runs and logs are kept.")
 def fresh_invite(invite, home) -> None:
     """Print INVITE anew: with where the coordinator is now, and the addresses of members that this peer knows.
 
@@ -178,7 +156,7 @@ def coordinator() -> None:
 
 @coordinator.command("serve")
 @click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path))
-@_home
+@home_option("Where identity, runs and logs are kept.")
 @click.option("--grpc", default="0.0.0.0:7410", show_default=True, metavar="HOST:PORT", help="For peers.")
 @click.option("--page", default="0.0.0.0:7411", show_default=True, metavar="HOST:PORT", help="For people.")
 @click.option("--swarm", default="/ip4/0.0.0.0/tcp/7412", show_default=True, metavar="MULTIADDR", help="For the swarm.")
@@ -203,7 +181,7 @@ main.add_command(watch)
 @main.command()
 @click.argument("invite")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
-@_via
+@via_option
 def status(invite, as_json, via) -> None:
     """Show the swarm of the run that INVITE names."""
     from cairn.status import show_status

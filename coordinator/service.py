@@ -249,6 +249,7 @@ class Coordinator:
         return sight_of(
             self.overview(), f.rules, self._config.folder, now=now, up=now - self._began, caught_up=f.caught_up,
             head_age=self._log.head_seconds, judged=self.keeper.judged() if self.keeper else (),
+            log_problem=self._log.problem,
         )  # fmt: skip
 
     # -- what is told ----------------------------------------------------------------------------------------

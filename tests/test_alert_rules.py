@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ LOSSES = tuple(3.0 + 0.01 * i for i in range(20))  # newest first: it falls
 GOOD = Sight(
     time=1e9, up=1e6, health="healthy", words="all is well", problem="", caught_up=True, round=50, limit=100.0,
     losses=LOSSES, training=10, differing=(), disk_free=10**12, disk_size=2 * 10**12, head_age=30.0,
+    judged=(3.0, 3.1),
 )  # fmt: skip
 
 
@@ -53,6 +55,7 @@ BAD = {
     "peers": {"training": 6},
     "disk": {"disk_free": 15 * 10**9},
     "log": {"head_age": 301.0},
+    "validation": {"judged": (math.nan, 3.0, 3.1)},
     "chain": {"problem": "waiting for the chain after round 3"},
 }
 
@@ -67,6 +70,31 @@ def test_each_alert_fires_once_and_resolves_once(name):
     assert alert.name == name and alert.words and world.time - 100 < alert.since <= world.time
     assert world.good_rounds(5) == [(name, "resolved")]
     assert world.journal.standing == ()
+
+
+def test_a_state_that_is_worse_than_the_best_is_told_until_one_is_as_good():
+    world = World()
+    assert world.good_rounds(8) == []
+    assert world.good_rounds(2, judged=(3.2, 3.0)) == []  # some noise is no news
+    assert world.good_rounds(2, judged=(3.4, 3.0)) == [("validation", "fired")]
+    assert "3.40" in world.journal.standing[0].words and "3.00" in world.journal.standing[0].words
+    assert world.good_rounds(2, judged=(2.9, 3.4, 3.0)) == [("validation", "resolved")]
+
+
+def test_an_archive_that_fails_for_ten_minutes_is_told_with_the_reason():
+    world = World()
+    assert world.good_rounds(8) == []
+    assert world.good_rounds(19, archive_problem="the disk is full") == []
+    assert world.good_rounds(2, archive_problem="the disk is full") == [("archive", "fired")]
+    assert world.journal.standing[0].words == "the disk is full"
+    assert world.good_rounds(3) == [("archive", "resolved")]
+
+
+def test_a_log_that_is_not_signed_says_why():
+    world = World()
+    assert world.good_rounds(8) == []
+    assert world.good_rounds(2, head_age=400.0, log_problem="no space left") == [("log", "fired")]
+    assert world.journal.standing[0].words.endswith("the last time: no space left")
 
 
 def test_a_round_that_does_not_end_is_told_and_is_over_with_the_round():

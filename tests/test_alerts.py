@@ -77,7 +77,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(watcher, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr("coordinator.alerts.rules.SETTLE_SECONDS", -1.0)
     usage = type("Usage", (), {"free": 10**12, "total": 2 * 10**12})
-    monkeypatch.setattr("coordinator.alerts.seeing.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("coordinator.alerts.seeing.disk_usage", lambda _: usage)
     return usage
 
 
@@ -204,6 +204,20 @@ async def test_a_webhook_that_fails_is_asked_again_and_one_that_never_will_is_no
             await gone.hears(("disk", "fired"), ("disk", "resolved"))
             await slow.hears(*[("disk", "fired")] * 3, ("disk", "resolved"))
     assert sorted(results) == ["delivered"] * 3 + ["dropped"] + ["failed"] * 2
+
+
+async def test_a_fault_of_our_own_does_not_silence_a_webhook(tmp_path, quick, monkeypatch, caplog):
+    monkeypatch.setattr(watcher, "back_off", lambda n: back_off(n) / 100)
+    quick.free = 10**9
+
+    async def faulty(*asked):
+        monkeypatch.setattr(watcher, "post", post)
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(watcher, "post", faulty)
+    async with Receiver().there() as hook, running(tmp_path, SPEC, alerts=AlertConfig((Hook.parse(hook.url),))):
+        await hook.hears(("disk", "fired"))
+    assert "a fault of the coordinator" in caplog.text
 
 
 async def test_an_event_that_no_one_took_is_told_after_a_restart(tmp_path, quick):

@@ -249,20 +249,19 @@ async def _here(module: str, job: dict, heard: Callable[[dict], None], **limits:
 async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkeypatch):
     monkeypatch.setattr(keeping, "run_errand", _here)
     monkeypatch.setattr(evaluating, "bound_memory", lambda size: None)
-    told: list[tuple[int, float]] = []
     world.rounds(7)
     world.add(0)
     async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 6}) as keeper:
-        keeper.on_validation.append(lambda r, loss: told.append((r, loss)))
         await until(lambda: keeper.validation)
         world.add(5)
         world.swarm.changed()
-        await until(lambda: len(told) == 2)
+        await until(lambda: len(keeper.judged()) == 2 and len(keeper.samples(None, 100)) == 12)
+        losses = keeper.judged()
         found = keeper.samples(None, 100)
         assert keeper.samples(5, 100) == [s for s in found if s["round"] == 0]
-        assert keeper.checkpoints()[0]["validation_loss"] == told[1][1]
+        assert keeper.checkpoints()[0]["validation_loss"] == losses[0]
         assert [p[:2] for p in keeper.validation_points()] == [(0, 0), (5, 240)]
-    assert [r for r, _ in told] == [0, 5] and all(abs(loss - math.log(256)) < 1 for _, loss in told)
+    assert all(abs(loss - math.log(256)) < 1 for loss in losses)
     assert len(found) == 12 and found[0]["round"] == 5
     assert all(1 <= len(s["prompt"]) <= 16 for s in found)
     again = Evaluations(world.folder / "run")
@@ -277,14 +276,12 @@ async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkey
 
 
 async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: KeptWorld, caplog):
-    told: list[float] = []
     world.rounds(7)
     world.state(5, nan)
     world.add(5)
     async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 0}) as keeper:
-        keeper.on_validation.append(lambda r, loss: told.append(loss))
-        await until(lambda: told)
-        assert math.isnan(told[0]) and keeper.validation == (5, None) and keeper.validation_points() == []
+        await until(keeper.judged)
+        assert math.isnan(keeper.judged()[0]) and keeper.validation == (5, None) and keeper.validation_points() == []
         assert math.isnan(dict((n, v) for n, _, v in keeper.facts())["cairn_validation_loss"])
     assert "the run has diverged" in caplog.text
 

@@ -27,6 +27,7 @@ from protocol.ledger.statements import (
 )
 from protocol.wire import ledger_pb2 as wire
 from protocol.wire import swarm_pb2
+from tests.mutating import mutated
 from tests.signed import OTHER_RUN, RUN
 from tests.specs import OWNER, digest, identity
 
@@ -141,25 +142,7 @@ def test_nothing_is_verified_that_is_too_long_or_of_the_wrong_author(monkeypatch
 _SEEDS = [sent for sent, _ in SENT.values()]
 
 
-@st.composite
-def mutated(draw: st.DrawFn) -> bytes:
-    data = bytearray(draw(st.sampled_from(_SEEDS)))
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(0, len(data) - 1)))
-        match draw(st.integers(0, 3)):
-            case 0 if data:
-                data[at] = draw(st.integers(0, 255))
-            case 1:
-                del data[at : at + draw(st.integers(1, 40))]
-            case 2:
-                data[at:at] = draw(st.binary(min_size=1, max_size=20))
-            case _:
-                other = draw(st.sampled_from(_SEEDS))
-                data[at : at + 8] = other[at : at + draw(st.integers(0, 60))]
-    return bytes(data)
-
-
-@given(st.one_of(st.binary(max_size=300), mutated()))
+@given(st.one_of(st.binary(max_size=300), mutated(_SEEDS)))
 def test_whatever_arrives_is_an_error_of_the_protocol(sent: bytes):
     if sent not in _SEEDS:
         for opener in OPENERS:

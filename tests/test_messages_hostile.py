@@ -25,6 +25,7 @@ from protocol.messages import (
     encode_certificate,
 )
 from protocol.wire import swarm_pb2 as wire
+from tests.mutating import mutated
 from tests.signed import (
     CERTIFICATE,
     ONE_OF_EACH,
@@ -152,25 +153,7 @@ def test_a_flood_by_strangers_leaves_headers_remembered(verified: list[PeerKey])
 _SEEDS = [s.sent for s in ONE_OF_EACH] + [encode_certificate(CERTIFICATE)]
 
 
-@st.composite
-def mutated(draw: st.DrawFn) -> bytes:
-    data = bytearray(draw(st.sampled_from(_SEEDS)))
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(0, len(data) - 1)))
-        match draw(st.integers(0, 3)):
-            case 0 if data:
-                data[at] = draw(st.integers(0, 255))
-            case 1:
-                del data[at : at + draw(st.integers(1, 40))]
-            case 2:
-                data[at:at] = draw(st.binary(min_size=1, max_size=20))
-            case _:
-                other = draw(st.sampled_from(_SEEDS))
-                data[at : at + 8] = other[at : at + draw(st.integers(0, 60))]
-    return bytes(data)
-
-
-@given(st.one_of(st.binary(max_size=300), mutated()))
+@given(st.one_of(st.binary(max_size=300), mutated(_SEEDS)))
 def test_whatever_arrives_is_opened_or_an_error_of_the_protocol(sent: bytes):
     o = opener()
     for body in KINDS:

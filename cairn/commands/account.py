@@ -6,28 +6,9 @@ from pathlib import Path
 
 import click
 
+from cairn.commands.options import home_option, via_option
 
-def home_option(f):
-    """As `cairn peer join --home`."""
-    return click.option(
-        "--home",
-        type=click.Path(file_okay=False, path_type=Path),
-        default="~/.cairn",
-        envvar="CAIRN_HOME",
-        show_default=True,
-        help="Where identity, account and runs are kept.",
-        callback=lambda _c, _p, value: value.expanduser(),
-    )(f)
-
-
-def via_option(f):
-    """As `cairn status --via`."""
-    return click.option(
-        "--via",
-        multiple=True,
-        metavar="MULTIADDR",
-        help="A member to ask where the coordinator is, should it have moved; may be repeated.",
-    )(f)
+HOME = home_option("Where identity, account and runs are kept.")
 
 
 @click.group()
@@ -36,7 +17,7 @@ def account() -> None:
 
 
 @account.command("new")
-@home_option
+@HOME
 def new(home) -> None:
     """Make an account: a key file, to which peers are bound."""
     from cairn.accounts import new_account
@@ -56,7 +37,7 @@ def new(home) -> None:
     default=None,
     help="The account's key file.  [default: account.key in --home]",
 )
-@home_option
+@HOME
 @via_option
 def bind(invite, name, team, words, key_file, home, via) -> None:
     """Let what this machine's peer earns in a run count for the account."""
@@ -69,7 +50,7 @@ def bind(invite, name, team, words, key_file, home, via) -> None:
 @account.command("word")
 @click.argument("invite")
 @click.argument("account_key", metavar="ACCOUNT")
-@home_option
+@HOME
 def word(invite, account_key, home) -> None:
     """Print this peer's word that it belongs to ACCOUNT, for `cairn account bind --word` where the account's key is.
 
@@ -85,7 +66,7 @@ def word(invite, account_key, home) -> None:
 @click.option("--peer", default="", metavar="KEY", help="Of this peer.")
 @click.option("--account", "account_key", default="", metavar="KEY", help="Of this account.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
-@home_option
+@HOME
 @via_option
 def show(invite, peer, account_key, as_json, home, via) -> None:
     """Show totals, the recent average, and the newest receipts; of your own account or peer unless told otherwise."""

@@ -8,20 +8,14 @@ from pathlib import Path
 
 import click
 
+from cairn.commands.options import home_option
 from protocol.errors import CairnError
 
 
 @click.command("test-alert")
 @click.argument("run_file", required=False, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--webhook", multiple=True, metavar="URL", help="Post there; may be repeated.")
-@click.option(
-    "--home",
-    type=click.Path(file_okay=False, path_type=Path),
-    default="~/.cairn",
-    envvar="CAIRN_HOME",
-    show_default=True,
-    help="Where the run's folder is.",
-)
+@home_option("Where the run's folder is.")
 def test_alert(run_file: Path | None, webhook: tuple[str, ...], home: Path) -> None:
     """Post a test event to the webhooks of RUN_FILE's coordinator (alerts.toml in its folder), and to --webhook."""
     from cairn.serving import coordinator_folder
@@ -31,7 +25,7 @@ def test_alert(run_file: Path | None, webhook: tuple[str, ...], home: Path) -> N
     name, folder = "test", None
     if run_file is not None:
         name = load_run(run_file).run.name
-        folder = coordinator_folder(home.expanduser(), name)
+        folder = coordinator_folder(home, name)
     config = load_config(folder, webhook)
     if not config.hooks:
         where = f"{folder / 'alerts.toml'} names none" if folder else "no RUN_FILE and no --webhook was given"

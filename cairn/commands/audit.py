@@ -7,7 +7,9 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.account import home_option, via_option
+from cairn.commands.options import home_option, via_option
+
+HOME = home_option("Where identity, and the newest head that was seen, are kept.")
 
 
 @click.group()
@@ -18,7 +20,7 @@ def audit() -> None:
 @audit.command("ledger")
 @click.argument("invite")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
-@home_option
+@HOME
 @via_option
 def ledger(invite, as_json, home, via) -> None:
     """Recompute every credit of the run from the peers' certificates, and say where the coordinator's log differs.
@@ -36,7 +38,7 @@ def ledger(invite, as_json, home, via) -> None:
 @click.argument("invite")
 @click.argument("files", nargs=-1, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--peer", default="", metavar="KEY", help="The newest receipts of this peer.  [default: this machine's]")
-@home_option
+@HOME
 @via_option
 def receipt(invite, files, peer, home, via) -> None:
     """Check receipts (FILES, or the newest of a peer) against the log: each is proved to be in it."""

@@ -10,18 +10,12 @@ from pathlib import Path
 
 import click
 
+from cairn.commands.options import home_option
+
 
 def _options(f):
     reason = click.option("--reason", default="", help="Words that peers are shown.")
-    home = click.option(
-        "--home",
-        type=click.Path(file_okay=False, path_type=Path),
-        default="~/.cairn",
-        envvar="CAIRN_HOME",
-        show_default=True,
-        help="Where the run's folder is, when a run.toml is named.",
-        callback=lambda _c, _p, value: value.expanduser(),
-    )
+    home = home_option("Where the run's folder is, when a run.toml is named.")
     path = click.argument("run", type=click.Path(exists=True, path_type=Path), metavar="RUN_FILE_OR_FOLDER")
     return path(home(reason(f)))
 

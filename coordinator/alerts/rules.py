@@ -53,6 +53,8 @@ class Sight:
     """Validation losses, newest first; NaN for a state whose output was not finite."""
 
     archive_problem: str = ""
+    log_problem: str = ""
+    """Why no tree head is signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,8 @@ def log(memory: Memory, s: Sight) -> str | None:
         return None
     if s.head_age <= UNSIGNED_SECONDS:
         return ""
-    return f"the ledger's log was signed {s.head_age / 60:.0f} min ago for the last time"
+    why = f": {s.log_problem}" if s.log_problem else ""
+    return f"the ledger's log was signed {s.head_age / 60:.0f} min ago for the last time{why}"
 
 
 def chain(memory: Memory, s: Sight) -> str | None:

@@ -64,7 +64,7 @@ class Watcher:
         except (TypeError, KeyError, AttributeError, ValueError) as e:
             log.error("%s is damaged (%s): alerts that stand are told again", self._path, e)
         self._tasks = [asyncio.create_task(self._look_on(), name="alerts")]
-        self._tasks += [asyncio.create_task(self._tell_on(h), name=f"webhook {h}") for h in self._config.hooks]
+        self._tasks += [asyncio.create_task(self._tell_always(h), name=f"webhook {h}") for h in self._config.hooks]
 
     async def stop(self) -> None:
         """What was not told yet is told after the next start."""
@@ -95,6 +95,14 @@ class Watcher:
             except Exception:  # a fault in a rule must not silence the others for ever
                 log.exception("looking for alerts failed")
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _tell_always(self, hook: Hook) -> None:
+        while True:
+            try:
+                await self._tell_on(hook)
+            except Exception:  # a fault here must not silence a webhook until the next start
+                log.exception("webhook %s: a fault of the coordinator; what it was to be told is told again", hook.name)
+            await asyncio.sleep(back_off(1))
 
     async def _tell_on(self, hook: Hook) -> None:
         failures = 0

@@ -48,10 +48,7 @@ IsSettled = Callable[[Round, Digest], Awaitable[bool]]
 
 
 class Keeper:
-    """One run's. `start`, then `stop`; what it knows can be asked at any time, on the event loop.
-
-    `on_validation`: called with (round, loss) of each evaluation; loss is NaN where the model's output is not finite.
-    """
+    """One run's. `start`, then `stop`; what it knows can be asked at any time, on the event loop."""
 
     def __init__(
         self, archive: Archive, folder: Path, spec: RunSpec, owner: Identity, view: SwarmView, settings: Settings, *,
@@ -59,7 +56,6 @@ class Keeper:
     ):  # fmt: skip
         self.archive = archive
         self.evaluations = Evaluations(folder, now)
-        self.on_validation: list[Callable[[int, float], None]] = []
         self.other_problem: Callable[[], str] = str
         """What is in the way of archiving, from whoever archives."""
         self._spec = spec
@@ -209,16 +205,13 @@ class Keeper:
 
     def _tell(self, archived: Archived, measured: Row | None, texts: Sequence[Row]) -> None:
         if measured is not None:
-            loss = float("nan") if measured["loss"] is None else float(measured["loss"])
             of = f"{measured['windows']} windows on {measured['device']}, {measured['seconds']:.0f} s"
             if measured["loss"] is None:
                 log.error(
                     "validation of round %d: the loss is not a number: the run has diverged (%s)", archived.round, of
                 )
             else:
-                log.info("validation of round %d: loss %.4f nats a token (%s)", archived.round, loss, of)
-            for call in self.on_validation:
-                call(archived.round, loss)
+                log.info("validation of round %d: loss %.4f nats a token (%s)", archived.round, measured["loss"], of)
         if texts:
             drawn = next((t for t in texts if t["temperature"]), texts[0])  # the likeliest text repeats itself
             prompt, text = (" ".join(drawn[k].split()) for k in ("prompt", "text"))
