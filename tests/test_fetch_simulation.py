@@ -14,7 +14,7 @@ import pytest
 from peer.swarm.errors import BlobUnavailable
 from peer.swarm.fetch import Fetch
 from peer.swarm.links import BLOBS_AHEAD, HELD
-from peer.swarm.worker import AHEAD
+from peer.swarm.worker import KNOWN_AHEAD
 from protocol.merkle import CHUNK
 from tests.fetch_world import MBIT, Host, SlowDisk, World, simulated
 
@@ -158,7 +158,7 @@ def test_chunks_that_come_before_their_hashes_are_few_in_all(tmp_path: Path, mon
         return before, given[0]
 
     before, all_in_all = simulated(main())
-    assert 0 < before <= BLOBS_AHEAD * AHEAD
+    assert 0 < before <= BLOBS_AHEAD * KNOWN_AHEAD
     assert all_in_all <= 1.1 * 6 * len(data)
 
 
@@ -303,7 +303,7 @@ def test_with_a_slow_disk_few_chunks_are_in_memory(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(Fetch, "keep", counted)
 
     fetched_from(tmp_path, data, 2, spoil, 60)
-    assert 1 < most[0] <= 2 * HELD + AHEAD
+    assert 1 < most[0] <= 2 * HELD + KNOWN_AHEAD
 
 
 def test_one_blob_fetched_twice_at_once_comes_once(tmp_path: Path):

@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="that are measured")
     parser.add_argument("--mbit", type=float, default=RATE)
     parser.add_argument("--rtt-ms", type=float, default=100.0)
+    parser.add_argument("--pause", type=float, default=2.5, help="seconds before each round")
     parser.add_argument("--tcp", default=congestion_control(), help="congestion control; by default the machine's")
     parser.add_argument("--dies", action="store_true", help="kill one peer in the middle of one more round")
     parser.add_argument("--seconds", type=float, default=280.0, help="how long a row may take")
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in SYSTEMS]:
         parser.error(f"--rows: there is no {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     parameters, rounds = (4_000_000, 2) if options.quick else (options.parameters, options.rounds)
-    setting = Setting(parameters, options.peers, options.mbit, options.rtt_ms, rounds, options.tcp)
+    setting = Setting(parameters, options.peers, options.mbit, options.rtt_ms, rounds, options.tcp, options.pause)
     rows = old_rows(options.json) if options.add and options.json else []
     machine, failed = report.machine(), False
     for name in wanted:

@@ -19,7 +19,8 @@ HEAD = "benchmarks.exchange_wan"
 
 @dataclass(frozen=True)
 class Setting:
-    """One number for all rows: `mbit` each way for each host, `rtt_ms` between any two; `tcp`: congestion control."""
+    """One number for all rows: `mbit` each way for each host, `rtt_ms` between any two; `tcp`: congestion control;
+    `pause`: seconds before each round, more than a heartbeat."""
 
     parameters: int
     peers: int
@@ -27,6 +28,7 @@ class Setting:
     rtt_ms: float = 100.0
     rounds: int = 5
     tcp: str = "cubic"
+    pause: float = 2.5
 
     @property
     def layout(self) -> Layout:

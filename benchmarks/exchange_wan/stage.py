@@ -18,7 +18,7 @@ from tests.wan import Topology, star
 
 START_SECONDS, ROUND_SECONDS = 180.0, 60.0
 SETTLE_SECONDS = 2.5
-"""Before a round begins: longer than a heartbeat."""
+"""After the last round."""
 AHEAD = 0.3
 """All are told of a round's beginning so long before it."""
 
@@ -94,7 +94,7 @@ class _Play:
 
     def _begin(self, round: int) -> tuple[float, dict[str, Wire], dict[int, dict[str, float]]]:
         self._until(f"round {round} is prepared", lambda: self._ready(round), START_SECONDS)
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(self.setting.pause)
         wire, cpu, at = self.world.wire(), self._cpu(), time.monotonic() + AHEAD
         publish(self.world.folder / f"go-{round}", repr(at))
         return at, wire, cpu

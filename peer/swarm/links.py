@@ -27,18 +27,22 @@ OpenStream = Callable[[PeerKey, float], Awaitable[tuple[asyncio.StreamReader, as
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
-    """A stream is dead when nothing at all comes for `reply_seconds` while a reply is due, or when one reply takes
-    `slow_replies` times as long: 256 KiB in 60 s are 35 kbit/s."""
+    """A stream is dead when less than PIECE comes in `reply_seconds` while that is due, or when one reply takes
+    `slow_replies` times as long: 256 KiB in 60 s are 35 kbit/s. It is kept for the next round, which is minutes away:
+    a new one costs a round trip, and what the old one knows of the line."""
 
     open_seconds: float = 10
     reply_seconds: float = 15
     slow_replies: float = 4
-    idle_seconds: float = 20
+    idle_seconds: float = 1800
     links: int = 64
 
 
 BLOBS_AHEAD = 8
 """Blobs of which a few chunks may be in memory before it is known what they must be."""
+
+PIECE = 64 * 1024
+"""Bytes that are read at once: libp2p's daemon gives a few thousand at a time, and a deadline for each costs more."""
 
 HELD = 2
 """Replies of one stream that are in memory at once, besides the one that is coming in."""
@@ -193,9 +197,7 @@ class Link:
         pieces, left = [], size
         while left:
             within = min(self._limits.reply_seconds, end - asyncio.get_running_loop().time())
-            piece = await asyncio.wait_for(self._reader.read(left), within)
-            if not piece:
-                raise asyncio.IncompleteReadError(b"", left)
+            piece = await asyncio.wait_for(self._reader.readexactly(min(left, PIECE)), within)
             pieces.append(piece)
             left -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -280,6 +282,11 @@ class Links:
         """Seconds that a reply of this peer takes of late; 0 when that is not known."""
         link = self._links.get((peer, lane))
         return link.pace.latency if link is not None and link.alive else 0.0
+
+    def has_given(self, peer: PeerKey, lane: str) -> bool:
+        """Whether chunks have come by the stream that is open to it."""
+        link = self._links.get((peer, lane))
+        return link is not None and link.alive and link.pace.latency > 0
 
     def hang_up(self, peer: PeerKey) -> None:
         """Close the streams to a peer: what it still sends is not wanted."""

@@ -21,16 +21,18 @@ SPARE_SECONDS = 0.25
 """Asked for on top of one latency, at the least: a short line is not left idle while this process is busy."""
 
 RATE_SECONDS, BASE_SECONDS = 1.0, 30.0
-"""How long the highest rate (or 4 latencies) and the lowest latency are believed, at least; twice that at most."""
+"""How long the highest rate (or 4 latencies), while all is asked for that may be, and the lowest latency are believed,
+at least; twice that at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A request was sent: when, what had come by then, how many others were under way."""
+    """A request was sent: when, what had come by then, how many were under way with it, and whether no more may be."""
 
     at: float
     delivered: int
     under_way: int
+    full: bool
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class Pace:
 
     def sent(self, now: float, under_way: int) -> Mark:
         """A request goes out, and so many are under way with it."""
-        return Mark(now, self._delivered, under_way)
+        return Mark(now, self._delivered, under_way, under_way >= self.window)
 
     def came(self, mark: Mark, size: int, now: float) -> None:
         """Its reply is here."""
@@ -82,7 +84,8 @@ class Pace:
             return  # says nothing of the rate
         self.latency = took if not self.latency else 0.75 * self.latency + 0.25 * took
         base = min(b for b in (self._base.now, self._base.before, took) if b is not None)
-        self._rate.turn(now, max(RATE_SECONDS, 4 * base))
+        if mark.full:  # else it is us who asked for no more: that says nothing against a higher rate
+            self._rate.turn(now, max(RATE_SECONDS, 4 * base))
         rate = (self._delivered - mark.delivered) / took
         self._rate.now = rate if self._rate.now is None else max(rate, self._rate.now)
         best = max(self._rate.now, self._rate.before or 0.0)

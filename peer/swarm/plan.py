@@ -5,7 +5,7 @@ fetchers, each chunk is the *share* of one of those who fetch, by its index and 
 word: it is asked of a source by that one, and the others get it from there. So a slow uplink sends each chunk about
 once, however many want it. When our share is here, others' are taken over from fellows that do not get on: one chunk
 more with every WAIT_SECONDS (or a source's latency) in which they all got nothing; without such a limit from
-fellows that are slower together than a source would be alone; and a few at a time from a source as quick as they.
+fellows that are slower together than a source would be alone. A source as quick as they gives all that it is asked for.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from protocol.ids import PeerKey
 
 WAIT_SECONDS = 0.5
 LATE_SECONDS = 1.0
-"""After so long without an answer another holder may be asked the same. With less, a line that many share is asked for
-the same chunks by several: with 12 who exchange updates of 6 chunks 20% more was sent with half of it."""
+"""After so long, in which a holder gave nothing, another may be asked the same. With less, a line that many share is
+asked for the same chunks by several: with 12 who exchange updates of 6 chunks 20% more was sent with half of it."""
 
 ASKED_AT_ONCE = 3
 """Holders asked for one chunk, at most."""
 
-QUICK = 1.2
-"""A source that answers within so many times what the quickest fellow takes has a line as good as theirs."""
+QUICK = 1.5
+"""A source that answers within so many times what a fellow takes (the median) has a line as good as theirs."""
 
 LEAST_SHARE = 2
 """Chunks that may be asked of one holder at once, however few are left."""
@@ -48,6 +49,9 @@ class _Holder:
     """Of a fellow: what it has, the rarest last; some of it may be here by now."""
 
     asked: int = 0
+    gave_at: float = float("-inf")
+    """When a chunk of it came last: what was asked of it later is behind that one."""
+
     waits_since: float | None = None
     """A source has had no chunk of our share to give since."""
 
@@ -173,13 +177,14 @@ class Plan:
         while self._missing:
             taken_over = False
             index = None
-            if holder.asked < self._most():
+            quick = self._shared and holder.kind is Kind.SOURCE and self._is_as_quick_as_fellows(peer)
+            if quick or holder.asked < self._most():
                 if holder.kind is Kind.FELLOW:
                     index = self._pop(holder.stack)
                 elif holder.kind is Kind.SOURCE:
                     index = self._pop_share()
                     if index is None and self._shared:
-                        index, taken_over = self._take_over(peer, holder, now), True
+                        index, taken_over = self._rarest() if quick else self._take_over(peer, holder, now), True
                     else:
                         holder.waits_since = None
             if index is None:
@@ -194,8 +199,10 @@ class Plan:
             return index
         return None
 
-    def came(self, index: int, now: float) -> None:
-        """The chunk is here."""
+    def came(self, index: int, now: float, peer: PeerKey | None = None) -> None:
+        """The chunk is here, from this holder (None: by another way)."""
+        if peer is not None:
+            self._holders[peer].gave_at = now
         self._missing.discard(index)
         self._todo.discard(index)
         for asked in self._asked.pop(index, []):
@@ -277,8 +284,6 @@ class Plan:
             source.waits_since = now
         unit = max(WAIT_SECONDS, 1.5 * self._latency(peer))
         under_way = sum(a.taken_over and a.peer == peer for asked in self._asked.values() for a in asked)
-        if self._is_as_quick_as_fellows(peer):
-            return self._rarest() if under_way < LEAST_SHARE else None
         if now - source.waits_since < WAIT_SECONDS or not self._rates.fellows_lag(now):
             if under_way >= int((now - max(source.waits_since, self._rates.grew_at)) / unit):
                 return None
@@ -286,8 +291,9 @@ class Plan:
 
     def _is_as_quick_as_fellows(self, peer: PeerKey) -> bool:
         """A source whose line is no scarcer than others': to wait for fellows would only take longer."""
-        theirs = [t for p, h in self._holders.items() if h.kind is Kind.FELLOW and (t := self._latency(p))]
-        return bool(theirs) and 0 < self._latency(peer) <= QUICK * min(theirs)
+        others = (p for p, h in self._holders.items() if h.kind in (Kind.FELLOW, Kind.UNHEARD))
+        theirs = [t for p in others if (t := self._latency(p))]
+        return bool(theirs) and 0 < self._latency(peer) <= QUICK * median(theirs)
 
     def _rarest(self) -> int | None:
         """Of a few of others' shares."""
@@ -302,10 +308,12 @@ class Plan:
         mine = self._latency(peer)
         holder = self._holders[peer]
         for index, asked in self._asked.items():
-            waited, theirs = now - asked[-1].at, self._latency(asked[-1].peer)
+            last = asked[-1]
+            waited, theirs = now - last.at, self._latency(last.peer)
+            silent = min(waited, now - self._holders[last.peer].gave_at)
             if (
                 waited > max(LATE_SECONDS, mine)
-                and (waited > 1.5 * theirs or mine < 0.5 * theirs)
+                and (silent > max(LATE_SECONDS, 1.5 * theirs) or mine < 0.5 * theirs)
                 and len(asked) < ASKED_AT_ONCE
                 and (holder.kind is Kind.SOURCE or _bit(holder.have, index))
                 and all(a.peer != peer for a in asked)

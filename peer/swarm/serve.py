@@ -46,7 +46,7 @@ class ServeLimits:
     rest_seconds: float = 0.5
     room_seconds: float = 5
     read_ahead: int = 2
-    idle_seconds: float = 60
+    idle_seconds: float = 1800
     write_seconds: float = 20
     linger_seconds: float = 1
     """How long a stream is kept open after last words, unless the other side hangs up: libp2p's daemon resets a stream

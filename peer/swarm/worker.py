@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable
+from math import inf
 from typing import TYPE_CHECKING
 
 from peer.swarm.clock import clock
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     from peer.store import Partial
     from peer.swarm.fetch import Fetch
 
-AHEAD = 3
+AHEAD, KNOWN_AHEAD = 3, 6
 """Chunks asked for before their hashes are here, which go into memory: so many of one blob, and blobs in all as said in
-`Links`. One less than a new stream takes, so that the hashes need not wait."""
+`Links`. One less than a new stream takes, so that the hashes need not wait; of a holder that gave us others by the same
+stream what keeps its line busy until the rest is asked for."""
 
 UNPROVED = 4
-"""Chunks asked of a holder at once before one of them has come."""
+"""Chunks asked of a holder at once before one of them has come, unless it gave us others by the same stream."""
 
 IDLE_SECONDS = 0.02
 """How long to wait when there is nothing to ask of a holder."""
@@ -76,8 +78,7 @@ class Worker:
     async def _turn(self) -> None:
         """One more chunk asked for, or a wait."""
         fetch, holder = self._fetch, self._holder
-        most = UNPROVED if self._partial.done() else AHEAD
-        if self._running and (holder.suspected or (not holder.proved and len(self._running) >= most)):
+        if self._running and (holder.suspected or len(self._running) >= self._most()):
             await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
             return
         try:
@@ -105,6 +106,13 @@ class Worker:
         elif index is None:
             await self._idle()
 
+    def _most(self) -> float:
+        """Chunks that may be under way from it, whatever its line takes."""
+        known = self._holder.proved or self._fetch.links.has_given(self._holder.peer, self._lane)
+        if not self._partial.done():
+            return KNOWN_AHEAD if known else AHEAD
+        return inf if known else UNPROVED
+
     async def _one(self, place: Place, index: int) -> None:
         """Ask for a chunk and keep it."""
         fetch, holder = self._fetch, self._holder
@@ -121,7 +129,7 @@ class Worker:
                 place.free()
             if ahead:  # without a hold on the stream: the hashes may be behind it
                 await fetch.keep(holder, await asyncio.shield(self._partial), index, data)
-            self._plan.came(index, clock())
+            self._plan.came(index, clock(), holder.peer)
             if not self._plan.left:
                 fetch.complete.set()
         finally:

@@ -32,6 +32,9 @@ class Int8Codec(Codec):
     def _decode(self, records: Tensor, width: int) -> Decoded:
         return Decoded(exact(*read(records[:, :SCALE], records[:, SCALE:])).view(-1), None)
 
+    def _check(self, records: Tensor, width: int) -> None:
+        read(records[:, :SCALE], records[:, SCALE:])
+
     def _energies(self, records: Tensor, width: int) -> Tensor:
         return squares(*read(records[:, :SCALE], records[:, SCALE:]))
 

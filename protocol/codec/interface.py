@@ -27,6 +27,8 @@ from protocol.state import flat, held
 
 MAGIC = b"CRN1"
 FORMAT = 1
+CHECKED_BYTES = 256 * 1024
+"""Of records that are checked at once: in a thread beside a busy one, each operation may wait for the interpreter."""
 HEADER = 40
 
 Blob = bytes | bytearray | memoryview
@@ -101,6 +103,10 @@ class Codec(ABC):
     def _decode(self, records: Tensor, width: int) -> Decoded:
         """uint8 [n, record_size(width)] from a stranger. Raises RecordError."""
 
+    def _check(self, records: Tensor, width: int) -> None:
+        """Raises RecordError exactly when `_decode` does; it may cost less."""
+        self._decode(records, width)
+
     @abstractmethod
     def _energies(self, records: Tensor, width: int) -> Tensor:
         """The sum of squares of each record's values: fp64 [n], the same bits everywhere. Raises RecordError."""
@@ -173,8 +179,8 @@ class Codec(ABC):
 
     def check_records(self, blob: Blob, parts: Sequence[Part] | None = None) -> None:
         """Raises CodecError unless the records of some parts (None: all) are valid. Of a blob of the right size."""
-        for run in self.runs(parts=parts):
-            self.decode_run(blob, run)
+        for run in self.runs(max(RUN_CHUNKS, CHECKED_BYTES // self.record_size(CODEC_CHUNK)), parts=parts):
+            self._read(blob, run, "cpu", self._check)
 
     def check_header(self, blob: Blob) -> None:
         """Raises CodecError unless the blob has the right size and header: what `decode_run` takes for granted."""

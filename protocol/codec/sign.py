@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.codec.bits import pack, packed_size, unpack
+from protocol.codec.bits import overfilled, pack, packed_size, unpack
 from protocol.codec.interface import Codec, Decoded, refuse
 from protocol.codec.scales import MAX_INPUT, from_wire, nearest, to_wire
 
@@ -36,16 +36,22 @@ class SignCodec(Codec):
         return torch.cat([to_wire(scale), pack(minus, 1)], 1)
 
     def _decode(self, records: Tensor, width: int) -> Decoded:
-        scale = from_wire(records[:, :SCALE])
-        minus = unpack(records[:, SCALE:], width, 1)
-        if minus.shape[1] > width:
-            refuse(minus[:, width:] != 0, "filling bits of the signs are set")
-            minus = minus[:, :width]
-        return Decoded(_values(scale, minus).view(-1), None)
+        scale, packed = _parts(records, width)
+        return Decoded(_values(scale, unpack(packed, width, 1)[:, :width]).view(-1), None)
+
+    def _check(self, records: Tensor, width: int) -> None:
+        _parts(records, width)
 
     def _energies(self, records: Tensor, width: int) -> Tensor:
         scale = from_wire(records[:, :SCALE]).view(-1).to(torch.float64)
         return torch.mul(scale * scale, torch.full_like(scale, width))  # 16 bits times 13: exact
+
+
+def _parts(records: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The scales, fp32 [n, 1], and the signs, packed: uint8. Raises RecordError."""
+    packed = records[:, SCALE:]
+    refuse(overfilled(packed, width, 1), "filling bits of the signs are set")
+    return from_wire(records[:, :SCALE]), packed
 
 
 def _values(scale: Tensor, minus: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from protocol.codec.bits import pack, packed_size, unpack
+from protocol.codec.bits import overfilled, pack, packed_size, unpack
 from protocol.codec.interface import Codec, Decoded, refuse
 from protocol.codec.positions import Positions
 from protocol.codec.rows import falling, largest
@@ -72,17 +72,19 @@ class SparseCodec(Codec):
 
     def _decode(self, records: Tensor, width: int) -> Decoded:
         coding = self.positions(width)
-        lo, hi = _scales(records)
-        codes = unpack(records[:, SCALES + coding.size :], coding.k, 2)
-        if codes.shape[1] > coding.k:
-            refuse(codes[:, coding.k :] != 0, "filling bits of the values are set")
-            codes = codes[:, : coding.k]
-        values = _values(lo, hi, codes).view(-1)
+        lo, hi, packed = _parts(records, coding)
+        values = _values(lo, hi, unpack(packed, coding.k, 2)[:, : coding.k]).view(-1)
         if coding.dense:
             return Decoded(values, None)
         positions = coding.decode(records[:, SCALES : SCALES + coding.size])
         starts = torch.arange(0, records.shape[0] * width, width, device=records.device)
         return Decoded(values, positions.add_(starts.unsqueeze(1)).view(-1))
+
+    def _check(self, records: Tensor, width: int) -> None:
+        coding = self.positions(width)
+        _parts(records, coding)
+        if not coding.dense:
+            coding.decode(records[:, SCALES : SCALES + coding.size])
 
     def _energies(self, records: Tensor, width: int) -> Tensor:
         coding = self.positions(width)
@@ -101,6 +103,13 @@ def _scales(records: Tensor) -> tuple[Tensor, Tensor]:
     lo, hi = scales[:, :1], scales[:, 1:]
     refuse(lo > hi, "the low scale is above the high one")
     return lo, hi
+
+
+def _parts(records: Tensor, coding: Positions) -> tuple[Tensor, Tensor, Tensor]:
+    """lo and hi, fp32 [n, 1] each, and the values, packed: uint8. Raises RecordError."""
+    packed = records[:, SCALES + coding.size :]
+    refuse(overfilled(packed, coding.k, 2), "filling bits of the values are set")
+    return *_scales(records), packed
 
 
 def _values(lo: Tensor, hi: Tensor, codes: Tensor) -> Tensor:
