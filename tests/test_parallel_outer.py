@@ -60,7 +60,14 @@ def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
     others = [Contribution(KEYS[1], 2, dense(10)), Contribution(KEYS[2], 5, dense(11))]
     for r in range(3):
         learn(100 + r)
-        blob = side.announce()
+        told: list[bytes] = []
+        blob = side.announce(lambda start, told=told: told.append(bytes(start)))
+        if blob:
+            assert told[-1] == blob and all(blob.startswith(t) for t in told)
+            if isinstance(side, Share) and side.group.degrees.pp == 1:
+                assert len(told) > 2  # its own records, before those of others are there
+        else:
+            assert not told
         seen.append(blob_digest(blob).hex() if blob else "")
         learn(200 + r)  # goes on while the update travels
         mine = dense(r) if r else blob

@@ -374,7 +374,8 @@ class CrewOuter:
         self._crew.hands.share.base = value
 
     def announce(self, final: Callable[[memoryview], None] = lambda start: None) -> bytes:
-        """As of one process; but the blob is put together once all ranks have made theirs: `final` is not called."""
+        """As of one process; of the blob, this rank's share is final first, then all the others'."""
+        self._crew.hands.final = final
         blob = self._crew.do(Order.ANNOUNCE)
         if not isinstance(blob, bytes):
             raise TypeError("ANNOUNCE gives the blob, on rank 0")

@@ -31,6 +31,9 @@ from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
 from protocol.state import state_layout
 
+PIECE = 4096
+"""Chunks that are encoded between two words of how far an update is."""
+
 Shares = dict[str, Tensor]
 """The owned parts by name: fp32, 1-d."""
 
@@ -74,30 +77,47 @@ class Share:
     # -- what the outer side does ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def announce(self) -> bytes | None:
-        """An update's blob, on rank 0, from all that was learnt and not sent. Raises CodecError on all ranks."""
+    def announce(self, final: Callable[[memoryview], None] = lambda start: None) -> bytes | None:
+        """An update's blob, on rank 0, from all that was learnt and not sent. Raises CodecError on all ranks.
+
+        `final`, on rank 0: as of `Codec.encode`. Its own records are the first of the blob, and are told one after the
+        other; the others' are there once all ranks have made theirs.
+        """
         for name, values in self._owned_values():
             self.feedback[name].mul_(self.beta).add_(self.anchor[name]).sub_(values)
             self.anchor[name].copy_(values)
+        header, leads = self.codec.header, self.group.rank == 0
+        blob = bytearray(self.codec.size if leads else 0)
+        blob[: len(header)] = header
+        start, end = memoryview(blob).toreadonly(), len(header)
         records = bytearray()
         with self.group.together():
-            for part in self.parts:
-                values = self.feedback[self._name(part.index)]
-                records += self.codec.encode_chunks(part.index, part.start // CODEC_CHUNK, values)
+            for part, first in self._pieces():
+                values = self.feedback[self._name(part.index)][first * CODEC_CHUNK :][: PIECE * CODEC_CHUNK]
+                found = self.codec.encode_chunks(part.index, part.start // CODEC_CHUNK + first, values)
+                records += found
+                if leads and end == self.codec.place(part)[0] + first * self.codec.record_size(CODEC_CHUNK):
+                    blob[end : end + len(found)] = found
+                    end += len(found)
+                    final(start[:end])
         places = {rank: [self.codec.place(p) for p in parts] for rank, parts in self.owned.parts.items()}
         sizes = [sum(size for _, size in places[rank]) for rank in range(self.group.world)]
         every = self.group.gather(records, sizes)
         if every is None:
             return None
-        blob = bytearray(self.codec.size)
-        header = self.codec.header
-        blob[: len(header)] = header
         for rank, found in enumerate(every):
             at = 0
             for offset, size in places[rank]:
                 blob[offset : offset + size] = found[at : at + size]
                 at += size
+        final(start)
         return bytes(blob)
+
+    def _pieces(self) -> Iterator[tuple[Part, int]]:
+        """The owned parts, PIECE chunks at a time: (part, the first chunk in it)."""
+        for part in self.parts:
+            for first in range(0, part.chunks, PIECE):
+                yield part, first
 
     def advance(self, contributions: Sequence[Contribution]) -> None:
         """The base goes on to the next state; `rebase` is then due. Raises CodecError on all ranks, without a base."""
