@@ -100,7 +100,7 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
         await _take_all(r, auditor, chain, newest.size)
         if chain.newest_final is None:
             final = None  # a rollback that the chain carries is newer
-    report = auditor.finish(*(final or (None, None)))
+    report = auditor.finish(*(final or (None, None)), epoch=chain.epoch if chain.agreed else None)
     if not chain.is_followed(auditor.tip):
         words = f"the log ends with record {auditor.tip.short}, which is not on the chain that the swarm follows"
         report.differences.append(Difference(None, words))

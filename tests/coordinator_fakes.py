@@ -64,6 +64,9 @@ class ChainMaker:
         self.head = genesis_digest(self.run)
         self.certificates: list[Certificate] = []
         self._next: dict[PeerKey, int] = {}
+        self.amendment: Signed[Amendment] | None = None
+        """The owner's word that a record carries; headers from then on name its rollback."""
+        self._carries = -1
 
     def fork(self, at: int) -> ChainMaker:
         """Another chain with the same first `at` rounds."""
@@ -71,6 +74,10 @@ class ChainMaker:
         for certificate in self.certificates[:at]:
             other._take(certificate)
         return other
+
+    def carry(self, amendment: Signed[Amendment]) -> None:
+        """The next record does."""
+        self.amendment, self._carries = amendment, len(self.certificates)
 
     def _take(self, certificate: Certificate) -> None:
         self.certificates.append(certificate)
@@ -83,16 +90,18 @@ class ChainMaker:
         round_ = Round(len(self.certificates))
         identities = sorted((peer(n) for n in work), key=lambda i: i.key)
         windows = {peer(n).key: w for n, w in work.items()}
+        epoch = self.amendment.body.epoch if self.amendment is not None else 0
         headers = []
         for identity in identities:
             admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, 0, 2**33, ""))
             first = self._next.get(identity.key, 0)
             header = Header(
                 self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
-                Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent,
+                Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent, epoch=epoch,
             )  # fmt: skip
             headers.append(KeySigner(identity).sign(header))
-        body = Record(self.run, round_, self.head, state(round_), attempt, tuple(headers))
+        carried = self.amendment if round_ == self._carries else None
+        body = Record(self.run, round_, self.head, state(round_), attempt, tuple(headers), carried)
         record = KeySigner(identities[0]).sign(body)
         votes = tuple(KeySigner(i).sign(Vote(self.run, round_, record.digest)) for i in identities)
         assert len(votes) >= votes_needed(len(identities))

@@ -102,6 +102,14 @@ class World:
         assert (chain.root == chain.genesis) == (first == 0)
         return chain
 
+    async def rollback(self, record: Digest, *, told: bool = True) -> None:
+        """To round 5, in the ledger; and, when it is told, the next record carries it."""
+        if told:
+            word = Amendment(SPEC.run_id, 1, rollback=Rollback(1, record, Round(6), state(6)))
+            self.swarm.chain.carry(KeySigner(OWNER).sign(word))
+        amendment = back_to(SPEC, record, 5)
+        await self.ledger.run(lambda ledger: ledger.rollback(record, 5, amendment))  # type: ignore[arg-type]
+
     async def open(self) -> None:
         # What an owner who falsifies the database does first: no look at it when it is opened.
         self.monkeypatch.setattr("coordinator.ledger.store.check_opened", lambda *_: None)
@@ -362,8 +370,7 @@ async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_pa
     async with made(tmp_path, monkeypatch) as w:
         old = w.swarm.chain
         w.swarm.chain = old.fork(6)
-        record, amendment = old.certificates[5].digest, back_to(SPEC, old.certificates[5].digest, 5)
-        await w.ledger.run(lambda ledger: ledger.rollback(record, 5, amendment))  # type: ignore[arg-type]
+        await w.rollback(old.certificates[5].digest)
         for _ in range(4):
             account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)
             w.clock[0] += 61
@@ -375,14 +382,23 @@ async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_pa
         assert found.clean, _lines(found)
 
 
+async def test_a_rollback_that_no_member_has_heard_of_is_unproved(tmp_path, monkeypatch):
+    """As of a branch of the owner's own, which the swarm never knew."""
+    async with made(tmp_path, monkeypatch) as w:
+        await w.rollback(w.swarm.chain.certificates[5].digest, told=False)
+        w.clock[0] += 61
+        await w.log.heads(None, 1)
+        found = await w.audit()
+        assert any("no member that was asked has heard of this rollback" in d.words for d in found.report.unproved)
+
+
 async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_looked_for(tmp_path, monkeypatch):
     """The auditor reads to the end of the chain for a record of the branch that was left, and forgets what it read."""
     async with made(tmp_path, monkeypatch) as w:
         monkeypatch.setattr("cairn.auditing_chain.KEPT", 4)
         old = w.swarm.chain
         w.swarm.chain = old.fork(6)
-        record, amendment = old.certificates[5].digest, back_to(SPEC, old.certificates[5].digest, 5)
-        await w.ledger.run(lambda ledger: ledger.rollback(record, 5, amendment))  # type: ignore[arg-type]
+        await w.rollback(old.certificates[5].digest)
         w.swarm.left = old.certificates[6:]
         for _ in range(12):
             account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)

@@ -120,6 +120,8 @@ class Auditor:
         """Rounds that were credited for want of their entry."""
         self._orphans: dict[int, tuple[RoundEntry, bool]] = {}
         """Rounds that are not of the chain, and whether their certificates are known."""
+        self._rolled_back = 0
+        """The entry of the newest rollback."""
         self._wanted: dict[int, list[SeenHead]] = {}
         self._heads = list(heads)
         self.report = Report()
@@ -153,10 +155,15 @@ class Auditor:
             self._remember(entry.sequence, leaf)
         self._check_heads()
 
-    def finish(self, final: Round | None = None, record: Digest | None = None) -> Report:
+    def finish(self, final: Round | None = None, record: Digest | None = None, *, epoch: int | None = None) -> Report:
         """The report. `final`: the newest round that the owner has signed as final, as the swarm holds it; `record` its
-        record."""
+        record. `epoch`: of the newest rollback that the swarm has heard of; None when nobody of it was asked."""
         report, books = self.report, self._books
+        if epoch is not None and books.epoch > epoch:
+            n = self._rolled_back
+            words = f"entry {n}: no member that was asked has heard of this rollback (number {books.epoch} of the run)"
+            why = "it is minutes old, or what it takes back was never the swarm's: audit again in a while"
+            report.unproved.append(Difference(n, f"{words}: {why}"))
         for of, n in self._early.items():
             self._say(n, f"entry {n} settles entry {of}, which is not due")
         for n, (orphan, proved) in self._orphans.items():
@@ -269,6 +276,7 @@ class Auditor:
                 case VoidEntry():
                     self._compare(entry, books._void(what.verdict, entry.time).entry)
                 case RollbackEntry():
+                    self._rolled_back = n
                     self._compare(entry, books._rollback(what.record, what.round, what.amendment, entry.time).entry)
                     # The branch is given up: its certificates need not be in the chain that peers keep.
                     for m in [m for m, (orphan, _) in self._orphans.items() if orphan.round > what.round]:
