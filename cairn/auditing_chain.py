@@ -54,6 +54,8 @@ class AuditedChain:
         self.agreed: set[PeerKey] = set()
         """Members that gave a certificate of the chain that was read, whoever gave it first."""
         self.from_coordinator = 0
+        self.epoch = 0
+        """Rollbacks that members know of: what the coordinator alone tells does not count."""
         self.warnings: list[str] = []
 
     @property
@@ -68,11 +70,6 @@ class AuditedChain:
         if self._final is None or self._final.body.epoch < self.epoch:
             return None
         return self._final.body.round, self._final.body.record
-
-    @property
-    def epoch(self) -> int:
-        """Rollbacks that members, or their chain, know of."""
-        return 0 if self._chain.newest is None else self._chain.newest.body.epoch
 
     def find(self, record: Digest) -> RoundAccount | None:
         """What a record earns whom; None when its certificate was not read (or long ago)."""
@@ -156,14 +153,16 @@ class AuditedChain:
         """What a member said, verified; how many certificates were new."""
         try:
             if reply.amendment:
-                self._chain.take(self._opener.open(reply.amendment, Amendment))
+                word = self._opener.open(reply.amendment, Amendment)
+                self._chain.take(word)
+                self.epoch = max(self.epoch, word.body.epoch)
             if reply.final:
                 final = self._opener.open(reply.final, Final)
                 known = None if self._final is None else (self._final.body.epoch, self._final.body.round)
                 if known is None or (final.body.epoch, final.body.round) > known:
                     self._final = final
                 self._chain.add_final(final)
-            added = self._add(reply.certificates[:256])
+            added = self._add(reply.certificates[:256], by_member=True)
         except ProtocolError as e:
             self.warnings.append(f"member {member.short} gave what is no part of the chain: {e}")
             self._silent.add(member)
@@ -184,10 +183,12 @@ class AuditedChain:
         self.from_coordinator += added
         return added
 
-    def _add(self, sent: Iterable[bytes]) -> int:
+    def _add(self, sent: Iterable[bytes], *, by_member: bool = False) -> int:
         added = 0
         for data in sent:
             certificate = self._opener.certificate(data)
+            if by_member and (word := certificate.record.body.amendment) is not None:
+                self.epoch = max(self.epoch, word.body.epoch)
             if self._chain.add(certificate):
                 added += 1
                 self._read.add(certificate.digest)

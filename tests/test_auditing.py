@@ -392,6 +392,23 @@ async def test_a_rollback_that_no_member_has_heard_of_is_unproved(tmp_path, monk
         assert any("no member that was asked has heard of this rollback" in d.words for d in found.report.unproved)
 
 
+async def test_what_the_coordinator_alone_tells_of_a_rollback_is_not_what_members_have_heard(tmp_path, monkeypatch):
+    """It gives a certificate, of peers of its own, that carries the word."""
+    async with made(tmp_path, monkeypatch) as w:
+        members, record = w.swarm.chain, w.swarm.chain.certificates[5].digest
+        w.chains = {peer(1).key: w.chain()}
+        w.swarm.chain = members.fork(6)
+        await w.rollback(record)
+        account = account_for(w.swarm.chain.add({8: 5}), RULE)
+        w.clock[0] += 61
+        await w.ledger.run(lambda ledger: ledger.post(account))
+        w.swarm.left = members.certificates[6:]
+        w.clock[0] += 61
+        await w.log.heads(None, 1)
+        found = await w.audit()
+        assert any("no member that was asked has heard of this rollback" in d.words for d in found.report.unproved)
+
+
 async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_looked_for(tmp_path, monkeypatch):
     """The auditor reads to the end of the chain for a record of the branch that was left, and forgets what it read."""
     async with made(tmp_path, monkeypatch) as w:

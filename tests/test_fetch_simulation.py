@@ -252,6 +252,44 @@ def test_after_a_stream_broke_it_goes_on_where_it_was(tmp_path: Path):
     assert new.bad == []
 
 
+def test_streams_that_were_closed_between_two_rounds_cost_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also of a blob with many pages of leaf hashes, all of which are asked for by one of them."""
+    monkeypatch.setattr("peer.swarm.frames.LEAVES_PER_PAGE", 8)
+    monkeypatch.setattr("peer.swarm.serve.LEAVES_PER_PAGE", 8)
+
+    async def main() -> list[float]:
+        world = World(tmp_path, rtt=0.1)
+        author, new = world.host(100), world.host(100)
+        took = []
+        for seed, chunks in enumerate((24, 1, 1, 24)):
+            blob = author.store.put(data_of(chunks, seed))
+            took.append(await new.fetch(blob, chunks * CHUNK, [author]))
+            if seed != 1:
+                author.hang_up()
+                await asyncio.sleep(1)
+        world.close()
+        return took
+
+    first, _, again, pages = simulated(main())
+    assert again <= 0.3  # a stream is opened, no more
+    assert pages <= first + 0.1
+
+
+def test_of_more_streams_than_are_kept_the_longest_unused_is_closed(tmp_path: Path):
+    async def main() -> list[int]:
+        world = World(tmp_path, rtt=0.01)
+        new, *authors = (world.host(1000) for _ in range(5))
+        new.links.limits = replace(new.links.limits, links=3)
+        for number, author in enumerate(authors[n] for n in (0, 1, 0, 2, 3, 0, 1)):
+            blob = author.store.put(data_of(1, number))
+            await new.fetch(blob, CHUNK, [author])
+        opened = [sum(pipe.other in author.pipes for pipe in new.pipes) for author in authors]
+        world.close()
+        return opened
+
+    assert simulated(main()) == [1, 2, 1, 1]
+
+
 def test_what_was_asked_of_a_donor_that_lost_power_comes_from_others(tmp_path: Path):
     data = data_of(60)
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 from coordinator.alerts.config import AlertConfig, Hook
@@ -97,12 +98,12 @@ class Watcher:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _tell_always(self, hook: Hook) -> None:
-        while True:
+        for faults in count(1):
             try:
                 await self._tell_on(hook)
             except Exception:  # a fault here must not silence a webhook until the next start
                 log.exception("webhook %s: a fault of the coordinator; what it was to be told is told again", hook.name)
-            await asyncio.sleep(back_off(1))
+            await asyncio.sleep(back_off(faults))
 
     async def _tell_on(self, hook: Hook) -> None:
         failures = 0

@@ -229,8 +229,12 @@ class Fetch:
         return holder, size
 
     async def _get_leaves(self, holder: Holder, size: int) -> list[bytes]:
-        ask = [self._ask(holder, Request(Op.LEAVES, self.digest, page), CHUNK) for page in range(leaf_pages(size))]
-        raw = b"".join(await asyncio.gather(*ask))
+        first = await self._ask(
+            holder, Request(Op.LEAVES, self.digest, 0), CHUNK
+        )  # a stream that is gone costs one try
+        pages = range(1, leaf_pages(size))
+        ask = [self._ask(holder, Request(Op.LEAVES, self.digest, page), CHUNK) for page in pages]
+        raw = b"".join([first, *await asyncio.gather(*ask)])
         leaves = [raw[i : i + 32] for i in range(0, len(raw), 32)]
         try:
             await self._in_thread(check_leaves, self.digest, size, leaves)
@@ -335,6 +339,7 @@ class Fetch:
         try:
             await self._in_thread(partial.write, index, data)
             holder.proved = True
+            self.links.gave(holder.peer, self._lane())
         except MalformedError:
             holder.suspected = True
             if len(data) != chunk_size(partial.size, index) and leaf_hash(data) == partial.leaves[index]:

@@ -34,8 +34,9 @@ class LinkLimits:
     open_seconds: float = 10
     reply_seconds: float = 15
     slow_replies: float = 4
-    idle_seconds: float = 1800
-    links: int = 64
+    idle_seconds: float = 1740
+    """Less than the other side waits: who closes it knows that it is closed."""
+    links: int = 192
 
 
 BLOBS_AHEAD = 8
@@ -78,6 +79,8 @@ class Link:
         self._limits = limits
         self._traffic = traffic
         self.pace = Pace()
+        self.gave = False
+        """A chunk that came by it was the right one."""
         self._places = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._asked: deque[_Asked] = deque()
@@ -88,7 +91,8 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        return self._lost is None
+        """An idle one may have been closed by the other side, which nobody reads."""
+        return self._lost is None and not (self.idle and self._reader.at_eof())
 
     @property
     def idle(self) -> bool:
@@ -136,9 +140,7 @@ class Link:
         if self._lost is not None:
             raise _Stale
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._asked.append(
-            _Asked(limit, self.pace.sent(asyncio.get_running_loop().time(), len(self._asked) + 1), answer)
-        )
+        self._asked.append(_Asked(limit, self._mark(), answer))
         self._writer.write(request.encode())  # no drain: a window of requests is a few kilobytes
         self._wake.set()
         try:
@@ -150,6 +152,10 @@ class Link:
                 self._hang_up_if_abandoned()
             elif answer.exception() is None:
                 self._held.release()
+
+    def _mark(self) -> Mark:
+        now, full = asyncio.get_running_loop().time(), self._places >= self.pace.window
+        return self.pace.sent(now, len(self._asked) + 1, full)
 
     def _hang_up_if_abandoned(self) -> None:
         """Much is to come that nobody waits for: it would only be in the way."""
@@ -261,9 +267,9 @@ class Links:
     async def place(self, peer: PeerKey, lane: str) -> Place:
         """Wait until one more request to a peer may be under way. Raises LinkLost, PeerUnreachable."""
         for _ in range(3):
-            link = self._links.get((peer, lane))
-            if link is None or not link.alive:
-                link = await self._open(peer, lane)
+            link = self._live(peer, lane) or await self._open(peer, lane)
+            if (peer, lane) in self._links:
+                self._links[peer, lane] = self._links.pop((peer, lane))  # the last that would be closed for another
             with suppress(_Stale):
                 await link.take_place()
                 return Place(link)
@@ -280,13 +286,25 @@ class Links:
 
     def latency(self, peer: PeerKey, lane: str) -> float:
         """Seconds that a reply of this peer takes of late; 0 when that is not known."""
-        link = self._links.get((peer, lane))
-        return link.pace.latency if link is not None and link.alive else 0.0
+        link = self._live(peer, lane)
+        return link.pace.latency if link is not None else 0.0
+
+    def gave(self, peer: PeerKey, lane: str) -> None:
+        """A right chunk came from it."""
+        if (link := self._live(peer, lane)) is not None:
+            link.gave = True
 
     def has_given(self, peer: PeerKey, lane: str) -> bool:
-        """Whether chunks have come by the stream that is open to it."""
+        """Whether right chunks have come by the stream that is open to it."""
+        link = self._live(peer, lane)
+        return link is not None and link.gave
+
+    def _live(self, peer: PeerKey, lane: str) -> Link | None:
         link = self._links.get((peer, lane))
-        return link is not None and link.alive and link.pace.latency > 0
+        if link is None or link.alive:
+            return link
+        self._links.pop((peer, lane)).close("the other side has closed it")
+        return None
 
     def hang_up(self, peer: PeerKey) -> None:
         """Close the streams to a peer: what it still sends is not wanted."""
@@ -298,8 +316,7 @@ class Links:
         name = (peer, lane)
         lock = self._opening.setdefault(name, asyncio.Lock())
         async with lock:
-            link = self._links.get(name)
-            if link is not None and link.alive:
+            if (link := self._live(peer, lane)) is not None:
                 return link
             self._sweep()
             reader, writer = await self.open_stream(peer, self.limits.open_seconds)
@@ -310,9 +327,9 @@ class Links:
             return link
 
     def _sweep(self) -> None:
-        """Forget dead links; close idle ones, the oldest first, while there are too many."""
-        for name in [n for n, link in self._links.items() if not link.alive]:
-            del self._links[name]
+        """Forget dead links; close idle ones, the longest unused first, while there are too many."""
+        for peer, lane in list(self._links):
+            self._live(peer, lane)
         for name in [n for n, link in self._links.items() if link.idle]:
             if len(self._links) < self.limits.links:
                 break

@@ -66,9 +66,9 @@ class Pace:
     _base: _Epochs = field(default_factory=_Epochs)
     _draining: bool = False
 
-    def sent(self, now: float, under_way: int) -> Mark:
-        """A request goes out, and so many are under way with it."""
-        return Mark(now, self._delivered, under_way, under_way >= self.window)
+    def sent(self, now: float, under_way: int, full: bool | None = None) -> Mark:
+        """A request goes out, and so many are under way with it. `full`: as many as may be, or waiting to be kept."""
+        return Mark(now, self._delivered, under_way, under_way >= self.window if full is None else full)
 
     def came(self, mark: Mark, size: int, now: float) -> None:
         """Its reply is here."""

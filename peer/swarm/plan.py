@@ -177,14 +177,17 @@ class Plan:
         while self._missing:
             taken_over = False
             index = None
-            quick = self._shared and holder.kind is Kind.SOURCE and self._is_as_quick_as_fellows(peer)
-            if quick or holder.asked < self._most():
+            if self._shared and holder.kind is Kind.SOURCE and self._is_as_quick_as_fellows(peer):
+                holder.waits_since = None
+                if (index := self._pop_share()) is None:
+                    index, taken_over = self._rarest(), True
+            elif holder.asked < self._most():
                 if holder.kind is Kind.FELLOW:
                     index = self._pop(holder.stack)
                 elif holder.kind is Kind.SOURCE:
                     index = self._pop_share()
                     if index is None and self._shared:
-                        index, taken_over = self._rarest() if quick else self._take_over(peer, holder, now), True
+                        index, taken_over = self._take_over(peer, holder, now), True
                     else:
                         holder.waits_since = None
             if index is None:

@@ -108,7 +108,8 @@ class Worker:
 
     def _most(self) -> float:
         """Chunks that may be under way from it, whatever its line takes."""
-        known = self._holder.proved or self._fetch.links.has_given(self._holder.peer, self._lane)
+        holder, links = self._holder, self._fetch.links
+        known = not holder.counts and (holder.proved or links.has_given(holder.peer, self._lane))
         if not self._partial.done():
             return KNOWN_AHEAD if known else AHEAD
         return inf if known else UNPROVED

@@ -276,8 +276,8 @@ class Auditor:
                 case VoidEntry():
                     self._compare(entry, books._void(what.verdict, entry.time).entry)
                 case RollbackEntry():
-                    self._rolled_back = n
                     self._compare(entry, books._rollback(what.record, what.round, what.amendment, entry.time).entry)
+                    self._rolled_back = n
                     # The branch is given up: its certificates need not be in the chain that peers keep.
                     for m in [m for m, (orphan, _) in self._orphans.items() if orphan.round > what.round]:
                         gone, proved = self._orphans.pop(m)

@@ -375,8 +375,12 @@ class CrewOuter:
 
     def announce(self, final: Callable[[memoryview], None] = lambda start: None) -> bytes:
         """As of one process; of the blob, this rank's share is final first, then all the others'."""
-        self._crew.hands.final = final
-        blob = self._crew.do(Order.ANNOUNCE)
+        hands = self._crew.hands
+        hands.final = final
+        try:
+            blob = self._crew.do(Order.ANNOUNCE)
+        finally:
+            hands.final = lambda start: None
         if not isinstance(blob, bytes):
             raise TypeError("ANNOUNCE gives the blob, on rank 0")
         return blob
