@@ -67,6 +67,32 @@ def test_updates_of_all_to_all_take_little_longer_than_their_bytes(tmp_path: Pat
     assert copies <= 1.1
 
 
+def test_in_rounds_of_all_to_all_a_slow_uplink_is_spared(tmp_path: Path):
+    """From one round to the next peers know whose line is slow: the others pass its chunks on."""
+    chunks, peers, slow = 8, 6, 20
+
+    async def main() -> list[tuple[float, float]]:
+        world = World(tmp_path, rtt=0.1)
+        hosts = [world.host(slow if n == 0 else 100) for n in range(peers)]
+        seen = []
+        for round in range(3):
+            began, sent = asyncio.get_running_loop().time(), hosts[0].traffic.up
+            digests = [h.store.put(data_of(chunks, 100 * round + i)) for i, h in enumerate(hosts)]
+            await asyncio.sleep(world.rtt / 2)
+            await asyncio.gather(*(
+                h.fetch(digest, chunks * CHUNK, [author, *hosts])
+                for author, digest in zip(hosts, digests, strict=True) for h in hosts if h is not author
+            ))  # fmt: skip
+            seen.append((asyncio.get_running_loop().time() - began, (hosts[0].traffic.up - sent) / (chunks * CHUNK)))
+            await asyncio.sleep(2)
+        world.close()
+        return seen
+
+    alone = (peers - 1) * chunks * CHUNK / (slow * MBIT)  # were nothing passed on
+    for took, copies in simulated(main()):
+        assert copies <= 0.75 * (peers - 1) and took <= 0.75 * alone
+
+
 def test_who_had_nothing_is_asked_again_and_gives_what_it_has_by_then(tmp_path: Path):
     data = data_of(40)
 
