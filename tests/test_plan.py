@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -91,6 +91,10 @@ def test_a_faster_uplink_never_means_more_loss(question: Question, faster: float
         assert fast.cost.loss <= slow.cost.loss
 
 
+@example(
+    Question(model=224415314, peers=300, uplink=1.0, downlink=None, rtt=160.0, tokens_per_second=374.0, window=4096,
+             batch=256, total_tokens=10**14, share=0.03125, relays=False)
+)  # fmt: skip
 @given(questions)
 def test_the_uplink_that_is_said_to_be_enough_is_enough_and_less_is_not(question: Question):
     p = made(question)

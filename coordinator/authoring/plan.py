@@ -258,21 +258,12 @@ def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -
     q = question
     # Ties go to the fewer bytes a token, which no link changes.
     best = min(fitting or costs, key=lambda c: (c.loss, _bytes_a_step(c)) if fitting else (c.share, 0.0))
+    if (refused := _refused(q, best)) is not None:
+        raise refused
     target = best.setting.inner_steps * q.step_tokens
-    if target > q.total:
-        raise PlanError(
-            "total_tokens" if q.total_tokens is not None or q.batch is None else "batch",
-            f"one round of {best.setting.inner_steps} inner steps has {target:,} tokens, more than the run's "
-            f"{q.total:,}: take smaller batches or windows, or more tokens",
-        )
-    if best.training_seconds * 3 > WEEK:
-        raise PlanError(
-            "tokens_per_second",
-            f"a round of {best.setting.inner_steps} inner steps would take {best.training_seconds / 86_400:.1f} days, "
-            "and its timers end at 7: take a smaller --batch or faster peers",
-        )
     setting = best.setting
-    better = [c for c in costs if c.setting.loss < setting.loss and c not in fitting and c.uplink_needed < math.inf]
+    slower = (c for c in costs if c.setting.loss < setting.loss and c not in fitting and c.uplink_needed < math.inf)
+    better = [c for c in slower if _refused(q, c) is None]
     rounds = -(-q.total // target)
     return Plan(
         question=q,
@@ -289,6 +280,24 @@ def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -
         most_peers=_most_peers(q, best) if fitting else None,
         cautions=tuple(_cautions(q, best, rounds)),
     )
+
+
+def _refused(q: Question, c: Cost) -> PlanError | None:
+    """Why a run cannot have rounds like these, whatever its links."""
+    steps, target = c.setting.inner_steps, c.setting.inner_steps * q.step_tokens
+    if target > q.total:
+        return PlanError(
+            "total_tokens" if q.total_tokens is not None or q.batch is None else "batch",
+            f"one round of {steps} inner steps has {target:,} tokens, more than the run's {q.total:,}: take smaller "
+            "batches or windows, or more tokens",
+        )
+    if c.training_seconds * 3 > WEEK:
+        return PlanError(
+            "tokens_per_second",
+            f"a round of {steps} inner steps would take {c.training_seconds / 86_400:.1f} days, and its timers end at "
+            "7: take a smaller --batch or faster peers",
+        )
+    return None
 
 
 def _cost(q: Question, setting: Measured) -> Cost:
