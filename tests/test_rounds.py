@@ -300,20 +300,6 @@ def test_a_certificate_with_little_of_what_was_announced_is_held_back_for_the_pa
     assert applied and applied[0][0] >= POLICY.patience_seconds
 
 
-def test_the_work_of_many_rounds_that_some_announce_at_once_holds_back_nobody_elses():
-    """Two missed some rounds: their updates have the windows of all of them."""
-    b = Bench()
-    for key in OTHERS[:4]:
-        b.beat(key)
-    b.announce(windows=40)
-    stale = b.header(OTHERS[0], 45)
-    listed = [b.header(k, 8) for k in OTHERS[1:4]]
-    b.hold(stale, *listed)
-    b.step(ev.CertificateHeard(certificate(b.record(OTHERS[1], listed), OTHERS[1:4]), OTHERS[1]))
-    assert len(b.of(do.Apply)) == 1
-    assert 2 * sum(h.body.windows for h in listed) < 40 + 45
-
-
 def test_a_drifted_state_is_loud_and_loaded_anew():
     b = Bench()
     other = Digest(sha256(b"other state"))

@@ -157,11 +157,9 @@ class Ballot:
                 return state
         return None
 
-    def announced_windows(self, counts: Callable[[Signed[Header]], bool], most: int | None) -> int:
-        """Windows seen announced, of those that count, and of each at most so many. Anyone can claim: what is not to be
-        had should not."""
-        heard = (h for author, h in self.headers.items() if author not in self.excluded and counts(h))
-        return sum(h.body.windows if most is None else min(most, h.body.windows) for h in heard)
+    def announced_windows(self, counts: Callable[[Signed[Header]], bool]) -> int:
+        """Windows seen announced, of those that count. Anyone can claim: what is not to be had should not."""
+        return sum(h.body.windows for a, h in self.headers.items() if a not in self.excluded and counts(h))
 
     def rebase(self, state: Digest | None) -> None:
         """Our state after the parent turned out to be this."""

@@ -388,28 +388,22 @@ class Deciding:
             return False
         if not self.reducing.may_follow(b, p) if b.reduces else p.lacking:
             return False
-        return self.is_heavy_enough(body)
+        return self.is_heavy_enough(body.windows)
 
-    def is_heavy_enough(self, record: Record) -> bool:
-        """Whether a record of this round has half of the windows that we saw announced, or patience has run out.
-
-        Nobody counts for more than the heaviest that is listed, or an even share of the round: who was not in the last
-        rounds announces the work of all of them, and a few such could else hold back each other's rounds for good.
-        """
+    def is_heavy_enough(self, windows: int) -> bool:
+        """Whether a record of this round has half of the windows that we saw announced, or patience has run out."""
         c, b = self._c, self.ballot
         if b is None or b.first_heard is None or c.now >= b.first_heard + c.policy.patience_seconds:
             return True
-        share = c.policy.target_windows // max(1, len(b.headers))
-        return 2 * record.windows >= self.announced_windows(b, max([share, *(u.body.windows for u in record.updates)]))
+        return 2 * windows >= self.announced_windows(b)
 
-    def announced_windows(self, b: Ballot, most: int | None = None) -> int:
-        """Windows seen announced, of nobody more than `most`. What was not to be had for `exchange_seconds`, or by a
-        committee, does not count."""
+    def announced_windows(self, b: Ballot) -> int:
+        """Windows seen announced. What was not to be had for `exchange_seconds`, or by a committee, does not count."""
         c = self._c
         if b.reduces:
-            return b.announced_windows(lambda h: self._expected(b, h), most)
+            return b.announced_windows(lambda h: self._expected(b, h))
         longest = c.policy.exchange_seconds
-        return b.announced_windows(lambda h: c.blobs.holds(h.body.blob) or c.now - b.heard[h.author] <= longest, most)
+        return b.announced_windows(lambda h: c.blobs.holds(h.body.blob) or c.now - b.heard[h.author] <= longest)
 
     def _repeat(self, b: Ballot) -> None:
         """While the round is undecided: what may have been lost, again; less often each time."""

@@ -293,7 +293,7 @@ class RoundMachine:
         b = d.ballot
         if b is None or b.first_heard is None or self._c.observer or p.applied != b.parent:
             return
-        if body.parent == b.parent and not d.is_heavy_enough(body):
+        if body.parent == b.parent and not d.is_heavy_enough(body.windows):
             self._c.report("info", "light", f"record {record.short} lists less than half of what was announced")
             p.set_aside(record, b.first_heard + self._c.policy.patience_seconds)
         elif body.parent != b.parent:
