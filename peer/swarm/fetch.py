@@ -229,12 +229,11 @@ class Fetch:
         return holder, size
 
     async def _get_leaves(self, holder: Holder, size: int) -> list[bytes]:
-        first = await self._ask(
-            holder, Request(Op.LEAVES, self.digest, 0), CHUNK
-        )  # a stream that is gone costs one try
-        pages = range(1, leaf_pages(size))
-        ask = [self._ask(holder, Request(Op.LEAVES, self.digest, page), CHUNK) for page in pages]
-        raw = b"".join([first, *await asyncio.gather(*ask)])
+        def ask(page: int) -> Awaitable[bytes]:
+            return self._ask(holder, Request(Op.LEAVES, self.digest, page), CHUNK)
+
+        first = await ask(0)  # alone: a stream that is gone costs one try
+        raw = b"".join([first, *await asyncio.gather(*map(ask, range(1, leaf_pages(size))))])
         leaves = [raw[i : i + 32] for i in range(0, len(raw), 32)]
         try:
             await self._in_thread(check_leaves, self.digest, size, leaves)
