@@ -229,6 +229,10 @@ class Chain(Tree):
             self._aside.discard(record)
             self._choose()
 
+    def best_after(self, record: Digest) -> Digest:
+        """The heaviest that is built on a record, or itself; not those that are set aside."""
+        return self._best_after(self._link(record)).digest
+
     def condemn(self, record: Digest) -> None:
         """Drop a record that lists an update which breaks the codec's rules, with all that is built on it, for good."""
         self._condemned[record] = None
@@ -297,16 +301,20 @@ class Chain(Tree):
 
     def _choose(self) -> None:
         """Fork choice from the start: used when the tree loses records, or some are set aside."""
-        best = self._root if (floor := self.floor) is None else self._links.get(floor, self._root)
-        todo = [best]
+        start = self._root if (floor := self.floor) is None else self._links.get(floor, self._root)
+        self._move_head(self._best_after(start))
+
+    def _best_after(self, start: Link) -> Link:
+        """The heaviest record that is built on this one, or it; not those that are set aside."""
+        best, todo = start, [start]
         while todo:
             link = todo.pop()
-            if link.digest in self._aside and link is not best:
+            if link.digest in self._aside and link is not start:
                 continue
             if self._better(link, best):
                 best = link
             todo.extend(link.children)
-        self._move_head(best)
+        return best
 
     def _move_head(self, link: Link) -> None:
         for height in range(link.height + 1, self._head.height + 1):

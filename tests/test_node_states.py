@@ -97,7 +97,7 @@ class World:
             raise PeerError(f"nobody has {blob.short}")
         if self.gate is not None:
             await self.gate.wait()
-        if self.error is not None:
+        if self.error is not None and not isinstance(self.error, TrainerDied):
             raise self.error
         self.store.held.add(blob)
         return self.store.path(blob)
@@ -181,6 +181,22 @@ async def test_without_any_checkpoint_the_machine_hears_why():
         await w.next()
         assert w.asked == [] and len(w.failed) == 1
         assert w.failed[0].record == w.chain.head and "no member gave a checkpoint" in w.failed[0].reason
+        assert w.failed[0].kept  # the trainer has heard nothing of it
+
+
+async def test_a_newer_checkpoint_is_fetched_when_rounds_since_that_on_disk_cannot_be_had():
+    async with world() as (w, _):
+        w.store.held.add(w.spec.genesis.name)
+        w.store.held.add(state(0))
+        w.offered |= {state(5), state(10)}
+        w.missing = {u.body.blob for u in w.chain.certificates[3].record.body.updates}
+        w.states.resync(w.resync(12))
+        await w.next()
+        assert w.fetched == [state(10)] and w.asked[0].round == 10 and not w.failed
+        w.missing |= {u.body.blob for u in w.chain.certificates[11].record.body.updates}
+        w.states.resync(w.resync(12))
+        await w.next()
+        assert w.fetched == [state(10)] and "what leads there" in w.failed[0].reason  # that of 5 would not help
 
 
 async def test_a_checkpoint_is_written_every_so_many_rounds_and_at_the_end_of_the_run():

@@ -12,7 +12,7 @@ from protocol.merkle import CHUNK
 from protocol.messages import Amendment, Certificate, Heartbeat, Vote
 from protocol.rounds import helping, members
 from protocol.rounds.context import Context
-from protocol.rounds.events import ChainHeard
+from protocol.rounds.events import ChainHeard, ChainSilent
 from protocol.standing import Standing
 from tests.simulation.checkers import (
     Broken,
@@ -227,11 +227,14 @@ class Stubborn(Node):
 
 
 class Mute(Node):
-    """Never votes."""
+    """Never votes, nor tells what was decided. (Without votes alone a swarm goes on, by rounds of one contributor.)"""
 
     def broadcast(self, message):
         if not isinstance(message.body, Vote):
             super().broadcast(message)
+
+    def answer_chain(self, asker, incarnation, have):
+        self.world.clock.after(1.0, asker.later, incarnation, ChainSilent(self.key))
 
 
 @pytest.mark.parametrize(

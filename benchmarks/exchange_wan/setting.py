@@ -15,12 +15,14 @@ WINDOW = 8
 TARGET = 1000
 """Windows that end a round: far more than all peers have done before it is to begin."""
 HEAD = "benchmarks.exchange_wan"
+PAUSE = 2.5
 
 
 @dataclass(frozen=True)
 class Setting:
     """One number for all rows: `mbit` each way for each host, `rtt_ms` between any two; `tcp`: congestion control;
-    `pause`: seconds before each round, more than a heartbeat."""
+    `pause`: seconds before each round, more than a heartbeat; `ordinary`: the peers are an ordinary user's processes,
+    whose sockets get no larger buffers than `net.core.rmem_max` allows."""
 
     parameters: int
     peers: int
@@ -28,7 +30,8 @@ class Setting:
     rtt_ms: float = 100.0
     rounds: int = 5
     tcp: str = "cubic"
-    pause: float = 2.5
+    pause: float = PAUSE
+    ordinary: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -185,3 +188,5 @@ class Row:
     death: Death | None
     router_late_ms: float
     load: list[float]
+    pause: float = PAUSE
+    ordinary: bool = False

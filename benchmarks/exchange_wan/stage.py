@@ -19,6 +19,8 @@ from tests.wan import Topology, star
 START_SECONDS, ROUND_SECONDS = 180.0, 60.0
 SETTLE_SECONDS = 2.5
 """After the last round."""
+AS_A_USER = ("setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin")
+"""Root may give sockets what buffers it likes (SO_RCVBUFFORCE, socket(7)): a volunteer who is not root may not."""
 AHEAD = 0.3
 """All are told of a round's beginning so long before it."""
 
@@ -75,7 +77,8 @@ class _Play:
         for i, host in enumerate(self.names):
             if not system.udp:
                 self.world.wan.block_udp(host)
-            self.world.start(host, [sys.executable, "-m", system.module, str(file), str(i)])
+            command = [sys.executable, "-m", system.module, str(file), str(i)]
+            self.world.start(host, [*AS_A_USER, *command] if setting.ordinary else command)
         if system.module.endswith((".cairn_peer", ".hivemind_peer")):
             self._until("everybody knows everybody", lambda: self._ready(-1), START_SECONDS)
             publish(folder / "go--1", str(time.monotonic()))
@@ -201,5 +204,5 @@ class _Play:
             median(r.own for r in rounds), exchange / floor, median(r.up for r in rounds),
             median(r.down for r in rounds), cpu, median(matched) if matched else None,
             all(r.right for r in rounds), [r.taking_part for r in rounds], rounds, death, self.late,
-            [round(x, 2) for x in os.getloadavg()],
+            [round(x, 2) for x in os.getloadavg()], s.pause, s.ordinary,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from peer.node.updates import BlobSource, Kind, Updates
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.bodies import Rollback
 from protocol.chain import genesis_digest
-from protocol.errors import CairnError
+from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.messages import Certificate
 from protocol.rounds.actions import Apply, Resync
@@ -136,9 +136,9 @@ class States:
             raise  # no next try helps: the user must act
         except (CairnError, asyncio.TimeoutError) as e:
             reason = str(e) or "no answer in time"
-            # The machine tells the user, and when it is tried again.
+            # The machine tells the user, and when it is tried again. What is told to the trainer comes last of all.
             log.debug("cannot get to the state after %s: %s", target.short, reason)
-            self._failed(ApplyFailed(target, reason))
+            self._failed(ApplyFailed(target, reason, kept=True))
 
     async def _apply(self, action: Apply) -> None:
         record = action.certificate.record.body
@@ -158,7 +158,7 @@ class States:
     async def _resync(self, action: Resync) -> None:
         path = action.path
         back = action.start if not path else None
-        start, checkpoint = await self._base(path, back)
+        start, checkpoint, replay = await self._way(path, back)
         if start < len(path):
             body = path[start].record.body
             record, number, base = body.parent, body.round, body.base_state
@@ -166,7 +166,6 @@ class States:
             record, number, base = back.record, back.round, back.state
         else:
             record, number, base = genesis_digest(self._run), Round(0), self._spec.genesis.name
-        replay = tuple([await self._round(c) for c in path[start:]])
         reduced = await self._reduced_before(record, action.regained)
         end = Round(path[-1].record.body.round + 1) if path else number
         self._given = (base, *(blob for c in path[start:] for blob in applied_blobs(c)), *action.regained)
@@ -186,32 +185,47 @@ class States:
             )
         )
 
-    async def _base(self, path: tuple[Certificate, ...], back: Rollback | None) -> tuple[int, Path]:
-        """Where on the path to begin, and the checkpoint of the state there: the newest that can be had. With no path:
-        the state that the run was rolled back to, or the genesis."""
+    async def _way(
+        self, path: tuple[Certificate, ...], back: Rollback | None
+    ) -> tuple[int, Path, tuple[RoundUpdates, ...]]:
+        """Where on the path to begin, the checkpoint of the state there, and the rounds after it: from what is on disk,
+        else from the newest checkpoint from which all can be had. With no path: the state that the run was rolled back
+        to, or the genesis."""
         if back is not None:
-            return 0, await self._checkpoint(back.state, self._checkpoint_size, 600)
+            return 0, await self._checkpoint(back.state, self._checkpoint_size, 600), ()
         if not path:
-            return 0, await self._checkpoint(self._spec.genesis.name, self._spec.genesis.size, 600)
-        # A state certified by a child is vouched for; what is on our disk costs nothing.
-        for i in range(len(path) - 1, -1, -1):
-            if self._store.has(path[i].record.body.base_state):
-                return i, self._store.path(path[i].record.body.base_state)
+            return 0, await self._checkpoint(self._spec.genesis.name, self._spec.genesis.size, 600), ()
         errors: list[str] = []
-        every = self._spec.checkpoint.every
-        marks = [i for i in range(len(path) - 1, -1, -1) if path[i].record.body.round % every == 0]
-        # Members keep the last few checkpoints and the genesis: older ones are not worth asking for.
-        for i in dict.fromkeys([*marks[: self._spec.checkpoint.keep + 1], 0]):
+        lacking = -1
+        """The last round on the path that could not be had: it is no use to begin before it."""
+        for i in self._starts(path):
+            if i <= lacking:
+                continue
             base = path[i].record.body.base_state
-            genesis = base == self._spec.genesis.name
-            size = self._spec.genesis.size if genesis else self._checkpoint_size
+            size = self._spec.genesis.size if base == self._spec.genesis.name else self._checkpoint_size
+            rounds: list[RoundUpdates] = []
+            checkpoint = None
             try:
-                return i, await self._checkpoint(base, size, 600)
-            except StoreFull:
-                raise
+                checkpoint = await self._checkpoint(base, size, 600)
+                for certificate in path[i:]:
+                    rounds.append(await self._round(certificate))
+                return i, checkpoint, tuple(rounds)
+            except (StoreFull, CodecError):
+                raise  # no other way helps: the user must act; the record that lists it is none of the chain's
             except (CairnError, asyncio.TimeoutError) as e:
-                errors.append(f"state of round {path[i].record.body.round}: {e}")
-        raise PeerError("no member gave a checkpoint to start from (" + "; ".join(errors) + "); it is tried again")
+                errors.append(f"from the state of round {path[i].record.body.round}: {e}")
+                if checkpoint is not None:
+                    lacking = i + len(rounds)
+        what = "what leads there from a checkpoint" if lacking >= 0 else "a checkpoint to start from"
+        raise PeerError(f"no member gave {what} ({'; '.join(errors)}); it is tried again")
+
+    def _starts(self, path: tuple[Certificate, ...]) -> Iterable[int]:
+        """Where on a path to begin, the best first. A state certified by a child is vouched for."""
+        newest = range(len(path) - 1, -1, -1)
+        held = [i for i in newest if self._store.has(path[i].record.body.base_state)][:1]
+        # Members keep the last few checkpoints and the genesis: older ones are not worth asking for.
+        marks = [i for i in newest if path[i].record.body.round % self._spec.checkpoint.every == 0]
+        return dict.fromkeys([*held, *marks[: self._spec.checkpoint.keep + 1], 0])
 
     async def _checkpoint(self, state: Digest, size: int, seconds: float) -> Path:
         if not self._store.has(state):

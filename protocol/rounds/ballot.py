@@ -157,10 +157,6 @@ class Ballot:
                 return state
         return None
 
-    def announced_windows(self, counts: Callable[[Signed[Header]], bool]) -> int:
-        """Windows seen announced, of those that count. Anyone can claim: what is not to be had should not."""
-        return sum(h.body.windows for a, h in self.headers.items() if a not in self.excluded and counts(h))
-
     def rebase(self, state: Digest | None) -> None:
         """Our state after the parent turned out to be this."""
         self.state = state

@@ -7,6 +7,7 @@ from dataclasses import replace
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Header, Record, Reduced, Signed, Vote, parts_digest
 from protocol.rounds.actions import Broadcast, MakeUpdate
+from protocol.rounds.awaiting import Awaiting
 from protocol.rounds.ballot import Ballot, Proposal
 from protocol.rounds.blobs import PartOf, Source
 from protocol.rounds.context import Context
@@ -26,6 +27,7 @@ class Deciding:
         self._position = position
         self.ballot: Ballot | None = None
         self.reducing = Reducing(context)
+        self.awaiting = Awaiting(context)
         self.work = Progress(0, 0.0, 0.0)
         """The own trainer's work that no update covers yet."""
         self.finished = self.reached_total = False
@@ -33,9 +35,6 @@ class Deciding:
         """Announce as soon as possible: we are leaving."""
         self._repeat_at = 0.0
         self._repeats = 0
-        self._struck = False
-        self._blocker: PeerKey | None = None
-        """One of those that the first in rank waits for: while it is awaited, nobody else need be looked at."""
         self._drifted: Digest | None = None
         self._looked_at = 0
         self._making_height = 0
@@ -44,13 +43,13 @@ class Deciding:
         """Begin the round after a record."""
         c = self._c
         self.reducing.stop()
-        self.ballot = Ballot(c.policy, c.chain, parent, self._position.state, c.now)
+        old, b = self.ballot, Ballot(c.policy, c.chain, parent, self._position.state, c.now)
+        self.ballot = b
+        self.awaiting.open(b, 0.0 if old is None or old.number + 1 != b.number else c.now - old.began)
         self._repeats = 0
-        self._struck = False
-        self._blocker = None
         self._looked_at = 0
         c.members.watch(parent)
-        return self.ballot
+        return b
 
     def reopen(self) -> None:
         """The round begins once more, on another branch: what was announced for it counts no more."""
@@ -217,7 +216,7 @@ class Deciding:
                 self._making_height = b.number
                 self._c.emit(MakeUpdate(b.number, b.parent))
             return None
-        self._look_if_ready(b)
+        self.awaiting.look(b)
         if b.reduces:
             certificate = self._reduce(b) or self._propose(b) or self._reduce(b)
         else:
@@ -239,60 +238,18 @@ class Deciding:
         c = self._c
         if self.ending or c.now >= b.began + c.policy.max_seconds:
             return True
-        target = c.policy.target_windows
-        total = self.work.windows + b.windows + c.members.windows
-        if total >= target or not b.headers:
+        # Those who kept earlier rounds waiting in vain, or sent what breaks the codec's rules, are not believed.
+        believed = [h for a, h in b.headers.items() if self._is_believed(b, a)]
+        target, announced = c.policy.target_windows, sum(h.body.windows for h in believed)
+        total = self.work.windows + announced + c.members.windows
+        if total >= target or not believed:
             return total >= target
-        # Others have seen enough. Those who kept earlier rounds waiting in vain are not believed.
-        announced = sum(
-            c.members.is_waited_for(a, b.number) and not c.members.withheld.holds(a, b.number) for a in b.headers
-        )
-        present = 1 + len(b.headers) + c.members.training
-        return announced > 0 and (announced * 3 > present or total * 2 >= target)
+        # Others have seen enough.
+        return len(believed) * 3 > 1 + len(b.headers) + c.members.training or total * 2 >= target
 
-    def awaited(self, b: Ballot) -> list[PeerKey]:
-        """Whom the first in rank still waits for before it proposes."""
-        keys = [*b.headers, *(m.key for m in self._c.members if m.key not in b.headers)]
-        return [key for key in keys if self._is_awaited(b, key)]
-
-    def _is_awaited(self, b: Ballot, key: PeerKey) -> bool:
-        c = self._c
-        if not c.members.is_waited_for(key, b.number):
-            return False
-        header, member = b.headers.get(key), c.members.get(key)
-        if header is not None:
-            # Who announced and has fallen silent since sends no more of it.
-            silent = member is None and c.now > b.heard[key] + c.policy.member_seconds
-            lacks = b.is_candidate(header) and not c.blobs.holds(header.body.blob)
-            return lacks and not b.reduces and not silent
-        if member is None:
-            return False
-        if member.heard >= b.began:
-            return member.trains_in(b.parent) and member.beat.windows > 0
-        # Not heard of in this round yet: it was with us a moment ago, and most likely still is.
-        fresh = c.now - member.heard <= 2 * c.policy.heartbeat_seconds
-        return fresh and member.beat.phase in ("training", "exchanging")
-
-    def _look_if_ready(self, b: Ballot) -> None:
-        c = self._c
-        if b.ready is not None or self._struck or b.announced is None:
-            return
-        late = c.now >= b.announced + c.policy.exchange_seconds
-        if not late and self._blocker is not None and self._is_awaited(b, self._blocker):
-            return
-        awaited = self.awaited(b)
-        self._blocker = awaited[0] if awaited else None
-        if not awaited:
-            b.ready = c.now
-            for author in b.headers:
-                c.members.forgive(author)
-        elif late:
-            self._struck = True
-            for key in awaited:
-                c.members.strike(key, b.number)
-                c.report(
-                    "info", "late", f"peer {key.short} kept the round waiting: the next ones do not wait for it", key
-                )
+    def _is_believed(self, b: Ballot, author: PeerKey) -> bool:
+        members = self._c.members
+        return members.is_waited_for(author, b.number) and not members.withheld.holds(author, b.number)
 
     def _propose(self, b: Ballot) -> Certificate | None:
         c = self._c
@@ -388,22 +345,31 @@ class Deciding:
             return False
         if not self.reducing.may_follow(b, p) if b.reduces else p.lacking:
             return False
-        return self.is_heavy_enough(body.windows)
+        return self.is_heavy_enough(body)
 
-    def is_heavy_enough(self, windows: int) -> bool:
-        """Whether a record of this round has half of the windows that we saw announced, or patience has run out."""
+    def is_heavy_enough(self, record: Record) -> bool:
+        """Whether a record of this round has half of the windows that we saw announced, or most of those who announced,
+        or patience has run out. Most: those who missed rounds, and announce the work of all of them, could else hold
+        back each other's rounds for good."""
         c, b = self._c, self.ballot
         if b is None or b.first_heard is None or c.now >= b.first_heard + c.policy.patience_seconds:
             return True
-        return 2 * windows >= self.announced_windows(b)
+        windows = [h.body.windows for h in self._announced_headers(b)]
+        return 2 * record.windows >= sum(windows) or 2 * len(record.updates) > len(windows)
 
     def announced_windows(self, b: Ballot) -> int:
-        """Windows seen announced. What was not to be had for `exchange_seconds`, or by a committee, does not count."""
+        """Windows seen announced."""
+        return sum(h.body.windows for h in self._announced_headers(b))
+
+    def _announced_headers(self, b: Ballot) -> list[Signed[Header]]:
+        """Seen announced. Anyone can claim: what was not to be had for `exchange_seconds`, or by a committee, does not
+        count."""
         c = self._c
+        headers = [h for author, h in b.headers.items() if author not in b.excluded]
         if b.reduces:
-            return b.announced_windows(lambda h: self._expected(b, h))
+            return [h for h in headers if self._expected(b, h)]
         longest = c.policy.exchange_seconds
-        return b.announced_windows(lambda h: c.blobs.holds(h.body.blob) or c.now - b.heard[h.author] <= longest)
+        return [h for h in headers if c.blobs.holds(h.body.blob) or c.now - b.heard[h.author] <= longest]
 
     def _repeat(self, b: Ballot) -> None:
         """While the round is undecided: what may have been lost, again; less often each time."""
@@ -450,7 +416,12 @@ class Deciding:
             return []
         if b.announced is None:
             return [b.began + policy.max_seconds]
-        found = [self._repeat_at, b.announced + policy.exchange_seconds, *self.reducing.times()]
+        found = [
+            self._repeat_at,
+            b.announced + policy.exchange_seconds,
+            *self.reducing.times(),
+            *self.awaiting.times(b),
+        ]
         if b.first_heard is not None:
             found.append(b.first_heard + policy.patience_seconds)
         if (following := b.next_attempt_at(self._c.now)) is not None:

@@ -128,10 +128,12 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class ApplyFailed:
-    """The trainer could not apply (it died, or a blob is gone): the machine asks for a `Resync` in due time."""
+    """A move was not made (the trainer died, or a blob is gone): the machine asks for another in due time."""
 
     record: Digest
     reason: str
+    kept: bool = False
+    """The trainer was not told of the move: it holds what it held."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,8 +144,8 @@ class RoundMachine:
                 # A final may have cut the record off meanwhile: then the trainer is moved on from there.
                 if self._position.moved(record, state) and record in c.chain:
                     self._begin_round(record)
-            case ev.ApplyFailed(_, reason):
-                self._position.failed(reason)
+            case ev.ApplyFailed(record, reason, kept):
+                self._position.failed(record, reason, kept)
             case ev.Leave():
                 b = self._deciding.ballot
                 # Committees need a leaver's update for longer.
@@ -293,7 +293,7 @@ class RoundMachine:
         b = d.ballot
         if b is None or b.first_heard is None or self._c.observer or p.applied != b.parent:
             return
-        if body.parent == b.parent and not d.is_heavy_enough(body.windows):
+        if body.parent == b.parent and not d.is_heavy_enough(body):
             self._c.report("info", "light", f"record {record.short} lists less than half of what was announced")
             p.set_aside(record, b.first_heard + self._c.policy.patience_seconds)
         elif body.parent != b.parent:

@@ -71,6 +71,8 @@ class Members:
         self._late = Strikes(policy.max_members)
         self.withheld = Strikes(policy.max_members)
         """Of those whose updates committees could not get, or not use: records of ours do not list them for a while."""
+        self.lagging = Strikes(policy.max_members)
+        """Of those who were waited for in vain when they were a round behind: for a while nobody waits for them so."""
         self._parent: Digest | None = None
         self._counted: dict[PeerKey, int] = {}
         """Members that train in the watched round and have not announced: their windows."""
@@ -83,6 +85,7 @@ class Members:
         self._policy = policy
         self._late.grow(policy.max_members)
         self.withheld.grow(policy.max_members)
+        self.lagging.grow(policy.max_members)
 
     def dismiss(self, key: PeerKey) -> None:
         """It is no member any more, whatever it says."""
@@ -150,6 +153,8 @@ class Members:
     def contributed(self, contributors: Iterable[PeerKey]) -> None:
         """These were in the last round: they keep their places."""
         self._veterans = frozenset(contributors)
+        for key in self._veterans:
+            self.lagging.forgive(key)
 
     def is_veteran(self, key: PeerKey) -> bool:
         return key in self._veterans
@@ -218,6 +223,7 @@ class Members:
             "goodbyes": (len(self._gone), top),
             "strikes": (len(self._late), top),
             "withheld": (len(self.withheld), top),
+            "lagging": (len(self.lagging), top),
             "counted": (len(self._counted), top),
             "settled": (len(self._settled), 2 * top),
         }

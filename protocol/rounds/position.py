@@ -161,7 +161,7 @@ class Position:
                 text = f"leaving record {self.applied.short} for the heavier branch of {head.short}"
                 c.report("warning", "fork", text)
             return self._resync(head)
-        return self._wait_for_blobs(way, head)
+        return self._wait_for_blobs(way, head) or self._go_on()
 
     def _apply(self, certificate: Certificate) -> bool:
         c, record = self._c, certificate.digest
@@ -226,6 +226,19 @@ class Position:
                     return True
         return False
 
+    def _go_on(self) -> bool:
+        """The head cannot be reached yet: meanwhile, a step along the branch that we are on, if it has one."""
+        chain, applied = self._c.chain, self.applied
+        if applied is None or self._waiting is None:
+            return False
+        tip = chain.best_after(applied)
+        if tip == applied or self._c.now - self._waiting[1] < 2 * self._c.policy.heartbeat_seconds:
+            return False
+        following = chain.path(applied, tip)[0]
+        if following.record.body.base_state != self.state:
+            return False
+        return all(self._c.blobs.holds(blob) for blob in contents(following)) and self._apply(following)
+
     def _report_unavailable(self, record: Digest) -> None:
         """There is no other branch to go to: all that is left is to wait for somebody who has the blobs."""
         if self._unavailable != record:
@@ -259,11 +272,15 @@ class Position:
         self._c.own.moved()
         return True
 
-    def failed(self, reason: str) -> None:
-        """The trainer holds nothing that can be relied on."""
+    def failed(self, record: Digest, reason: str, kept: bool) -> None:
+        """A move was not made. Unless the trainer `kept` its state, it holds nothing that can be relied on."""
         c, chain = self._c, self._c.chain
+        if kept and record != self.target:
+            return  # another has been asked for meanwhile
         head = self.target or chain.head
-        self.target = self.making = self.applied = None
+        self.target = None
+        if not kept or self.afresh:
+            self.making = self.applied = None
         self._failures += 1
         pause = min(MAX_PAUSE, c.policy.heartbeat_seconds * 2 ** (self._failures - 1))
         self._retry = c.now + pause

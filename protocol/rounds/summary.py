@@ -79,7 +79,7 @@ def summarise(c: Context, d: Deciding, p: Position, phase: str, now: float) -> S
         headers=tuple(announced.values()),
         proposals=0 if b is None else len(b.proposals),
         votes=votes,
-        awaited=() if b is None or b.announced is None else tuple(d.awaited(b)),
+        awaited=() if b is None or b.announced is None else tuple(d.awaiting.awaited(b)),
         windows=d.work.windows,
         finished=d.finished,
     )

@@ -282,7 +282,8 @@ class Node:
         if any(blob in w.bad_blobs and blob not in own for blob in contents(action.certificate)):
             raise AssertionError(f"peer {self.index} was told to apply a bad update")
         if missing or self.trainer_record != record.body.parent:
-            self.step(ev.ApplyFailed(name, "a blob is not in the store, or this is the wrong state"))
+            kept = self.trainer_record == record.body.parent
+            self.step(ev.ApplyFailed(name, "a blob is not in the store, or this is the wrong state", kept=kept))
             return
         assert trainer.state is not None
         state = state_after(trainer.state, action.certificate)
@@ -320,7 +321,11 @@ class Node:
             if any(action.start.state in n.checkpoints for n in reachable):
                 self.reached(action, action.start.record, action.start.state)
             else:
-                self.step(ev.ApplyFailed(action.start.record, "nobody has the state that the run is rolled back to"))
+                self.step(
+                    ev.ApplyFailed(
+                        action.start.record, "nobody has the state that the run is rolled back to", kept=True
+                    )
+                )
             return
         if not path:
             self.reached(action, self.machine.chain.genesis, w.genesis_state)
@@ -333,7 +338,7 @@ class Node:
                 break
         head = path[-1].digest
         if start is None:
-            self.step(ev.ApplyFailed(head, "nobody has a checkpoint that the path starts from"))
+            self.step(ev.ApplyFailed(head, "nobody has a checkpoint that the path starts from", kept=True))
             return
         state = path[start].record.body.base_state
         for certificate in path[start:]:
@@ -345,11 +350,11 @@ class Node:
             for blob in contents(certificate):
                 if blob not in self.blobs:
                     if not any(n.gives(blob, self.key) for n in reachable if n is not self):
-                        self.step(ev.ApplyFailed(head, "a blob cannot be had"))
+                        self.step(ev.ApplyFailed(head, "a blob cannot be had", kept=True))
                         return
                     if blob in w.bad_blobs and blob not in own:
                         self.step(ev.BlobBad(blob, "chunk 3: a scale that is not finite"))
-                        self.step(ev.ApplyFailed(head, "an update on the path is bad"))
+                        self.step(ev.ApplyFailed(head, "an update on the path is bad", kept=True))
                         return
                     self.blobs.add(blob)
             state = state_after(state, certificate)
