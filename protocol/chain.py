@@ -13,6 +13,7 @@ are checked there. Here is checked what depends on the place in the tree.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 from protocol.bodies import Amendment, Record, Rollback
 from protocol.errors import ChainError, RivalOfFinal, UnknownParent
@@ -231,7 +232,11 @@ class Chain(Tree):
 
     def best_after(self, record: Digest) -> Digest:
         """The heaviest that is built on a record, or itself; not those that are set aside."""
-        return self._best_after(self._link(record)).digest
+        return self._best_after(self._link(record), self._aside).digest
+
+    def best(self, but_for: Collection[Digest]) -> Digest:
+        """What the head would be if these were not set aside."""
+        return self._best_after(self._start, self._aside - set(but_for)).digest
 
     def condemn(self, record: Digest) -> None:
         """Drop a record that lists an update which breaks the codec's rules, with all that is built on it, for good."""
@@ -301,15 +306,17 @@ class Chain(Tree):
 
     def _choose(self) -> None:
         """Fork choice from the start: used when the tree loses records, or some are set aside."""
-        start = self._root if (floor := self.floor) is None else self._links.get(floor, self._root)
-        self._move_head(self._best_after(start))
+        self._move_head(self._best_after(self._start, self._aside))
 
-    def _best_after(self, start: Link) -> Link:
-        """The heaviest record that is built on this one, or it; not those that are set aside."""
+    @property
+    def _start(self) -> Link:
+        return self._root if (floor := self.floor) is None else self._links.get(floor, self._root)
+
+    def _best_after(self, start: Link, aside: Collection[Digest]) -> Link:
         best, todo = start, [start]
         while todo:
             link = todo.pop()
-            if link.digest in self._aside and link is not start:
+            if link.digest in aside and link is not start:
                 continue
             if self._better(link, best):
                 best = link

@@ -199,6 +199,19 @@ async def test_a_newer_checkpoint_is_fetched_when_rounds_since_that_on_disk_cann
         assert w.fetched == [state(10)] and "what leads there" in w.failed[0].reason  # that of 5 would not help
 
 
+async def test_when_a_blob_cannot_be_had_the_others_of_its_round_are_fetched_no_more():
+    async with world() as (w, _):
+        w.store.held.add(state(9))
+        first, other = (u.body.blob for u in w.chain.certificates[9].record.body.updates)
+        w.missing, w.gate = {first}, asyncio.Event()
+        w.states.resync(w.resync(10))
+        await w.next()
+        assert len(w.failed) == 1
+        w.gate.set()
+        await asyncio.sleep(0.02)
+        assert other in w.kinds and other not in w.store.held
+
+
 async def test_a_checkpoint_is_written_every_so_many_rounds_and_at_the_end_of_the_run():
     async with world() as (w, _):
         for i in (3, 4):

@@ -101,17 +101,77 @@ def test_who_is_somewhere_else_is_not_waited_for():
     assert b.machine.summary(b.now).awaited == ()
 
 
-def test_one_who_sent_a_bad_update_does_not_end_rounds_by_what_it_claims():
-    b = Second()
+@pytest.mark.parametrize("how", ["by its header", "by its heartbeat"])
+def test_one_who_sent_a_bad_update_does_not_end_rounds_by_what_it_claims(how):
+    b = Bench()
     liar = OTHERS[2]
-    for round in (0, 1):
-        b.machine._c.members.strike(liar, round)
-    claims = b.header(liar, round=Round(1), parent=b.first, base_state=NEXT, windows=50)
+    for key in (BUSY, SLOW, liar):
+        b.beat(key)
+    b.announce()
+    bad, *good = b.header(liar), b.header(BUSY), b.header(SLOW)
+    b.step(ev.Heard(bad))
+    b.step(ev.BlobBad(bad.body.blob, "chunk 3: a scale that is not finite"))
+    b.hold(*good)
+    b.step(ev.CertificateHeard(certificate(b.record(BUSY, [b.mine, *good]), [BUSY, SLOW, ME]), BUSY))
+    first = b.chain.head
+    b.step(ev.Applied(first, NEXT))
     b.step(ev.Progress(3, 1.0, 1.0))
-    b.step(ev.Heard(claims))
+    if how == "by its header":
+        b.step(ev.Heard(b.header(liar, round=Round(1), parent=first, base_state=NEXT, windows=50)))
+    else:
+        b.beat(liar, windows=50, sequence=9, head=first, weight=45)
     assert not b.of(do.MakeUpdate)
-    b.step(ev.Progress(25, 1.0, 1.0))
+    b.beat(BUSY, windows=17, sequence=9, head=first, weight=45)
     assert b.of(do.MakeUpdate)
+
+
+def test_what_one_announces_who_was_late_before_counts_for_the_target():
+    b = Second()
+    for key in (BUSY, SLOW):
+        b.machine._c.members.strike(key, 1)
+        b.say(key, b.first, 8)
+    b.step(ev.Progress(3, 1.0, 1.0))
+    assert not b.of(do.MakeUpdate)
+    ours = dict(round=Round(1), parent=b.first, base_state=NEXT, first_window=10)
+    b.step(ev.Heard(b.header(BUSY, label=b"2", end_window=27, **ours)))
+    assert b.of(do.MakeUpdate)
+
+
+def test_who_is_in_an_applied_record_is_forgiven_however_late_it_came():
+    b = Bench()
+    members = b.machine._c.members
+    for key in (BUSY, SLOW):
+        b.beat(key)
+    b.announce()
+    for key in (BUSY, SLOW):
+        members.strike(key, 3)
+        members.lagging.strike(key, 3)
+    theirs = b.header(BUSY)
+    b.step(ev.CertificateHeard(certificate(b.record(BUSY, [b.mine, theirs]), [BUSY, ME]), BUSY))
+    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.Applied(b.chain.head, NEXT))
+    assert members.is_waited_for(BUSY, 1) and not members.lagging.holds(BUSY, 1)
+    assert not members.is_waited_for(SLOW, 1) and members.lagging.holds(SLOW, 1)
+
+
+def test_a_laggard_that_says_something_else_in_time_was_waited_for_in_vain_all_the_same():
+    b = Second()
+    b.say(BUSY, b.first)
+    b.say(SLOW, b.chain.genesis)
+    b.announced()
+    assert b.machine.summary(b.now).awaited == (SLOW,)
+    b.step(ev.Tick(), b.now + 0.5)
+    b.say(SLOW, Digest(sha256(b"nowhere")))
+    assert b.machine.summary(b.now).awaited == () and b.machine._c.members.lagging.holds(SLOW, 2)
+
+
+def test_strangers_do_not_make_a_record_that_most_announced():
+    b = Bench()
+    b.beat(BUSY)
+    b.announce()
+    stranger = b.header(OTHERS[3], 1)
+    b.step(ev.CertificateHeard(certificate(b.record(OTHERS[3], [stranger]), [OTHERS[3]]), OTHERS[3]))
+    assert b.of(do.KeepCertificate) and b.chain.head == b.chain.genesis  # nobody had heard that it announced
 
 
 def test_a_record_of_most_who_announced_is_followed_at_once_though_others_announced_more_work():

@@ -406,16 +406,25 @@ def test_words_of_a_round_to_come_are_kept_and_push_out_no_header():
     assert all(size <= bound for size, bound in early.sizes().values())
 
 
-def test_a_branch_that_nobody_gave_is_tried_again_when_a_member_comes_that_stands_on_it():
+def test_a_branch_that_nobody_gave_is_asked_for_again_and_is_the_head_when_it_is_here():
     b = Bench(policy=THREE)
     made = certificate(b.record(OTHERS[0], [b.header(OTHERS[0], 30)]), [OTHERS[0]], (part(0),))
     b.step(ev.CertificateHeard(made, OTHERS[0]))
-    gone = 0
-    while gone < 2:  # given up twice: the second time for longer
-        there = b.chain.head == made.digest
-        b.step(ev.Tick(), b.machine.next_tick)
-        gone += there and b.chain.head != made.digest
-    b.step(ev.Tick(), b.now + 0.5)
-    assert b.chain.head == b.chain.genesis
-    b.beat(OTHERS[0], head=made.digest, weight=30)
+    asked = [part(0)]
     assert b.chain.head == made.digest
+    while b.chain.head == made.digest:
+        b.step(ev.Tick(), b.machine.next_tick)
+    set_aside, dropped = b.now, 0
+    while dropped < 2:  # given up twice more: each time it is left alone for longer
+        b.step(ev.Tick(), b.machine.next_tick)
+        asked += [a.blob for a in b.of(do.FetchPart)]
+        dropped += len(b.of(do.DropBlob))
+        assert b.chain.head == b.chain.genesis
+    patience = THREE.patience_seconds
+    assert b.now - set_aside == pytest.approx((1 + 1 + 2 + 1) * patience, abs=2) and len(asked) >= 3
+    b.step(ev.Tick(), b.now + 0.5)
+    assert not b.of(do.FetchPart)
+    b.beat(OTHERS[0], head=made.digest, weight=30)  # a member comes that stands on it
+    assert [a.blob for a in b.of(do.FetchPart)] == [part(0)] and b.chain.head == b.chain.genesis
+    b.step(ev.BlobHeld(part(0)))
+    assert b.chain.head == made.digest and b.of(do.Apply)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.ids import Round
+from protocol.ids import Digest, Round, sha256
 from protocol.messages import Record
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
@@ -15,7 +15,7 @@ from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import World, policy_for
 from tests.test_rounds import OTHERS, POLICY, RUN
-from tests.test_rounds_awaiting import BUSY, NEXT, Second
+from tests.test_rounds_awaiting import BUSY, NEXT, SLOW, Second
 
 PEERS, SPLIT_SECONDS = 8, 94.0
 
@@ -78,15 +78,52 @@ def test_after_a_split_the_heavier_branch_is_followed_at_once_though_it_was_set_
     check_agreement_soon(world)
 
 
-def test_while_the_heavier_branch_cannot_be_had_its_own_is_gone_along():
-    b = Second()
+def _away(b: Second) -> None:
+    """A heavier branch beside the first record, whose updates nobody gives."""
     rivals = [b.header(key, 50) for key in OTHERS[3:5]]
     b.step(ev.CertificateHeard(certificate(b.record(OTHERS[3], rivals), OTHERS[3:5]), OTHERS[3]))
-    theirs = b.header(BUSY, label=b"2", round=Round(1), parent=b.first, base_state=NEXT, first_window=10, end_window=15)
-    record = FakeSigner(BUSY).sign(Record(RUN, Round(1), b.first, NEXT, 0, (theirs,)))
+
+
+def _next(b: Second, by, label: bytes, end: int, parent=None, number: int = 1, base=NEXT, first: int = 10):
+    """A certificate of one contributor on our branch, its blob here."""
+    parent = parent or b.first
+    theirs = b.header(by, label=label, round=Round(number), parent=parent, base_state=base, first_window=first,
+                      end_window=end)  # fmt: skip
+    record = FakeSigner(by).sign(Record(RUN, Round(number), parent, base, 0, (theirs,)))
     b.hold(theirs)
-    b.step(ev.CertificateHeard(certificate(record, [BUSY]), BUSY))
+    b.step(ev.BlobHeld(theirs.body.blob))
+    made = certificate(record, [by])
+    b.step(ev.CertificateHeard(made, by))
+    return made
+
+
+def test_while_the_heavier_branch_cannot_be_had_its_own_is_gone_along():
+    b = Second()
+    _away(b)
+    made = _next(b, BUSY, b"2", 15)
     assert b.chain.weight(b.chain.head) == 100 and not b.of(do.Apply)
     b.step(ev.Tick(), b.now + 2 * POLICY.heartbeat_seconds)
-    assert [a.certificate.record for a in b.of(do.Apply)] == [record]
+    assert [a.certificate for a in b.of(do.Apply)] == [made]
     assert b.chain.weight(b.chain.head) == 100  # nothing was set aside: its updates may still come
+
+
+def test_going_along_the_own_branch_does_not_put_off_that_the_other_is_set_aside():
+    """Nor, then, that a heavier branch which can be had is moved to."""
+    b = Second()
+    _away(b)
+    since, parent, state, rival = b.now, b.first, NEXT, None
+    b.step(ev.Tick(), since + 2 * POLICY.heartbeat_seconds)
+    for i in range(20):
+        made = _next(b, BUSY, bytes([i]), 12 + 2 * i, parent, 1 + i, state, 10 + 2 * i)
+        if b.of(do.Resync):
+            break
+        assert [a.certificate for a in b.of(do.Apply)] == [made]
+        parent, state = made.digest, Digest(sha256(b"state", bytes([i])))
+        b.step(ev.Applied(parent, state))
+        if rival is None:
+            rival = _next(b, SLOW, b"rival", 50)  # beside our second record, and heavier than all that follows
+        b.step(ev.Tick(), b.now + 4.0)
+        if b.of(do.Resync):
+            break
+    assert [a.path[-1] for a in b.of(do.Resync)] == [rival]
+    assert POLICY.patience_seconds <= b.now - since <= POLICY.patience_seconds + 5

@@ -222,7 +222,7 @@ class States:
     def _starts(self, path: tuple[Certificate, ...]) -> Iterable[int]:
         """Where on a path to begin, the best first. A state certified by a child is vouched for."""
         newest = range(len(path) - 1, -1, -1)
-        held = [i for i in newest if self._store.has(path[i].record.body.base_state)][:1]
+        held = islice((i for i in newest if self._store.has(path[i].record.body.base_state)), 1)
         # Members keep the last few checkpoints and the genesis: older ones are not worth asking for.
         marks = [i for i in newest if path[i].record.body.round % self._spec.checkpoint.every == 0]
         return dict.fromkeys([*held, *marks[: self._spec.checkpoint.keep + 1], 0])
@@ -246,7 +246,12 @@ class States:
             wanted = [(blob, holders, kind) for blob, kind in zip(certificate.parts, kinds, strict=True)]
         else:
             wanted = [(u.body.blob, [u.author, *holders], None) for u in listed]
-        files = tuple(await asyncio.gather(*(self._ensure(*one) for one in wanted)))
+        tasks = [asyncio.ensure_future(self._ensure(*one)) for one in wanted]
+        try:
+            files = tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()  # when one cannot be had, the others are in the way of what is tried next
         if not certificate.parts:
             updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in zip(listed, files, strict=True))
             return RoundUpdates(record.body.round, certificate.digest, updates)

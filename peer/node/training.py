@@ -103,6 +103,8 @@ class Training:
         self._orders: Orders | None = None
         self._look: asyncio.Task[None] | None = None
         self.made = self.missed = 0
+        self._missing = 0
+        """Own updates that the move under way puts back."""
         """Own updates that were made, and that a round left out."""
         self._trained_before = 0
 
@@ -179,7 +181,7 @@ class Training:
             self._trainer = self._new_trainer()
             self._spawn(self._trainer.run(), "trainer")
         self._stop_looking()
-        self.missed += len(action.missed)
+        self._missing = len(action.missed)
         self._streaming.turn(action.certificate.record.digest if isinstance(action, actions.Apply) else None)
         if isinstance(action, actions.Resync) and action.afresh:
             self._states.drop()
@@ -263,6 +265,7 @@ class Training:
         self._streaming.announced()
 
     async def _take_state(self, applied: Applied) -> None:
+        self.missed, self._missing = self.missed + self._missing, 0
         if applied.checkpoint_path is not None:
             try:
                 await asyncio.to_thread(self._store.adopt, applied.checkpoint_path, applied.state_digest)

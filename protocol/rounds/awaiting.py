@@ -20,8 +20,9 @@ class Awaiting:
         self._c = context
         self._struck = False
         self._blocker: PeerKey | None = None
-        """One of those that are waited for: while it is, nobody else need be looked at. A laggard only when nobody else
-        is left."""
+        """One of those that are waited for: while it is, nobody else need be looked at."""
+        self._lagged = False
+        """It was a laggard when nobody else was left."""
         self._before: frozenset[Digest] = frozenset()
         """The records before the round's parent: who holds the state of one is behind."""
         self._lasted = 0.0
@@ -31,6 +32,7 @@ class Awaiting:
         """A round begins; the one before it took so many seconds, 0 when that is not known."""
         self._struck = False
         self._blocker = None
+        self._lagged = False
         self._before = frozenset(islice(self._c.chain.ancestors(b.parent), 1, 1 + FAR))
         self._lasted = lasted
 
@@ -80,18 +82,16 @@ class Awaiting:
         late = c.now >= b.announced + c.policy.exchange_seconds
         if not late and self._blocker is not None and self._is_awaited(b, self._blocker):
             return
-        held_up = self._blocker is not None and self._lags(b, self._blocker)
+        if self._lagged:
+            self._strike_laggards(b)
         awaited = self.awaited(b)
         self._blocker = awaited[0] if awaited else None
+        self._lagged = self._blocker is not None and self._lags(b, self._blocker)
         if not awaited:
             b.ready = c.now
             for author, header in b.headers.items():
                 if b.reduces or c.blobs.holds(header.body.blob):
                     c.members.forgive(author)
-            if held_up:
-                for member in c.members:
-                    if self._lags(b, member.key) and not c.members.lagging.holds(member.key, b.number):
-                        c.members.lagging.strike(member.key, b.number)
         elif late:
             self._struck = True
             for key in awaited:
@@ -99,6 +99,16 @@ class Awaiting:
                 c.report(
                     "info", "late", f"peer {key.short} kept the round waiting: the next ones do not wait for it", key
                 )
+
+    def _strike_laggards(self, b: Ballot) -> None:
+        """The round waited for these alone, and in vain: whatever they say of themselves by now."""
+        members = self._c.members
+        for key in {
+            self._blocker,
+            *(m.key for m in members if self._lags(b, m.key) and not self._is_awaited(b, m.key)),
+        }:
+            if key is not None and key not in b.headers and not members.lagging.holds(key, b.number):
+                members.lagging.strike(key, b.number)
 
     def _patience(self, *, is_behind: bool) -> float:
         """Seconds from a round's beginning that laggards are waited for: where training takes as long as that, it costs

@@ -42,6 +42,7 @@ def blob_bad(c: Context, d: Deciding, blob: Digest, reason: str) -> None:
                 d.reducing.accuse(b, author, "bad-part", f"peer {author.short} signed a part that breaks the rules")
     if header is not None:
         c.members.strike(header.author, 0 if b is None else b.number)
+        c.members.discredited.strike(header.author, 0 if b is None else b.number)
     _report(c, header, certified, source, reason)
     if certified is not None:
         c.chain.condemn(certified)

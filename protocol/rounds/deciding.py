@@ -9,7 +9,7 @@ from protocol.messages import Certificate, Header, Record, Reduced, Signed, Vote
 from protocol.rounds.actions import Broadcast, MakeUpdate
 from protocol.rounds.awaiting import Awaiting
 from protocol.rounds.ballot import Ballot, Proposal
-from protocol.rounds.blobs import PartOf, Source
+from protocol.rounds.blobs import PartOf, Source, contents
 from protocol.rounds.context import Context
 from protocol.rounds.events import Progress, UpdateReady
 from protocol.rounds.position import Position
@@ -48,7 +48,7 @@ class Deciding:
         self.awaiting.open(b, 0.0 if old is None or old.number + 1 != b.number else c.now - old.began)
         self._repeats = 0
         self._looked_at = 0
-        c.members.watch(parent)
+        c.members.watch(parent, b.number)
         return b
 
     def reopen(self) -> None:
@@ -238,18 +238,14 @@ class Deciding:
         c = self._c
         if self.ending or c.now >= b.began + c.policy.max_seconds:
             return True
-        # Those who kept earlier rounds waiting in vain, or sent what breaks the codec's rules, are not believed.
-        believed = [h for a, h in b.headers.items() if self._is_believed(b, a)]
-        target, announced = c.policy.target_windows, sum(h.body.windows for h in believed)
-        total = self.work.windows + announced + c.members.windows
-        if total >= target or not believed:
+        members, headers = c.members, b.headers
+        announced = sum(h.body.windows for a, h in headers.items() if not members.discredited.holds(a, b.number))
+        target, total = c.policy.target_windows, self.work.windows + announced + members.windows
+        if total >= target or not headers:
             return total >= target
-        # Others have seen enough.
-        return len(believed) * 3 > 1 + len(b.headers) + c.members.training or total * 2 >= target
-
-    def _is_believed(self, b: Ballot, author: PeerKey) -> bool:
-        members = self._c.members
-        return members.is_waited_for(author, b.number) and not members.withheld.holds(author, b.number)
+        # Others have seen enough. Those who kept earlier rounds waiting in vain are not believed.
+        enough = sum(members.is_waited_for(a, b.number) and not members.withheld.holds(a, b.number) for a in headers)
+        return enough > 0 and (enough * 3 > 1 + len(headers) + members.training or total * 2 >= target)
 
     def _propose(self, b: Ballot) -> Certificate | None:
         c = self._c
@@ -354,8 +350,9 @@ class Deciding:
         c, b = self._c, self.ballot
         if b is None or b.first_heard is None or c.now >= b.first_heard + c.policy.patience_seconds:
             return True
-        windows = [h.body.windows for h in self._announced_headers(b)]
-        return 2 * record.windows >= sum(windows) or 2 * len(record.updates) > len(windows)
+        windows = {h.author: h.body.windows for h in self._announced_headers(b)}
+        listed = windows.keys() & set(record.contributors)
+        return 2 * record.windows >= sum(windows.values()) or 2 * len(listed) > len(windows)
 
     def announced_windows(self, b: Ballot) -> int:
         """Windows seen announced."""
@@ -443,9 +440,10 @@ class Deciding:
         else:
             number = source.body.round
             found[source.author] = None
-        decided = c.chain.ancestor_at(c.chain.head, number + 1)
-        if decided is not None and decided != c.chain.root:
-            found.update((v.author, None) for v in c.chain.certificate(decided).votes)
+        for branch in (c.chain.head, self._position.tip):
+            decided = None if branch is None else c.chain.ancestor_at(branch, number + 1)
+            if decided is not None and decided != c.chain.root and blob in contents(c.chain.certificate(decided)):
+                found.update((v.author, None) for v in c.chain.certificate(decided).votes)
         if b is not None and not isinstance(source, PartOf):
             found.update((a, None) for a in b.votes)
             found.update((a, None) for a in b.headers)

@@ -295,7 +295,7 @@ class RoundMachine:
             return
         if body.parent == b.parent and not d.is_heavy_enough(body):
             self._c.report("info", "light", f"record {record.short} lists less than half of what was announced")
-            p.set_aside(record, b.first_heard + self._c.policy.patience_seconds)
+            p.hold_back(record, b.first_heard + self._c.policy.patience_seconds)
         elif body.parent != b.parent:
             p.reconsider(record, d.announced_windows(b) // 2)
 
@@ -390,7 +390,7 @@ class RoundMachine:
         if c.observer:
             return
         b = d.ballot
-        key = (c.chain.head, p.applied, p.target, p.joined, id(b), d.working)
+        key = (c.chain.head, p.tip, p.applied, p.target, p.joined, id(b), d.working)
         if b is not None:
             key += (len(b.headers), len(b.proposals), b.announced, len(b.excluded), *d.reducing.stage)
         retry = c.blobs.next_retry()

@@ -71,9 +71,12 @@ class Members:
         self._late = Strikes(policy.max_members)
         self.withheld = Strikes(policy.max_members)
         """Of those whose updates committees could not get, or not use: records of ours do not list them for a while."""
+        self.discredited = Strikes(policy.max_members)
+        """Of those whose updates broke the codec's rules: for a while their claims end no round."""
         self.lagging = Strikes(policy.max_members)
         """Of those who were waited for in vain when they were a round behind: for a while nobody waits for them so."""
         self._parent: Digest | None = None
+        self._number = 0
         self._counted: dict[PeerKey, int] = {}
         """Members that train in the watched round and have not announced: their windows."""
         self._settled: set[PeerKey] = set()
@@ -85,6 +88,7 @@ class Members:
         self._policy = policy
         self._late.grow(policy.max_members)
         self.withheld.grow(policy.max_members)
+        self.discredited.grow(policy.max_members)
         self.lagging.grow(policy.max_members)
 
     def dismiss(self, key: PeerKey) -> None:
@@ -154,6 +158,8 @@ class Members:
         """These were in the last round: they keep their places."""
         self._veterans = frozenset(contributors)
         for key in self._veterans:
+            self.forgive(key)
+            self.discredited.forgive(key)
             self.lagging.forgive(key)
 
     def is_veteran(self, key: PeerKey) -> bool:
@@ -181,9 +187,10 @@ class Members:
         """Members that train in the watched round and have not announced."""
         return len(self._counted)
 
-    def watch(self, parent: Digest) -> None:
-        """Count for the round after a record from now on."""
+    def watch(self, parent: Digest, number: int) -> None:
+        """Count for the round after a record, of this number, from now on."""
         self._parent = parent
+        self._number = number
         self._counted.clear()
         self._settled.clear()
         self.windows = 0
@@ -197,7 +204,8 @@ class Members:
 
     def _count(self, member: Member) -> None:
         self.windows -= self._counted.pop(member.key, 0)
-        if self._parent is not None and member.key not in self._settled and member.trains_in(self._parent):
+        counts = member.key not in self._settled and not self.discredited.holds(member.key, self._number)
+        if self._parent is not None and counts and member.trains_in(self._parent):
             windows = min(member.beat.windows, self._policy.max_update_windows)
             self._counted[member.key] = windows
             self.windows += windows
@@ -223,6 +231,7 @@ class Members:
             "goodbyes": (len(self._gone), top),
             "strikes": (len(self._late), top),
             "withheld": (len(self.withheld), top),
+            "discredited": (len(self.discredited), top),
             "lagging": (len(self.lagging), top),
             "counted": (len(self._counted), top),
             "settled": (len(self._settled), 2 * top),

@@ -6,17 +6,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from protocol.bodies import Rollback
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
 from protocol.rounds.actions import Apply, Resync
+from protocol.rounds.asides import MAX_ASIDE, Asides
 from protocol.rounds.blobs import PartOf, Source, contents
 from protocol.rounds.context import Context
 
 MAX_PAUSE = 60.0
-MAX_ASIDE = 64
 TRIES = 3
 """Moves to the same head that may fail before another branch is tried."""
 
@@ -25,19 +23,6 @@ UNAVAILABLE = 10
 
 UNAVAILABLE_MOST = 600.0
 """But no later than after so many seconds."""
-
-
-@dataclass(slots=True)
-class _Aside:
-    since: float
-    until: float
-    tries: int
-    active: bool
-    excused: set[PeerKey]
-    """Members whose coming has ended an aside of this record before its time: each may once, or who withholds an update
-    could bring its record back by leaving and coming again."""
-    absent: frozenset[PeerKey]
-    """Contributors of its record that were no members then: what they hold can be had when one is heard of again."""
 
 
 class Position:
@@ -55,7 +40,7 @@ class Position:
         self._good: Digest | None = None
         self._failures = 0
         self._retry = 0.0
-        self._aside: dict[Digest, _Aside] = {}
+        self._asides = Asides(context)
         self._waiting: tuple[Digest, float] | None = None
         self._unavailable: Digest | None = None
         self._needed_for: tuple | None = None
@@ -76,35 +61,45 @@ class Position:
             or (applied != chain.head and chain.is_ancestor(applied, chain.head))
         )
 
+    @property
+    def tip(self) -> Digest | None:
+        """Of branches that are set aside, where those that are asked for again lead to."""
+        return self._asides.tip
+
     # -- what is needed --------------------------------------------------------------------------------------
 
     def needed(self) -> dict[Digest, Source]:
         """Blobs to hold before the trainer is moved to the head: of the records since where it stands, or since the
-        newest checkpoint on another branch. Of a round that was reduced, the parts of its mean."""
-        chain = self._c.chain
-        key = (self.applied, chain.head, self._failures, self.joined)
+        newest checkpoint on another branch. Of a round that was reduced, the parts of its mean. And those of the branch
+        that is set aside until they are here."""
+        chain, tip = self._c.chain, self.tip
+        key = (self.applied, chain.head, tip, self._failures, self.joined)
         if key != self._needed_for:
             self._needed_for = key
-            self._needed = {blob: source for c in self._way() for blob, source in contents(c).items()}
+            ways = [self._way(chain.head), () if tip is None else self._way(tip)]
+            self._needed = {blob: source for way in ways for c in way for blob, source in contents(c).items()}
         return self._needed
 
-    def _way(self) -> tuple[Certificate, ...]:
+    def _is_here(self, tip: Digest) -> bool:
+        return all(self._c.blobs.holds(blob) for c in self._way(tip) for blob in contents(c))
+
+    def _way(self, head: Digest) -> tuple[Certificate, ...]:
         chain, applied, every = self._c.chain, self.applied, self._c.policy.checkpoint_every
-        if self._c.observer or applied == chain.head or chain.head == chain.root:
+        if self._c.observer or applied == head or head == chain.root:
             return ()
-        boundary = (chain.height(chain.head) - 1) // every * every
+        boundary = (chain.height(head) - 1) // every * every
         if applied is None or applied not in chain:
             # Nothing to lose: the driver fetches as it goes. After a failure, look at what is missing first.
-            boundary = boundary if (start := self._start(chain.head)) is None else max(boundary, start.round)
-            after = chain.ancestor_at(chain.head, max(chain.height(chain.root), boundary))
-            return chain.path(after or chain.root, chain.head) if self._failures and self.joined else ()
-        if (start := self._start(chain.head)) is not None and chain.height(applied) < start.round:
-            return chain.path(start.record, chain.head)
-        fork = chain.common_ancestor(applied, chain.head)
-        if fork != applied or chain.height(chain.head) - chain.height(applied) > every:
-            after = chain.ancestor_at(chain.head, max(chain.height(fork), boundary))
-            return chain.path(after or fork, chain.head)
-        return chain.path(applied, chain.head)
+            boundary = boundary if (start := self._start(head)) is None else max(boundary, start.round)
+            after = chain.ancestor_at(head, max(chain.height(chain.root), boundary))
+            return chain.path(after or chain.root, head) if self._failures and self.joined else ()
+        if (start := self._start(head)) is not None and chain.height(applied) < start.round:
+            return chain.path(start.record, head)
+        fork = chain.common_ancestor(applied, head)
+        if fork != applied or chain.height(head) - chain.height(applied) > every:
+            after = chain.ancestor_at(head, max(chain.height(fork), boundary))
+            return chain.path(after or fork, head)
+        return chain.path(applied, head)
 
     def _start(self, head: Digest) -> Rollback | None:
         """Where the run goes on after the owner's last rollback, when that is on the way to here: the state there can
@@ -129,7 +124,7 @@ class Position:
     def advance(self) -> bool:
         """One step towards the head, if one is due and possible. True when something changed."""
         c, chain = self._c, self._c.chain
-        self._end_asides()
+        self._asides.advance(self._is_here)
         head = chain.head
         if c.observer:
             changed = self.applied != head
@@ -141,11 +136,11 @@ class Position:
             return False
         if self.applied is not None and self.applied not in chain:
             self.applied = None
-        way = self._way()
+        way = self._way(head)
         if not way and self.applied is not None:
             return self._resync(head)
         if self.applied is None:
-            if all(c.blobs.holds(blob) for blob in self.needed()):
+            if self._is_here(head):
                 return self._resync(head)
         elif way[0].record.body.parent == self.applied:
             first = way[0].record.body
@@ -153,7 +148,7 @@ class Position:
                 return self.drift(first.base_state)
             if all(c.blobs.holds(blob) for blob in contents(way[0])):
                 return self._apply(way[0])
-        elif all(c.blobs.holds(blob) for blob in self.needed()):
+        elif self._is_here(head):
             if chain.is_ancestor(self.applied, head):
                 behind = chain.height(head) - chain.height(self.applied)
                 c.report("info", "behind", f"{behind} rounds behind: loading a checkpoint and replaying the rest")
@@ -222,7 +217,7 @@ class Position:
                         what = f"part {source.index} of the mean of record {record.short}"
                     text = f"nobody gives {what}: going on without that branch for a while"
                     c.report("warning", "withheld", text, author)
-                    self.set_aside(record, None)
+                    self._set_aside(record)
                     return True
         return False
 
@@ -231,8 +226,10 @@ class Position:
         chain, applied = self._c.chain, self.applied
         if applied is None or self._waiting is None:
             return False
+        if self._c.now - self._waiting[1] < 2 * self._c.policy.heartbeat_seconds:
+            return False
         tip = chain.best_after(applied)
-        if tip == applied or self._c.now - self._waiting[1] < 2 * self._c.policy.heartbeat_seconds:
+        if tip == applied:
             return False
         following = chain.path(applied, tip)[0]
         if following.record.body.base_state != self.state:
@@ -265,7 +262,8 @@ class Position:
             return False
         self.target = None
         self._failures = 0
-        self._waiting = None
+        if record not in self._c.chain or self._c.chain.is_ancestor(record, self._c.chain.head):
+            self._waiting = None  # else it was a step beside the way to the head, which is waited for all the same
         self.afresh = self.afresh and record not in self._c.chain
         self.applied = self._good = record
         self.state = state
@@ -298,74 +296,34 @@ class Position:
             culprit = chain.ancestor_at(head, min(chain.height(head), chain.height(fork) + 1)) or head
             tries = TRIES if fork == good else 1
         if self._failures % tries == 0:
-            self.set_aside(culprit, None)
+            self._set_aside(culprit)
+            if self.applied is not None:
+                self._retry = c.now  # there is somewhere to go on from at once
 
     # -- branches that are not followed for a while ----------------------------------------------------------
 
-    def set_aside(self, record: Digest, until: float | None) -> None:
-        """Leave a branch out of the fork choice: until a time, or for a patience that doubles each time, but no longer
-        than until somebody is back who was away."""
-        c = self._c
-        if c.chain.floor is not None and c.chain.is_ancestor(record, c.chain.floor):
-            return  # there is no other
-        old = self._aside.pop(record, None)
-        tries = 0 if old is None else old.tries + 1
-        end, absent = until, frozenset[PeerKey]()
-        if end is None:
-            end = c.now + c.policy.patience_seconds * 2 ** min(tries, 6)
-            authors = c.chain.certificate(record).record.body.contributors
-            away = (k for k in authors if k != c.me and k not in c.members and not c.members.has_left(k))
-            absent = frozenset(away)
-        self._aside[record] = _Aside(c.now, end, tries, True, set() if old is None else old.excused, absent)
-        c.chain.set_aside(record)
+    def _set_aside(self, record: Digest) -> None:
+        self._asides.add(record)
         self._waiting = None
-        while len(self._aside) > MAX_ASIDE:
-            oldest = next(iter(self._aside))
-            c.chain.take_back(oldest)
-            del self._aside[oldest]
+
+    def hold_back(self, record: Digest, until: float) -> None:
+        """A record is too light to be followed before this time."""
+        self._asides.add_light(record, until)
+        self._waiting = None
 
     def reconsider(self, record: Digest, weight: int) -> None:
         """A record came: a branch that was held back as too light is not, when what is built on it has this weight."""
-        for aside, a in self._aside.items():
-            if a.active and a.tries == 0 and self._c.chain.is_ancestor(aside, record):
-                if (
-                    self.applied is not None
-                    and self._c.chain.weight(record) - self._c.chain.weight(self.applied) >= weight
-                ):
-                    a.until = self._c.now
+        chain = self._c.chain
+        if self.applied is not None and chain.weight(record) - chain.weight(self.applied) >= weight:
+            self._asides.reconsider(record)
 
     def heard_at(self, member: PeerKey, head: Digest, since: float) -> None:
-        """A member that we hear of since a time is at this head. When it came after a branch up to there was set aside
-        (for nobody gave its blobs), they can perhaps be had again."""
-        chain = self._c.chain
-        for aside, a in self._aside.items():
-            if not a.active or a.tries == 0 or a.since >= since or member in a.excused:
-                continue
-            if aside in chain and chain.is_ancestor(aside, head):
-                a.until = self._c.now
-                a.excused.add(member)
-
-    def _end_asides(self) -> None:
-        for record, a in list(self._aside.items()):
-            if record not in self._c.chain:
-                del self._aside[record]
-            elif a.active and (back := {k for k in a.absent - a.excused if self._is_back(k)}):
-                # The network was split, and is whole again: most likely nobody withheld anything.
-                a.active = False
-                a.excused |= back
-                self._c.chain.take_back(record)
-            elif a.active and a.until <= self._c.now:
-                a.active = False
-                self._c.chain.take_back(record)
-
-    def _is_back(self, key: PeerKey) -> bool:
-        """Heard again and again: one heartbeat can come by others, from behind a split."""
-        member = self._c.members.get(key)
-        return member is not None and member.heard - member.since >= self._c.policy.heartbeat_seconds
+        """A member that we hear of since a time is at this head."""
+        self._asides.heard_at(member, head, since)
 
     def times(self) -> list[float]:
         """When something will be due."""
-        found = [a.until for a in self._aside.values() if a.active]
+        found = self._asides.times()
         if self._retry > self._c.now:
             found.append(self._retry)
         if self._waiting is not None:
@@ -375,5 +333,5 @@ class Position:
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What is held, and its bound."""
-        top = self._c.policy.max_members * self._c.policy.checkpoint_every
-        return {"aside": (len(self._aside), MAX_ASIDE), "needed": (len(self._needed), top)}
+        top = 2 * self._c.policy.max_members * self._c.policy.checkpoint_every
+        return {"aside": (len(self._asides), MAX_ASIDE), "needed": (len(self._needed), top)}
