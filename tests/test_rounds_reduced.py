@@ -415,7 +415,7 @@ def test_a_branch_that_nobody_gave_is_asked_for_again_and_is_the_head_when_it_is
     while b.chain.head == made.digest:
         b.step(ev.Tick(), b.machine.next_tick)
     set_aside, dropped = b.now, 0
-    while dropped < 2:  # given up twice more: each time it is left alone for longer
+    while dropped < 2:  # given up twice more, and left alone for twice as long between
         b.step(ev.Tick(), b.machine.next_tick)
         asked += [a.blob for a in b.of(do.FetchPart)]
         dropped += len(b.of(do.DropBlob))

@@ -46,13 +46,13 @@ class Asides:
         self._add(record, until, light=True)
 
     def add(self, record: Digest) -> None:
-        """Leave a branch out for a patience that doubles each time, but no longer than until somebody is back who was
+        """Leave a branch out for a patience, later for two, but no longer than until somebody is back who was
         away; then, until its blobs are here."""
         tries = 0 if (old := self._asides.get(record)) is None else old.tries + 1
         self._add(record, self._rest(tries), light=False)
 
     def _rest(self, tries: int) -> float:
-        return self._c.now + self._c.policy.patience_seconds * 2 ** min(tries, 6)
+        return self._c.now + self._c.policy.patience_seconds * (1 if tries == 0 else 2)
 
     def _add(self, record: Digest, until: float, *, light: bool) -> None:
         c = self._c

@@ -64,7 +64,8 @@ class Position:
     @property
     def tip(self) -> Digest | None:
         """Of branches that are set aside, where those that are asked for again lead to."""
-        return self._asides.tip
+        tip = self._asides.tip
+        return tip if tip in self._c.chain else None
 
     # -- what is needed --------------------------------------------------------------------------------------
 
@@ -313,8 +314,8 @@ class Position:
 
     def reconsider(self, record: Digest, weight: int) -> None:
         """A record came: a branch that was held back as too light is not, when what is built on it has this weight."""
-        chain = self._c.chain
-        if self.applied is not None and chain.weight(record) - chain.weight(self.applied) >= weight:
+        chain, at = self._c.chain, self.applied
+        if at is not None and at in chain and chain.weight(record) - chain.weight(at) >= weight:
             self._asides.reconsider(record)
 
     def heard_at(self, member: PeerKey, head: Digest, since: float) -> None:
