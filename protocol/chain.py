@@ -230,6 +230,10 @@ class Chain(Tree):
             self._aside.discard(record)
             self._choose()
 
+    def is_aside(self, record: Digest) -> bool:
+        """Whether it is set aside itself."""
+        return record in self._aside
+
     def best_after(self, record: Digest) -> Digest:
         """The heaviest that is built on a record, or itself; not those that are set aside."""
         return self._best_after(self._link(record), self._aside).digest

@@ -221,7 +221,7 @@ class RoundSpec(Section):
     exchange_seconds: Seconds = Field(default=60, description="from announcing to proposing without those who are late")
     propose_seconds: Seconds = Field(default=10, description="how long the first in rank is waited for, then the next")
     patience_seconds: Seconds = Field(
-        default=120, description="how long a certificate with less than half of the announced tokens is held back"
+        default=120, description="how long a record with too little of what was announced is held back (docs/rounds.md)"
     )
     heartbeat_seconds: Seconds = 2.0
     member_seconds: Seconds = Field(default=20, description="a member not heard of for so long is not waited for")

@@ -134,7 +134,7 @@ max_seconds = $max_seconds
 exchange_seconds = $exchange_seconds
 # How long each in rank is waited for. Default 10.
 propose_seconds = $propose_seconds
-# How long a record with less than half of the announced tokens is held back. Default 120.
+# How long a record is held back that lists neither half of the announced tokens nor most who announced. Default 120.
 patience_seconds = $patience_seconds
 # Default 2.
 #heartbeat_seconds = 2

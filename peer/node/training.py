@@ -103,9 +103,9 @@ class Training:
         self._orders: Orders | None = None
         self._look: asyncio.Task[None] | None = None
         self.made = self.missed = 0
-        self._missing = 0
-        """Own updates that the move under way puts back."""
         """Own updates that were made, and that a round left out."""
+        self._missing = 0
+        """Those that the move under way puts back."""
         self._trained_before = 0
 
     def _back_from(self, record: Digest) -> Iterator[Certificate]:

@@ -21,14 +21,18 @@ class _Aside:
     until: float
     tries: int
     light: bool
+    failures: int
+    """Moves there that could not be made though all blobs were held."""
     excused: set[PeerKey]
     """Members whose coming has ended an aside of this record before its time: each may once, or who withholds an update
     could bring its record back by leaving and coming again."""
     absent: frozenset[PeerKey]
     """Contributors of its record that were no members then: what they hold can be had when one is heard of again."""
+    contributors: int
     active: bool = True
-    asked: float | None = None
-    """Since when its blobs are asked for again."""
+    due: float | None = None
+    """Since when its blobs are to be asked for again."""
+    turns: int = 0
 
 
 class Asides:
@@ -38,35 +42,47 @@ class Asides:
         self._c = context
         self._asides: dict[Digest, _Aside] = {}
         self.tip: Digest | None = None
-        """What the head would be if all blobs that are asked for again were here; None when that is the head."""
-        self._tip_for: tuple | None = None
+        """Where the one leads to whose blobs are asked for again; None when there is none."""
+        self._turn: Digest | None = None
+        """It is that one's turn,"""
+        self._turn_since = 0.0
+        """since then."""
+        self._tips: dict[Digest, Digest] = {}
+        self._tips_for: tuple | None = None
 
     def add_light(self, record: Digest, until: float) -> None:
         """Leave a branch out until a time."""
-        self._add(record, until, light=True)
+        self._add(record, until, light=True, failures=0)
 
-    def add(self, record: Digest) -> None:
-        """Leave a branch out for a patience, later for two, but no longer than until somebody is back who was
-        away; then, until its blobs are here."""
-        tries = 0 if (old := self._asides.get(record)) is None else old.tries + 1
-        self._add(record, self._rest(tries), light=False)
+    def add(self, record: Digest, *, failed: bool = False) -> bool:
+        """Leave a branch out for a patience, later for two, but no longer than until somebody is back who was away;
+        then, until its blobs are here. Where a move `failed` though they were: twice as long each time. False when
+        there is no other branch."""
+        old = self._asides.get(record)
+        tries, failures = (0, 0) if old is None else (old.tries + 1, old.failures)
+        failures += failed
+        return self._add(record, self._rest(tries, failures), light=False, failures=failures)
 
-    def _rest(self, tries: int) -> float:
-        return self._c.now + self._c.policy.patience_seconds * (1 if tries == 0 else 2)
+    def _rest(self, tries: int, failures: int) -> float:
+        times = 2 ** min(failures - 1, 6) if failures else min(1 + tries, 2)
+        return self._c.now + self._c.policy.patience_seconds * times
 
-    def _add(self, record: Digest, until: float, *, light: bool) -> None:
+    def _add(self, record: Digest, until: float, *, light: bool, failures: int) -> bool:
         c = self._c
         if c.chain.floor is not None and c.chain.is_ancestor(record, c.chain.floor):
-            return  # there is no other
+            return False
         old = self._asides.pop(record, None)
         tries = 0 if old is None else old.tries + 1
         absent = frozenset() if light else self._away(record)
-        self._asides[record] = _Aside(c.now, until, tries, light, set() if old is None else old.excused, absent)
+        excused = set() if old is None else old.excused
+        number = len(c.chain.certificate(record).record.body.updates)
+        self._asides[record] = _Aside(c.now, until, tries, light, failures, excused, absent, number)
         c.chain.set_aside(record)
         while len(self._asides) > MAX_ASIDE:
             oldest = next(iter(self._asides))
             c.chain.take_back(oldest)
             del self._asides[oldest]
+        return True
 
     def _away(self, record: Digest) -> frozenset[PeerKey]:
         c = self._c
@@ -86,7 +102,7 @@ class Asides:
         (for nobody gave its blobs), they can perhaps be had again."""
         chain = self._c.chain
         for aside, a in self._asides.items():
-            if not a.active or a.tries == 0 or a.since >= since or member in a.excused:
+            if not a.active or a.due is not None or a.tries == 0 or a.since >= since or member in a.excused:
                 continue
             if aside in chain and chain.is_ancestor(aside, head):
                 a.until = self._c.now
@@ -94,45 +110,58 @@ class Asides:
 
     def advance(self, is_here: Callable[[Digest], bool]) -> None:
         """End what is over. `is_here(tip)`: whether all blobs are held that a move to a record needs."""
-        c, asked = self._c, {}
+        c = self._c
         for record, a in list(self._asides.items()):
-            if record not in c.chain:
-                del self._asides[record]
-            elif not a.active:
-                continue
-            elif a.light:
-                if a.until <= c.now:
-                    self._end(record, a)
-            elif a.asked is None:
+            if a.active and not c.chain.is_aside(record) or record not in c.chain:
+                del self._asides[record]  # final, or gone
+            elif a.active and a.light and a.until <= c.now:
+                self._end(record)
+            elif a.active and not a.light and a.due is None:
                 # Back from a split: most likely nobody withheld anything.
                 back = {k for k in a.absent - a.excused if self._is_back(k)}
                 if back or a.until <= c.now:
                     a.excused |= back
-                    a.asked = c.now
-            if a.active and a.asked is not None:
-                asked[record] = a
-        self._look(frozenset(asked))
-        if self.tip is not None and is_here(self.tip):
-            for record, a in asked.items():
-                if c.chain.is_ancestor(record, self.tip):
-                    self._end(record, a)
-            self._look(frozenset(record for record, a in asked.items() if a.active))
-        for record, a in asked.items():
-            if a.active and a.asked is not None and c.now >= a.asked + c.policy.patience_seconds:
-                a.tries += 1
-                a.since, a.until, a.asked = c.now, self._rest(a.tries), None
-                a.absent = self._away(record)
+                    a.due = c.now
+        while self._take_turn():
+            record = self._turn
+            if record is None or self.tip is None:
+                return
+            if is_here(self.tip):
+                self._end(record)
+            elif c.now >= self._turn_since + c.policy.patience_seconds:
+                self._leave_alone(record)
+            else:
+                return
 
-    def _look(self, asked: frozenset[Digest]) -> None:
-        chain = self._c.chain
-        key = (asked, chain.head, len(chain))
-        if key != self._tip_for:
-            self._tip_for = key
-            tip = chain.best(asked) if asked else chain.head
-            self.tip = None if tip == chain.head else tip
+    def _take_turn(self) -> bool:
+        """Whose blobs are asked for: one at a time, or one could hide another behind itself. Who had the fewest
+        contributors comes last: alone one can make any number of branches."""
+        c = self._c
+        due = [r for r, a in self._asides.items() if a.active and a.due is not None]
+        key = (frozenset(due), c.chain.head, len(c.chain))
+        if key != self._tips_for or any(tip not in c.chain for tip in self._tips.values()):
+            self._tips_for = key
+            found = {r: c.chain.best((r,)) for r in due}
+            self._tips = {r: tip for r, tip in found.items() if tip != c.chain.head}
+        if self._turn not in self._tips:
+            # Not those that are lighter than the head: nobody would move there.
+            order = {r: (-self._asides[r].contributors, self._asides[r].turns, self._asides[r].due) for r in self._tips}
+            self._turn = min(order, key=lambda r: order[r], default=None)
+            self._turn_since = c.now
+            if self._turn is not None:
+                self._asides[self._turn].turns += 1
+        self.tip = None if self._turn is None else self._tips[self._turn]
+        return self._turn is not None
 
-    def _end(self, record: Digest, aside: _Aside) -> None:
-        aside.active, aside.asked = False, None
+    def _leave_alone(self, record: Digest) -> None:
+        a = self._asides[record]
+        a.tries += 1
+        a.since, a.until, a.due = self._c.now, self._rest(a.tries, a.failures), None
+        a.absent = self._away(record)
+
+    def _end(self, record: Digest) -> None:
+        a = self._asides[record]
+        a.active, a.due = False, None
         self._c.chain.take_back(record)
 
     def _is_back(self, key: PeerKey) -> bool:
@@ -142,8 +171,8 @@ class Asides:
 
     def times(self) -> list[float]:
         """When something will be due."""
-        patience = self._c.policy.patience_seconds
-        return [a.until if a.asked is None else a.asked + patience for a in self._asides.values() if a.active]
+        found = [a.until for a in self._asides.values() if a.active and a.due is None]
+        return found if self._turn is None else [*found, self._turn_since + self._c.policy.patience_seconds]
 
     def __len__(self) -> int:
         return len(self._asides)

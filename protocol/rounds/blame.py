@@ -3,6 +3,8 @@ record."""
 
 from __future__ import annotations
 
+from itertools import islice
+
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Header, Signed
@@ -14,9 +16,10 @@ REPLAYED = 64
 """Records before the head, for each checkpoint kept, among which the record of a bad blob is looked for."""
 
 
-def blob_bad(c: Context, d: Deciding, blob: Digest, reason: str) -> None:
+def blob_bad(c: Context, d: Deciding, tip: Digest | None, blob: Digest, reason: str) -> None:
     """The author of a bad update is left out of the round, and who signed a bad part; nobody here votes for their
-    record. A certified record that is applied with the blob is dropped.
+    record. A certified record that is applied with the blob is dropped; also one on the way to `tip`, a branch whose
+    blobs are asked for.
 
     A reduced record stands although it lists a bad update: what is applied are its parts, and only the committee of
     some part saw what is wrong.
@@ -24,7 +27,7 @@ def blob_bad(c: Context, d: Deciding, blob: Digest, reason: str) -> None:
     b = d.ballot
     signers = set() if b is None else b.signers_of(blob)
     announced = None if b is None else next((h for h in b.headers.values() if h.body.blob == blob), None)
-    certified, source = _certified_with(c, blob)
+    certified, source = _certified_with(c, blob, tip)
     # Anybody can announce a good part's digest as an update's, or sign a good update's as a part's: it is bad as that.
     claimed = announced is not None if isinstance(source, PartOf) else bool(signers) and announced is None
     if certified is not None and claimed:
@@ -75,12 +78,16 @@ def _report(
         c.report("error", "bad-record", text, author)
 
 
-def _certified_with(c: Context, blob: Digest) -> tuple[Digest | None, Source | None]:
-    """The record on the head's path, of those that a member may still have to apply, that is applied with a blob."""
+def _certified_with(c: Context, blob: Digest, tip: Digest | None) -> tuple[Digest | None, Source | None]:
+    """The record that is applied with a blob, of those that a member may still have to apply: on the head's path, or on
+    the way to another tip."""
     chain, policy = c.chain, c.policy
-    top = chain.height(chain.head)
-    for height in range(top, max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * REPLAYED), -1):
-        record = chain.on_main(height)
-        if record is not None and (source := contents(chain.certificate(record)).get(blob)) is not None:
-            return record, source
+    for branch in (chain.head, tip):
+        if branch is None or branch not in chain:
+            continue
+        top = chain.height(branch)
+        last = max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * REPLAYED)
+        for record in islice(chain.ancestors(branch), top - last):
+            if (source := contents(chain.certificate(record)).get(blob)) is not None:
+                return record, source
     return None, None

@@ -14,6 +14,10 @@ from protocol.rounds.members import Members
 from protocol.rounds.own import OwnUpdates
 from protocol.rounds.policy import Policy
 
+MAX_WAY = 64
+"""Rounds of whose blobs are held before a move to another branch: where checkpoints are further apart, the driver
+fetches the others on the way."""
+
 
 class Context:
     """One per machine. `now` and `out` belong to the step that is under way."""
@@ -71,5 +75,5 @@ class Context:
 
 
 def _blobs_of(policy: Policy) -> int:
-    """How many blobs there is room for: those of several rounds."""
-    return 4 * policy.max_members + 64
+    """How many blobs there is room for: those of the way from a checkpoint to the head of another branch, and some."""
+    return (min(policy.checkpoint_every, MAX_WAY) + 4) * policy.max_members + 64

@@ -9,7 +9,7 @@ from protocol.messages import Certificate, Header, Record, Reduced, Signed, Vote
 from protocol.rounds.actions import Broadcast, MakeUpdate
 from protocol.rounds.awaiting import Awaiting
 from protocol.rounds.ballot import Ballot, Proposal
-from protocol.rounds.blobs import PartOf, Source, contents
+from protocol.rounds.blobs import PartOf, Source
 from protocol.rounds.context import Context
 from protocol.rounds.events import Progress, UpdateReady
 from protocol.rounds.position import Position
@@ -442,10 +442,17 @@ class Deciding:
             found[source.author] = None
         for branch in (c.chain.head, self._position.tip):
             decided = None if branch is None else c.chain.ancestor_at(branch, number + 1)
-            if decided is not None and decided != c.chain.root and blob in contents(c.chain.certificate(decided)):
+            if decided is not None and decided != c.chain.root and _is_of(source, c.chain.certificate(decided)):
                 found.update((v.author, None) for v in c.chain.certificate(decided).votes)
         if b is not None and not isinstance(source, PartOf):
             found.update((a, None) for a in b.votes)
             found.update((a, None) for a in b.headers)
         found.pop(c.me, None)
         return tuple(found)[:MAX_HOLDERS]
+
+
+def _is_of(source: Source, certificate: Certificate) -> bool:
+    """Whether a blob's source may be of this certificate: not of one on another branch."""
+    if isinstance(source, PartOf):
+        return source.record.digest == certificate.record.digest
+    return source.body.parent == certificate.record.body.parent

@@ -134,7 +134,7 @@ class RoundMachine:
                 if self._deciding.ballot is not None:
                     self._deciding.ballot.blob_held(blob)
             case ev.BlobBad(blob, reason):
-                blob_bad(c, self._deciding, blob, reason)
+                blob_bad(c, self._deciding, self._position.tip, blob, reason)
                 self._forget_dropped()
             case ev.PartReduced() | ev.PartLacking():
                 self._part_done(event)
@@ -397,7 +397,7 @@ class RoundMachine:
         if key == self._blobs_for and (retry is None or retry > c.now):
             return
         self._blobs_for = key
-        needed = p.needed() | d.needed()
+        needed = p.needed() | d.needed() | p.asked_again()
         for action in c.blobs.want(needed, d.holders, c.now):
             c.emit(action)
 

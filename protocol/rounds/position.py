@@ -12,7 +12,7 @@ from protocol.messages import Certificate
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.asides import MAX_ASIDE, Asides
 from protocol.rounds.blobs import PartOf, Source, contents
-from protocol.rounds.context import Context
+from protocol.rounds.context import MAX_WAY, Context
 
 MAX_PAUSE = 60.0
 TRIES = 3
@@ -23,6 +23,10 @@ UNAVAILABLE = 10
 
 UNAVAILABLE_MOST = 600.0
 """But no later than after so many seconds."""
+
+
+WAYS = 3
+"""To so many records the blobs are remembered that a move needs."""
 
 
 class Position:
@@ -43,8 +47,8 @@ class Position:
         self._asides = Asides(context)
         self._waiting: tuple[Digest, float] | None = None
         self._unavailable: Digest | None = None
-        self._needed_for: tuple | None = None
-        self._needed: dict[Digest, Source] = {}
+        self._ways: dict[tuple, dict[Digest, Source]] = {}
+        self._lacking: Digest | None = None
 
     @property
     def busy(self) -> bool:
@@ -71,24 +75,34 @@ class Position:
 
     def needed(self) -> dict[Digest, Source]:
         """Blobs to hold before the trainer is moved to the head: of the records since where it stands, or since the
-        newest checkpoint on another branch. Of a round that was reduced, the parts of its mean. And those of the branch
-        that is set aside until they are here."""
-        chain, tip = self._c.chain, self.tip
-        key = (self.applied, chain.head, tip, self._failures, self.joined)
-        if key != self._needed_for:
-            self._needed_for = key
-            ways = [self._way(chain.head), () if tip is None else self._way(tip)]
-            self._needed = {blob: source for way in ways for c in way for blob, source in contents(c).items()}
-        return self._needed
+        newest checkpoint on another branch. Of a round that was reduced, the parts of its mean."""
+        return self._blobs_to(self._c.chain.head)
 
-    def _is_here(self, tip: Digest) -> bool:
-        return all(self._c.blobs.holds(blob) for c in self._way(tip) for blob in contents(c))
+    def asked_again(self) -> dict[Digest, Source]:
+        """The same for where the branch leads that is set aside until its blobs are here."""
+        return {} if self.tip is None else self._blobs_to(self.tip)
+
+    def _blobs_to(self, head: Digest) -> dict[Digest, Source]:
+        key = (self.applied, head, self._failures, self.joined)
+        if key not in self._ways:
+            if len(self._ways) >= WAYS:
+                self._ways.clear()
+            self._ways[key] = {blob: source for c in self._way(head) for blob, source in contents(c).items()}
+        return self._ways[key]
+
+    def _is_here(self, head: Digest) -> bool:
+        """Whether all of them are held. Most often what lacked a moment ago lacks still."""
+        needed, holds = self._blobs_to(head), self._c.blobs.holds
+        if self._lacking is not None and self._lacking in needed and not holds(self._lacking):
+            return False
+        self._lacking = next((blob for blob in needed if not holds(blob)), None)
+        return self._lacking is None
 
     def _way(self, head: Digest) -> tuple[Certificate, ...]:
         chain, applied, every = self._c.chain, self.applied, self._c.policy.checkpoint_every
         if self._c.observer or applied == head or head == chain.root:
             return ()
-        boundary = (chain.height(head) - 1) // every * every
+        boundary = max((chain.height(head) - 1) // every * every, chain.height(head) - MAX_WAY)
         if applied is None or applied not in chain:
             # Nothing to lose: the driver fetches as it goes. After a failure, look at what is missing first.
             boundary = boundary if (start := self._start(head)) is None else max(boundary, start.round)
@@ -218,7 +232,8 @@ class Position:
                         what = f"part {source.index} of the mean of record {record.short}"
                     text = f"nobody gives {what}: going on without that branch for a while"
                     c.report("warning", "withheld", text, author)
-                    self._set_aside(record)
+                    self._asides.add(record)
+                    self._waiting = None
                     return True
         return False
 
@@ -296,16 +311,12 @@ class Position:
             fork = chain.common_ancestor(good, head)
             culprit = chain.ancestor_at(head, min(chain.height(head), chain.height(fork) + 1)) or head
             tries = TRIES if fork == good else 1
-        if self._failures % tries == 0:
-            self._set_aside(culprit)
+        if self._failures % tries == 0 and self._asides.add(culprit, failed=True):
+            self._waiting = None
             if self.applied is not None:
                 self._retry = c.now  # there is somewhere to go on from at once
 
     # -- branches that are not followed for a while ----------------------------------------------------------
-
-    def _set_aside(self, record: Digest) -> None:
-        self._asides.add(record)
-        self._waiting = None
 
     def hold_back(self, record: Digest, until: float) -> None:
         """A record is too light to be followed before this time."""
@@ -334,5 +345,6 @@ class Position:
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What is held, and its bound."""
-        top = 2 * self._c.policy.max_members * self._c.policy.checkpoint_every
-        return {"aside": (len(self._asides), MAX_ASIDE), "needed": (len(self._needed), top)}
+        top = self._c.policy.max_members * self._c.policy.checkpoint_every
+        needed = max((len(way) for way in self._ways.values()), default=0)
+        return {"aside": (len(self._asides), MAX_ASIDE), "needed": (needed, top), "ways": (len(self._ways), WAYS)}
