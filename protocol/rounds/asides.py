@@ -13,6 +13,8 @@ from protocol.ids import Digest, PeerKey
 from protocol.rounds.context import Context
 
 MAX_ASIDE = 64
+EARLY = 2
+"""Where moves have failed more often than that, nobody's coming ends an aside before its time: a try may take minutes."""
 
 
 @dataclass(slots=True)
@@ -23,9 +25,6 @@ class _Aside:
     light: bool
     failures: int
     """Moves there that could not be made though all blobs were held."""
-    excused: set[PeerKey]
-    """Members whose coming has ended an aside of this record before its time: each may once, or who withholds an update
-    could bring its record back by leaving and coming again."""
     absent: frozenset[PeerKey]
     """Contributors of its record that were no members then: what they hold can be had when one is heard of again."""
     contributors: int
@@ -55,17 +54,15 @@ class Asides:
         self._add(record, until, light=True, failures=0)
 
     def add(self, record: Digest, *, failed: bool = False) -> bool:
-        """Leave a branch out for a patience, later for two, but no longer than until somebody is back who was away;
-        then, until its blobs are here. Where a move `failed` though they were: twice as long each time. False when
-        there is no other branch."""
+        """Leave a branch out for a patience, but no longer than until somebody is back who was away; then, until its
+        blobs are here. Where a move `failed` though they were: twice as long each time. False when there is no other
+        branch."""
         old = self._asides.get(record)
-        tries, failures = (0, 0) if old is None else (old.tries + 1, old.failures)
-        failures += failed
-        return self._add(record, self._rest(tries, failures), light=False, failures=failures)
+        failures = failed + (0 if old is None else old.failures)
+        return self._add(record, self._rest(failures), light=False, failures=failures)
 
-    def _rest(self, tries: int, failures: int) -> float:
-        times = 2 ** min(failures - 1, 6) if failures else min(1 + tries, 2)
-        return self._c.now + self._c.policy.patience_seconds * times
+    def _rest(self, failures: int) -> float:
+        return self._c.now + self._c.policy.patience_seconds * 2 ** min(max(0, failures - 1), 6)
 
     def _add(self, record: Digest, until: float, *, light: bool, failures: int) -> bool:
         c = self._c
@@ -74,9 +71,8 @@ class Asides:
         old = self._asides.pop(record, None)
         tries = 0 if old is None else old.tries + 1
         absent = frozenset() if light else self._away(record)
-        excused = set() if old is None else old.excused
         number = len(c.chain.certificate(record).record.body.updates)
-        self._asides[record] = _Aside(c.now, until, tries, light, failures, excused, absent, number)
+        self._asides[record] = _Aside(c.now, until, tries, light, failures, absent, number)
         c.chain.set_aside(record)
         while len(self._asides) > MAX_ASIDE:
             oldest = next(iter(self._asides))
@@ -97,16 +93,14 @@ class Asides:
             if a.active and a.tries == 0 and self._c.chain.is_ancestor(aside, record):
                 a.until = self._c.now
 
-    def heard_at(self, member: PeerKey, head: Digest, since: float) -> None:
+    def heard_at(self, head: Digest, since: float) -> None:
         """A member that we hear of since a time is at this head. When it came after a branch up to there was set aside
         (for nobody gave its blobs), they can perhaps be had again."""
         chain = self._c.chain
         for aside, a in self._asides.items():
-            if not a.active or a.due is not None or a.tries == 0 or a.since >= since or member in a.excused:
-                continue
-            if aside in chain and chain.is_ancestor(aside, head):
+            news = a.active and not a.light and a.due is None and a.since < since and a.failures <= EARLY
+            if news and aside in chain and chain.is_ancestor(aside, head):
                 a.until = self._c.now
-                a.excused.add(member)
 
     def advance(self, is_here: Callable[[Digest], bool]) -> None:
         """End what is over. `is_here(tip)`: whether all blobs are held that a move to a record needs."""
@@ -118,9 +112,7 @@ class Asides:
                 self._end(record)
             elif a.active and not a.light and a.due is None:
                 # Back from a split: most likely nobody withheld anything.
-                back = {k for k in a.absent - a.excused if self._is_back(k)}
-                if back or a.until <= c.now:
-                    a.excused |= back
+                if a.until <= c.now or a.failures <= EARLY and any(self._is_back(k) for k in a.absent):
                     a.due = c.now
         while self._take_turn():
             record = self._turn
@@ -156,7 +148,7 @@ class Asides:
     def _leave_alone(self, record: Digest) -> None:
         a = self._asides[record]
         a.tries += 1
-        a.since, a.until, a.due = self._c.now, self._rest(a.tries, a.failures), None
+        a.since, a.until, a.due = self._c.now, self._rest(a.failures), None
         a.absent = self._away(record)
 
     def _end(self, record: Digest) -> None:

@@ -220,7 +220,7 @@ class RoundMachine:
         if c.is_banned(source) or beat.admission and not c.members.heard(message, c.now):
             return
         if (member := c.members.get(source)) is not None:
-            self._position.heard_at(source, beat.head, member.since)
+            self._position.heard_at(beat.head, member.since)
         self._follower.claim(source, beat.head, beat.weight, c.chain, c.now)
         b = self._deciding.ballot
         if b is not None and beat.head == b.parent and self._deciding.working:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from protocol.bodies import Rollback
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest
 from protocol.messages import Certificate
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.asides import MAX_ASIDE, Asides
@@ -329,9 +329,9 @@ class Position:
         if at is not None and at in chain and chain.weight(record) - chain.weight(at) >= weight:
             self._asides.reconsider(record)
 
-    def heard_at(self, member: PeerKey, head: Digest, since: float) -> None:
+    def heard_at(self, head: Digest, since: float) -> None:
         """A member that we hear of since a time is at this head."""
-        self._asides.heard_at(member, head, since)
+        self._asides.heard_at(head, since)
 
     def times(self) -> list[float]:
         """When something will be due."""
