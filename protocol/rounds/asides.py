@@ -14,7 +14,7 @@ from protocol.rounds.context import Context
 
 MAX_ASIDE = 64
 EARLY = 2
-"""Where moves have failed more often than that, nobody's coming ends an aside before its time: a try may take minutes."""
+"""Where moves failed more often than that, nobody's coming ends an aside before its time: a try may take minutes."""
 
 
 @dataclass(slots=True)
