@@ -46,6 +46,7 @@ class Asides:
         """It is that one's turn,"""
         self._turn_since = 0.0
         """since then."""
+        self._look_at = 0.0
         self._tips: dict[Digest, Digest] = {}
         self._tips_for: tuple | None = None
 
@@ -105,6 +106,9 @@ class Asides:
     def advance(self, is_here: Callable[[Digest], bool]) -> None:
         """End what is over. `is_here(tip)`: whether all blobs are held that a move to a record needs."""
         c = self._c
+        look = c.now >= self._look_at
+        if look:
+            self._look_at = c.now + c.policy.heartbeat_seconds / 2  # who is back need not be looked for at each message
         for record, a in list(self._asides.items()):
             if a.active and not c.chain.is_aside(record) or record not in c.chain:
                 del self._asides[record]  # final, or gone
@@ -112,7 +116,7 @@ class Asides:
                 self._end(record)
             elif a.active and not a.light and a.due is None:
                 # Back from a split: most likely nobody withheld anything.
-                if a.until <= c.now or a.failures <= EARLY and any(self._is_back(k) for k in a.absent):
+                if a.until <= c.now or look and a.failures <= EARLY and any(self._is_back(k) for k in a.absent):
                     a.due = c.now
         while self._take_turn():
             record = self._turn
