@@ -13,7 +13,6 @@ are checked there. Here is checked what depends on the place in the tree.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
 
 from protocol.bodies import Amendment, Record, Rollback
 from protocol.errors import ChainError, RivalOfFinal, UnknownParent
@@ -236,11 +235,18 @@ class Chain(Tree):
 
     def best_after(self, record: Digest) -> Digest:
         """The heaviest that is built on a record, or itself; not those that are set aside."""
-        return self._best_after(self._link(record), self._aside).digest
+        return self._best_after(self._link(record)).digest
 
-    def best(self, but_for: Collection[Digest]) -> Digest:
-        """What the head would be if these were not set aside."""
-        return self._best_after(self._start, self._aside - set(but_for)).digest
+    def head_with(self, record: Digest) -> Digest | None:
+        """What the head would be if this record were not set aside; None when that changes nothing."""
+        link = self._link(record)
+        up = link.parent
+        while up is not None and self._main.get(up.height) is not up:
+            if up.digest in self._aside:
+                return None
+            up = up.parent
+        best = self._best_after(link)
+        return best.digest if self._better(best, self._head) else None
 
     def condemn(self, record: Digest) -> None:
         """Drop a record that lists an update which breaks the codec's rules, with all that is built on it, for good."""
@@ -310,17 +316,14 @@ class Chain(Tree):
 
     def _choose(self) -> None:
         """Fork choice from the start: used when the tree loses records, or some are set aside."""
-        self._move_head(self._best_after(self._start, self._aside))
+        floor = self.floor
+        self._move_head(self._best_after(self._root if floor is None else self._links.get(floor, self._root)))
 
-    @property
-    def _start(self) -> Link:
-        return self._root if (floor := self.floor) is None else self._links.get(floor, self._root)
-
-    def _best_after(self, start: Link, aside: Collection[Digest]) -> Link:
+    def _best_after(self, start: Link) -> Link:
         best, todo = start, [start]
         while todo:
             link = todo.pop()
-            if link.digest in aside and link is not start:
+            if link.digest in self._aside and link is not start:
                 continue
             if self._better(link, best):
                 best = link

@@ -272,6 +272,8 @@ class Tree:
     def _descends(self, link: Link, ancestor: Link) -> bool:
         up: Link | None = link
         while up is not None and up.height > ancestor.height:
+            if self._main.get(up.height) is up:
+                return self._main.get(ancestor.height) is ancestor
             up = up.parent
         return up is ancestor
 

@@ -289,6 +289,28 @@ def test_next_windows_agree_with_a_plain_count_on_random_trees():
         assert [chain.next_window(KEYS[i], record) for i in range(6)] == [known.get(i, 0) for i in range(6)]
     heaviest = max(chain.weight(r) for r in ends)
     assert chain.head == min(r for r in ends if chain.weight(r) == heaviest)
+    for _ in range(2000):
+        a, b = rng.choice(list(ends)), rng.choice([*ends, chain.head])
+        assert chain.is_ancestor(a, b) == (a in chain.ancestors(b))
+
+
+def test_what_the_head_would_be_with_a_branch_that_is_set_aside():
+    chain = new()
+    ours = line(chain, chain.genesis, 0, 2, 0)
+    theirs = line(chain, chain.genesis, 0, 3, 1)
+    light = line(chain, chain.genesis, 0, 1, 2)
+    first, last = theirs[0].record.digest, theirs[2].record.digest
+    for record in (first, last, light[0].record.digest):
+        chain.set_aside(record)
+    assert chain.head == ours[1].record.digest
+    # Without the last, theirs is as long as ours: the smaller digest wins.
+    equal = theirs[1].record.digest
+    assert chain.head_with(first) == (equal if equal < chain.head else None)
+    assert chain.head_with(last) is None and chain.head_with(light[0].record.digest) is None
+    more = line(chain, equal, 2, 4, 3)
+    assert chain.head_with(first) == more[-1].record.digest and chain.head == ours[1].record.digest
+    chain.take_back(first)
+    assert chain.head == more[-1].record.digest and chain.head_with(last) is None
 
 
 def test_a_branch_set_aside_does_not_compete_until_it_is_taken_back():

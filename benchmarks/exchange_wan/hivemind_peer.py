@@ -27,11 +27,8 @@ from benchmarks.exchange_wan.setting import Setting
 from benchmarks.exchange_wan.values import fill, shares
 
 PORT = 7440
-MATCHMAKING = 15.0
-"""Three times its default: all peers share the machine's cores. A group that is whole does not wait for it."""
-TOGETHER_SECONDS = 30.0
-"""So long who has its values waits for the others, so that all look for a group at the same time: who finds the others
-in a group without it would look for ever, for they wait for the word to begin."""
+MATCHMAKING = 5.0
+"""Its default."""
 STEP_SECONDS = 240.0
 
 COMPRESSIONS = {
@@ -73,7 +70,6 @@ def main() -> int:
         with averager.get_tensors() as tensors:
             for i, tensor in enumerate(tensors):
                 fill(tensor.view(-1), number, 1000 * round_number + i)
-        _wait_for_others(job, number, round_number)
         began = time.monotonic()
         control: Any = averager.step(
             scheduled_time=get_dht_time() + MATCHMAKING, timeout=STEP_SECONDS, require_trigger=True, wait=False
@@ -102,15 +98,6 @@ def main() -> int:
     averager.shutdown()
     dht.shutdown()
     return 0
-
-
-def _wait_for_others(job: Job, number: int, round_number: int) -> None:
-    publish(job.path / f"filled-{number}-{round_number}", "")
-    end = time.monotonic() + TOGETHER_SECONDS
-    while time.monotonic() < end:
-        if all((job.path / f"filled-{p}-{round_number}").exists() for p in range(len(job.ips))):
-            return
-        time.sleep(LOOK_SECONDS)
 
 
 def _first(job: Job) -> list[str]:

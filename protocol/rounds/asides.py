@@ -137,8 +137,7 @@ class Asides:
         key = (frozenset(due), c.chain.head, len(c.chain))
         if key != self._tips_for or any(tip not in c.chain for tip in self._tips.values()):
             self._tips_for = key
-            found = {r: c.chain.best((r,)) for r in due}
-            self._tips = {r: tip for r, tip in found.items() if tip != c.chain.head}
+            self._tips = {r: tip for r in due if (tip := c.chain.head_with(r)) is not None}
         if self._turn not in self._tips:
             # Not those that are lighter than the head: nobody would move there.
             order = {r: (-self._asides[r].contributors, self._asides[r].turns, self._asides[r].due) for r in self._tips}

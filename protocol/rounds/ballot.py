@@ -53,8 +53,6 @@ class Ballot:
         self.began = now
         self.headers: dict[PeerKey, Signed[Header]] = {}
         self.heard: dict[PeerKey, float] = {}
-        self.windows = 0
-        """Announced in all."""
         self.excluded: set[PeerKey] = set()
         """Authors whose blob broke the codec's rules."""
         self.proposals: dict[Digest, Proposal] = {}
@@ -118,10 +116,9 @@ class Ballot:
             spare = [a for a in self.headers if not room_for(a)]
             if not room_for(header.author) or not spare:
                 return False
-            self.windows -= self.headers.pop(spare[-1]).body.windows
+            del self.headers[spare[-1]]
             self.heard.pop(spare[-1], None)
         self.headers[header.author] = header
-        self.windows += header.body.windows
         self.heard[header.author] = now
         if self.first_heard is None:
             self.first_heard = now

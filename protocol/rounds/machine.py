@@ -294,7 +294,7 @@ class RoundMachine:
         if b is None or b.first_heard is None or self._c.observer or p.applied != b.parent:
             return
         if body.parent == b.parent and not d.is_heavy_enough(body):
-            self._c.report("info", "light", f"record {record.short} lists less than half of what was announced")
+            self._c.report("info", "light", f"record {record.short} lists too little of what was announced")
             p.hold_back(record, b.first_heard + self._c.policy.patience_seconds)
         elif body.parent != b.parent:
             p.reconsider(record, d.announced_windows(b) // 2)

@@ -74,7 +74,7 @@ class Members:
         self.discredited = Strikes(policy.max_members)
         """Of those whose updates broke the codec's rules: for a while their claims end no round."""
         self.lagging = Strikes(policy.max_members)
-        """Of those who were waited for in vain when they were a round behind: for a while nobody waits for them so."""
+        """Of laggards that were waited for in vain (see `awaiting`): for a while nobody waits for them as such."""
         self._parent: Digest | None = None
         self._number = 0
         self._counted: dict[PeerKey, int] = {}
@@ -155,7 +155,7 @@ class Members:
         return silent
 
     def contributed(self, contributors: Iterable[PeerKey]) -> None:
-        """These were in the last round: they keep their places."""
+        """These were in the last round: they keep their places, and what they let rounds wait for is forgiven."""
         self._veterans = frozenset(contributors)
         for key in self._veterans:
             self.forgive(key)
