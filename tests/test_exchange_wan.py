@@ -175,6 +175,11 @@ def test_a_table_shows_who_was_wrong_and_what_a_death_did():
     assert "1.5" not in text.splitlines()[-1]
 
 
+def test_a_table_gives_the_first_round_too_where_it_was_written_down():
+    shown = show({"rows": [_row("sign", warming=[6.31, 5.0]), _row("gloo")], "goals": []})
+    assert "6.31 (of 2)" in shown and shown.count("(of") == 1
+
+
 @pytest.mark.parametrize(("text", "value"), [("25M", 25_000_000), ("1.5B", 1_500_000_000), ("800", 800)])
 def test_numbers_of_parameters_are_read_as_people_write_them(text: str, value: int):
     assert number(text) == value

@@ -99,3 +99,23 @@ def test_small_replies_say_nothing_of_the_rate():
     for now in range(10):
         pace.came(pace.sent(now, 1), 8, now + 0.1)
     assert (pace.window, pace.latency) == (FIRST, 0.0)
+
+
+def test_who_was_slow_while_much_was_asked_of_it_is_known_for_slow_while_it_is_spared():
+    pace = Pace()
+    for i in range(8):
+        pace.came(pace.sent(10.0 * i, 4), CHUNK, 10.0 * i + 2.0)
+    assert pace.latency == pytest.approx(2.0) and pace.laden == pytest.approx(2.0, abs=0.3)
+    for i in range(8):
+        pace.came(pace.sent(100 + 10.0 * i, 1), CHUNK, 100 + 10.0 * i + 0.2)
+    assert pace.latency < 0.5 and pace.laden > 1.5
+    for i in range(120):
+        pace.came(pace.sent(200 + 10.0 * i, 1), CHUNK, 200 + 10.0 * i + 0.2)
+    assert pace.laden < 0.3
+
+
+def test_one_reply_that_was_late_does_not_make_a_line_slow():
+    pace = Pace()
+    for i, took in enumerate([0.2] * 8 + [0.6] + [0.2] * 4):
+        pace.came(pace.sent(10.0 * i, 1), CHUNK, 10.0 * i + took)
+    assert pace.laden < 1.5 * 0.2

@@ -67,15 +67,18 @@ def test_updates_of_all_to_all_take_little_longer_than_their_bytes(tmp_path: Pat
     assert copies <= 1.1
 
 
-def test_in_rounds_of_all_to_all_a_slow_uplink_is_spared(tmp_path: Path):
-    """From one round to the next peers know whose line is slow: the others pass its chunks on."""
+@pytest.mark.parametrize("seed", range(3))
+def test_in_rounds_of_all_to_all_a_slow_uplink_is_spared_and_stays_so(tmp_path: Path, seed: int):
+    """From one round to the next peers know whose line is slow: the others pass its chunks on. That it answers quickly
+    while it is spared does not have all ask it again in the round after."""
     chunks, peers, slow = 8, 6, 20
+    random.seed(seed)
 
     async def main() -> list[tuple[float, float]]:
         world = World(tmp_path, rtt=0.1)
         hosts = [world.host(slow if n == 0 else 100) for n in range(peers)]
         seen = []
-        for round in range(3):
+        for round in range(8):
             began, sent = asyncio.get_running_loop().time(), hosts[0].traffic.up
             digests = [h.store.put(data_of(chunks, 100 * round + i)) for i, h in enumerate(hosts)]
             await asyncio.sleep(world.rtt / 2)
@@ -89,8 +92,10 @@ def test_in_rounds_of_all_to_all_a_slow_uplink_is_spared(tmp_path: Path):
         return seen
 
     alone = (peers - 1) * chunks * CHUNK / (slow * MBIT)  # were nothing passed on
-    for took, copies in simulated(main()):
-        assert copies <= 0.75 * (peers - 1) and took <= 0.75 * alone
+    rounds = simulated(main())
+    assert all(copies <= 0.8 * (peers - 1) and took <= 0.75 * alone for took, copies in rounds)
+    assert sum(copies for _, copies in rounds[-3:]) / 3 <= 1.75
+    assert sum(took for took, _ in rounds[-3:]) / 3 <= 0.4 * alone
 
 
 def test_who_had_nothing_is_asked_again_and_gives_what_it_has_by_then(tmp_path: Path):

@@ -6,9 +6,9 @@
 Each row starts real processes, a peer on a host of its own: 100 Mbit/s up and down, 50 ms one way between any two (one
 number for all rows; --mbit, --rtt-ms). Cairn's peers are the product's node, swarm, store, codec and round machine (by
 QUIC; in the rows -no-udp by TCP, as firewalls drop UDP); in the trainer's place is a process that trains nothing, makes
-updates of noise (of the codec's real size) and applies accepted ones for real. All announce at the same instant; a
-round before those that are measured has warmed up what there is to warm. The peers share the machine's cores: CPU
-seconds are given, for each peer and round.
+updates of noise (of the codec's real size) and applies accepted ones for real. All announce at the same instant; --warm
+rounds before those that are measured warm up what there is to warm (the table gives the first, cold one, too). The
+peers share the machine's cores: CPU seconds are given, for each peer and round.
 
 The floor of a row is its own bytes / bandwidth + 2 round trips: n - 1 updates into each peer, or 2 (n - 1) / n times
 the values for an all-reduce. Plain TCP rows send an update's bytes and do nothing else. hivemind's search for a group,
@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--rows", help=f"of {','.join(SYSTEMS)}; all by default")
     parser.add_argument("--rounds", type=int, default=5, help="that are measured")
+    parser.add_argument("--warm", type=int, default=1, help="rounds before those; quic-go's windows grow slowly")
     parser.add_argument("--mbit", type=float, default=RATE)
     parser.add_argument("--rtt-ms", type=float, default=100.0)
     parser.add_argument("--pause", type=float, default=PAUSE, help="seconds before each round")
@@ -66,11 +67,13 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in SYSTEMS]:
         parser.error(f"--rows: there is no {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     parameters, rounds = (4_000_000, 2) if options.quick else (options.parameters, options.rounds)
+    if min(rounds, options.warm) < 1:
+        parser.error("--rounds, --warm: one at least")
     if options.ordinary_user and (most := int(RMEM_MAX.read_text())) > USUAL_BUFFER:
         parser.error(f"--ordinary-user: this machine allows {most} bytes: sysctl -w net.core.rmem_max={USUAL_BUFFER}")
     setting = Setting(
         parameters, options.peers, options.mbit, options.rtt_ms, rounds, options.tcp, options.pause,
-        options.ordinary_user,
+        options.ordinary_user, options.warm,
     )  # fmt: skip
     rows = old_rows(options.json) if options.add and options.json else []
     machine, failed = report.machine(), False
@@ -173,6 +176,14 @@ def megabytes(count: float | None) -> float | None:
     return None if count is None else round(count / 1e6, 2)
 
 
+def cold(row: Mapping[str, Any]) -> str | None:
+    """The exchange of the first round, and how many warmed up; None where the file is older than this."""
+    warming = row.get("warming", [])
+    if not warming:
+        return None
+    return f"{warming[0]:.2f}" + (f" (of {len(warming)})" if len(warming) > 1 else "")
+
+
 def verdict(row: Mapping[str, Any]) -> str:
     """Whether what came out was what it should be."""
     if row["name"].startswith("tcp"):
@@ -209,14 +220,14 @@ def show(found: Mapping[str, Any]) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Seconds, MB and CPU seconds of each row."""
-    columns = ["", "MB each", "floor s", "exchange s", "/ floor", "certified s", "applied s", "MB up", "MB down",
-               "CPU s", "result"]  # fmt: skip
+    columns = ["", "MB each", "floor s", "first s", "exchange s", "/ floor", "certified s", "applied s", "MB up",
+               "MB down", "CPU s", "result"]  # fmt: skip
     cells = []
     for r in rows:
         cells.append(
-            [r["says"], round(r["size"] / 1e6, 2), *(round(r[k], 2) for k in ("floor", "exchange", "ratio", "certified",
-             "applied")), megabytes(r["up"]), megabytes(r["down"]), round(sum_of(r["cpu"]), 1) if r["cpu"] else None,
-             verdict(r)]
+            [r["says"], round(r["size"] / 1e6, 2), round(r["floor"], 2), cold(r),
+             *(round(r[k], 2) for k in ("exchange", "ratio", "certified", "applied")), megabytes(r["up"]),
+             megabytes(r["down"]), round(sum_of(r["cpu"]), 1) if r["cpu"] else None, verdict(r)]
         )  # fmt: skip
     return report.table(columns, cells)
 

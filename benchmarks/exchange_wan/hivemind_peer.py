@@ -3,7 +3,9 @@
     python -m benchmarks.exchange_wan.hivemind_peer JOB.json NUMBER
 
 Its search for a group, which takes seconds and may go on while a peer trains, is done before a round begins and
-counted apart; the round is its all-reduce, which all begin at the same instant.
+counted apart; the round is its all-reduce, which all begin at the same instant. Where a search leaves somebody out
+(three of four form a group, and the fourth looks for one), all give it up after a while and search anew: that is
+counted, too.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ PORT = 7440
 MATCHMAKING = 5.0
 """Its default."""
 STEP_SECONDS = 240.0
+SEARCH_SECONDS = 20.0
+"""After so long a search is given up by all."""
+SETTLE_SECONDS = 3.0
+"""Until they begin the next: requests of the last one have timed out."""
 
 COMPRESSIONS = {
     "none": compression.NoCompression,
@@ -70,13 +76,9 @@ def main() -> int:
         with averager.get_tensors() as tensors:
             for i, tensor in enumerate(tensors):
                 fill(tensor.view(-1), number, 1000 * round_number + i)
-        began = time.monotonic()
-        control: Any = averager.step(
-            scheduled_time=get_dht_time() + MATCHMAKING, timeout=STEP_SECONDS, require_trigger=True, wait=False
-        )
-        while control.stage not in (AveragingStage.AWAITING_TRIGGER, AveragingStage.FINISHED):
-            time.sleep(LOOK_SECONDS)
-        diary.say("matched", round_number, seconds=time.monotonic() - began)
+        control = _group(averager, job, number, diary, round_number)
+        if control is None:
+            return 0
         diary.ready(round_number)
         if not diary.wait(round_number):
             control.allow_allreduce()
@@ -98,6 +100,30 @@ def main() -> int:
     averager.shutdown()
     dht.shutdown()
     return 0
+
+
+def _group(averager: Any, job: Job, number: int, diary: Diary, round: int) -> Any:
+    """A step of which all peers wait for the trigger; None when it is over before they do."""
+    attempt = 0
+    while not diary.over:
+        began = time.monotonic()
+        control = averager.step(
+            scheduled_time=get_dht_time() + MATCHMAKING, timeout=STEP_SECONDS, require_trigger=True, wait=False
+        )
+        said = False
+        while time.monotonic() < began + SEARCH_SECONDS and not diary.over:
+            if not said and control.stage is AveragingStage.AWAITING_TRIGGER:
+                said = True
+                publish(job.path / f"matched-{number}-{round}-{attempt}", "")
+            if all((job.path / f"matched-{p}-{round}-{attempt}").exists() for p in range(len(job.ips))):
+                diary.say("matched", round, seconds=time.monotonic() - began)
+                return control
+            time.sleep(LOOK_SECONDS)
+        control.cancel()
+        diary.say("unmatched", round, found=said)
+        attempt += 1
+        time.sleep(max(0.0, began + SEARCH_SECONDS + SETTLE_SECONDS - time.monotonic()))
+    return None
 
 
 def _first(job: Job) -> list[str]:

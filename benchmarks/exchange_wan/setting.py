@@ -22,7 +22,8 @@ PAUSE = 2.5
 class Setting:
     """One number for all rows: `mbit` each way for each host, `rtt_ms` between any two; `tcp`: congestion control;
     `pause`: seconds before each round, more than a heartbeat; `ordinary`: the peers are an ordinary user's processes,
-    whose sockets get no larger buffers than `net.core.rmem_max` allows."""
+    whose sockets get no larger buffers than `net.core.rmem_max` allows; `warm`: rounds before those that are measured,
+    one or more."""
 
     parameters: int
     peers: int
@@ -32,6 +33,7 @@ class Setting:
     tcp: str = "cubic"
     pause: float = PAUSE
     ordinary: bool = False
+    warm: int = 1
 
     @property
     def layout(self) -> Layout:
@@ -162,6 +164,8 @@ class Death:
 class Row:
     """A system's result; of its rounds the medians. `ratio`: of `exchange` to `floor`. `matchmaking`: hivemind's search
     for a group, which is not in `seconds`. `router_late_ms`: above a few, the emulated lines were slower than they say.
+    `warming`: `exchange` of each round before those that are measured, the first of which had cold lines. `searches`:
+    of hivemind's peers, how often they began anew to look for a group since not all had found each other.
     """
 
     name: str
@@ -190,3 +194,5 @@ class Row:
     load: list[float]
     pause: float = PAUSE
     ordinary: bool = False
+    warming: list[float] = field(default_factory=list)
+    searches: int = 0

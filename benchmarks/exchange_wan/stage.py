@@ -26,7 +26,7 @@ AHEAD = 0.3
 
 
 def play(name: str, system: System, setting: Setting, *, dies: bool, seconds: float, keep: Path | None = None) -> Row:
-    """One row. One round is played before those that are measured; with `dies`, the last host's processes are killed
+    """One row. Some rounds are played before those that are measured; with `dies`, the last host's processes are killed
     in the middle of one more round. `seconds`: how long all may take. Raises BenchError."""
     names = [f"p{i + 1}" for i in range(setting.peers)]
     before = set(Path("/tmp").glob("hivemind-*.sock"))
@@ -52,13 +52,15 @@ class _Play:
         self._start()
         self._until("the first round is prepared", lambda: self._ready(0), START_SECONDS)
         self.world.prefer()
-        self._round(0)
+        warm, count = self.setting.warm, self.setting.rounds
+        warming = [self._round(i) for i in range(warm)]
         self.world.wan.counters()  # forget how late the router was at the start
-        rounds = [self._round(i) for i in range(1, 1 + self.setting.rounds)]
-        death = self._death(1 + self.setting.rounds) if dies else None
+        self.late = 0.0
+        rounds = [self._round(i) for i in range(warm, warm + count)]
+        death = self._death(warm + count) if dies else None
         (self.world.folder / "stop").touch()
         time.sleep(SETTLE_SECONDS)
-        return self._row(rounds, death)
+        return self._row(warming, rounds, death)
 
     def _start(self) -> None:
         folder, system, setting = self.world.folder, self.system, self.setting
@@ -188,10 +190,11 @@ class _Play:
 
     # -- what came out ---------------------------------------------------------------------------------------
 
-    def _row(self, rounds: list[Round], death: Death | None) -> Row:
+    def _row(self, warming: list[Round], rounds: list[Round], death: Death | None) -> Row:
         s, system = self.setting, self.system
         floor, diaries = system.floor(s), self._diaries()
         matched = [e["seconds"] for d in diaries.values() for e in d if e["what"] == "matched"]
+        searches = sum(e["what"] == "unmatched" for e in diaries[0])
         exchange = median(r.held for r in rounds)
         kinds = {kind for r in rounds for kind in r.cpu}
         cpu = {kind: median(r.cpu.get(kind, 0.0) for r in rounds) for kind in sorted(kinds)}
@@ -204,5 +207,5 @@ class _Play:
             median(r.own for r in rounds), exchange / floor, median(r.up for r in rounds),
             median(r.down for r in rounds), cpu, median(matched) if matched else None,
             all(r.right for r in rounds), [r.taking_part for r in rounds], rounds, death, self.late,
-            [round(x, 2) for x in os.getloadavg()], s.pause, s.ordinary,
+            [round(x, 2) for x in os.getloadavg()], s.pause, s.ordinary, [r.held for r in warming], searches,
         )  # fmt: skip

@@ -296,6 +296,7 @@ class Fetch:
             turn=int.from_bytes(bytes(self.digest)[:4], "big"),
             here=lambda index: _is_open(opening) and opening.result().has(index),
             latency=lambda peer: self.links.latency(peer, lane),
+            laden=lambda peer: self.links.laden(peer, lane),
         )
         later = self._usable()
         ahead = not opening.done() and self.links.take_ahead()

@@ -289,6 +289,11 @@ class Links:
         link = self._live(peer, lane)
         return link.pace.latency if link is not None else 0.0
 
+    def laden(self, peer: PeerKey, lane: str) -> float:
+        """The same, of times when much was asked of it."""
+        link = self._live(peer, lane)
+        return link.pace.laden if link is not None else 0.0
+
     def gave(self, peer: PeerKey, lane: str) -> None:
         """A right chunk came from it."""
         if (link := self._live(peer, lane)) is not None:

@@ -83,10 +83,11 @@ class _Rates:
 class Plan:
     """Of one fetch. `missing` are the chunks that are wanted and not here; `count` is how many the whole blob has.
 
-    `here` says whether a chunk has come by another way; `latency` how long a holder's reply takes of late, in seconds.
-    `turn` is any number that all who fetch this blob agree on, and that is another for another blob. Unless `relayed`,
-    holders are asked without their saying first what they have, and nobody waits for fellows. The first of `peers` is
-    taken for a source until it says otherwise.
+    `here` says whether a chunk has come by another way; `latency` how long a holder's reply takes of late, in seconds,
+    and `laden` how long when much is asked of it (the same, if that is not said). `turn` is any number that all who
+    fetch this blob agree on, and that is another for another blob. Unless `relayed`, holders are asked without their
+    saying first what they have, and nobody waits for fellows. The first of `peers` is taken for a source until it says
+    otherwise.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Plan:
         turn: int = 0,
         here: Callable[[int], bool],
         latency: Callable[[PeerKey], float] = lambda peer: 0.0,
+        laden: Callable[[PeerKey], float] | None = None,
     ):
         self._me = me
         self._count = count
@@ -110,6 +112,7 @@ class Plan:
         self._turn = turn
         self._here = here
         self._latency = latency
+        self._laden = laden or latency
         self._holders = {peer: _Holder(Kind.UNHEARD if relayed else Kind.SOURCE) for peer in peers}
         for first in list(self._holders.values())[:1]:
             first.kind = Kind.SOURCE
@@ -295,8 +298,8 @@ class Plan:
     def _is_as_quick_as_fellows(self, peer: PeerKey) -> bool:
         """A source whose line is no scarcer than others': to wait for fellows would only take longer."""
         others = (p for p, h in self._holders.items() if h.kind in (Kind.FELLOW, Kind.UNHEARD))
-        theirs = [t for p in others if (t := self._latency(p))]
-        return bool(theirs) and 0 < self._latency(peer) <= QUICK * median(theirs)
+        theirs = [t for p in others if (t := self._laden(p))]
+        return bool(theirs) and 0 < self._laden(peer) <= QUICK * median(theirs)
 
     def _rarest(self) -> int | None:
         """Of a few of others' shares."""
