@@ -33,11 +33,20 @@ ALL = bits(range(COUNT))
 class Fetcher:
     """One who fetches, and what is here."""
 
-    def __init__(self, me: PeerKey, peers: list[PeerKey], *, latency: dict[PeerKey, float] | None = None, **options):
+    def __init__(
+        self,
+        me: PeerKey,
+        peers: list[PeerKey],
+        *,
+        latency: dict[PeerKey, float] | None = None,
+        laden: dict[PeerKey, float] | None = None,
+        **options,
+    ):
         self.here: set[int] = set()
-        slow = latency or {}
+        slow, once = latency or {}, latency or {} if laden is None else laden
         self.plan = Plan(
             me, peers, range(COUNT), COUNT, here=self.here.__contains__, latency=lambda p: slow.get(p, 0.0),
+            laden=lambda p: once.get(p, 0.0),
             **({"relayed": True} | options),
         )  # fmt: skip
 
@@ -56,7 +65,7 @@ class Fetcher:
 
     def get(self, peer: PeerKey, index: int, now: float = 0.0) -> None:
         self.here.add(index)
-        self.plan.came(index, now)
+        self.plan.came(index, now, peer)
         self.plan.over(peer, index)
 
 
@@ -150,6 +159,37 @@ def test_who_gets_on_is_waited_for():
 def test_a_fast_source_is_not_left_idle_for_a_slow_fellow():
     f = with_the_share_here(5)
     assert len(f.ask(SOURCE, 10.0 + 1.01 * WAIT_SECONDS)) >= 10
+
+
+def test_who_says_now_that_it_has_all_and_now_nothing_is_not_waited_for():
+    f = together([ME, B], [])[ME]
+    for tick in range(100):
+        now = 0.2 * tick
+        f.plan.learn(B, b"" if tick % 2 else bits(range(1, COUNT)), now)
+        for index in f.ask(B, now):
+            f.plan.over(B, index)  # it has not
+        for index in f.ask(SOURCE, now + 0.1):
+            f.get(SOURCE, index, now + 0.1)
+        if not f.plan.left:
+            break
+    assert now < 10
+
+
+def test_a_chunk_that_a_fellow_gave_says_nothing_of_the_source_that_was_asked_for_it_too():
+    f = together([ME, B], [])[ME]
+    index, *_ = f.ask(SOURCE, 0.0)
+    f.plan.came(index, 0.1, B)
+    assert f.plan._rates.came == 0
+    f.plan.came(next(iter(f.plan._asked)), 0.2, SOURCE)
+    assert f.plan._rates.came == 1
+
+
+@pytest.mark.parametrize(("laden", "all_at_once"), [({}, True), ({SOURCE: 0.9}, False)])
+def test_a_source_that_was_slow_when_all_asked_it_is_spared_though_it_is_quick_now(laden, all_at_once: bool):
+    now = {SOURCE: 0.2, B: 0.2, C: 0.2}
+    f = Fetcher(ME, [SOURCE, B, C], latency=now, laden=now | laden)
+    f.plan.learn(SOURCE, ALL, 0.0)
+    assert (len(f.ask(SOURCE)) == COUNT) is all_at_once
 
 
 def test_the_share_of_who_gives_nothing_is_everybodys_at_once():

@@ -170,6 +170,8 @@ def hosts(topology: Topology, *, ttl: float, keep: Path | None = None) -> Iterat
     """An emulated internet of its own name, with a folder that is removed unless it is `keep`. Raises BenchError."""
     folder = keep or Path(tempfile.mkdtemp(prefix="cairn-wan-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise BenchError(f"{folder} is not empty: name a folder that is, or does not exist, to keep logs in")
     try:
         with Wan(topology, name=f"b{os.getpid()}", ttl=ttl) as wan:
             world = Hosts(wan, folder)

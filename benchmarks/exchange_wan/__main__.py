@@ -210,12 +210,23 @@ def show(found: Mapping[str, Any]) -> str:
             f"{where[1]} peers, {where[0]:,} parameters, {where[2]:g} Mbit/s each way, {where[3] / 2:g} ms one way, "
             f"TCP with {where[4]}" + more_of(rows[0]) + "\n\n" + table(rows)
         )
+        if told := searched(rows):
+            parts.append(told)
         if any(r["death"] for r in rows):
             told = [[r["name"], death(r)] for r in rows if r["death"]]
             parts.append(report.table(["one of them is killed in mid-round", "what happens to the others"], told))
     for g in found["goals"]:
         parts.append(f"{g['what']}: {g['value']:.2f}, goal {g['goal']:g}: {'met' if g['met'] else 'MISSED'}")
     return "\n\n".join(parts)
+
+
+def searched(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What hivemind's search for a group took, which is not in its rounds."""
+    return "\n".join(
+        f"{r['says']}: {r['matchmaking']:.1f} s to find a group before each round, not counted above"
+        + (f"; {again} times begun anew, since it had left somebody out" if (again := r.get("searches", 0)) else "")
+        for r in rows if r["matchmaking"] is not None
+    )  # fmt: skip
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -4,8 +4,8 @@
 
 Its search for a group, which takes seconds and may go on while a peer trains, is done before a round begins and
 counted apart; the round is its all-reduce, which all begin at the same instant. Where a search leaves somebody out
-(three of four form a group, and the fourth looks for one), all give it up after a while and search anew: that is
-counted, too.
+(three of four form a group, and the fourth looks for one), all give it up after a while and search anew: what that took
+is counted with the search.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEP_SECONDS = 240.0
 SEARCH_SECONDS = 20.0
 """After so long a search is given up by all."""
 SETTLE_SECONDS = 3.0
-"""Until they begin the next: requests of the last one have timed out."""
+"""Until the next begins: requests of the last one have timed out."""
 
 COMPRESSIONS = {
     "none": compression.NoCompression,
@@ -62,6 +62,7 @@ def main() -> int:
         start=True,
         prefix="exchange",
         target_group_size=n,
+        min_group_size=max(2, n - 1),  # of which there can be one only, and which can be without who has died
         min_matchmaking_time=MATCHMAKING,
         request_timeout=MATCHMAKING / 2,
         compression=COMPRESSIONS[job.options["compression"]](),
@@ -103,27 +104,48 @@ def main() -> int:
 
 
 def _group(averager: Any, job: Job, number: int, diary: Diary, round: int) -> Any:
-    """A step of which all peers wait for the trigger; None when it is over before they do."""
-    attempt = 0
-    while not diary.over:
-        began = time.monotonic()
+    """A step of which all the living wait for the trigger, in one group; None when it is over before they do.
+
+    Peer 0 says when a search begins and whether it found all: they stay in step.
+    """
+    attempt, began = 0, time.monotonic()
+    while True:
+        search, verdict = (job.path / f"{what}-{round}-{attempt}" for what in ("search", "verdict"))
+        if not number:
+            publish(search, repr(time.monotonic() + (SETTLE_SECONDS if attempt else LOOK_SECONDS)))
+        if not _await(search, diary):
+            return None
+        time.sleep(max(0.0, float(search.read_text()) - time.monotonic()))
         control = averager.step(
             scheduled_time=get_dht_time() + MATCHMAKING, timeout=STEP_SECONDS, require_trigger=True, wait=False
         )
-        said = False
-        while time.monotonic() < began + SEARCH_SECONDS and not diary.over:
-            if not said and control.stage is AveragingStage.AWAITING_TRIGGER:
-                said = True
-                publish(job.path / f"matched-{number}-{round}-{attempt}", "")
-            if all((job.path / f"matched-{p}-{round}-{attempt}").exists() for p in range(len(job.ips))):
-                diary.say("matched", round, seconds=time.monotonic() - began)
-                return control
+        end = time.monotonic() + SEARCH_SECONDS
+        matched = job.path / f"matched-{number}-{round}-{attempt}"
+        while not verdict.exists() and not diary.over:
+            if not matched.exists() and control.stage is AveragingStage.AWAITING_TRIGGER:
+                publish(matched, "")
+            if not number:
+                living = [p for p in range(len(job.ips)) if not (job.path / f"dead-{p}").exists()]
+                all_in = all((job.path / f"matched-{p}-{round}-{attempt}").exists() for p in living)
+                if all_in or time.monotonic() > end:
+                    publish(verdict, "all" if all_in else "")
             time.sleep(LOOK_SECONDS)
+        if not diary.over and verdict.read_text():
+            diary.say("matched", round, seconds=time.monotonic() - began)
+            return control
         control.cancel()
-        diary.say("unmatched", round, found=said)
+        if diary.over:
+            return None
+        diary.say("unmatched", round, found=matched.exists())
         attempt += 1
-        time.sleep(max(0.0, began + SEARCH_SECONDS + SETTLE_SECONDS - time.monotonic()))
-    return None
+
+
+def _await(file: Path, diary: Diary) -> bool:
+    while not file.exists():
+        if diary.over:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True
 
 
 def _first(job: Job) -> list[str]:

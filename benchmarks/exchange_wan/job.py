@@ -2,9 +2,12 @@
 
 job.json        the job
 ready-P-R       peer P is prepared for round R
+dead-P          peer P was killed
 go-R            the monotonic time at which round R begins (one clock for all hosts: they are one machine)
 diary-P.jsonl   what happened at peer P, and when
 stop            everybody leaves
+
+hivemind's peers have besides: search-R-K (when the K-th search of a round begins), matched-P-R-K, verdict-R-K.
 """
 
 from __future__ import annotations

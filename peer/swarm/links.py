@@ -45,6 +45,9 @@ BLOBS_AHEAD = 8
 PIECE = 64 * 1024
 """Bytes that are read at once: libp2p's daemon gives a few thousand at a time, and a deadline for each costs more."""
 
+REMEMBERED = 1024
+"""Streams that have ended, of whose lines something is known."""
+
 HELD = 2
 """Replies of one stream that are in memory at once, besides the one that is coming in."""
 
@@ -250,6 +253,7 @@ class Links:
     limits: LinkLimits = field(default_factory=LinkLimits)
     _links: dict[tuple[PeerKey, str], Link] = field(default_factory=dict)
     _opening: dict[tuple[PeerKey, str], asyncio.Lock] = field(default_factory=dict)
+    _laden: dict[tuple[PeerKey, str], float] = field(default_factory=dict)
     _closed: bool = False
     _ahead: int = 0
 
@@ -290,9 +294,9 @@ class Links:
         return link.pace.latency if link is not None else 0.0
 
     def laden(self, peer: PeerKey, lane: str) -> float:
-        """The same, of times when much was asked of it."""
+        """The same, with what was slow forgotten slowly (`Pace.laden`), also of the last stream when there is none."""
         link = self._live(peer, lane)
-        return link.pace.laden if link is not None else 0.0
+        return link.pace.laden if link is not None else self._laden.get((peer, lane), 0.0)
 
     def gave(self, peer: PeerKey, lane: str) -> None:
         """A right chunk came from it."""
@@ -308,8 +312,18 @@ class Links:
         link = self._links.get((peer, lane))
         if link is None or link.alive:
             return link
-        self._links.pop((peer, lane)).close("the other side has closed it")
+        self._drop((peer, lane), "the other side has closed it")
         return None
+
+    def _drop(self, name: tuple[PeerKey, str], reason: str) -> None:
+        """Close a stream. It is slow peers' streams that end often: what is known of their lines stays."""
+        link = self._links.pop(name)
+        link.close(reason)
+        if link.pace.laden:
+            self._laden.pop(name, None)  # to its end: the oldest goes first
+            self._laden[name] = link.pace.laden
+        while len(self._laden) > REMEMBERED:
+            del self._laden[next(iter(self._laden))]
 
     def hang_up(self, peer: PeerKey) -> None:
         """Close the streams to a peer: what it still sends is not wanted."""
@@ -326,6 +340,7 @@ class Links:
             self._sweep()
             reader, writer = await self.open_stream(peer, self.limits.open_seconds)
             link = self._links[name] = Link(reader, writer, self.limits, self.traffic)
+            link.pace.laden = self._laden.get(name, 0.0)
             if self._closed:
                 link.close()
                 raise PeerUnreachable("the swarm is stopping")
@@ -338,7 +353,7 @@ class Links:
         for name in [n for n, link in self._links.items() if link.idle]:
             if len(self._links) < self.limits.links:
                 break
-            self._links.pop(name).close("too many streams")
+            self._drop(name, "too many streams")
         for name in [n for n, lock in self._opening.items() if n not in self._links and not lock.locked()]:
             del self._opening[name]
 

@@ -20,8 +20,8 @@ GAIN = 3.0
 SPARE_SECONDS = 0.25
 """Asked for on top of one latency, at the least: a short line is not left idle while this process is busy."""
 
-QUICKLY, SLOWLY = 0.25, 0.03
-"""How much a reply counts in what is known of latencies."""
+QUICKLY, SLOWLY, LATE = 0.25, 0.03, 2.5
+"""How much a reply counts in what is known of latencies; the most that one can say, in times of what is known."""
 
 RATE_SECONDS, BASE_SECONDS = 1.0, 30.0
 """How long the highest rate (or 4 latencies), while all is asked for that may be, and the lowest latency are believed,
@@ -65,8 +65,8 @@ class Pace:
     """How long a reply takes of late, from its request; 0 before the first."""
 
     laden: float = 0.0
-    """The same, of times when much was asked of it: forgotten SLOWLY, since who is spared for being slow answers
-    quickly, and is still slow when all ask."""
+    """The same, but what was slow is forgotten SLOWLY: who is spared for being slow answers quickly meanwhile, and is
+    still slow when all ask. One reply alone makes little of it, however late."""
 
     _delivered: int = 0
     _rate: _Epochs = field(default_factory=_Epochs)
@@ -90,8 +90,8 @@ class Pace:
         if 2 * size < CHUNK:
             return  # says nothing of the rate
         self.latency += (took - self.latency) * (QUICKLY if self.latency else 1.0)
-        self.laden += (took - self.laden) * (QUICKLY if took > self.laden else SLOWLY)
-        self.laden = max(self.laden, self.latency)
+        peak = min(took, LATE * self.laden or took)
+        self.laden += (peak - self.laden) * (QUICKLY if self.laden < peak else SLOWLY) if self.laden else peak
         base = min(b for b in (self._base.now, self._base.before, took) if b is not None)
         if mark.full:  # else it is us who asked for no more: that says nothing against a higher rate
             self._rate.turn(now, max(RATE_SECONDS, 4 * base))

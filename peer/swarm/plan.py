@@ -45,6 +45,9 @@ class Kind(enum.Enum):
 class _Holder:
     kind: Kind
     have: bytes = b""
+    said: bytes = b""
+    """All that it ever said to have: what it says again is no news of how it gets on."""
+
     stack: list[int] = field(default_factory=list)
     """Of a fellow: what it has, the rarest last; some of it may be here by now."""
 
@@ -84,10 +87,10 @@ class Plan:
     """Of one fetch. `missing` are the chunks that are wanted and not here; `count` is how many the whole blob has.
 
     `here` says whether a chunk has come by another way; `latency` how long a holder's reply takes of late, in seconds,
-    and `laden` how long when much is asked of it (the same, if that is not said). `turn` is any number that all who
-    fetch this blob agree on, and that is another for another blob. Unless `relayed`, holders are asked without their
-    saying first what they have, and nobody waits for fellows. The first of `peers` is taken for a source until it says
-    otherwise.
+    and `laden` the same with what was slow forgotten slowly (`latency`, if that is not said). `turn` is any number that
+    all who fetch this blob agree on, and that is another for another blob. Unless `relayed`, holders are asked without
+    their saying first what they have, and nobody waits for fellows. The first of `peers` is taken for a source until it
+    says otherwise.
     """
 
     def __init__(
@@ -141,13 +144,15 @@ class Plan:
         before, holder.have, holder.kind = holder.have, have, Kind.FELLOW
         new = [i for i in _new_bits(before, have) if i < self._count]
         self._seen.update(new)
+        self._seen.subtract(i for i in _new_bits(have, before) if i < self._count)
         wanted = [i for i in new if i in self._missing]
         random.shuffle(wanted)
         holder.stack += wanted
         holder.stack.sort(key=lambda i: -self._seen[i])
-        if wanted:
-            self._rates.grew += len(wanted)
+        if got := sum(not _bit(holder.said, i) for i in wanted):
+            self._rates.grew += got
             self._rates.grew_at = now
+        holder.said = _either(holder.said, have)
         self._deal()
         return bool(wanted)
 
@@ -212,7 +217,7 @@ class Plan:
         self._missing.discard(index)
         self._todo.discard(index)
         for asked in self._asked.pop(index, []):
-            if self._holders[asked.peer].kind is Kind.SOURCE and not asked.taken_over:
+            if asked.peer == peer and self._holders[asked.peer].kind is Kind.SOURCE and not asked.taken_over:
                 self._rates.came += 1
                 self._rates.came_at = now
 
@@ -330,6 +335,11 @@ class Plan:
 
 def _bit(bits: bytes, index: int) -> bool:
     return index >> 3 < len(bits) and bool(bits[index >> 3] >> (index & 7) & 1)
+
+
+def _either(a: bytes, b: bytes) -> bytes:
+    """The bits of both."""
+    return (int.from_bytes(a, "little") | int.from_bytes(b, "little")).to_bytes(max(len(a), len(b)), "little")
 
 
 def _new_bits(before: bytes, after: bytes) -> Iterable[int]:
