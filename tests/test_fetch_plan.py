@@ -163,7 +163,7 @@ def test_a_fast_source_is_not_left_idle_for_a_slow_fellow():
 
 def test_who_says_now_that_it_has_all_and_now_nothing_is_not_waited_for():
     f = together([ME, B], [])[ME]
-    for tick in range(100):
+    for tick in range(50):
         now = 0.2 * tick
         f.plan.learn(B, b"" if tick % 2 else bits(range(1, COUNT)), now)
         for index in f.ask(B, now):
@@ -172,7 +172,8 @@ def test_who_says_now_that_it_has_all_and_now_nothing_is_not_waited_for():
             f.get(SOURCE, index, now + 0.1)
         if not f.plan.left:
             break
-    assert now < 10
+    else:
+        pytest.fail(f"{f.plan.left} of {COUNT} chunks have not come in 10 s")
 
 
 def test_a_chunk_that_a_fellow_gave_says_nothing_of_the_source_that_was_asked_for_it_too():
