@@ -103,15 +103,22 @@ def test_small_replies_say_nothing_of_the_rate():
 
 def test_who_was_slow_while_much_was_asked_of_it_is_known_for_slow_while_it_is_spared():
     pace = Pace()
-    for i in range(8):
+    for i in range(24):
         pace.came(pace.sent(10.0 * i, 4), CHUNK, 10.0 * i + 2.0)
-    assert pace.latency == pytest.approx(2.0) and pace.laden == pytest.approx(2.0, abs=0.3)
+    assert pace.latency == pytest.approx(2.0) and pace.laden == pytest.approx(2.0)
     for i in range(8):
-        pace.came(pace.sent(100 + 10.0 * i, 1), CHUNK, 100 + 10.0 * i + 0.2)
+        pace.came(pace.sent(1000 + 10.0 * i, 1), CHUNK, 1000 + 10.0 * i + 0.2)
     assert pace.latency < 0.5 and pace.laden > 1.5
     for i in range(120):
-        pace.came(pace.sent(200 + 10.0 * i, 1), CHUNK, 200 + 10.0 * i + 0.2)
+        pace.came(pace.sent(2000 + 10.0 * i, 1), CHUNK, 2000 + 10.0 * i + 0.2)
     assert pace.laden < 0.3
+
+
+def test_who_has_become_slow_is_known_for_it_after_some_replies():
+    pace = Pace()
+    for i, took in enumerate([0.2] * 24 + [2.0] * 12):
+        pace.came(pace.sent(10.0 * i, 4), CHUNK, 10.0 * i + took)
+    assert pace.laden > 1.5
 
 
 @pytest.mark.parametrize("late", [0.6, 2.0, 15.0, 59.0])
@@ -119,4 +126,20 @@ def test_one_reply_that_was_late_does_not_make_a_line_slow(late: float):
     pace = Pace()
     for i, took in enumerate([0.2] * 8 + [late]):
         pace.came(pace.sent(100.0 * i, 1), CHUNK, 100.0 * i + took)
+    assert pace.laden < 1.5 * 0.2
+
+
+def test_a_moment_in_which_all_that_is_under_way_is_late_does_not_make_a_line_slow():
+    pace = Pace()
+    for i in range(16):
+        pace.came(pace.sent(float(i), 1), CHUNK, i + 0.2)
+    for mark in [pace.sent(20.0, n) for n in range(1, 7)]:
+        pace.came(mark, CHUNK, 30.0)
+    assert pace.laden < 1.5 * 0.2
+
+
+def test_a_first_reply_that_was_late_is_forgotten_soon():
+    pace = Pace()
+    for i, took in enumerate([5.0] + [0.2] * 40):
+        pace.came(pace.sent(10.0 * i, 1), CHUNK, 10.0 * i + took)
     assert pace.laden < 1.5 * 0.2

@@ -176,6 +176,15 @@ def test_who_says_now_that_it_has_all_and_now_nothing_is_not_waited_for():
         pytest.fail(f"{f.plan.left} of {COUNT} chunks have not come in 10 s")
 
 
+def test_what_a_fellow_took_back_is_not_asked_of_it_and_what_it_says_again_is_noted_once():
+    f = together([ME, B], [])[ME]
+    for _ in range(20):
+        f.plan.learn(B, ALL[:-1], 0.0)
+        f.plan.learn(B, bits([3, 4]), 0.0)
+    assert len(f.plan._holders[B].stack) == 2
+    assert set(f.ask(B)) == {3, 4}
+
+
 def test_a_chunk_that_a_fellow_gave_says_nothing_of_the_source_that_was_asked_for_it_too():
     f = together([ME, B], [])[ME]
     index, *_ = f.ask(SOURCE, 0.0)

@@ -5,7 +5,7 @@
 Its search for a group, which takes seconds and may go on while a peer trains, is done before a round begins and
 counted apart; the round is its all-reduce, which all begin at the same instant. Where a search leaves somebody out
 (three of four form a group, and the fourth looks for one), all give it up after a while and search anew: what that took
-is counted with the search.
+is counted with that round's search.
 """
 
 from __future__ import annotations
@@ -108,14 +108,19 @@ def _group(averager: Any, job: Job, number: int, diary: Diary, round: int) -> An
 
     Peer 0 says when a search begins and whether it found all: they stay in step.
     """
-    attempt, began = 0, time.monotonic()
+    publish(job.path / f"filled-{number}-{round}", "")
+    attempt, began = 0, 0.0
     while True:
         search, verdict = (job.path / f"{what}-{round}-{attempt}" for what in ("search", "verdict"))
         if not number:
+            for p in (p for p in range(len(job.ips)) if not attempt):
+                _await(job.path / f"filled-{p}-{round}", diary, job.path / f"dead-{p}")
             publish(search, repr(time.monotonic() + (SETTLE_SECONDS if attempt else LOOK_SECONDS)))
         if not _await(search, diary):
             return None
-        time.sleep(max(0.0, float(search.read_text()) - time.monotonic()))
+        at = float(search.read_text())
+        began = began or at
+        time.sleep(max(0.0, at - time.monotonic()))
         control = averager.step(
             scheduled_time=get_dht_time() + MATCHMAKING, timeout=STEP_SECONDS, require_trigger=True, wait=False
         )
@@ -140,8 +145,9 @@ def _group(averager: Any, job: Job, number: int, diary: Diary, round: int) -> An
         attempt += 1
 
 
-def _await(file: Path, diary: Diary) -> bool:
-    while not file.exists():
+def _await(file: Path, diary: Diary, or_else: Path | None = None) -> bool:
+    """Until it is there, or the other one; False when it is all over."""
+    while not file.exists() and not (or_else and or_else.exists()):
         if diary.over:
             return False
         time.sleep(LOOK_SECONDS)

@@ -7,7 +7,8 @@ go-R            the monotonic time at which round R begins (one clock for all ho
 diary-P.jsonl   what happened at peer P, and when
 stop            everybody leaves
 
-hivemind's peers have besides: search-R-K (when the K-th search of a round begins), matched-P-R-K, verdict-R-K.
+hivemind's peers have besides: filled-P-R (ready to search), search-R-K (when the K-th search of a round begins),
+matched-P-R-K, verdict-R-K.
 """
 
 from __future__ import annotations

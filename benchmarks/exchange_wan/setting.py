@@ -165,7 +165,7 @@ class Row:
     """A system's result; of its rounds the medians. `ratio`: of `exchange` to `floor`. `matchmaking`: hivemind's search
     for a group, which is not in `seconds`. `router_late_ms`: above a few, the emulated lines were slower than they say.
     `warming`: `exchange` of each round before those that are measured, the first of which had cold lines. `searches`:
-    how often hivemind's peers had to begin anew to look for a group, in all rounds; `matchmaking` has the time of it.
+    how often hivemind's peers had to begin anew to look for a group, in all rounds, also those that warm up.
     """
 
     name: str

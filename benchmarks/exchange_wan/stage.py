@@ -193,13 +193,18 @@ class _Play:
     def _row(self, warming: list[Round], rounds: list[Round], death: Death | None) -> Row:
         s, system = self.setting, self.system
         floor, diaries = system.floor(s), self._diaries()
-        matched = [e["seconds"] for d in diaries.values() for e in d if e["what"] == "matched" and e["round"] >= s.warm]
-        searches = sum(e["what"] == "unmatched" for e in diaries[0])
+        measured = range(s.warm, s.warm + s.rounds)
+        matched = [
+            e["seconds"] for d in diaries.values() for e in d if e["what"] == "matched" and e["round"] in measured
+        ]
+        searches = sum(e["what"] == "unmatched" and e["round"] < measured.stop for e in diaries[0])
         exchange = median(r.held for r in rounds)
         kinds = {kind for r in rounds for kind in r.cpu}
         cpu = {kind: median(r.cpu.get(kind, 0.0) for r in rounds) for kind in sorted(kinds)}
         for key in ("apply_cpu", "digest_cpu"):
-            if found := [e[key] for d in diaries.values() for e in d if e["what"] == "summed" and e["round"] >= s.warm]:
+            if found := [
+                e[key] for d in diaries.values() for e in d if e["what"] == "summed" and e["round"] in measured
+            ]:
                 cpu[key.replace("_cpu", " (of the trainer's)")] = median(found)
         return Row(
             self.name, system.says, s.layout.numel, s.peers, s.mbit, s.rtt_ms, s.tcp, system.size(s.layout), floor,

@@ -23,6 +23,9 @@ SPARE_SECONDS = 0.25
 QUICKLY, SLOWLY, LATE = 0.25, 0.03, 2.5
 """How much a reply counts in what is known of latencies; the most that one can say, in times of what is known."""
 
+FEW = 16
+"""Replies of a new stream, of which the first may have been late for being the first."""
+
 RATE_SECONDS, BASE_SECONDS = 1.0, 30.0
 """How long the highest rate (or 4 latencies), while all is asked for that may be, and the lowest latency are believed,
 at least; twice that at most."""
@@ -66,8 +69,10 @@ class Pace:
 
     laden: float = 0.0
     """The same, but what was slow is forgotten SLOWLY: who is spared for being slow answers quickly meanwhile, and is
-    still slow when all ask. One reply alone makes little of it, however late."""
+    still slow when all ask. One moment in which all that is under way is late makes little of it."""
 
+    _judged: int = 0
+    _risen_at: float = float("-inf")
     _delivered: int = 0
     _rate: _Epochs = field(default_factory=_Epochs)
     _base: _Epochs = field(default_factory=_Epochs)
@@ -90,8 +95,7 @@ class Pace:
         if 2 * size < CHUNK:
             return  # says nothing of the rate
         self.latency += (took - self.latency) * (QUICKLY if self.latency else 1.0)
-        peak = min(took, LATE * self.laden or took)
-        self.laden += (peak - self.laden) * (QUICKLY if self.laden < peak else SLOWLY) if self.laden else peak
+        self._judge(took, mark.at, now)
         base = min(b for b in (self._base.now, self._base.before, took) if b is not None)
         if mark.full:  # else it is us who asked for no more: that says nothing against a higher rate
             self._rate.turn(now, max(RATE_SECONDS, 4 * base))
@@ -100,3 +104,14 @@ class Pace:
         best = max(self._rate.now, self._rate.before or 0.0)
         ahead = best * max(GAIN * base, base + SPARE_SECONDS) / CHUNK
         self.window = LEAST if self._draining else max(LEAST, min(MOST, round(ahead)))
+
+    def _judge(self, took: float, asked_at: float, now: float) -> None:
+        """What a reply says of `laden`. More than it only once for all that was under way together."""
+        self._judged += 1
+        if not self.laden:
+            self.laden = took
+        elif took < self.laden:
+            self.laden -= (self.laden - took) * (SLOWLY if self._judged > FEW else QUICKLY)
+        elif asked_at >= self._risen_at:
+            self.laden += (min(took, LATE * self.laden) - self.laden) * QUICKLY
+            self._risen_at = now

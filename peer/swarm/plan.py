@@ -146,8 +146,8 @@ class Plan:
         self._seen.update(new)
         self._seen.subtract(i for i in _new_bits(have, before) if i < self._count)
         wanted = [i for i in new if i in self._missing]
-        random.shuffle(wanted)
-        holder.stack += wanted
+        holder.stack = [i for i in {*holder.stack, *wanted} if _bit(have, i)]
+        random.shuffle(holder.stack)
         holder.stack.sort(key=lambda i: -self._seen[i])
         if got := sum(not _bit(holder.said, i) for i in wanted):
             self._rates.grew += got
@@ -217,7 +217,7 @@ class Plan:
         self._missing.discard(index)
         self._todo.discard(index)
         for asked in self._asked.pop(index, []):
-            if asked.peer == peer and self._holders[asked.peer].kind is Kind.SOURCE and not asked.taken_over:
+            if peer in (None, asked.peer) and self._holders[asked.peer].kind is Kind.SOURCE and not asked.taken_over:
                 self._rates.came += 1
                 self._rates.came_at = now
 
