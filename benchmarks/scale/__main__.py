@@ -6,7 +6,7 @@ as they do, with their own keys (`shadows.py`). Modelled:
 
 - lines: up and down rates, a delay for each pair (within a fifth); every packet costs 450 bytes beside its content, and
   a message that arrives 200 us for its signature;
-- blobs: fluids that share 60% of the lines (`--efficiency`: what real processes filled on two overloaded cores) max-min
+- blobs: fluids that share 82% of the lines (`--efficiency`: what four real peers fill, docs/results/scale.md) max-min
   fairly, relayed by all (`fluid.py`);
 - the trainer: a step of 2 s (1B: 131,072 tokens at 40% of an H200) or 0.5 s (25M), 30 asked a round. Of the GPU an
   update takes 100 bytes a parameter, a round 24 and 16 for each update, at 1 TB/s (estimates: no GPU was measured). The
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.scale.shape import Shape
+from benchmarks.scale.shape import EFFICIENCY, Shape
 from benchmarks.scale.sizes import PACKET, Sizes
 from benchmarks.scale.world import World
 from protocol.rounds.helping import TELL_ALWAYS, TELL_EVERY
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--up", type=float, default=100.0, metavar="MBIT")
     parser.add_argument("--down", type=float, default=100.0, metavar="MBIT")
     parser.add_argument("--rtt", type=float, default=100.0, metavar="MS")
-    parser.add_argument("--efficiency", type=float, default=0.6, help="share of the lines that blobs fill")
+    parser.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of the lines that blobs fill")
     parser.add_argument("--rounds", type=int, default=2, help="after one to warm up; 0: the first one alone")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="rows that were saved before")
     o = parser.parse_args(argv)

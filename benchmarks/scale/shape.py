@@ -31,6 +31,9 @@ CHECK_SECONDS = 0.75e-9
 REDUCE_SECONDS = 3.0e-9
 """To check a slice of an update and add it to a sum: of one core, a parameter, measured there too."""
 
+EFFICIENCY = 0.82
+"""Share of the lines that blobs fill, packets' heads not counted: what four real peers fill (docs/results/scale.md)."""
+
 MACHINES = 32
 
 CORES = 4
@@ -55,8 +58,8 @@ class Shape:
     """Of an update; 0: what the codec makes of the parameters."""
     step_seconds: float = 0.0
     heartbeat: float = 0.0
-    efficiency: float = 0.6
-    """Share of the lines that blobs fill: what real processes on two overloaded cores filled."""
+    efficiency: float = EFFICIENCY
+    """Share of the lines that blobs fill."""
     watched: int = 0
     """Peers with a round machine of their own; the others do as these do. 0: all, up to 32."""
 

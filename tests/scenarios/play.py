@@ -275,7 +275,8 @@ class Play:
                 continue
             now = max(self.seen.first)
             for name in names:
-                if name not in off and len(off) < len(names) // 2 and draw.random() < 1 / step.life:
+                out = sum(n in off or n not in self.seen.ready for n in names)
+                if name not in off and out < len(names) // 2 and draw.random() < 1 / step.life:
                     off[name], kills = time.monotonic(), kills + 1
                     await self._off(name)
         for name in off:

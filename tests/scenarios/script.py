@@ -158,7 +158,8 @@ class Coordinator(_Part):
 class Churn(_OfPeers):
     """For so many rounds: after each, every peer loses power with chance 1/`life`; it is back `away` seconds later.
 
-    At most half of them are away at a time: what only those hold who are away must wait for them.
+    At most half of them are away, or back and not training yet, at a time: what only those hold who are away must wait
+    for them.
     """
 
     do: Literal["churn"]
