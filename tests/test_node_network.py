@@ -12,7 +12,7 @@ from peer.node import network as network_module
 from peer.node import outbox as outbox_module
 from peer.node.exchange import Exchange, ExchangeTimes, RoundTimes
 from peer.node.inbox import MAX_KINDS_OF_REFUSAL, Inbox
-from peer.node.network import PASSED_ON, SILENT_BEATS, Network
+from peer.node.network import PASSED_ON, Network
 from peer.node.outbox import MAX_WAITING, Outbox
 from peer.store import StoreError
 from peer.swarm import Handlers
@@ -408,23 +408,6 @@ async def test_who_served_wrong_bytes_of_one_blob_is_asked_last_for_the_next(cap
         await net.fetch_blob(Digest(bytes(32)), 1, [A, B, C], deadline_seconds=1)
     assert asked == [[A, B, C], [B, C, A]]
     assert f"{A.short} served wrong bytes" in caplog.text
-
-
-async def test_who_fell_silent_is_not_asked_for_blobs_unless_all_did():
-    net, swarm = network()
-    asked: list[list[PeerKey]] = []
-
-    async def fetch(digest, size, holders, *, deadline_seconds, on_bad, chunks) -> None:
-        asked.append(list(holders))
-
-    swarm.fetch_blob = fetch
-    hear(net, heartbeat(PEERS[1]))
-    hear(net, heartbeat(PEERS[2]))
-    net.directory.entries()[A].heard -= 1.01 * SILENT_BEATS * SPEC.round.heartbeat_seconds
-    for holders in ([A, B, C], [A]):
-        await net.fetch_blob(Digest(bytes(32)), 1, holders, deadline_seconds=1)
-    assert asked == [[B, C], [A]]
-    await net.stop(0.1)
 
 
 def test_traffic_of_a_daemon_that_died_still_counts():

@@ -84,10 +84,6 @@ class Directory:
             if now - e.direct > seconds and e.heartbeat.body.admission and now - e.heard <= self._forget
         ]
 
-    def silent(self, now: float, seconds: float) -> set[PeerKey]:
-        """Those known of whom nothing came for so many seconds, neither first-hand nor passed on."""
-        return {k for k, e in self._entries.items() if now - e.heard > seconds}
-
     def peers(self) -> list[PeerKey]:
         """Everyone known."""
         return list(self._entries)

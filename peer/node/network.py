@@ -41,9 +41,6 @@ PRESENCE_SECONDS = 60.0
 UNHEARD_BEATS = 3.0
 """A member of whom nothing came first-hand for the time of so many heartbeats is not heard."""
 
-SILENT_BEATS = 5.0
-"""Who was not heard of at all for the time of so many heartbeats has probably lost power: it is not asked for blobs."""
-
 PASSED_ON = 16
 """Messages of one author that are passed on within the time of a heartbeat: an honest one says a few a round."""
 
@@ -330,15 +327,11 @@ class Network:
         chunks: Collection[int] | None = None,
     ) -> None:
         """A blob, or these chunks of it, into the store (see `Swarm.fetch_blob`). Who served wrong bytes of any blob is
-        asked last. Who fell silent is not asked unless all have: a few who do not answer would take up all that is
-        asked at once, while somebody else has it.
+        asked last.
 
         Raises CairnError.
         """
-        beat = self._membership.spec.round.heartbeat_seconds
-        silent = self.directory.silent(time.monotonic(), SILENT_BEATS * beat)
-        living = [h for h in holders if h not in silent] or holders
-        ordered = sorted(living, key=lambda h: h in self._wrong)
+        ordered = sorted(holders, key=lambda h: h in self._wrong)
         await self.swarm.fetch_blob(
             digest, size, ordered, deadline_seconds=deadline_seconds, on_bad=self._served_wrong, chunks=chunks
         )
