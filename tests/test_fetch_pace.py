@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from peer.swarm.links import Links
 from peer.swarm.pace import BASE_SECONDS, FIRST, LEAST, MOST, Pace
+from peer.swarm.traffic import Traffic
+from protocol.ids import PeerKey
 from protocol.merkle import CHUNK
+from tests.specs import identity
 
 MBIT = 1e6 / 8
+PEER = identity("peer").key
 
 
 @dataclass
@@ -143,3 +151,25 @@ def test_a_first_reply_that_was_late_is_forgotten_soon():
     for i, took in enumerate([5.0] + [0.2] * 40):
         pace.came(pace.sent(10.0 * i, 1), CHUNK, 10.0 * i + took)
     assert pace.laden < 1.5 * 0.2
+
+
+def test_what_is_known_of_a_line_is_not_forgotten_with_its_stream():
+    async def main() -> tuple[float, Pace]:
+        async def open_stream(peer: PeerKey, seconds: float) -> Any:
+            return asyncio.StreamReader(), Mock()
+
+        links = Links(open_stream, Traffic())
+        (await links.place(PEER, "quick")).free()
+        links._links[PEER, "quick"].pace.laden = 2.0
+        links.hang_up(PEER)
+        between = links.laden(PEER, "quick")
+        (await links.place(PEER, "quick")).free()
+        pace = links._links[PEER, "quick"].pace
+        links.close()
+        return between, pace
+
+    between, pace = asyncio.run(main())
+    assert between == pace.laden == 2.0
+    for i in range(6):
+        pace.came(pace.sent(10.0 * i, 1), CHUNK, 10.0 * i + 0.2)
+    assert pace.laden > 1.6

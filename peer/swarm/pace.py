@@ -71,7 +71,8 @@ class Pace:
     """The same, but what was slow is forgotten SLOWLY: who is spared for being slow answers quickly meanwhile, and is
     still slow when all ask. One moment in which all that is under way is late makes little of it."""
 
-    _judged: int = 0
+    _new: int = 0
+    """Replies that are still forgotten quickly: of a stream of whose line nothing was known."""
     _risen_at: float = float("-inf")
     _delivered: int = 0
     _rate: _Epochs = field(default_factory=_Epochs)
@@ -107,11 +108,11 @@ class Pace:
 
     def _judge(self, took: float, asked_at: float, now: float) -> None:
         """What a reply says of `laden`. More than it only once for all that was under way together."""
-        self._judged += 1
         if not self.laden:
-            self.laden = took
+            self.laden, self._new = took, FEW
         elif took < self.laden:
-            self.laden -= (self.laden - took) * (SLOWLY if self._judged > FEW else QUICKLY)
+            self.laden -= (self.laden - took) * (QUICKLY if self._new else SLOWLY)
         elif asked_at >= self._risen_at:
             self.laden += (min(took, LATE * self.laden) - self.laden) * QUICKLY
             self._risen_at = now
+        self._new = max(0, self._new - 1)
