@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from peer.swarm.plan import LATE_SECONDS, LEAST_SHARE, WAIT_SECONDS, Plan
+from peer.swarm.plan import LATE_SECONDS, LEAST_SHARE, MUTE_SECONDS, WAIT_SECONDS, Plan
 from protocol.identity import Identity
 from protocol.ids import PeerKey
 
@@ -260,6 +260,26 @@ def test_a_slow_line_is_not_asked_for_what_a_slow_line_is_late_with():
     f.get_all(OTHER)
     assert f.ask(OTHER, 2.5) == []
     assert set(f.ask(OTHER, 3.5)) == set(asked)
+
+
+def test_three_who_are_gone_are_not_all_that_are_asked():
+    f = Fetcher(ME, [SOURCE, OTHER, B, C], relayed=False)
+    first = f.ask(SOURCE, 0.0, most=1)
+    for n, peer in enumerate([OTHER, B], 1):
+        f.ask(peer, n * 1.1 * LATE_SECONDS)
+    assert set(first).isdisjoint(f.ask(C, 3.3 * LATE_SECONDS)), "one more is not asked while these may only be slow"
+    assert set(first) <= set(f.ask(C, 1.1 * MUTE_SECONDS))
+
+
+def test_three_who_are_slow_but_give_are_all_that_are_asked():
+    f = Fetcher(ME, [SOURCE, OTHER, B, C], latency={SOURCE: 8.0, OTHER: 8.0, B: 8.0}, relayed=False)
+    f.ask(SOURCE, 0.0, most=COUNT)
+    f.ask(OTHER, 20.0)
+    f.ask(B, 35.0)
+    f.plan.came(0, 36.0, SOURCE)
+    f.plan.came(1, 37.0, OTHER)
+    f.plan.came(2, 38.0, B)
+    assert f.ask(C, 50.0) == []
 
 
 def test_what_was_not_given_is_asked_for_again_of_anybody_who_has_it():

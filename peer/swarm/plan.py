@@ -24,8 +24,9 @@ LATE_SECONDS = 1.0
 """After so long, in which a holder gave nothing, another may be asked the same. With less, a line that many share is
 asked for the same chunks by several: with 12 who exchange updates of 6 chunks 20% more was sent with half of it."""
 
-ASKED_AT_ONCE = 3
-"""Holders asked for one chunk, at most."""
+ASKED_AT_ONCE, MUTE_SECONDS = 3, 5.0
+"""Holders asked for one chunk, at most, but for those of whom nothing came for so long: after a power cut the first
+three may all be gone, and a stream takes 15 s to say so."""
 
 QUICK = 1.5
 """A source that answers within so many times what a fellow takes (the median) has a line as good as theirs."""
@@ -325,12 +326,17 @@ class Plan:
             if (
                 waited > max(LATE_SECONDS, mine)
                 and (silent > max(LATE_SECONDS, 1.5 * theirs) or mine < 0.5 * theirs)
-                and len(asked) < ASKED_AT_ONCE
+                and sum(not self._is_mute(a, now) for a in asked) < ASKED_AT_ONCE
                 and (holder.kind is Kind.SOURCE or _bit(holder.have, index))
                 and all(a.peer != peer for a in asked)
             ):
                 return index
         return None
+
+    def _is_mute(self, asked: _Asked, now: float) -> bool:
+        """Nothing comes of it any more, however slow it is."""
+        heard_at = max(asked.at, self._holders[asked.peer].gave_at)
+        return now - heard_at > max(MUTE_SECONDS, 2 * self._latency(asked.peer))
 
 
 def _bit(bits: bytes, index: int) -> bool:
