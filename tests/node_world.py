@@ -122,7 +122,8 @@ class LoopSwarm:
         return self.addresses
 
     async def connect(self, addresses: Sequence[str]) -> list[PeerKey]:
-        return [k for k, s in self.internet.there.items() if set(s.addresses) & set(addresses)]
+        there = self.internet.there.items()
+        return [k for k, s in there if set(s.addresses) & set(addresses) and self.internet.reach(self.key, k)]
 
     async def publish(self, heartbeat: bytes, seconds: float = 60) -> bool:
         return True

@@ -87,3 +87,25 @@ def test_the_silent_are_forgotten(seconds, left):
     d = directory()
     d.hear(member(1), 0.0)
     assert len(d.forget_silent(seconds)) == 1 - left and len(d.peers()) == left
+
+
+def test_where_the_silent_were_is_remembered_until_they_are_heard_again():
+    d = directory()
+    d.hear(member(1, addresses=("/a",)), 0.0)
+    d.hear(member(2, addresses=("/b",)), 0.0)
+    d.hear(member(3, addresses=("/c",)), 0.0)
+    d.hear(stranger("x"), 0.0)
+    d.goodbye(PEERS[3].key, 9)
+    d.forget_silent(61.0)
+    assert d.lost() == {PEERS[1].key: ("/a",), PEERS[2].key: ("/b",)}
+    d.hear(member(2, 2, addresses=("/b",)), 62.0)
+    assert d.lost() == {PEERS[1].key: ("/a",)}
+
+
+def test_of_the_silent_so_many_are_remembered(monkeypatch):
+    monkeypatch.setattr("peer.node.directory.MAX_LOST", 2)
+    d = directory()
+    for i in range(1, 5):
+        d.hear(member(i, addresses=("/a",)), float(i))
+        d.forget_silent(100.0 * i)
+    assert list(d.lost()) == [PEERS[3].key, PEERS[4].key]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import base58
 import pytest
 
 from peer.node import network as network_module
 from peer.node import outbox as outbox_module
 from peer.node.exchange import Exchange, ExchangeTimes, RoundTimes
 from peer.node.inbox import MAX_KINDS_OF_REFUSAL, Inbox
-from peer.node.network import PASSED_ON, Network
+from peer.node.network import PASSED_ON, SEARCHED_FOR, Network
 from peer.node.outbox import MAX_WAITING, Outbox
 from peer.store import StoreError
 from peer.swarm import Handlers
 from protocol.errors import MalformedError
+from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, short_id
 from protocol.messages import Goodbye, KeySigner, Signed, encode_certificate
 from protocol.rounds.events import CertificateHeard, Heard
@@ -197,13 +200,14 @@ class FakeSwarm:
         self.bytes_up, self.bytes_down = 5, 7
         self.stopped = False
         self.error: Exception | None = None
+        self.found: list[PeerKey] = []
         self.fetch_blob: Any = None
 
     async def connect(self, addresses) -> list[PeerKey]:
         if self.error is not None:
             raise self.error
         self.dialled.append(tuple(addresses))
-        return []
+        return self.found
 
     async def send(self, to, packet, seconds) -> None:
         await self.wire(to, packet, seconds)
@@ -383,6 +387,40 @@ async def test_who_said_goodbye_is_sent_nothing_more():
     assert swarm.wire.sent == []
     await net.stop(0.1)
     assert swarm.stopped
+
+
+def way(peer: Identity, port: int) -> str:
+    return f"/ip4/192.0.2.1/tcp/{port}/p2p/{base58.b58encode(peer.key.libp2p_id).decode()}"
+
+
+async def test_who_is_out_of_sight_is_dialled_a_few_at_a_time_and_hears_of_us_and_all_while_we_are_alone():
+    net, swarm = network()
+    mine, there = heartbeat(PEERS[0]), heartbeat(PEERS[1], addresses=(way(PEERS[1], 1),))
+    net.broadcast(mine)
+    net._membership.addresses = [way(p, 100 + i) for i, p in enumerate(PEERS[:5])]
+    await net._search(cast(Any, swarm))
+    assert sorted(swarm.dialled.pop()) == sorted(net._membership.addresses[1:]), "all but ourselves"
+    lost = [identity(50 + i) for i in range(3 * SEARCHED_FOR)]
+    now = time.monotonic()
+    for i, peer in enumerate(lost):
+        net.directory.hear(heartbeat(peer, addresses=(way(peer, i),), admission=b"a member"), now - 1000.0)
+    net.directory.forget_silent(now)
+    hear(net, there)
+    await asyncio.sleep(0)
+    swarm.dialled.clear()
+    seen: set[str] = set()
+    for _ in range(100):
+        await net._search(cast(Any, swarm))
+        dialled = swarm.dialled.pop()
+        assert len(dialled) == SEARCHED_FOR
+        seen.update(dialled)
+    assert seen == {way(p, i) for i, p in enumerate(lost)} | set(net._membership.addresses[2:])
+    swarm.found = [lost[0].key]
+    swarm.wire.sent.clear()
+    assert await net._search(cast(Any, swarm)) == [lost[0].key]
+    await net.outbox.flush(1)
+    assert swarm.wire.messages(lost[0].key) == [mine.sent]
+    await net.stop(0.1)
 
 
 async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):

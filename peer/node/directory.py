@@ -21,6 +21,10 @@ class Entry:
     """When it was last heard first-hand; at first, when it was first heard of."""
 
 
+MAX_LOST = 256
+"""Members that fell silent whose addresses are remembered."""
+
+
 class Directory:
     """The peers heard of within `forget_seconds`; at most `limit` members and `observers` others."""
 
@@ -32,6 +36,7 @@ class Directory:
         self._observers = observers
         self._entries: dict[PeerKey, Entry] = {}
         self._gone: dict[PeerKey, int] = {}
+        self._lost: dict[PeerKey, tuple[str, ...]] = {}
 
     def hear(self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True) -> bool | None:
         """Take a heartbeat. True: a peer that was not known; False: news of a known one; None: old or unwelcome.
@@ -54,6 +59,7 @@ class Directory:
         if same_sort >= (self.limit if admitted else self._observers):
             return None
         self._entries[key] = Entry(heartbeat, now, now)
+        self._lost.pop(key, None)
         return True
 
     def goodbye(self, key: PeerKey, sequence: int) -> None:
@@ -73,8 +79,16 @@ class Directory:
         """Drop those not heard of for long; they are returned."""
         silent = [k for k, e in self._entries.items() if now - e.heard > self._forget]
         for key in silent:
-            del self._entries[key]
+            body = self._entries.pop(key).heartbeat.body
+            if body.admission and body.addresses:  # not of strangers: they would have us dial whom they like
+                self._lost[key] = tuple(body.addresses)
+        while len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]
         return silent
+
+    def lost(self) -> dict[PeerKey, tuple[str, ...]]:
+        """Members that fell silent without a goodbye, and where they were: a line may have been cut between us."""
+        return dict(self._lost)
 
     def unheard(self, now: float, seconds: float) -> list[PeerKey]:
         """Members (not observers) that are there, and of whom nothing came first-hand for so many seconds."""

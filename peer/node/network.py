@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -35,6 +36,10 @@ DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 DISCOVER_SECONDS = 15.0
 LONELY_SECONDS = 1.0
 """How often to look for others while nobody is known."""
+
+SEARCHED_FOR = 4
+"""Members out of sight that are dialled at a time: after a cut that lasted, those on both sides have forgotten each
+other, and nobody else may be left who knows both."""
 
 PRESENCE_SECONDS = 60.0
 
@@ -148,8 +153,8 @@ class Network:
                     await swarm.publish(self._heartbeat.sent, PRESENCE_SECONDS)
                 await self._discovered(wire.Packet(messages=await swarm.discover()))
                 await swarm.refresh_addresses()
-                if not self.directory.peers() and self._membership.addresses:
-                    await swarm.connect(self._membership.addresses)
+                if await self._search(swarm):  # who knows others, perhaps
+                    await self._discovered(wire.Packet(messages=await swarm.discover()))
             except NETWORK_ERRORS as e:
                 what = str(e) or type(e).__name__
                 log.warning("the DHT does not answer: %s; members are still found through each other", what)
@@ -157,6 +162,22 @@ class Network:
                 log.debug("%s has not been heard of for long", key.short)
             await asyncio.to_thread(self._save_addresses, self.directory.addresses())
             await asyncio.sleep(DISCOVER_SECONDS if self.directory.peers() else LONELY_SECONDS)
+
+    async def _search(self, swarm: Swarm) -> list[PeerKey]:
+        """Dial those who may be there and are not heard of: all while we are alone, else a few. Who answers hears of
+        us, and is returned."""
+        ways: dict[PeerKey, list[str]] = {k: list(v) for k, v in self.directory.lost().items()}
+        for address in self._membership.addresses:
+            for key in _peers_of([address]):
+                ways.setdefault(key, []).append(address)
+        known = self.directory.peers()
+        for key in (self._membership.identity.key, *known):
+            ways.pop(key, None)
+        chosen = random.sample(list(ways), min(SEARCHED_FOR, len(ways))) if known else list(ways)
+        found = await swarm.connect([a for key in chosen for a in ways[key]])
+        if self._heartbeat is not None:
+            self.outbox.broadcast(found, self._heartbeat)
+        return found
 
     async def stop(self, seconds: float = 1.0) -> None:
         """Send what waits, at most this long; then hang up."""
