@@ -344,6 +344,25 @@ def test_a_newcomer_hears_the_others_chain_before_it_loads_a_state():
     assert [a.path for a in b.of(do.Resync)] == [(made,)]
 
 
+def test_a_newcomer_loads_no_state_while_more_of_a_long_chain_still_comes():
+    b = Bench(ready=False)
+    b.machine = RoundMachine(POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9)
+    b.actions = b.machine.start(0.0)
+    other = Bench()
+    made = certificate(other.record(OTHERS[0], [other.header(OTHERS[0])]), [OTHERS[0]])
+    b.beat(OTHERS[0], head=Digest(sha256(b"far on")), weight=1000)
+    seconds = 2 * POLICY.heartbeat_seconds + POLICY.member_seconds
+    b.now = seconds - 0.2
+    b.beat(OTHERS[0], sequence=2, head=Digest(sha256(b"far on")), weight=1000)
+    b.step(ev.ChainHeard((made,), None, OTHERS[0], True), seconds - 0.1)
+    b.step(ev.Tick(), seconds + 0.1)
+    assert not b.of(do.Resync)
+    b.now = seconds + POLICY.member_seconds - 0.5
+    b.beat(OTHERS[0], sequence=3, head=Digest(sha256(b"far on")), weight=1000)
+    b.step(ev.Tick(), seconds + POLICY.member_seconds)
+    assert [a.path for a in b.of(do.Resync)] == [(made,)], "nothing more comes of what was claimed"
+
+
 def test_a_source_that_claims_much_and_gives_nothing_is_asked_less_and_less():
     b = Bench()
     asked = []

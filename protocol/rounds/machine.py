@@ -44,6 +44,7 @@ from protocol.rounds.deciding import Deciding
 from protocol.rounds.early import AHEAD, Early
 from protocol.rounds.follower import Follower
 from protocol.rounds.helping import help_with_headers, known_headers
+from protocol.rounds.joining import Joining
 from protocol.rounds.orders import Orders
 from protocol.rounds.policy import Facts, Policy
 from protocol.rounds.position import Position
@@ -85,7 +86,7 @@ class RoundMachine:
         self._walked = -1
         """Height up to which the answers to the present chain of requests have brought us."""
         self._beat_at = now
-        self._join_until = now
+        self._joining = Joining(now, policy.member_seconds)
         self._leave_at: float | None = None
         self._left_round: int | None = None
         self._gone = False
@@ -102,7 +103,7 @@ class RoundMachine:
         c.out = []
         c.own.recall(c.chain)
         self._orders.begin()
-        self._join_until = now if alone else now + 2 * c.policy.heartbeat_seconds
+        self._joining.begin(now, 0.0 if alone else 2 * c.policy.heartbeat_seconds)
         self._beat()
         self._advance()
         return c.out
@@ -310,6 +311,8 @@ class RoundMachine:
         reached = c.chain.height(last) if last in c.chain else -1
         # Records that we have are news too when more come after them: a walk along a branch, ever upwards.
         onwards = event.more and bool(event.certificates) and reached > self._walked
+        if added:
+            self._joining.grew(c.now)
         self._follower.answered(event.source, useful=added > 0 or onwards, now=c.now)
         self._walked = reached if onwards else -1
         if onwards and self._follower.asked is None:
@@ -347,8 +350,7 @@ class RoundMachine:
             return
         ahead = self._follower.asked is not None or bool(self._follower.wanting(c.chain))
         heard_equal = any(m.beat.head in c.chain for m in c.members)
-        late = c.now >= self._join_until
-        if (not ahead and (heard_equal or late)) or c.now >= self._join_until + c.policy.member_seconds:
+        if self._joining.is_over(c.now, ahead=ahead, heard_equal=heard_equal):
             p.joined = True
 
     def _begin_round(self, parent: Digest) -> None:
@@ -466,7 +468,7 @@ class RoundMachine:
         c, p = self._c, self._position
         times = [self._beat_at, *p.times(), *self._deciding.times(), *self._orders.times()]
         if not p.joined:
-            times += [self._join_until, self._join_until + c.policy.member_seconds]
+            times += self._joining.times()
         for due in (self._follower.next_time(c.chain, eager=not p.joined), c.blobs.next_retry(), self._leave_at):
             if due is not None:
                 times.append(due)
