@@ -82,6 +82,12 @@ def test_addresses_are_those_heard_of_last_first_each_once():
     assert d.addresses(but=[PEERS[2].key]) == ["/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/1"]
 
 
+def test_strangers_addresses_are_nothing_to_enter_by():
+    d = directory()
+    d.hear(heartbeat(PEERS[1], admission=b"", addresses=("/ip4/1.1.1.1/tcp/1",)), 1.0)
+    assert d.addresses() == []
+
+
 @pytest.mark.parametrize("seconds, left", [(59.0, 1), (61.0, 0)])
 def test_the_silent_are_forgotten(seconds, left):
     d = directory()
@@ -100,6 +106,8 @@ def test_where_the_silent_were_is_remembered_until_they_are_heard_again():
     assert d.lost() == {PEERS[1].key: ("/a",), PEERS[2].key: ("/b",)}
     d.hear(member(2, 2, addresses=("/b",)), 62.0)
     assert d.lost() == {PEERS[1].key: ("/a",)}
+    d.goodbye(PEERS[1].key, 9)
+    assert d.lost() == {}
 
 
 def test_of_the_silent_so_many_are_remembered(monkeypatch):

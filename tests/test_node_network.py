@@ -423,6 +423,22 @@ async def test_who_is_out_of_sight_is_dialled_a_few_at_a_time_and_hears_of_us_an
     await net.stop(0.1)
 
 
+async def test_nobody_has_us_dial_or_keep_whom_it_likes():
+    net, swarm = network()
+    other, victim = identity("other"), identity("victim")
+    said = (way(other, 1), *(way(identity(f"victim {i}"), 443) for i in range(5)), way(victim, 443))
+    net.directory.hear(heartbeat(other, addresses=said, admission=b"a member"), time.monotonic() - 1000.0)
+    hear(net, heartbeat(PEERS[1], addresses=(way(PEERS[1], 2), way(victim, 443))))
+    net._save_addresses(net.directory.addresses())
+    assert cast(Any, net._membership).learnt == [way(PEERS[1], 2), way(other, 1)]
+    net.directory.forget_silent(time.monotonic())
+    await asyncio.sleep(0)
+    swarm.dialled.clear()
+    await net._search(cast(Any, swarm))
+    assert swarm.dialled == [(way(other, 1),)]
+    await net.stop(0.1)
+
+
 async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):
     caplog.set_level("DEBUG")
     net, swarm = network()

@@ -67,6 +67,7 @@ class Directory:
 
         Others leave by being forgotten: anybody can make keys, and come and go with another one all the time.
         """
+        self._lost.pop(key, None)
         known = self._entries.get(key)
         if known is None or not known.heartbeat.body.admission or sequence < known.heartbeat.body.sequence:
             return
@@ -80,7 +81,7 @@ class Directory:
         silent = [k for k, e in self._entries.items() if now - e.heard > self._forget]
         for key in silent:
             body = self._entries.pop(key).heartbeat.body
-            if body.admission and body.addresses:  # not of strangers: they would have us dial whom they like
+            if body.admission and body.addresses:
                 self._lost[key] = tuple(body.addresses)
         while len(self._lost) > MAX_LOST:
             del self._lost[next(iter(self._lost))]
@@ -116,10 +117,10 @@ class Directory:
         return [e.heartbeat for e in self._entries.values()]
 
     def addresses(self, but: Iterable[PeerKey] = ()) -> list[str]:
-        """Addresses to enter the swarm by: the newest heard first."""
+        """Members' addresses, not strangers', to enter the swarm by: the newest heard first."""
         out: list[str] = []
         skip = set(but)
         for key, e in sorted(self._entries.items(), key=lambda item: -item[1].heard):
-            if key not in skip:
+            if key not in skip and e.heartbeat.body.admission:
                 out += [a for a in e.heartbeat.body.addresses if a not in out]
         return out

@@ -96,7 +96,7 @@ class Network:
         self._bytes = (0, 0)
         """Up and down, of the swarms before this one."""
         # Who comes back finds its own address among those that others told it.
-        self._entry_peers = [k for k in _peers_of(membership.addresses) if k != membership.identity.key]
+        self._entry_peers = [k for k in _by_peer(membership.addresses) if k != membership.identity.key]
         self._tasks: set[asyncio.Task[None]] = set()
         self._heartbeat: Signed[Heartbeat] | None = None
         self._relaying, self._relaying_due = Relaying({}), 0.0
@@ -164,16 +164,15 @@ class Network:
             await asyncio.sleep(DISCOVER_SECONDS if self.directory.peers() else LONELY_SECONDS)
 
     async def _search(self, swarm: Swarm) -> list[PeerKey]:
-        """Dial those who may be there and are not heard of: all while we are alone, else a few. Who answers hears of
-        us, and is returned."""
-        ways: dict[PeerKey, list[str]] = {k: list(v) for k, v in self.directory.lost().items()}
-        for address in self._membership.addresses:
-            for key in _peers_of([address]):
-                ways.setdefault(key, []).append(address)
-        known = self.directory.peers()
-        for key in (self._membership.identity.key, *known):
-            ways.pop(key, None)
-        chosen = random.sample(list(ways), min(SEARCHED_FOR, len(ways))) if known else list(ways)
+        """Dial those who may be there and are not heard of: a few, and while we are alone all whom we may have entered
+        by. Who answers hears of us, and is returned."""
+        known = {self._membership.identity.key, *self.directory.peers()}
+        entries = {k: a for k, a in _by_peer(self._membership.addresses).items() if k not in known}
+        lost = {k: _by_peer(a).get(k) for k, a in self.directory.lost().items()}
+        ways = {k: a for k, a in lost.items() if a} | entries
+        chosen = random.sample(list(ways), min(SEARCHED_FOR, len(ways)))
+        if len(known) == 1:
+            chosen = list(dict.fromkeys([*entries, *chosen]))
         found = await swarm.connect([a for key in chosen for a in ways[key]])
         if self._heartbeat is not None:
             self.outbox.broadcast(found, self._heartbeat)
@@ -365,6 +364,8 @@ class Network:
 
     def _save_addresses(self, fresh: Sequence[str]) -> None:
         """Keep the addresses of members for the next start."""
+        # Of those that name a member: nobody has us dial, or tell others of, whom it likes.
+        fresh = [a for k, ways in _by_peer(fresh).items() if self.directory.is_member(k) for a in ways]
         if fresh:
             try:
                 self._membership.learn(fresh, own=self.addresses)
@@ -372,12 +373,12 @@ class Network:
                 log.warning("addresses of members were not kept: %s", e)
 
 
-def _peers_of(addresses: Sequence[str]) -> list[PeerKey]:
-    """The peers that multiaddresses name; those that name none are left out."""
-    found: dict[PeerKey, None] = {}
+def _by_peer(addresses: Sequence[str]) -> dict[PeerKey, list[str]]:
+    """Multiaddresses by the peer that they name; those that name none are left out."""
+    found: dict[PeerKey, list[str]] = {}
     for address in addresses:
         try:
-            found[parse_address(address)[0]] = None
+            found.setdefault(parse_address(address)[0], []).append(address)
         except MalformedError:
             continue
-    return list(found)
+    return found

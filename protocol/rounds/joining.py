@@ -19,7 +19,7 @@ class Joining:
         self._late, self._grew = now + seconds, now
 
     def grew(self, now: float) -> None:
-        """Records came that we lacked."""
+        """Records came that we lacked, and there are more where they came from."""
         self._grew = now
 
     def is_over(self, now: float, *, ahead: bool, heard_equal: bool) -> bool:

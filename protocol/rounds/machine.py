@@ -311,7 +311,7 @@ class RoundMachine:
         reached = c.chain.height(last) if last in c.chain else -1
         # Records that we have are news too when more come after them: a walk along a branch, ever upwards.
         onwards = event.more and bool(event.certificates) and reached > self._walked
-        if added:
+        if added and event.more:
             self._joining.grew(c.now)
         self._follower.answered(event.source, useful=added > 0 or onwards, now=c.now)
         self._walked = reached if onwards else -1
