@@ -110,6 +110,18 @@ def test_where_the_silent_were_is_remembered_until_they_are_heard_again():
     assert d.lost() == {}
 
 
+def test_who_said_goodbye_has_left_until_it_is_heard_again():
+    d = directory()
+    d.hear(member(1), 0.0)
+    assert not d.has_left(PEERS[1].key)
+    d.goodbye(PEERS[1].key, 9)
+    assert d.has_left(PEERS[1].key)
+    d.hear(member(1, 9), 1.0)
+    assert d.has_left(PEERS[1].key)
+    d.hear(member(1, 10), 2.0)
+    assert not d.has_left(PEERS[1].key)
+
+
 def test_of_the_silent_so_many_are_remembered(monkeypatch):
     monkeypatch.setattr("peer.node.directory.MAX_LOST", 2)
     d = directory()

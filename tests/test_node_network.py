@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -228,10 +229,11 @@ class FakeMembership:
         self.learnt = list(addresses)
 
 
-def network(me=PEERS[0]) -> tuple[Network, FakeSwarm]:
+def network(me=PEERS[0], banned: Collection[PeerKey] = ()) -> tuple[Network, FakeSwarm]:
     handlers = Handlers(on_packet=cast(Any, None), on_chain_request=cast(Any, None), may_serve=cast(Any, None))
     net = Network(
-        cast(Any, FakeMembership(me)), handlers, listen=(), announce=(), discovered=cast(Any, SimpleNamespace())
+        cast(Any, FakeMembership(me)), handlers, listen=(), announce=(), discovered=cast(Any, SimpleNamespace()),
+        refused=lambda key: key in banned,
     )  # fmt: skip
     swarm = FakeSwarm()
     net._swarm = cast(Any, swarm)
@@ -420,6 +422,26 @@ async def test_who_is_out_of_sight_is_dialled_a_few_at_a_time_and_hears_of_us_an
     assert await net._search(cast(Any, swarm)) == [lost[0].key]
     await net.outbox.flush(1)
     assert swarm.wire.messages(lost[0].key) == [mine.sent]
+    await net.stop(0.1)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_who_is_banned_is_not_looked_for_and_who_left_only_while_we_are_alone(alone):
+    banned, left, lost = identity("banned"), identity("left"), identity("lost")
+    net, swarm = network(banned=[banned.key])
+    net._membership.addresses = [way(p, 1) for p in (banned, left, lost)]
+    silent = time.monotonic() - 1000.0
+    for peer in (banned, left, lost):
+        net.directory.hear(heartbeat(peer, addresses=(way(peer, 2),), admission=b"a member"), silent)
+    net.directory.goodbye(left.key, 2**40)
+    net.directory.forget_silent(time.monotonic())
+    if not alone:
+        hear(net, heartbeat(PEERS[1]))
+        await asyncio.sleep(0)
+        swarm.dialled.clear()
+    await net._search(cast(Any, swarm))
+    expected = {way(lost, 1), way(lost, 2)} | ({way(left, 1)} if alone else set())
+    assert set(swarm.dialled.pop()) == expected
     await net.stop(0.1)
 
 

@@ -91,6 +91,10 @@ class Directory:
         """Members that fell silent without a goodbye, and where they were: a line may have been cut between us."""
         return dict(self._lost)
 
+    def has_left(self, key: PeerKey) -> bool:
+        """It said goodbye, and nothing since."""
+        return key in self._gone and key not in self._entries
+
     def unheard(self, now: float, seconds: float) -> list[PeerKey]:
         """Members (not observers) that are there, and of whom nothing came first-hand for so many seconds."""
         return [

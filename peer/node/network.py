@@ -76,8 +76,10 @@ class Network:
         listen: Sequence[str],
         announce: Sequence[str],
         discovered: Callable[[wire.Packet], Awaitable[None]],
+        refused: Callable[[PeerKey], bool] = lambda key: False,
     ):
-        """`discovered` takes a packet of heartbeats that the DHT gave: unchecked, like any other packet."""
+        """`discovered` takes a packet of heartbeats that the DHT gave: unchecked, like any other packet. `refused`: the
+        run's owner has banned this peer."""
         spec = membership.spec
         self._membership = membership
         self._on_packet = handlers.on_packet
@@ -92,6 +94,7 @@ class Network:
         self._listen = listen or DEFAULT_LISTEN
         self._announce = announce
         self._discovered = discovered
+        self._refused = refused
         self._swarm: Swarm | None = None
         self._bytes = (0, 0)
         """Up and down, of the swarms before this one."""
@@ -166,14 +169,16 @@ class Network:
     async def _search(self, swarm: Swarm) -> list[PeerKey]:
         """Dial those who may be there and are not heard of: a few, and while we are alone all whom we may have entered
         by. Who answers hears of us, and is returned."""
-        known = {self._membership.identity.key, *self.directory.peers()}
-        entries = {k: a for k, a in _by_peer(self._membership.addresses).items() if k not in known}
-        lost = {k: _by_peer(a).get(k) for k, a in self.directory.lost().items()}
-        ways = {k: a for k, a in lost.items() if a} | entries
-        chosen = random.sample(list(ways), min(SEARCHED_FOR, len(ways)))
-        if len(known) == 1:
-            chosen = list(dict.fromkeys([*entries, *chosen]))
-        found = await swarm.connect([a for key in chosen for a in ways[key]])
+        here, lost = self.directory, self.directory.lost()
+        known = {self._membership.identity.key, *here.peers()}
+        entries = _by_peer(self._membership.addresses)
+        away = [k for k in {**lost, **entries} if k not in known and not self._refused(k)]
+        sought = [k for k in away if not here.has_left(k)]
+        chosen = random.sample(sought, min(SEARCHED_FOR, len(sought)))
+        if len(known) == 1:  # who left may be back, unheard by us
+            chosen = list(dict.fromkeys([*(k for k in away if k in entries), *chosen]))
+        ways = {k: [*entries.get(k, ()), *_by_peer(lost.get(k, ())).get(k, ())] for k in chosen}
+        found = await swarm.connect(dict.fromkeys(a for addresses in ways.values() for a in addresses))
         if self._heartbeat is not None:
             self.outbox.broadcast(found, self._heartbeat)
         return found

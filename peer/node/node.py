@@ -83,6 +83,7 @@ class Node:
             listen=options.listen,
             announce=options.announce,
             discovered=lambda packet: self._take_packet(self.key, packet),
+            refused=lambda key: self._obeying.refusal(key) is not None,
         )
         self._events: asyncio.Queue[events.Event] = asyncio.Queue(maxsize=MAX_EVENTS)
         self._tasks: set[asyncio.Task[None]] = set()
