@@ -16,7 +16,7 @@ def command_line(doc: str, name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="end within a minute on 2 cores")
+    parser.add_argument("--quick", action="store_true", help="end within a minute or two on 2 cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return parser
 

@@ -42,7 +42,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an author says of its update: it commits to the blob before anybody may see others' (see DESIGN)."""
+    """What an author says of its update: it commits to the blob before anybody may see others' (docs/rounds.md)."""
 
     run: RunId
     round: Round

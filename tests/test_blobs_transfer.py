@@ -422,6 +422,24 @@ async def test_streams_are_bounded_idle_ones_end_and_who_does_not_read_is_cut_of
             writer.close()
 
 
+async def test_all_strangers_together_have_but_a_part_of_the_streams(pool, tmp_path, monkeypatch):
+    data = data_of(3)
+    async with pool.borrow(3, tmp_path) as (a, b, c):
+        digest, name, server = a.store.put(data), a.swarm._names["blob"], a.swarm._server
+        monkeypatch.setattr(server, "_limits", replace(server._limits, strangers=2, streams=4))
+        monkeypatch.setattr(server, "_is_known", lambda peer: peer == c.key)
+        streams = [await b.swarm._daemon.open_stream(a.key, name, 3) for _ in range(4)]
+        told = await asyncio.gather(*(asyncio.wait_for(r.read(1), 2) for r, _ in streams), return_exceptions=True)
+        assert told.count(bytes([Status.BUSY])) == 2
+        await c.fetch(digest, len(data), [a])
+        for _, writer in streams:
+            writer.close()
+        until = time.monotonic() + 12
+        while server._strangers and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        assert server._strangers == 0
+
+
 async def test_frames_refuse_what_they_must():
     assert parse_request(Request(Op.HAVE, blob_digest(b""), 7).encode()) == Request(Op.HAVE, blob_digest(b""), 7)
     for head in (struct.pack(">BI", 0, 9), struct.pack(">BI", 3, 201), struct.pack(">BI", 6, 0)):

@@ -79,7 +79,6 @@ def test_addresses_are_those_heard_of_last_first_each_once():
     d.hear(member(1, addresses=("/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/1")), 1.0)
     d.hear(member(2, addresses=("/ip4/3.3.3.3/tcp/1", "/ip4/1.1.1.1/tcp/1")), 2.0)
     assert d.addresses() == ["/ip4/3.3.3.3/tcp/1", "/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/1"]
-    assert d.addresses(but=[PEERS[2].key]) == ["/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/1"]
 
 
 def test_strangers_addresses_are_nothing_to_enter_by():

@@ -92,7 +92,7 @@ def test_in_a_packet_a_flood_of_words_is_not_looked_at_and_the_rest_of_it_is(sto
     inbox = Inbox(opener(), locator)
     flood = [word(i).sent for i in range(1, 50)]
     packet = wire.Packet(messages=[*flood, HEADERS[1].sent])
-    assert len(list(inbox.packet(PEERS[1].key, packet, 1e9))) == 1
+    assert sum(e is not None for e in inbox.packet(PEERS[1].key, packet, 1e9)) == 1
     assert locator.newest == word(MAX_WORDS) and not caplog.text
     list(inbox.packet(PEERS[1].key, wire.Packet(messages=[word(99, owner=identity("liar")).sent]), 1e9))
     assert locator.newest == word(MAX_WORDS) and "not signed by the run's owner" in caplog.text

@@ -167,7 +167,7 @@ def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news
     late = 2.0**33 + 601
     for i in range(50):
         packet = wire.Packet(messages=[heartbeat(PEERS[1], sequence=i).sent])
-        assert list(inbox.packet(A, packet, late + i)) == []
+        assert not any(inbox.packet(A, packet, late + i))
     assert sum(inbox.refused.values()) == 50 and len(inbox.refused) == 1
     assert caplog.text.count("is not valid now") == 2  # the first and the tenth
 
@@ -190,7 +190,24 @@ async def test_a_chain_reply_is_taken_whole_or_not_at_all():
         await inbox.chain(A, wire.ChainReply(certificates=[good] * 300))
 
 
+def test_what_was_refused_takes_its_turn_too_and_a_heartbeat_that_came_before_is_no_news():
+    inbox = Inbox(opener())
+    beat = heartbeat(PEERS[1])
+    found = list(inbox.packet(A, wire.Packet(messages=[b"rubbish", beat.sent, beat.sent, HEADERS[1].sent] * 2), 1e9))
+    assert [f is None for f in found] == [True, False, False, False] * 2
+    assert [inbox.is_repeat(f) for f in found if f is not None] == [False, True, False, True, True, False]
+
+
 # -- introductions --------------------------------------------------------------------------------------------
+
+
+OBSERVER = identity("the coordinator's observer")
+
+
+def whereabouts() -> Signed[Any]:
+    """The owner's word, as far as the network looks at it."""
+    body = SimpleNamespace(addresses=(way(OBSERVER, 7412),))
+    return Signed(cast(Any, body), VOTES[3].author, VOTES[3].digest, VOTES[3].sent)
 
 
 class FakeSwarm:
@@ -247,13 +264,14 @@ def hear(net: Network, message: Signed) -> None:
 
 async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_dialled():
     net, swarm = network()
-    first, second = heartbeat(PEERS[1], addresses=("/a",)), heartbeat(PEERS[2], addresses=("/b",))
+    theirs = [way(p, 1) for p in PEERS[:3]]
+    first, second = heartbeat(PEERS[1], addresses=theirs[:2]), heartbeat(PEERS[2], addresses=theirs)
     hear(net, first)
     hear(net, second)
     await net.outbox.flush(1)
     assert swarm.wire.messages(B) == [first.sent, second.sent]
     assert second.sent in swarm.wire.messages(A)
-    assert swarm.dialled == [("/a",), ("/b",)]
+    assert swarm.dialled == [(theirs[1],), (theirs[2],)], "where each itself is, not whom it names"
     swarm.wire.sent.clear()
     hear(net, heartbeat(PEERS[2], sequence=2))
     await net.outbox.flush(1)
@@ -264,11 +282,94 @@ async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_d
 async def test_a_newcomer_is_told_where_the_coordinator_is_as_far_as_that_is_known():
     net, swarm = network()
     hear(net, heartbeat(PEERS[1]))
-    net._membership.locator.newest = word = VOTES[3]  # any message: what it says is not the network's
+    net._membership.locator.newest = word = whereabouts()
     hear(net, heartbeat(PEERS[2]))
     hear(net, heartbeat(PEERS[2], sequence=2))
     await net.outbox.flush(1)
     assert swarm.wire.messages(B).count(word.sent) == 1 and word.sent not in swarm.wire.messages(A)
+    await net.stop(0.1)
+
+
+async def test_there_is_always_room_for_the_coordinators_observer_and_it_is_no_stranger():
+    net, swarm = network()
+    net.directory._observers = 2
+    for i in range(4):
+        hear(net, heartbeat(identity(f"stranger {i}"), admission=b""))
+    assert len(net.directory.peers()) == 2
+    watcher = heartbeat(OBSERVER, admission=b"")
+    hear(net, watcher)
+    assert OBSERVER.key not in net.directory.peers() and not net.is_known(OBSERVER.key)
+    net._membership.locator.newest = whereabouts()
+    hear(net, watcher)
+    assert OBSERVER.key in net.directory.peers() and net.is_known(OBSERVER.key)
+    assert not net.is_known(identity("stranger 0").key)
+    await net.stop(0.1)
+
+
+async def test_strangers_who_take_calls_and_do_not_answer_hold_up_no_member():
+    net, swarm = network()
+    net._to_strangers = asyncio.Semaphore(2)
+    under_way: list[PeerKey] = []
+    answers = asyncio.Event()
+
+    async def send(to, packet, seconds) -> None:
+        under_way.append(to)
+        if not net.is_known(to):
+            await answers.wait()
+
+    swarm.send = send
+    for i in range(8):
+        hear(net, heartbeat(identity(f"stranger {i}"), admission=b""))
+    hear(net, heartbeat(PEERS[1]))
+    await asyncio.sleep(0.05)
+    assert A in under_way and len([k for k in under_way if k != A]) == 2
+    answers.set()
+    await asyncio.sleep(0.05)
+    assert len(set(under_way)) == 9
+    await net.stop(0.1)
+
+
+async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_introduced_now_and_then(monkeypatch):
+    net, swarm = network()
+    hear(net, heartbeat(PEERS[2]))
+    dialled: list[str] = []
+
+    async def connect(addresses) -> list[PeerKey]:
+        dialled.extend(addresses)
+        await asyncio.sleep(3600)
+        return []
+
+    swarm.connect = connect
+    for i in range(50):
+        hear(net, heartbeat(PEERS[1], sequence=2 * i, addresses=[way(PEERS[1], i)]))
+        hear(net, KeySigner(PEERS[1]).sign(Goodbye(RUN, 2 * i + 1)))
+        await asyncio.sleep(0)
+    assert len(dialled) == 1
+    await net.outbox.flush(1)
+    told = [m for m in swarm.wire.messages(B) if m != heartbeat(PEERS[2]).sent]
+    assert len(told) == 1, "of a newcomer"
+    monkeypatch.setattr(network_module, "MAX_DIALLING", 3)
+    for i in range(10):
+        hear(net, heartbeat(identity(f"other {i}"), addresses=[way(identity(f"other {i}"), 1)], admission=b"a member"))
+    await asyncio.sleep(0)
+    assert len(dialled) == 3
+    await net.stop(0.1)
+
+
+async def test_more_than_fits_a_packet_is_taken_from_the_dht(monkeypatch):
+    monkeypatch.setattr(network_module, "MAX_MESSAGES", 3)
+    net, swarm = network()
+    taken: list[int] = []
+
+    async def discovered(packet) -> None:
+        taken.append(len(packet.messages))
+
+    async def discover() -> list[bytes]:
+        return [b"x"] * 7
+
+    net._discovered, swarm.discover = discovered, discover
+    await net._ask_the_dht(cast(Any, swarm))
+    assert taken == [3, 3, 1]
     await net.stop(0.1)
 
 
@@ -325,7 +426,7 @@ async def test_strangers_are_not_introduced_to_everybody_but_hear_of_everybody()
 async def test_in_a_crowd_a_few_introduce_whom_others_tell_of(monkeypatch):
     monkeypatch.setattr(network_module, "CROWD", 2)
     monkeypatch.setattr(network_module, "INTRODUCERS", 2)
-    newcomer = heartbeat(PEERS[6], addresses=("/n",))
+    newcomer = heartbeat(PEERS[6], addresses=[way(PEERS[6], 1)])
     introducers = 0
     for me in PEERS[:6]:
         net, swarm = network(me)
@@ -339,7 +440,7 @@ async def test_in_a_crowd_a_few_introduce_whom_others_tell_of(monkeypatch):
         await net.outbox.flush(1)
         told = {to for to, p in swarm.wire.sent if newcomer.sent in p.messages} - {newcomer.author}
         assert len(told) in (0, 5) and bool(told) == bool(swarm.wire.messages(newcomer.author))
-        assert ("/n",) in swarm.dialled
+        assert (way(PEERS[6], 1),) in swarm.dialled
         introducers += bool(told)
         await net.stop(0.1)
     assert introducers == 2
@@ -465,7 +566,7 @@ async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):
     caplog.set_level("DEBUG")
     net, swarm = network()
     swarm.error = ConnectionResetError("libp2p is gone")
-    hear(net, heartbeat(PEERS[1]))
+    hear(net, heartbeat(PEERS[1], addresses=[way(PEERS[1], 1)]))
     await asyncio.sleep(0.01)
     assert "cannot dial: libp2p is gone" in caplog.text
     await net.stop(0.1)

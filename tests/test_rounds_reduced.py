@@ -398,9 +398,10 @@ def test_words_of_a_round_to_come_are_kept_and_push_out_no_header():
     b = Bench(policy=THREE)
     early = b.machine._early
     header = b.header(OTHERS[0], round=Round(1))
-    early.keep(header)
+    early.keep(header, True)
     for i in range(50):
-        early.keep(FakeSigner(OTHERS[0]).sign(Reduced(RUN, Round(1), Digest(sha256(bytes([i]))), 0, part(i))))
+        word = Reduced(RUN, Round(1), Digest(sha256(bytes([i]))), 0, part(i))
+        early.keep(FakeSigner(OTHERS[0]).sign(word), True)
     kept = early.take(1)
     assert kept[0] == header and len(kept) == 13
     assert all(size <= bound for size, bound in early.sizes().values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hivemind.dht.crypto import DHTRecord
@@ -164,6 +164,17 @@ async def test_a_hostile_node_can_neither_store_forgeries_nor_hide_members(tmp_p
         assert sorted(await a.swarm.discover()) == sorted([a.heartbeat(3), b.heartbeat(3)])
         dht.protocol.storage.store(KEY, b"\xd4" * 1000, now + 1e9)  # and what is no dictionary at all
         assert sorted(await b.swarm.discover()) == sorted([a.heartbeat(3), b.heartbeat(3)])
+
+
+def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):
+    monkeypatch.setattr(presence, "NEW_OF_A_NODE", 5)
+    values = [record(Author(identity(100 + i))).value for i in range(50)]
+    checks = validator()
+    checks.author(values[49])
+    here = presence.Presence(cast(Any, None), checks, RUN, lambda text: None)
+    some = here._some(values)
+    assert values[49] in some and len(some) == 6
+    assert len({v for _ in range(100) for v in here._some(values)}) > 40, "not always the same"
 
 
 async def test_a_wrong_clock_is_told_to_the_user_with_its_offset(tmp_path, monkeypatch):

@@ -11,9 +11,10 @@ rounds before those that are measured warm up what there is to warm (the table g
 peers share the machine's cores: CPU seconds are given, for each peer and round.
 
 The floor of a row is its own bytes / bandwidth + 2 round trips: n - 1 updates into each peer, or 2 (n - 1) / n times
-the values for an all-reduce. Plain TCP rows send an update's bytes and do nothing else. hivemind's search for a group,
-5 s at best, is not in its round. With --dies one peer gets SIGKILL in the middle of one more round, and whether the
-others' result is right is judged by values (or by the state's digest), not by return codes. Needs root (see tests/wan).
+the values for an all-reduce. Plain TCP rows send an update's bytes and do nothing else. hivemind's search for a group
+(0.6 s where it goes well) is not in its round. With --dies one peer gets SIGKILL in the middle of one more round, and
+whether the others' result is right is judged by values (or by the state's digest), not by return codes. Needs root
+(see tests/wan).
 
 JSON keys: machine; command; rows: a list of `setting.Row` (seconds, bytes of IP), by name, parameters and peers. --add
 keeps the file's other rows. goals: a list of what, value, goal, met.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.ids import PeerKey
@@ -38,10 +37,12 @@ class Directory:
         self._gone: dict[PeerKey, int] = {}
         self._lost: dict[PeerKey, tuple[str, ...]] = {}
 
-    def hear(self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True) -> bool | None:
+    def hear(
+        self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, welcome: bool = False
+    ) -> bool | None:
         """Take a heartbeat. True: a peer that was not known; False: news of a known one; None: old or unwelcome.
 
-        `direct`: it came from its author.
+        `direct`: it came from its author. `welcome`: there is room for it, whoever else is here.
         """
         key, body = heartbeat.author, heartbeat.body
         if key == self._me or body.sequence <= self._gone.get(key, -1):
@@ -56,7 +57,7 @@ class Directory:
             return False
         admitted = bool(body.admission)
         same_sort = sum(bool(e.heartbeat.body.admission) == admitted for e in self._entries.values())
-        if same_sort >= (self.limit if admitted else self._observers):
+        if not welcome and same_sort >= (self.limit if admitted else self._observers):
             return None
         self._entries[key] = Entry(heartbeat, now, now)
         self._lost.pop(key, None)
@@ -120,11 +121,7 @@ class Directory:
         """The newest heartbeat of each, to pass on to a newcomer."""
         return [e.heartbeat for e in self._entries.values()]
 
-    def addresses(self, but: Iterable[PeerKey] = ()) -> list[str]:
+    def addresses(self) -> list[str]:
         """Members' addresses, not strangers', to enter the swarm by: the newest heard first."""
-        out: list[str] = []
-        skip = set(but)
-        for key, e in sorted(self._entries.items(), key=lambda item: -item[1].heard):
-            if key not in skip and e.heartbeat.body.admission:
-                out += [a for a in e.heartbeat.body.addresses if a not in out]
-        return out
+        newest = sorted(self._entries.values(), key=lambda e: -e.heard)
+        return list(dict.fromkeys(a for e in newest if e.heartbeat.body.admission for a in e.heartbeat.body.addresses))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from peer.node.locator import Locator
 from protocol.envelope import kind_of
 from protocol.errors import MalformedError, ProtocolError
-from protocol.ids import PeerKey
+from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Heartbeat, Opener, Record, Signed
 from protocol.messages import Header as UpdateHeader
 from protocol.rounds.events import CertificateHeard, ChainHeard, Heard
@@ -25,6 +25,9 @@ MAX_WORDS = 4
 """Of a packet, messages on where the coordinator is: only the newest counts, and an honest peer sends one."""
 
 MAX_KINDS_OF_REFUSAL = 1000
+MAX_BEATS = 8192
+"""Heartbeats whose digests are remembered."""
+
 _NUMBERS = re.compile(r"[0-9a-f]{8,}|[0-9]+")
 SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "leaves", "final", "amendment")
 
@@ -37,9 +40,13 @@ class Inbox:
         self._opener = opener
         self._locator = locator
         self.refused: dict[tuple[PeerKey, str], int] = {}
+        self._beats: dict[Digest, bool] = {}
 
-    def packet(self, sender: PeerKey, packet: wire.Packet, unix_seconds: float) -> Iterator[Heard | CertificateHeard]:
-        """The events in a packet; what breaks the protocol is refused with its reason in the log."""
+    def packet(
+        self, sender: PeerKey, packet: wire.Packet, unix_seconds: float
+    ) -> Iterator[Heard | CertificateHeard | None]:
+        """The events in a packet; what breaks the protocol is refused with its reason in the log. None for each message
+        that gives none: to find that out takes its time too."""
         if len(packet.messages) > MAX_MESSAGES or len(packet.certificates) > MAX_CERTIFICATES:
             self._refuse(sender, "packet", MalformedError("a packet with too many messages"))
             return
@@ -50,15 +57,28 @@ class Inbox:
                     words += 1
                     if words <= MAX_WORDS:
                         self._locator.take(sent)
-                    continue
-                yield Heard(self.message(sent, unix_seconds))
+                    yield None
+                else:
+                    yield Heard(self.message(sent, unix_seconds))
             except ProtocolError as e:
                 self._refuse(sender, "message", e)
+                yield None
         for sent in packet.certificates:
             try:
                 yield CertificateHeard(self._opener.certificate(sent), sender)
             except ProtocolError as e:
                 self._refuse(sender, "certificate", e)
+                yield None
+
+    def is_repeat(self, event: Heard | CertificateHeard) -> bool:
+        """Whether it is a heartbeat that came before, to the byte: no news for the round machine."""
+        if not isinstance(event, Heard) or not isinstance(event.message.body, Heartbeat):
+            return False
+        known = self._beats.pop(event.message.digest, False)
+        self._beats[event.message.digest] = True
+        while len(self._beats) > MAX_BEATS:
+            del self._beats[next(iter(self._beats))]
+        return known
 
     def message(self, sent: bytes, unix_seconds: float) -> Signed:
         """One verified message. Raises ProtocolError."""

@@ -19,6 +19,7 @@ from typing import Any
 from peer.errors import PeerError
 from peer.node.briefs import Briefs
 from peer.node.directory import Directory
+from peer.node.inbox import MAX_MESSAGES
 from peer.node.membership import Membership
 from peer.node.outbox import NETWORK_ERRORS, Outbox
 from peer.node.relaying import Relaying
@@ -64,6 +65,15 @@ PASSED_ON_REMEMBERED = 8192
 
 MAX_WRONG = 1024
 
+TO_STRANGERS = 8
+"""Packets under way to those who are no members: anybody can make keys, take calls, and not answer them."""
+
+MAX_DIALLING = 32
+"""Newcomers that are dialled at once: one that comes and goes all the time is dialled once at a time."""
+
+INTRODUCED_BEATS = 2
+"""Within so many heartbeats nobody is introduced twice."""
+
 
 class Network:
     """`start` it, run `discover` and `mend` for as long as the node lives, then `stop`."""
@@ -90,7 +100,9 @@ class Network:
             is_member=lambda key: self.directory.is_member(key),
             charge=lambda sender, size: self.swarm.charge(sender, size),
         )
-        self._handlers = replace(handlers, on_packet=self._take_packet, on_headers_asked=self.briefs.answer)
+        self._handlers = replace(
+            handlers, on_packet=self._take_packet, on_headers_asked=self.briefs.answer, is_known=self.is_known
+        )
         self._listen = listen or DEFAULT_LISTEN
         self._announce = announce
         self._discovered = discovered
@@ -101,6 +113,9 @@ class Network:
         # Who comes back finds its own address among those that others told it.
         self._entry_peers = [k for k in _by_peer(membership.addresses) if k != membership.identity.key]
         self._tasks: set[asyncio.Task[None]] = set()
+        self._to_strangers = asyncio.Semaphore(TO_STRANGERS)
+        self._dialling: set[PeerKey] = set()
+        self._introduced: dict[PeerKey, float] = {}
         self._heartbeat: Signed[Heartbeat] | None = None
         self._relaying, self._relaying_due = Relaying({}), 0.0
         self._passed: Counter[PeerKey] = Counter()
@@ -110,11 +125,14 @@ class Network:
         those that come too late to count."""
         self._told: dict[PeerKey, set[PeerKey]] = {}
         """Who has told us of a peer: TOLD_BY of them at most."""
+        self._word: Signed[Any] | None = None
+        self._observers: frozenset[PeerKey] = frozenset()
+        """Those that this word names."""
         self._unheard: tuple[int, ...] = ()
         self._unheard_due = 0.0
         self._wrong: dict[PeerKey, None] = {}
         """Who served wrong bytes, the newest last; at most MAX_WRONG."""
-        self.outbox = Outbox(lambda to, packet, seconds: self.swarm.send(to, packet, seconds), self.briefs.encode)
+        self.outbox = Outbox(self._send, self.briefs.encode)
         self.directory = Directory(
             membership.identity.key,
             forget_seconds=max(60.0, 3 * spec.round.member_seconds),
@@ -154,10 +172,10 @@ class Network:
                 swarm = self.swarm
                 if self._heartbeat is not None:
                     await swarm.publish(self._heartbeat.sent, PRESENCE_SECONDS)
-                await self._discovered(wire.Packet(messages=await swarm.discover()))
+                await self._ask_the_dht(swarm)
                 await swarm.refresh_addresses()
                 if await self._search(swarm):  # who knows others, perhaps
-                    await self._discovered(wire.Packet(messages=await swarm.discover()))
+                    await self._ask_the_dht(swarm)
             except NETWORK_ERRORS as e:
                 what = str(e) or type(e).__name__
                 log.warning("the DHT does not answer: %s; members are still found through each other", what)
@@ -165,6 +183,11 @@ class Network:
                 log.debug("%s has not been heard of for long", key.short)
             await asyncio.to_thread(self._save_addresses, self.directory.addresses())
             await asyncio.sleep(DISCOVER_SECONDS if self.directory.peers() else LONELY_SECONDS)
+
+    async def _ask_the_dht(self, swarm: Swarm) -> None:
+        found = await swarm.discover()
+        for i in range(0, len(found), MAX_MESSAGES):
+            await self._discovered(wire.Packet(messages=found[i : i + MAX_MESSAGES]))
 
     async def _search(self, swarm: Swarm) -> list[PeerKey]:
         """Dial those who may be there and are not heard of: a few, and while we are alone all whom we may have entered
@@ -220,6 +243,18 @@ class Network:
         """All that may hold blobs: those heard of, and those whose addresses we entered by."""
         return list(dict.fromkeys([*self.directory.peers(), *self._entry_peers]))
 
+    def is_known(self, key: PeerKey) -> bool:
+        """A member, the coordinator's observer, or whose address we entered by: not anybody who made a key."""
+        return self.directory.is_member(key) or key in self._entry_peers or key in self._coordinators()
+
+    def _coordinators(self) -> frozenset[PeerKey]:
+        """The coordinator's observer, by the owner's newest word."""
+        word = self._membership.locator.newest
+        if word is not self._word:
+            named = _by_peer(word.body.addresses) if word is not None else ()
+            self._word, self._observers = word, frozenset(named)
+        return self._observers
+
     def note(self, message: Signed, sender: PeerKey) -> None:
         """Learn from a verified message who is there; introduce newcomers; pass on what others do not hear."""
         direct = sender == message.author
@@ -228,7 +263,9 @@ class Network:
         for listener in self.listeners:
             listener(message)
         if isinstance(message.body, Heartbeat):
-            news = self.directory.hear(message, time.monotonic(), direct=direct)
+            news = self.directory.hear(
+                message, time.monotonic(), direct=direct, welcome=message.author in self._coordinators()
+            )
         if direct and (news is not None or not isinstance(message.body, Heartbeat)):
             self._pass_on(message)
         if isinstance(message.body, Heartbeat) and sender not in (message.author, self._membership.identity.key):
@@ -248,10 +285,19 @@ class Network:
             self._introduce(message)
         elif direct:
             self._spawn(self._introduce_if_nobody_does(message))
-        self._spawn(self._dial(message.body.addresses))
+        ways = _by_peer(message.body.addresses).get(message.author)
+        if ways and message.author not in self._dialling and len(self._dialling) < MAX_DIALLING:
+            self._dialling.add(message.author)
+            self._spawn(self._dial(message.author, ways))
 
     def _introduce(self, message: Signed[Heartbeat]) -> None:
         """Tell a newcomer of the others, and the others of it."""
+        now, beat = time.monotonic(), self._membership.spec.round.heartbeat_seconds
+        for key in [k for k, then in self._introduced.items() if now - then > INTRODUCED_BEATS * beat]:
+            del self._introduced[key]
+        if message.author in self._introduced:
+            return
+        self._introduced[message.author] = now
         self.outbox.send(message.author, self.directory.heartbeats())
         if (word := self._membership.locator.newest) is not None:
             self.outbox.send(message.author, (word,))
@@ -315,17 +361,26 @@ class Network:
             self._unheard, self._unheard_due = tuple(short_id(k) for k in found), now + beat / 2
         return self._unheard
 
-    async def _dial(self, addresses: Sequence[str]) -> None:
+    async def _dial(self, peer: PeerKey, addresses: Sequence[str]) -> None:
         try:
             await self.swarm.connect(addresses)
         except NETWORK_ERRORS as e:
             log.debug("cannot dial: %s", str(e) or type(e).__name__)
+        finally:
+            self._dialling.discard(peer)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """A task that ends with the network."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, to: PeerKey, packet: wire.Packet, seconds: float) -> None:
+        if self.is_known(to):
+            await self.swarm.send(to, packet, seconds)
+        else:
+            async with self._to_strangers:
+                await self.swarm.send(to, packet, seconds)
 
     async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
         """What came in, with records in the place of their briefs."""

@@ -332,19 +332,22 @@ class Node:
             if isinstance(event, events.Applied):
                 self._obeying.reached()
             self.on_change()
+            await asyncio.sleep(0)  # a queue that is never empty never waits
 
     async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
+        # Our own events always have room, and members' messages whatever strangers send.
+        room = MAX_EVENTS // (2 if sender == self.key or self.network.is_known(sender) else 16)
         for i, event in enumerate(self._inbox.packet(sender, packet, time.time())):
             if i % 32 == 31:
                 await asyncio.sleep(0)  # verifying takes its time: others have a turn
             if isinstance(event, events.Heard):
-                if event.message.author == self.key:
+                message = event.message
+                if message.author == self.key or self._streaming.takes(message, sender):
                     continue
-                if self._streaming.takes(event.message, sender):
-                    continue
-                if self._obeying.refusal(event.message.author) is None:
-                    self.network.note(event.message, sender)
-            self.post(event)
+                if self._obeying.refusal(message.author) is None:
+                    self.network.note(message, sender)
+            if event is not None and self._events.qsize() < room and not self._inbox.is_repeat(event):
+                self.post(event)
 
     async def _on_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
         return self.chainlog.answer(request)

@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import itertools
 import logging
+import random
 import statistics
 import time
 from collections import OrderedDict
@@ -43,6 +44,10 @@ MAX_SKEW_SECONDS = 3
 MAX_MEMBERS = 4096
 MAX_TOTAL = 2 * 1024 * 1024
 """All records together must fit one reply of the transport: 4 MiB, with room for keys and framing."""
+
+NEW_OF_A_NODE = 512
+"""Records of one node's answer that are checked, beside those that are known: anybody can be a node near the key, and
+hold what it likes."""
 
 NEAREST = 8
 """Nodes near the key that keep, and are asked for, the records."""
@@ -89,6 +94,10 @@ class HeartbeatValidator(RecordValidatorBase):
         if record.subkey != MSGPackSerializer.dumps(author.hex()):
             raise MalformedError("it does not lie under its author's key")
         self._admit(author, sequence, len(record.value), record.expiration_time, now)
+
+    def knows(self, value: bytes) -> bool:
+        """Whether it was checked before, and is remembered."""
+        return sha256(value) in self._verified
 
     def author(self, value: bytes) -> tuple[PeerKey, int]:
         """Who signed the heartbeat in a value, and its sequence. Raises ProtocolError, DecodeError."""
@@ -227,7 +236,10 @@ class Presence:
         own = self._node.protocol.storage.get(self._name)
         near = await self._near()
         found = await asyncio.gather(*(self._find(peer) for peer in near))
-        for value in itertools.chain(_values(own.value if own is not None else None), *found):
+        values = itertools.chain(_values(own.value if own is not None else None), *map(self._some, found))
+        for i, value in enumerate(values):
+            if i % 32 == 31:
+                await asyncio.sleep(0)  # verifying takes its time: others have a turn
             try:
                 author, sequence = self._validator.author(value)
             except (ProtocolError, DecodeError) as e:
@@ -237,6 +249,12 @@ class Presence:
             if (known is None and len(newest) < MAX_MEMBERS) or (known is not None and known[0] < sequence):
                 newest[author] = (sequence, unpack(value))
         return [envelope for _, envelope in newest.values()]
+
+    def _some(self, values: list[bytes]) -> list[bytes]:
+        """Of one node's values those that are known, and as many others as are looked at, whichever they are."""
+        known = [v for v in values if self._validator.knows(v)]
+        others = [v for v in values if not self._validator.knows(v)]
+        return known + random.sample(others, min(NEW_OF_A_NODE, len(others)))
 
     async def _find(self, peer: PeerID) -> list[bytes]:
         """The values that one node holds, unchecked. (hivemind's own call drops all of them for one that is stale.)"""

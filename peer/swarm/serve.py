@@ -40,6 +40,8 @@ class ServeLimits:
     """Bounds on what others may have open here. Memory: (streams) x (read_ahead + 2) chunks at the very most."""
 
     streams_per_peer: int = 8
+    strangers: int = 64
+    """Streams of all those together who are not known as members: anybody can make keys."""
     streams: int = 256
     """Beyond it the one that was idle the longest is closed for a new one, if it was so for `rest_seconds`; until then
     as many again wait, for `room_seconds`."""
@@ -68,12 +70,22 @@ class _Stream:
 class BlobServer:
     """Serves the store's blobs, complete or arriving, to whom `may_serve` lets have them."""
 
-    def __init__(self, store: Store, may_serve: MayServe, executor: Executor, traffic: Traffic, limits: ServeLimits):
+    def __init__(
+        self,
+        store: Store,
+        may_serve: MayServe,
+        executor: Executor,
+        traffic: Traffic,
+        limits: ServeLimits,
+        is_known: Callable[[PeerKey], bool] = lambda peer: True,
+    ):
         self._store = store
         self._may_serve = may_serve
         self._executor = executor
         self._traffic = traffic
         self._limits = limits
+        self._is_known = is_known
+        self._strangers = 0
         self._streams: Counter[PeerKey] = Counter()
         self._open: set[_Stream] = set()
         self._waiting = 0
@@ -85,6 +97,11 @@ class BlobServer:
         if self._streams[peer] >= limits.streams_per_peer or self._waiting >= limits.streams:
             await self._turn_away(reader, writer)
             return
+        stranger = not self._is_known(peer)
+        if stranger and self._strangers >= limits.strangers:
+            await self._turn_away(reader, writer)
+            return
+        self._strangers += stranger
         self._streams[peer] += 1
         try:
             if await self._room():
@@ -92,6 +109,7 @@ class BlobServer:
             else:
                 await self._turn_away(reader, writer)
         finally:
+            self._strangers -= stranger
             self._streams[peer] -= 1
             if not self._streams[peer]:
                 del self._streams[peer]

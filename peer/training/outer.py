@@ -2,7 +2,7 @@
 
 Four sets of tensors, by the layout's names: `base`, the replicated state, the same bits on every peer; `local`, the
 model's own parameters, which the inner loop changes; `anchor`, from which progress is counted (local at the last
-announcement, or the base since the last round); `feedback`, what was learnt and has not been sent (e in DESIGN).
+announcement, or the base since the last round); `feedback`, what was learnt and has not been sent (error feedback).
 
     announce   feedback <- beta * feedback + (anchor - local); anchor <- local
                blob = encode(feedback); feedback <- feedback - decode(blob)

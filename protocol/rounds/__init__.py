@@ -1,4 +1,4 @@
-"""The round machine: a pure state machine that turns events into actions (DESIGN section 3).
+"""The round machine: a pure state machine that turns events into actions (docs/architecture.md).
 
 `events` are what happened, `actions` are what is to be done about it, `machine` is the logic between them. No I/O,
 clock, randomness or tensor is allowed in here: the time is an argument, signing is deterministic, and whoever drives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from protocol.chain import Chain
@@ -88,6 +89,8 @@ class Ballot:
         self._record_bytes = 0
         self._word_bytes = 0
         self._jumped: tuple[int, float] | None = None
+        self._jumps: dict[PeerKey, float] = {}
+        """Whose record made us skip attempts, and when; contributors of records are as many as headers at most."""
 
     # -- headers ---------------------------------------------------------------------------------------------
 
@@ -118,6 +121,7 @@ class Ballot:
                 return False
             del self.headers[spare[-1]]
             self.heard.pop(spare[-1], None)
+            self._jumps.pop(spare[-1], None)
         self.headers[header.author] = header
         self.heard[header.author] = now
         if self.first_heard is None:
@@ -169,12 +173,10 @@ class Ballot:
             return None
         by_author = [p for p in self.proposals.values() if p.record.author == record.author]
         if len(by_author) >= RECORDS_PER_AUTHOR or len(self.proposals) >= MAX_RECORDS:
-            # The oldest by an author that repeats itself goes; a swarm of proposers keeps what came first.
-            if not by_author or (
-                self.last_vote is not None and by_author[0].record.digest == self.last_vote.body.record
-            ):
+            gone = self._to_give_up(by_author, record)
+            if gone is None:
                 return None
-            self.forget_record(by_author[0].record.digest)
+            self.forget_record(gone)
         if self._record_bytes + len(record.sent) > MAX_RECORD_BYTES:
             return None
         blobs = [u.body.blob for u in record.body.updates]
@@ -194,6 +196,25 @@ class Ballot:
             if not words:
                 del self.unheard[author]
         return p
+
+    def _to_give_up(self, by_author: list[Proposal], record: Signed[Record]) -> Digest | None:
+        """Which record goes for a new one: its author's oldest; else, that a few do not keep out the one whose turn it
+        is, the oldest of who has the most here, then the one that lists the fewest."""
+        kept = {m.body.record for m in (self.last_vote,) if m is not None}
+        if self.proposed is not None:
+            kept.add(self.proposed.digest)
+        if by_author:
+            oldest = by_author[0].record.digest
+            return None if oldest in kept else oldest
+        counts = Counter(p.record.author for p in self.proposals.values())
+        others = [p for p in self.proposals.values() if p.record.digest not in kept]
+        weakest = min(
+            others, key=lambda p: (-counts[p.record.author], len(p.record.body.updates), p.seen), default=None
+        )
+        if weakest is None:
+            return None
+        better = len(record.body.updates) > len(weakest.record.body.updates)
+        return weakest.record.digest if better or counts[weakest.record.author] > 1 else None
 
     def forget_record(self, record: Digest) -> None:
         gone = self.proposals.pop(record, None)
@@ -354,9 +375,19 @@ class Ballot:
             return since
         return since + (self.attempt(now) - base + 1) * self.policy.propose_seconds
 
-    def jump(self, attempt: int, now: float) -> None:
-        """Somebody is at a later attempt: so are we from now on, or we would never look at one record at one time."""
-        if self.announced is not None and max(0, self.attempt(now)) < attempt <= self.attempt(now) + MAX_JUMP:
+    def jump(self, author: PeerKey, attempt: int, now: float) -> None:
+        """Somebody is at a later attempt: so are we from now on, or we would never look at one record at one time.
+
+        For one author only once in the time of everybody's turns: who skips to its own each time would be the only one
+        to propose.
+        """
+        if self.announced is None or not max(0, self.attempt(now)) < attempt <= self.attempt(now) + MAX_JUMP:
+            return
+        if author not in self.headers:
+            return
+        before = self._jumps.get(author)
+        if before is None or now - before >= len(self.ranks) * self.policy.propose_seconds:
+            self._jumps[author] = now
             self._jumped = (attempt, now)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -364,7 +395,7 @@ class Ballot:
         top = self.policy.max_members
         return {
             "headers": (len(self.headers), top),
-            "records": (len(self.proposals), MAX_RECORDS + RECORDS_PER_AUTHOR),
+            "proposals": (len(self.proposals), MAX_RECORDS + RECORDS_PER_AUTHOR),
             "record bytes": (self._record_bytes, MAX_RECORD_BYTES),
             "voters": (len(self.votes), 2 * top),
             "votes": (sum(len(v) for v in self.votes.values()), 2 * top * VOTES_PER_AUTHOR),

@@ -87,7 +87,7 @@ class Deciding:
             return
         if header.author == c.me and (c.observer or self._position.making is not None):
             return
-        if not b.add_header(header, c.now, self._has_room):
+        if not b.add_header(header, c.now, self.has_room):
             return
         if c.is_banned(header.author):
             b.exclude(header.author)
@@ -97,7 +97,7 @@ class Deciding:
             c.own.made(header.body.blob, b.parent, b.number)
             self._announced(header)
 
-    def _has_room(self, author: PeerKey) -> bool:
+    def has_room(self, author: PeerKey) -> bool:
         return author == self._c.me or author in self._c.members or self._c.members.is_veteran(author)
 
     def record(self, record: Signed[Record]) -> Certificate | None:
@@ -132,14 +132,14 @@ class Deciding:
                 "warning", "equivocation", f"peer {record.author.short} proposed two records at once", record.author
             )
         if p is not None and not p.equivocal:
-            b.jump(record.body.attempt, c.now)
+            b.jump(record.author, record.body.attempt, c.now)
         self.reducing.look_for_lost(b)
         return b.certified([record.digest])
 
     def vote(self, vote: Signed[Vote]) -> Certificate | None:
         """Somebody's vote in this round; a certificate when it was the last one needed."""
         b = self.ballot
-        if b is None or not b.add_vote(vote, self._has_room):
+        if b is None or not b.add_vote(vote, self.has_room):
             return None
         return b.certified([vote.body.record])
 
@@ -176,7 +176,7 @@ class Deciding:
         if (flaw := b.flaw(header, c.size_ok)) is not None:
             c.report("error", "refused", f"our own update cannot be announced: {flaw}")
             return
-        if b.add_header(header, c.now, self._has_room):
+        if b.add_header(header, c.now, self.has_room):
             self._announced(header)
             c.emit(Broadcast(header))
 

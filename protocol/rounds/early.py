@@ -15,6 +15,8 @@ WORDS_PER_AUTHOR = 12
 """Words on parts, beside the rest: they never push out a header or a vote."""
 
 MAX_BYTES = 32 * 1024 * 1024
+MAX_STRANGE_BYTES = 8 * 1024 * 1024
+"""When there is more, nothing of strangers is kept."""
 
 
 class Early:
@@ -23,20 +25,27 @@ class Early:
     def __init__(self, max_authors: int):
         self._max_authors = max_authors
         self._kept: dict[PeerKey, list[Ballot]] = {}
+        self._strangers: dict[PeerKey, None] = {}
+        """Authors that make room for others."""
         self._bytes = 0
 
     def grow(self, max_authors: int) -> None:
         """Room for more authors."""
         self._max_authors = max(self._max_authors, max_authors)
 
-    def keep(self, message: Ballot) -> None:
-        """Keep a message for later, if there is room for its author's."""
+    def keep(self, message: Ballot, known: bool) -> None:
+        """Keep a message for later, if there is room for its author's. `known`: it is no key that anybody can make."""
         mine = self._kept.get(message.author)
         if mine is None:
-            if len(self._kept) >= self._max_authors:
+            if len(self._kept) >= self._max_authors and not (known and self._drop_a_stranger()):
                 return
             mine = self._kept[message.author] = []
-        if any(m.digest == message.digest for m in mine) or self._bytes + len(message.sent) > MAX_BYTES:
+        if known:
+            self._strangers.pop(message.author, None)
+        else:
+            self._strangers[message.author] = None
+        room = MAX_BYTES if known else MAX_STRANGE_BYTES
+        if any(m.digest == message.digest for m in mine) or self._bytes + len(message.sent) > room:
             return
         is_word = isinstance(message.body, Reduced)
         alike = [m for m in mine if isinstance(m.body, Reduced) == is_word]
@@ -45,6 +54,14 @@ class Early:
             self._bytes -= len(alike[0].sent)
         mine.append(message)
         self._bytes += len(message.sent)
+
+    def _drop_a_stranger(self) -> bool:
+        if not self._strangers:
+            return False
+        author = next(iter(self._strangers))
+        del self._strangers[author]
+        self._bytes -= sum(len(m.sent) for m in self._kept.pop(author, ()))
+        return True
 
     def take(self, number: int) -> list[Ballot]:
         """All that was kept of round `number`, headers first, words on parts last; older ones are forgotten."""
@@ -56,6 +73,7 @@ class Early:
                 self._kept[author] = later
             else:
                 del self._kept[author]
+        self._strangers = {author: None for author in self._strangers if author in self._kept}
         self._bytes = sum(len(m.sent) for messages in self._kept.values() for m in messages)
         order = {Header: 0, Record: 1, Vote: 2, Reduced: 3}
         return sorted(now, key=lambda m: order[type(m.body)])

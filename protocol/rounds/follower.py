@@ -9,12 +9,17 @@ from protocol.ids import Digest, PeerKey
 
 MAX_PAUSE = 60.0
 
+STRANGERS = 8
+"""Of peers that are no members (the coordinator's observer is one), so many claims are kept: anybody can make keys."""
+
 
 @dataclass(slots=True)
 class _Claim:
     head: Digest
     weight: int
     since: float
+    member: bool
+    renewed: float
 
 
 class Follower:
@@ -36,19 +41,34 @@ class Follower:
         """Room for more sources."""
         self._bound = max(self._bound, bound)
 
-    def claim(self, source: PeerKey, head: Digest, weight: int, chain: Chain, now: float) -> None:
-        """A member says that its chain has this head and weight. Kept only while the head is not in the tree."""
+    def claim(self, source: PeerKey, head: Digest, weight: int, chain: Chain, now: float, *, member: bool) -> None:
+        """Somebody says that its chain has this head and weight. Kept only while the head is not in the tree."""
         if head in chain:
             self._claims.pop(source, None)
             return
         old = self._claims.get(source)
         if old is not None and old.head == head:
-            old.weight = weight
+            old.weight, old.member, old.renewed = weight, member, now
             return
-        if old is None and len(self._claims) >= self._bound:
+        if old is None and not (self._has_room(now) if member else self._has_room_for_a_stranger(now)):
             return
         # A source that was ahead and still is has been ahead since then.
-        self._claims[source] = _Claim(head, weight, now if old is None else old.since)
+        self._claims[source] = _Claim(head, weight, now if old is None else old.since, member, now)
+
+    def _has_room(self, now: float) -> bool:
+        return len(self._claims) < self._bound or self._drop_a_stranger(now)
+
+    def _has_room_for_a_stranger(self, now: float) -> bool:
+        if sum(not c.member for c in self._claims.values()) < STRANGERS:
+            return len(self._claims) < self._bound
+        return self._drop_a_stranger(now - self._answer_within)
+
+    def _drop_a_stranger(self, silent_since: float) -> bool:
+        """The one that has been silent the longest, if it has been so since then."""
+        strangers = [s for s, c in self._claims.items() if not c.member and c.renewed <= silent_since]
+        if strangers:
+            self.forget(min(strangers, key=lambda s: self._claims[s].renewed))
+        return bool(strangers)
 
     def forget(self, source: PeerKey) -> None:
         """It is gone."""
@@ -71,7 +91,7 @@ class Follower:
         return [s for s, c in self._claims.items() if c.weight > weight or (c.weight == weight and c.head < head)]
 
     def next_request(self, chain: Chain, now: float, *, eager: bool) -> PeerKey | None:
-        """Whom to ask now: of those not paused, the one that was asked longest ago. Marks it as asked."""
+        """Whom to ask now: of those not paused, members first, the one asked longest ago. Marks it as asked."""
         if self.asked is not None:
             if now - self._asked_at <= self._answer_within:
                 return None
@@ -79,7 +99,7 @@ class Follower:
         due = [s for s in self.wanting(chain) if self._when(s, eager) <= now]
         if not due:
             return None
-        source = min(due, key=lambda s: (self._last_asked.get(s, -1.0), s))
+        source = min(due, key=lambda s: (not self._claims[s].member, self._last_asked.get(s, -1.0), s))
         self.ask(source, now)
         return source
 

@@ -1,4 +1,4 @@
-"""The round machine of one peer: `step(event, now)` gives the actions that follow (DESIGN section 3; docs/rounds.md).
+"""The round machine of one peer: `step(event, now)` gives the actions that follow (docs/rounds.md).
 
     machine = RoundMachine(Policy.of(spec), spec.run_id, signer, chain, now=time)
     actions = machine.start(time)
@@ -198,7 +198,7 @@ class RoundMachine:
             ):
                 self._ballot(message)
             elif (-1 if b is None else b.number) < body.round <= (c.chain.height(c.chain.head) + AHEAD):
-                self._early.keep(message)
+                self._early.keep(message, self._deciding.has_room(message.author) or isinstance(body, Header))
 
     def _ballot(self, message: Signed) -> None:
         self._decided(self._deciding.hear(message))
@@ -222,7 +222,7 @@ class RoundMachine:
             return
         if (member := c.members.get(source)) is not None:
             self._position.heard_at(beat.head, member.since)
-        self._follower.claim(source, beat.head, beat.weight, c.chain, c.now)
+        self._follower.claim(source, beat.head, beat.weight, c.chain, c.now, member=source in c.members)
         b = self._deciding.ballot
         if b is not None and beat.head == b.parent and self._deciding.working:
             help_with_headers(c, b, source, beat)

@@ -34,7 +34,7 @@ from tests.e2e.chains import Branch, read_branch
 
 T = TypeVar("T")
 
-START_SECONDS = 120.0
+START_SECONDS = 180.0
 """Importing torch takes eight seconds of CPU a process, and the cores are shared."""
 
 RUN_FILE = """
