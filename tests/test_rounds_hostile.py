@@ -102,6 +102,12 @@ def test_a_few_with_many_records_do_not_keep_out_the_one_whose_turn_it_is():
     record = b.record(honest, [b.mine, real])
     b.step(ev.Heard(record))
     assert record.digest in ballot.proposals
+    attempts = set()
+    while len(attempts) < 2:
+        b.step(ev.Tick(), b.machine.next_tick)
+        attempts |= {r.attempt for r in b.said(Record)}
+        newest = ballot.proposed
+        assert newest is not None and newest.digest in ballot.proposals, "and our own"
     assert all(size <= bound for size, bound in b.machine.sizes().values())
 
 

@@ -200,12 +200,11 @@ class Ballot:
     def _to_give_up(self, by_author: list[Proposal], record: Signed[Record]) -> Digest | None:
         """Which record goes for a new one: its author's oldest; else, that a few do not keep out the one whose turn it
         is, the oldest of who has the most here, then the one that lists the fewest."""
-        kept = {m.body.record for m in (self.last_vote,) if m is not None}
-        if self.proposed is not None:
-            kept.add(self.proposed.digest)
-        if by_author:
-            oldest = by_author[0].record.digest
-            return None if oldest in kept else oldest
+        voted = self.last_vote.body.record if self.last_vote is not None else None
+        for p in by_author:
+            if p.record.digest != voted:
+                return p.record.digest
+        kept = (voted, self.proposed.digest if self.proposed is not None else None)
         counts = Counter(p.record.author for p in self.proposals.values())
         others = [p for p in self.proposals.values() if p.record.digest not in kept]
         weakest = min(
