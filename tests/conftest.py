@@ -69,6 +69,7 @@ FIRST = (
     "tests/e2e/test_parallel",
     "tests/e2e/test_reduce",
     "tests/e2e/test_end",
+    "tests/e2e/test_device",
     "tests/e2e/",
     "tests/test_parallel_trainer.py",
     "tests/scenarios/",

@@ -121,7 +121,7 @@ class LoopSwarm:
     async def refresh_addresses(self) -> list[str]:
         return self.addresses
 
-    async def connect(self, addresses: Sequence[str]) -> list[PeerKey]:
+    async def connect(self, addresses: Sequence[str], *, soon: bool = False) -> list[PeerKey]:
         there = self.internet.there.items()
         return [k for k, s in there if set(s.addresses) & set(addresses) and self.internet.reach(self.key, k)]
 

@@ -428,16 +428,26 @@ async def test_all_strangers_together_have_but_a_part_of_the_streams(pool, tmp_p
         digest, name, server = a.store.put(data), a.swarm._names["blob"], a.swarm._server
         monkeypatch.setattr(server, "_limits", replace(server._limits, strangers=2, streams=4))
         monkeypatch.setattr(server, "_is_known", lambda peer: peer == c.key)
-        streams = [await b.swarm._daemon.open_stream(a.key, name, 3) for _ in range(4)]
-        told = await asyncio.gather(*(asyncio.wait_for(r.read(1), 2) for r, _ in streams), return_exceptions=True)
-        assert told.count(bytes([Status.BUSY])) == 2
+        busy = asyncio.Event()
+        streams = [await b.swarm._daemon.open_stream(a.key, name, 3) for _ in range(3)]
+        await asyncio.sleep(1)
+        assert len([s for s in server._open if not s.closing]) == 2, (
+            "of the idle ones the first made room for the third"
+        )
+        monkeypatch.setattr(server, "_may_serve", lambda digest, peer: None if peer == c.key else waits(busy))
+        for _, writer in streams[1:]:
+            writer.write(Request(Op.CHUNK, digest, 0).encode())
+        await asyncio.sleep(0.2)
+        reader, last = await b.swarm._daemon.open_stream(a.key, name, 3)
+        assert await asyncio.wait_for(reader.read(1), 8) == bytes([Status.BUSY]), "none of the strangers' rests"
         await c.fetch(digest, len(data), [a])
-        for _, writer in streams:
+        busy.set()
+        for _, writer in [*streams, (reader, last)]:
             writer.close()
-        until = time.monotonic() + 12
-        while server._strangers and time.monotonic() < until:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-        assert server._strangers == 0
+
+
+async def waits(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def test_frames_refuse_what_they_must():

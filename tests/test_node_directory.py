@@ -117,8 +117,10 @@ def test_who_said_goodbye_has_left_until_it_is_heard_again():
     assert d.has_left(PEERS[1].key)
     d.hear(member(1, 9), 1.0)
     assert d.has_left(PEERS[1].key)
-    d.hear(member(1, 10), 2.0)
+    d.hear(member(1, 10, addresses=("/a",)), 2.0)
     assert not d.has_left(PEERS[1].key)
+    d.forget_silent(100.0)
+    assert not d.has_left(PEERS[1].key), "it came back and fell silent"
 
 
 def test_of_the_silent_so_many_are_remembered(monkeypatch):

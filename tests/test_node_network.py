@@ -221,7 +221,7 @@ class FakeSwarm:
         self.found: list[PeerKey] = []
         self.fetch_blob: Any = None
 
-    async def connect(self, addresses) -> list[PeerKey]:
+    async def connect(self, addresses, soon=False) -> list[PeerKey]:
         if self.error is not None:
             raise self.error
         self.dialled.append(tuple(addresses))
@@ -348,11 +348,13 @@ async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_int
     await net.outbox.flush(1)
     told = [m for m in swarm.wire.messages(B) if m != heartbeat(PEERS[2]).sent]
     assert len(told) == 1, "of a newcomer"
-    monkeypatch.setattr(network_module, "MAX_DIALLING", 3)
-    for i in range(10):
-        hear(net, heartbeat(identity(f"other {i}"), addresses=[way(identity(f"other {i}"), 1)], admission=b"a member"))
-    await asyncio.sleep(0)
-    assert len(dialled) == 3
+    monkeypatch.setattr(network_module, "STRANGERS_DIALLED", 3)
+    for word, there in ((b"", 3), (b"a member", 13)):
+        for i in range(10):
+            other = identity(f"other {i} {word!r}")
+            hear(net, heartbeat(other, addresses=[way(other, 1)], admission=word))
+        await asyncio.sleep(0)
+        assert len(dialled) == there
     await net.stop(0.1)
 
 

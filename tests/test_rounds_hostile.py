@@ -64,6 +64,18 @@ def test_a_stranger_that_is_silent_makes_room_for_another():
     assert stranger(99) in claims and len(claims) == STRANGERS
 
 
+def test_a_stranger_that_was_asked_in_vain_makes_room_for_another():
+    b = Bench()
+    for i in range(STRANGERS):
+        b.beat(stranger(i), head=head(f"none {i}"), weight=9, admission=b"")
+    b.step(ev.Tick(), 1.0)
+    (asked,) = (a.to for a in b.of(do.RequestChain))
+    b.step(ev.ChainSilent(asked))
+    b.beat(stranger(99), head=head("the chain"), weight=9, admission=b"")
+    claims = b.machine._follower._claims
+    assert stranger(99) in claims and asked not in claims
+
+
 def test_who_always_skips_to_its_own_turn_does_not_keep_others_from_theirs():
     b = Bench()
     liar, other = OTHERS[1], OTHERS[2]
@@ -83,6 +95,30 @@ def test_who_always_skips_to_its_own_turn_does_not_keep_others_from_theirs():
             b.step(ev.Tick())
         mine += b.said(Record)
     assert mine, "our turn never came"
+
+
+def test_a_record_of_an_attempt_that_is_far_off_takes_no_vote_from_those_whose_turn_it_is():
+    b = Bench()
+    liar, other = OTHERS[1], OTHERS[2]
+    theirs = [b.header(liar), b.header(other)]
+    for key in (liar, other):
+        b.beat(key)
+    b.announce()
+    b.hold(*theirs)
+    ranks = sorted((ME, liar, other), key=lambda key: sha256(b.chain.genesis, key))
+    far = 30_000 + ranks.index(liar)  # a multiple of three, and its own
+    b.step(ev.Heard(b.record(liar, [b.mine, theirs[0]], attempt=far)))
+    honest = {attempt: b.record(other, [b.mine, *theirs], attempt=attempt) for attempt in range(60)}
+    voted = []
+    for t in range(1, 300):
+        b.now = t / 4
+        attempt = b.machine._deciding.ballot.attempt(b.now)  # type: ignore[union-attr]
+        if attempt >= 0 and ranks[attempt % 3] == other:
+            b.step(ev.Heard(honest[attempt]))
+        else:
+            b.step(ev.Tick())
+        voted += [v.record for v in b.said(Vote)]
+    assert {r.digest for r in honest.values()} & set(voted), "all our votes went to the liar's, or our own"
 
 
 def test_a_few_with_many_records_do_not_keep_out_the_one_whose_turn_it_is():

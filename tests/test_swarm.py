@@ -229,3 +229,22 @@ def test_a_senders_share_refills_with_time_and_senders_are_forgotten():
             call(n, 0, 2.0)
         assert len(guard._senders) == 3 and key[2] in guard._senders
     call(2, 0, 2.0)
+
+
+def test_strangers_have_but_a_part_of_the_calls_whatever_keys_they_make():
+    limits = Limits(bytes_per_second=1000, concurrent=9, concurrent_strangers=2, strangers_bytes_per_second=100)
+    member, *strangers = (PeerKey(bytes([n]) * 32) for n in range(6))
+    guard = Guard(limits, is_known=lambda key: key == member)
+    with guard.admit(strangers[0], 10, now=0.0), guard.admit(strangers[1], 10, now=0.0):
+        with pytest.raises(TooBusy, match="at once"), guard.admit(strangers[2], 0, now=0.0):
+            pass
+        with guard.admit(member, 500, now=0.0):
+            pass
+    guard.charge(strangers[3], 1000, now=0.0)
+    with guard.admit(strangers[4], 80, now=0.0):
+        pass  # what goes out counts for who asked
+    guard.charge(strangers[0], 200, work=True, now=0.0)
+    with pytest.raises(TooBusy, match="strangers"), guard.admit(strangers[2], 1, now=1.0):
+        pass
+    with guard.admit(strangers[2], 10, now=1.2), guard.admit(member, 500, now=1.2):
+        pass

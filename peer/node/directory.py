@@ -94,7 +94,7 @@ class Directory:
 
     def has_left(self, key: PeerKey) -> bool:
         """It said goodbye, and nothing since."""
-        return key in self._gone and key not in self._entries
+        return key in self._gone and key not in self._entries and key not in self._lost
 
     def unheard(self, now: float, seconds: float) -> list[PeerKey]:
         """Members (not observers) that are there, and of whom nothing came first-hand for so many seconds."""

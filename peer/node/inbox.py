@@ -40,7 +40,7 @@ class Inbox:
         self._opener = opener
         self._locator = locator
         self.refused: dict[tuple[PeerKey, str], int] = {}
-        self._beats: dict[Digest, bool] = {}
+        self._beats: dict[Digest, None] = {}
 
     def packet(
         self, sender: PeerKey, packet: wire.Packet, unix_seconds: float
@@ -74,8 +74,9 @@ class Inbox:
         """Whether it is a heartbeat that came before, to the byte: no news for the round machine."""
         if not isinstance(event, Heard) or not isinstance(event.message.body, Heartbeat):
             return False
-        known = self._beats.pop(event.message.digest, False)
-        self._beats[event.message.digest] = True
+        digest = event.message.digest
+        known = digest in self._beats
+        self._beats[digest] = self._beats.pop(digest, None)
         while len(self._beats) > MAX_BEATS:
             del self._beats[next(iter(self._beats))]
         return known

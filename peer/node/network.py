@@ -68,8 +68,8 @@ MAX_WRONG = 1024
 TO_STRANGERS = 8
 """Packets under way to those who are no members: anybody can make keys, take calls, and not answer them."""
 
-MAX_DIALLING = 32
-"""Newcomers that are dialled at once: one that comes and goes all the time is dialled once at a time."""
+STRANGERS_DIALLED = 16
+"""Newcomers that are no members are dialled while fewer than so many are; of members, each once at a time."""
 
 INTRODUCED_BEATS = 2
 """Within so many heartbeats nobody is introduced twice."""
@@ -201,7 +201,7 @@ class Network:
         if len(known) == 1:  # who left may be back, unheard by us
             chosen = list(dict.fromkeys([*(k for k in away if k in entries), *chosen]))
         ways = {k: [*entries.get(k, ()), *_by_peer(lost.get(k, ())).get(k, ())] for k in chosen}
-        found = await swarm.connect(dict.fromkeys(a for addresses in ways.values() for a in addresses))
+        found = await swarm.connect(dict.fromkeys(a for addresses in ways.values() for a in addresses), soon=True)
         if self._heartbeat is not None:
             self.outbox.broadcast(found, self._heartbeat)
         return found
@@ -286,7 +286,8 @@ class Network:
         elif direct:
             self._spawn(self._introduce_if_nobody_does(message))
         ways = _by_peer(message.body.addresses).get(message.author)
-        if ways and message.author not in self._dialling and len(self._dialling) < MAX_DIALLING:
+        room = self.directory.limit if message.body.admission else STRANGERS_DIALLED
+        if ways and message.author not in self._dialling and len(self._dialling) < room:
             self._dialling.add(message.author)
             self._spawn(self._dial(message.author, ways))
 

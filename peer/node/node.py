@@ -45,8 +45,7 @@ log = logging.getLogger("peer.node")
 MAX_EVENTS = 20_000
 """Events that wait for the machine; beyond it network messages are dropped (their senders repeat what matters)."""
 
-SNAPSHOT_SECONDS = 1.0
-CHAIN_SECONDS = 15.0
+SNAPSHOT_SECONDS, CHAIN_SECONDS, PUMP_SECONDS = 1.0, 15.0, 0.01
 LEAVE_SECONDS, LEAVE_REDUCING_SECONDS = 3.0, 6.0
 """What a leaver gives the last round: where it is reduced, an update is asked for only when a record lists it."""
 
@@ -65,9 +64,7 @@ class Node:
         self._membership = membership
         self._options = options
         self._spec = membership.spec
-        self._run = membership.spec.run_id
-        self.store = membership.store
-        self.key = membership.identity.key
+        self.store, self.key = membership.store, membership.identity.key
         self._codec = make_codec(self._spec.codec, self._spec.model.layout)
         self._signer = KeySigner(membership.identity)
         self.locator = membership.locator
@@ -133,7 +130,7 @@ class Node:
         self._keeping = Keeping(self._spec, self.store, self.chain, self.key)
         self.machine = RoundMachine(
             policy=Policy.of(self._spec),
-            run=self._run,
+            run=self._spec.run_id,
             signer=self._signer,
             chain=self.chain,
             observer=options.observer,
@@ -143,7 +140,7 @@ class Node:
         self._obeying = Obeying(self.machine, self.store, self._spec.data.window, self._order, self._govern)
         self._streaming = Streaming(
             self._signer, self.store, self._codec.size,
-            Rules.of(self._run, self.machine, self.chain, self.network.directory),
+            Rules.of(self._spec.run_id, self.machine, self.chain, self.network.directory),
             source=lambda: self.network.swarm, send=self.network.outbox.send, spawn=self._spawn,
         )  # fmt: skip
         self.latest: Snapshot = self.snapshot()
@@ -235,7 +232,7 @@ class Node:
     async def _start(self) -> None:
         m, o = self._membership, self._options
         await self.network.start()
-        m.ask = lambda: seeking.ask(self.network, self.locator, self._run)
+        m.ask = lambda: seeking.ask(self.network, self.locator, self._spec.run_id)
         if not o.observer:
             await fetch_assets(self._spec, self.store, self.network)
             start = start_message(
@@ -318,7 +315,11 @@ class Node:
                 self.post(events.Tick())
 
     async def _pump(self) -> None:
+        rest = 0.0
         while True:
+            if time.monotonic() > rest:
+                await asyncio.sleep(0)  # a queue that is never empty never waits
+                rest = time.monotonic() + PUMP_SECONDS
             event = await self._events.get()
             if isinstance(event, events.Tick):
                 self._tick_waits = False
@@ -332,7 +333,6 @@ class Node:
             if isinstance(event, events.Applied):
                 self._obeying.reached()
             self.on_change()
-            await asyncio.sleep(0)  # a queue that is never empty never waits
 
     async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> None:
         # Our own events always have room, and members' messages whatever strangers send.
@@ -404,7 +404,7 @@ class Node:
                     self._over(reason, at_once)
 
     async def _request_chain(self, to: PeerKey, have: tuple[Digest, ...]) -> None:
-        request = wire.ChainRequest(run=self._run, have=[bytes(d) for d in have])
+        request = wire.ChainRequest(run=self._spec.run_id, have=[bytes(d) for d in have])
         try:
             reply = await self.network.swarm.request_chain(to, request, timeout=CHAIN_SECONDS)
             self.post(await self._inbox.chain(to, reply))

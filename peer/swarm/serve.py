@@ -41,7 +41,8 @@ class ServeLimits:
 
     streams_per_peer: int = 8
     strangers: int = 64
-    """Streams of all those together who are not known as members: anybody can make keys."""
+    """Streams of all those together who are not known as members: anybody can make keys. Beyond it one of theirs that
+    is idle is closed for a new one, as beyond `streams`."""
     streams: int = 256
     """Beyond it the one that was idle the longest is closed for a new one, if it was so for `rest_seconds`; until then
     as many again wait, for `room_seconds`."""
@@ -58,6 +59,7 @@ class ServeLimits:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
+    peer: PeerKey
     answers: asyncio.Queue[asyncio.Future[Reply] | None]
     since: float
     """It is idle since then, unless something is unanswered."""
@@ -85,7 +87,6 @@ class BlobServer:
         self._traffic = traffic
         self._limits = limits
         self._is_known = is_known
-        self._strangers = 0
         self._streams: Counter[PeerKey] = Counter()
         self._open: set[_Stream] = set()
         self._waiting = 0
@@ -97,19 +98,13 @@ class BlobServer:
         if self._streams[peer] >= limits.streams_per_peer or self._waiting >= limits.streams:
             await self._turn_away(reader, writer)
             return
-        stranger = not self._is_known(peer)
-        if stranger and self._strangers >= limits.strangers:
-            await self._turn_away(reader, writer)
-            return
-        self._strangers += stranger
         self._streams[peer] += 1
         try:
-            if await self._room():
+            if await self._room(peer):
                 await self._serve(peer, reader, writer)
             else:
                 await self._turn_away(reader, writer)
         finally:
-            self._strangers -= stranger
             self._streams[peer] -= 1
             if not self._streams[peer]:
                 del self._streams[peer]
@@ -117,7 +112,7 @@ class BlobServer:
     async def _serve(self, peer: PeerKey, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         limits = self._limits
         answers: asyncio.Queue[asyncio.Future[Reply] | None] = asyncio.Queue(limits.read_ahead)
-        stream = _Stream(answers, clock())
+        stream = _Stream(peer, answers, clock())
         self._open.add(stream)
         reading = asyncio.ensure_future(self._read_requests(peer, reader, stream))
         try:
@@ -134,23 +129,28 @@ class BlobServer:
                 if (left := answers.get_nowait()) is not None:
                     left.cancel()
 
-    async def _room(self) -> bool:
-        """Wait a little until one more stream may be open."""
+    async def _room(self, peer: PeerKey) -> bool:
+        """Wait a little until one more stream of this peer's may be open."""
         self._waiting += 1
         try:
             for _ in range(max(1, int(self._limits.room_seconds / LOOK_SECONDS))):
-                if self._has_room():
+                if self._has_room(peer):
                     return True
                 await asyncio.sleep(LOOK_SECONDS)
             return False
         finally:
             self._waiting -= 1
 
-    def _has_room(self) -> bool:
+    def _has_room(self, peer: PeerKey) -> bool:
         """Whether one more stream may be open, which may mean that an idle one is closed."""
-        if sum(not s.closing for s in self._open) < self._limits.streams:
+        there, limit = [s for s in self._open if not s.closing], self._limits.streams
+        if not self._is_known(peer):
+            strange = [s for s in there if not self._is_known(s.peer)]
+            if len(strange) >= self._limits.strangers:
+                there, limit = strange, self._limits.strangers
+        if len(there) < limit:
             return True
-        resting = [s for s in self._open if not s.closing and not s.unanswered and s.answers.empty()]
+        resting = [s for s in there if not s.unanswered and s.answers.empty()]
         oldest = min(resting, key=lambda s: s.since, default=None)
         if oldest is None or clock() - oldest.since < self._limits.rest_seconds:
             return False

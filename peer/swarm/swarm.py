@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -43,11 +44,14 @@ MAX_PACKET = 4 * 1024 * 1024 - 16 * 1024
 DIAL_SECONDS = 10
 DHT_SECONDS = 20
 CALLS_OUT = 64
+CALLS_TO_ONE = 8
+"""Calls under way to one peer; half of what it admits, since the DHT's come on top."""
+
 MESSAGE_COST = 4096
 """Bytes that a message counts for beside its own: checking a signature takes 0.2 ms of a core."""
 
-CALLS_TO_ONE = 8
-"""Calls under way to one peer; half of what it admits, since the DHT's come on top."""
+STRANGERS_IN = 2
+"""Packets of strangers that are looked at at once."""
 
 M = TypeVar("M", bound=Message)
 
@@ -103,7 +107,8 @@ class Swarm:
         )
         self._calls_out = asyncio.Semaphore(CALLS_OUT)
         self._calls_to: WeakValueDictionary[PeerKey, asyncio.Semaphore] = WeakValueDictionary()
-        self._dials = asyncio.Semaphore(16)
+        self._dials, self._dials_soon = asyncio.Semaphore(16), asyncio.Semaphore(16)
+        self._strangers_in = asyncio.Semaphore(STRANGERS_IN)
         self._addresses: list[str] = []
         self._presence: Presence | None = None
         self._stopped = False
@@ -134,6 +139,7 @@ class Swarm:
         daemon = await start_daemon(
             identity, listen=listen, announce=announce, folder=folder, limits=limits.calls, start_seconds=start_seconds
         )
+        daemon.guard.is_known = handlers.is_known
         self = cls(identity, run, daemon, store, handlers, limits)
         try:
             self._presence = await Presence.start(daemon, run, handlers.on_warning)
@@ -196,8 +202,11 @@ class Swarm:
         """Seconds by which the other members' clocks are ahead of ours, if anybody answered."""
         return self._presence.clock_offset if self._presence is not None else None
 
-    async def connect(self, addresses: Iterable[str]) -> list[PeerKey]:
-        """Dial the peers at these addresses (several may be of one peer); bad ones are skipped. Says who answered."""
+    async def connect(self, addresses: Iterable[str], *, soon: bool = False) -> list[PeerKey]:
+        """Dial the peers at these addresses (several may be of one peer); bad ones are skipped. Says who answered.
+        `soon`: not behind all that are dialled already.
+        """
+        places = self._dials_soon if soon else self._dials
         by_peer: dict[PeerKey, list[bytes]] = {}
         for text in list(addresses)[:1024]:
             try:
@@ -209,7 +218,7 @@ class Swarm:
                 by_peer[peer] += ways
 
         async def dial(peer: PeerKey) -> PeerKey | None:
-            async with self._dials:
+            async with places:
                 try:
                     await self._daemon.dial(peer, by_peer[peer], DIAL_SECONDS)
                 except PeerUnreachable as e:
@@ -283,10 +292,15 @@ class Swarm:
 
     async def _take_packet(self, packet: wire.Packet, context: P2PContext) -> wire.Ack:
         self._traffic.down += packet.ByteSize()
-        self.charge(sender_key(context.remote_id), MESSAGE_COST * (len(packet.messages) + len(packet.certificates)))
-        done = self._handlers.on_packet(sender_key(context.remote_id), packet)
-        if inspect.isawaitable(done):
-            await done
+        sender = sender_key(context.remote_id)
+        count = len(packet.messages) + len(packet.certificates)
+        self._daemon.guard.charge(sender, MESSAGE_COST * count, work=True)
+        async with AsyncExitStack() as turn:
+            if not self._handlers.is_known(sender):
+                await turn.enter_async_context(self._strangers_in)
+            done = self._handlers.on_packet(sender, packet)
+            if inspect.isawaitable(done):
+                await done
         return wire.Ack()
 
     async def _take_chain_request(self, request: wire.ChainRequest, context: P2PContext) -> wire.ChainReply:

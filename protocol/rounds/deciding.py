@@ -311,12 +311,14 @@ class Deciding:
     def _best(self, b: Ballot) -> Proposal | None:
         """The proposal that our vote goes to, when we vote now."""
         c, ranks = self._c, b.ranks
+        reached = max(0, b.attempt(c.now))
         best: tuple | None = None
         for p in b.proposals.values():
             if not self._votable(b, p):
                 continue
             body = p.record.body
-            ranked = bool(ranks) and ranks[body.attempt % len(ranks)] == p.record.author
+            # Anybody can name an attempt that is far off and its own.
+            ranked = bool(ranks) and body.attempt <= reached and ranks[body.attempt % len(ranks)] == p.record.author
             if not ranked and c.now < p.seen + c.policy.propose_seconds / 2:
                 continue
             key = (ranked, body.attempt, body.windows, p.record.digest)

@@ -64,8 +64,10 @@ class Follower:
         return self._drop_a_stranger(now - self._answer_within)
 
     def _drop_a_stranger(self, silent_since: float) -> bool:
-        """The one that has been silent the longest, if it has been so since then."""
-        strangers = [s for s, c in self._claims.items() if not c.member and c.renewed <= silent_since]
+        """The one that has been silent the longest, of those silent since then, or asked in vain."""
+        strangers = [
+            s for s, c in self._claims.items() if not c.member and (c.renewed <= silent_since or s in self._failures)
+        ]
         if strangers:
             self.forget(min(strangers, key=lambda s: self._claims[s].renewed))
         return bool(strangers)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from coordinator.service import LEDGER_FILE
 from peer.coordinator_client import Account, CoordinatorClient
@@ -201,16 +200,3 @@ async def test_all_are_stopped_and_started_again_and_go_on_from_the_same_chain(s
     after = {n: swarm.branch(n) for n in everybody}
     check_same(after)
     assert after["ada"].records[: longest.height] == longest.records
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-async def test_a_device_that_is_not_there_ends_the_peer_with_one_line_that_says_what_to_do(swarm: World):
-    await swarm.healthy(PEERS)
-    process = swarm.start_peer("margaret", device="cuda")
-    await swarm.until("margaret gives up", lambda: not process.running, START_SECONDS)
-    assert process.code == 1
-    said = process.output.read_text()
-    assert "Traceback" not in said
-    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert "no CUDA device" in line and "--device cpu" in line
-    await swarm.round_after(PEERS, 1)
