@@ -25,6 +25,19 @@ def head(label: str) -> Digest:
     return Digest(sha256(label.encode()))
 
 
+def three_announced():
+    """We, a liar and another have announced, and all is held: also their headers, and the order of the turns."""
+    b = Bench()
+    liar, other = OTHERS[1], OTHERS[2]
+    theirs = [b.header(liar), b.header(other)]
+    for key in (liar, other):
+        b.beat(key)
+    b.announce()
+    b.hold(*theirs)
+    ranks = sorted((ME, liar, other), key=lambda key: sha256(b.chain.genesis, key))
+    return b, liar, other, theirs, ranks
+
+
 def test_strangers_who_claim_chains_keep_no_member_from_being_asked():
     b = Bench()
     for i in range(400):
@@ -77,14 +90,7 @@ def test_a_stranger_that_was_asked_in_vain_makes_room_for_another():
 
 
 def test_who_always_skips_to_its_own_turn_does_not_keep_others_from_theirs():
-    b = Bench()
-    liar, other = OTHERS[1], OTHERS[2]
-    theirs = [b.header(liar), b.header(other)]
-    for key in (liar, other):
-        b.beat(key)
-    b.announce()
-    b.hold(*theirs)
-    ranks = sorted((ME, liar, other), key=lambda key: sha256(b.chain.genesis, key))
+    b, liar, other, theirs, ranks = three_announced()
     attempt, mine = ranks.index(liar), []
     for t in range(1, 200):
         b.now = t / 4
@@ -98,14 +104,7 @@ def test_who_always_skips_to_its_own_turn_does_not_keep_others_from_theirs():
 
 
 def test_a_record_of_an_attempt_that_is_far_off_takes_no_vote_from_those_whose_turn_it_is():
-    b = Bench()
-    liar, other = OTHERS[1], OTHERS[2]
-    theirs = [b.header(liar), b.header(other)]
-    for key in (liar, other):
-        b.beat(key)
-    b.announce()
-    b.hold(*theirs)
-    ranks = sorted((ME, liar, other), key=lambda key: sha256(b.chain.genesis, key))
+    b, liar, other, theirs, ranks = three_announced()
     far = 30_000 + ranks.index(liar)  # a multiple of three, and its own
     b.step(ev.Heard(b.record(liar, [b.mine, theirs[0]], attempt=far)))
     honest = {attempt: b.record(other, [b.mine, *theirs], attempt=attempt) for attempt in range(60)}

@@ -199,7 +199,7 @@ class Ballot:
 
     def _to_give_up(self, by_author: list[Proposal], record: Signed[Record]) -> Digest | None:
         """Which record goes for a new one: its author's oldest; else, that a few do not keep out the one whose turn it
-        is, the oldest of who has the most here, then the one that lists the fewest."""
+        is, of those of who has the most here the one that lists the fewest."""
         voted = self.last_vote.body.record if self.last_vote is not None else None
         for p in by_author:
             if p.record.digest != voted:
