@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from typing import Any, TypeVar
 
+import async_timeout
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from coordinator.deadline import within
 from coordinator.errors import TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
 from protocol.errors import MalformedError
@@ -170,7 +170,8 @@ class Guard(grpc.aio.ServerInterceptor):
             # Freed when the call is over and not before: a caller that does not take its answer keeps its place.
             free = places.take(caller)
             context.add_done_callback(lambda _: free())
-            await within(seconds, work(caller))
+            async with async_timeout.timeout(seconds):
+                await work(caller)
         except asyncio.TimeoutError:
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the call took too long and was ended: call again"
         except _Ended as e:
@@ -209,7 +210,8 @@ def _parsed(parse: Callable[[bytes], T], sent: Any) -> T:
 
 async def _in_time(work: Awaitable[T], seconds: float, otherwise: str) -> T:
     try:
-        return await within(seconds, work)
+        async with async_timeout.timeout(seconds):
+            return await work
     except asyncio.TimeoutError:
         raise _Ended(grpc.StatusCode.DEADLINE_EXCEEDED, f"{otherwise} within {seconds:.0f} s") from None
 

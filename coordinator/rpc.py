@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+import async_timeout
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
@@ -15,7 +16,6 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from coordinator.admission import MAX_REQUEST
 from coordinator.credit_views import CreditLog
-from coordinator.deadline import within
 from coordinator.errors import PortTakenError, RefusedError, TooManyError, UnknownRunError
 from coordinator.guard import Guard
 from coordinator.health import Health, Reflection
@@ -163,7 +163,8 @@ class Service(LogCalls, stubs.CoordinatorServicer):
         began, code, message = time.monotonic(), grpc.StatusCode.OK, ""
         try:
             limit.take(caller_of(context.peer()), began)
-            return await within(DEADLINE, work())
+            async with async_timeout.timeout(DEADLINE):
+                return await work()
         except asyncio.TimeoutError:
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the coordinator is too busy: try again in a minute"
             log.warning("%s took more than %.0f s", method, DEADLINE)

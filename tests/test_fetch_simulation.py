@@ -387,3 +387,30 @@ def test_one_blob_fetched_twice_at_once_comes_once(tmp_path: Path):
 
     _, _, new = fetched_from(tmp_path, data, 2, spoil, 60)
     assert new.traffic.down <= 1.3 * len(data)
+
+
+def test_a_fetch_that_is_cancelled_as_it_ends_passes_that_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = data_of(2)
+
+    async def main() -> None:
+        world = World(tmp_path, rtt=0.1)
+        donor, new = world.host(100), world.host(100)
+        digest = donor.store.put(data)
+
+        async def work() -> None:
+            await new.fetch(digest, len(data), [donor])
+            await asyncio.sleep(3600)
+
+        run = Fetch._run
+
+        async def cancelled_as_it_ends(fetch: Fetch) -> None:
+            await run(fetch)
+            working.cancel()
+
+        monkeypatch.setattr(Fetch, "_run", cancelled_as_it_ends)
+        working = asyncio.ensure_future(work())
+        await asyncio.wait({working}, timeout=60)
+        assert working.cancelled() and new.store.has(digest)
+        world.close()
+
+    simulated(main())

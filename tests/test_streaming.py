@@ -159,12 +159,12 @@ async def test_a_crowd_is_told_more_rarely(place, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "TELL_SECONDS", 1000.0 / CROWD)
     waits: list[float] = []
 
-    async def waited(awaitable: Any, seconds: float) -> None:
-        awaitable.close()
+    def waited(seconds: float) -> Any:
         waits.append(seconds)
         place.streaming.announced()
+        raise asyncio.TimeoutError
 
-    monkeypatch.setattr(module.asyncio, "wait_for", waited)
+    monkeypatch.setattr(module.async_timeout, "timeout", waited)
     place.have_announced |= {identity(f"peer {n}").key for n in range(999)}
     grows(place, tmp_path / "u", CHUNK)
     await asyncio.gather(*place.tasks)

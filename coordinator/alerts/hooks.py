@@ -15,6 +15,8 @@ import ssl
 import time
 from dataclasses import asdict
 
+import async_timeout
+
 from coordinator.alerts.config import Hook
 from coordinator.alerts.journal import Event
 from coordinator.errors import CoordinatorError
@@ -61,7 +63,8 @@ def signature(secret: str, timestamp: int, body: bytes) -> str:
 async def post(hook: Hook, body: bytes, secret: str = "", *, deadline: float = DEADLINE) -> None:
     """Raises HookError."""
     try:
-        status = await asyncio.wait_for(_post(hook, body, secret), deadline)
+        async with async_timeout.timeout(deadline):
+            status = await _post(hook, body, secret)
     except asyncio.TimeoutError:
         raise HookError(f"{hook} did not answer within {deadline:.0f} s") from None
     except (OSError, ssl.SSLError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as e:

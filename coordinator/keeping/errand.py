@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import async_timeout
+
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
 
@@ -50,8 +52,10 @@ async def run_errand(
     words = asyncio.create_task(_last_words(process))
     try:
         try:
-            failed = await asyncio.wait_for(_talk(process, job, heard, silence), deadline)
-            code = await asyncio.wait_for(process.wait(), 30)
+            async with async_timeout.timeout(deadline):
+                failed = await _talk(process, job, heard, silence)
+            async with async_timeout.timeout(30):
+                code = await process.wait()
         except asyncio.TimeoutError:
             raise ErrandError(f"it took longer than {deadline:.0f} s and was ended") from None
         if failed is not None:
@@ -76,7 +80,8 @@ async def _talk(process: asyncio.subprocess.Process, job: Row, heard: Callable[[
         stdin.close()
     for _ in range(MAX_LINES):
         try:
-            line = await asyncio.wait_for(stdout.readline(), silence)
+            async with async_timeout.timeout(silence):
+                line = await stdout.readline()
         except asyncio.TimeoutError:
             raise ErrandError(f"nothing came of it for {silence:.0f} s, and it was ended") from None
         except ValueError:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import async_timeout
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -113,7 +114,8 @@ class _Pieces(Response):
 
     @staticmethod
     async def _send(send: Send, message: dict) -> None:
-        await asyncio.wait_for(send(message), SEND_SECONDS)
+        async with async_timeout.timeout(SEND_SECONDS):
+            await send(message)
 
 
 def _read(file, at: int, size: int) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import async_timeout
+
 from coordinator.errors import TooManyError
 
 MAX_VIEWERS = 200
@@ -88,9 +90,8 @@ class Viewer:
                     break
                 event = self._next
             try:
-                await asyncio.wait_for(
-                    send({"type": "http.response.body", "body": event, "more_body": True}), SEND_SECONDS
-                )
+                async with async_timeout.timeout(SEND_SECONDS):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
             except asyncio.TimeoutError:
                 return  # frozen: the server closes a response that was left open
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import socket
 
+import async_timeout
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -95,7 +96,8 @@ class PageServer:
         self._server.should_exit = True
         if self._task is not None:
             try:
-                await asyncio.wait_for(self._task, 4)
+                async with async_timeout.timeout(4):
+                    await self._task
             except asyncio.TimeoutError:
                 for connection in list(self._server.server_state.connections):
                     transport = getattr(connection, "transport", None)

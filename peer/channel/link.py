@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import async_timeout
+
 from peer.channel.messages import MAX_LINE, FromTrainer, ToTrainer, from_line, to_line
 from peer.errors import ChannelError, TrainerDied
 
@@ -112,7 +114,8 @@ class TrainerLink:
         try:
             async with self._sending:
                 self._writer.write(line)
-                await asyncio.wait_for(self._writer.drain(), SEND_SECONDS)
+                async with async_timeout.timeout(SEND_SECONDS):
+                    await self._writer.drain()
         except asyncio.TimeoutError:
             raise TrainerDied(
                 f"the trainer (process {self.pid}) has taken no message for {SEND_SECONDS:.0f} s"
@@ -141,7 +144,8 @@ class TrainerLink:
         code = await self._process.wait()
         # Whoever inherited the pipe may hold it open: what was printed last is read by then, or lost.
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._drain), 1.0)
+            async with async_timeout.timeout(1.0):
+                await asyncio.shield(self._drain)
         return TrainerExit(code, tuple(self._lines))
 
     async def stop(self, seconds: float = 5.0) -> TrainerExit:
@@ -151,7 +155,8 @@ class TrainerLink:
         """
         self._writer.close()
         try:
-            await asyncio.wait_for(self._process.wait(), seconds)
+            async with async_timeout.timeout(seconds):
+                await self._process.wait()
         except asyncio.TimeoutError:
             log.warning("the trainer (process %d) did not exit in %.0f s: killed", self.pid, seconds)
             self.kill()

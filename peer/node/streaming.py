@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import async_timeout
+
 from peer.channel import UpdateGrows
 from peer.node.directory import Directory
 from peer.store import Ahead, Made, Store, StoreError, StoreFull
@@ -175,7 +177,8 @@ class Streaming:
                     for key in to:
                         self._tell_one(own, round, key, known, said)
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(own.whole.wait(), TELL_SECONDS * max(1.0, len(to) / CROWD))
+                    async with async_timeout.timeout(TELL_SECONDS * max(1.0, len(to) / CROWD)):
+                        await own.whole.wait()
         except StoreError as e:
             log.info("an update is not sent on while it is made: %s", e)
 

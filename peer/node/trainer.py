@@ -11,6 +11,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
+import async_timeout
+
 from peer.channel import (
     Applied,
     Apply,
@@ -168,14 +170,16 @@ class Trainer:
         if link is not None and link.running and not self._stopped.done():
             if self.is_ready:
                 try:
-                    await asyncio.wait_for(self._save_and_leave(link), seconds)
+                    async with async_timeout.timeout(seconds):
+                        await self._save_and_leave(link)
                 except (asyncio.TimeoutError, TrainerDied) as e:
                     log.warning("the trainer did not save in time: %s", str(e) or "no answer")
             if not self._stopped.done():
                 link.kill()
         if link is not None:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), EXIT_SECONDS)
+                async with async_timeout.timeout(EXIT_SECONDS):
+                    await self._gone.wait()
         return self._stopped.done() and self._stopped.result()
 
     async def _save_and_leave(self, link: TrainerLink) -> None:

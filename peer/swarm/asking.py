@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 
+import async_timeout
 from google.protobuf.message import DecodeError
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
@@ -99,7 +100,8 @@ async def _ask(daemon: Daemon, run: RunId, peer: PeerKey, where: list[bytes]) ->
     try:
         await daemon.dial(peer, where, DIAL_SECONDS)
         call = daemon.call(peer, whereabouts_call(run), request, wire.WhereaboutsReply)
-        return await asyncio.wait_for(call, ANSWER_SECONDS)
+        async with async_timeout.timeout(ANSWER_SECONDS):
+            return await call
     except (PeerUnreachable, P2PHandlerError, P2PDaemonError, DecodeError, OSError, asyncio.TimeoutError) as e:
         log.info(
             "peer %s does not say where the coordinator is: %s", peer.short, libp2p_words(str(e) or type(e).__name__)

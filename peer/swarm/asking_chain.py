@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
+import async_timeout
 from google.protobuf.message import DecodeError
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
@@ -49,7 +50,8 @@ class ChainAsker:
                 await self._daemon.dial(member, self._where[member], DIAL_SECONDS)
                 self._dialled.add(member)
             call = self._daemon.call(member, f"cairn/1/{self._run.hex()[:8]}/chain", request, wire.ChainReply)
-            return await asyncio.wait_for(call, ANSWER_SECONDS)
+            async with async_timeout.timeout(ANSWER_SECONDS):
+                return await call
         except P2PHandlerError as e:
             raise PeerRefused(f"peer {member.short} refused: {libp2p_words(str(e))}") from None
         except DecodeError:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import async_timeout
 from google.protobuf.message import Message
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -126,7 +127,8 @@ class Daemon(P2P):
             sender = sender_key(context.remote_id)
             with self.guard.admit(sender, request.ByteSize()):
                 try:
-                    return await asyncio.wait_for(handler(request, context), self.guard.limits.handler_seconds)
+                    async with async_timeout.timeout(self.guard.limits.handler_seconds):
+                        return await handler(request, context)
                 except (CairnError, asyncio.TimeoutError):
                     raise
                 except Exception:
@@ -191,7 +193,8 @@ class Daemon(P2P):
             return response
 
         try:
-            response = await asyncio.wait_for(ask(), seconds)
+            async with async_timeout.timeout(seconds):
+                response = await ask()
             if response.type == p2pd_pb2.Response.ERROR:
                 raise PeerUnreachable(f"peer {peer.short}: {libp2p_words(response.error.msg)}")
             if request.type == p2pd_pb2.Request.STREAM_OPEN and response.streamInfo.peer != peer.libp2p_id:
@@ -215,7 +218,8 @@ class Daemon(P2P):
         self._terminate()
         if child is not None:
             try:
-                await asyncio.wait_for(child.wait(), STOP_SECONDS)
+                async with async_timeout.timeout(STOP_SECONDS):
+                    await child.wait()
             except asyncio.TimeoutError:
                 with suppress(ProcessLookupError):
                     child.kill()  # p2pd gets SIGKILL with it

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
+import async_timeout
+
 from peer.store import BlobMissing, Partial, Store
 from peer.swarm.clock import clock
 from peer.swarm.errors import BlobUnavailable, PeerUnreachable
@@ -85,7 +87,8 @@ class Fetch:
         if self._store.has(self.digest):
             return
         try:
-            await asyncio.wait_for(self._run(), deadline_seconds)
+            async with async_timeout.timeout(deadline_seconds):
+                await self._run()
         except asyncio.TimeoutError:
             raise self._unavailable(f"not in {deadline_seconds:g} s") from None
 

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+import async_timeout
+
 from peer.swarm.errors import PeerUnreachable, SwarmError
 from peer.swarm.frames import REPLY_HEAD_BYTES, Reply, Request, parse_reply_head
 from peer.swarm.pace import Mark, Pace
@@ -174,7 +176,8 @@ class Link:
             while True:
                 if not self._asked:
                     self._wake.clear()
-                    await asyncio.wait_for(self._wake.wait(), self._limits.idle_seconds)
+                    async with async_timeout.timeout(self._limits.idle_seconds):
+                        await self._wake.wait()
                 await self._held.acquire()
                 asked = self._asked[0]
                 reply = await self._read_reply(asked.limit)
@@ -206,7 +209,8 @@ class Link:
         pieces, left = [], size
         while left:
             within = min(self._limits.reply_seconds, end - asyncio.get_running_loop().time())
-            piece = await asyncio.wait_for(self._reader.readexactly(min(left, PIECE)), within)
+            async with async_timeout.timeout(within):
+                piece = await self._reader.readexactly(min(left, PIECE))
             pieces.append(piece)
             left -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import async_timeout
+
 from peer.store import BlobMissing, Store, StoreError
 from peer.swarm.clock import clock
 from peer.swarm.frames import (
@@ -162,7 +164,8 @@ class BlobServer:
         answers = stream.answers
         try:
             while True:
-                frame = await asyncio.wait_for(reader.readexactly(REQUEST_BYTES), self._limits.idle_seconds)
+                async with async_timeout.timeout(self._limits.idle_seconds):
+                    frame = await reader.readexactly(REQUEST_BYTES)
                 request = parse_request(frame)
                 stream.unanswered += 1
                 await answers.put(asyncio.ensure_future(self._answer(peer, request)))
@@ -179,7 +182,8 @@ class BlobServer:
     async def _write(self, writer: asyncio.StreamWriter, reply: Reply) -> None:
         """Raises TimeoutError when the other side does not read."""
         writer.writelines((reply.head(), reply.data))
-        await asyncio.wait_for(writer.drain(), self._limits.write_seconds)
+        async with async_timeout.timeout(self._limits.write_seconds):
+            await writer.drain()
         self._traffic.up += len(reply.data)
 
     async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -192,7 +196,8 @@ class BlobServer:
             return
         self._lingering += 1
         try:
-            await asyncio.wait_for(_drain(reader), self._limits.linger_seconds)
+            async with async_timeout.timeout(self._limits.linger_seconds):
+                await _drain(reader)
         except (asyncio.TimeoutError, OSError):
             pass
         finally:

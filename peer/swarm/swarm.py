@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+import async_timeout
 from google.protobuf.message import DecodeError, Message
 from hivemind.p2p import P2PContext
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
@@ -171,7 +172,8 @@ class Swarm:
     async def refresh_addresses(self) -> list[str]:
         """Ask the daemon again: its view changes as others tell it how they see this machine."""
         try:
-            visible = await asyncio.wait_for(self._daemon.get_visible_maddrs(latest=True), DIAL_SECONDS)
+            async with async_timeout.timeout(DIAL_SECONDS):
+                visible = await self._daemon.get_visible_maddrs(latest=True)
         except (P2PDaemonError, OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as e:
             log.warning("libp2p's daemon does not tell our addresses: %s", e or type(e).__name__)
         else:
@@ -180,7 +182,8 @@ class Swarm:
 
     async def peers(self) -> list[PeerKey]:
         """Whom this peer has a connection with now."""
-        infos = await asyncio.wait_for(self._daemon.list_peers(), DIAL_SECONDS)
+        async with async_timeout.timeout(DIAL_SECONDS):
+            infos = await self._daemon.list_peers()
         keys = []
         for info in infos:
             try:
@@ -277,7 +280,8 @@ class Swarm:
         if self._stopped or self._daemon.lost.done():
             raise PeerUnreachable("the network side of this peer is not running")
         try:
-            answer = await asyncio.wait_for(call(), timeout)
+            async with async_timeout.timeout(timeout):
+                answer = await call()
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"peer {to.short} did not answer in {timeout:g} s") from None
         except P2PHandlerError as e:
@@ -378,7 +382,8 @@ class Swarm:
         False when others are there and none took it; `on_warning` then says why, as far as it can be known.
         """
         try:
-            return await asyncio.wait_for(self._dht().publish(self.key, heartbeat, seconds), DHT_SECONDS)
+            async with async_timeout.timeout(DHT_SECONDS):
+                return await self._dht().publish(self.key, heartbeat, seconds)
         except asyncio.TimeoutError:
             self._handlers.on_warning("the DHT did not answer: others may not find this peer until it does")
             return False
@@ -386,7 +391,8 @@ class Swarm:
     async def discover(self) -> list[bytes]:
         """Heartbeat envelopes of the members that the DHT knows: signed by their authors, of this run, mere hints."""
         try:
-            return await asyncio.wait_for(self._dht().discover(), DHT_SECONDS)
+            async with async_timeout.timeout(DHT_SECONDS):
+                return await self._dht().discover()
         except asyncio.TimeoutError:
             self._handlers.on_warning("the DHT did not answer: new members may not be found until it does")
             return []
