@@ -23,7 +23,7 @@ TOTAL = 200_000
 
 async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_used():
     with World(total_tokens=TOTAL) as world:
-        world.start_coordinator()
+        world.start_coordinator(evaluate_every=100)
         await world.coordinator_ready()
         for name in PEERS:
             world.start_peer(name)
@@ -48,6 +48,11 @@ async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_us
         folder = await world.until("the last state is archived", lambda: _archived(world, length), 30)
         sheet = read_sheet(folder)
         assert sheet is not None and sheet.tokens == tokens and str(sheet.state) == snapshots[0].state
+        await world.until(
+            "the last state is evaluated",
+            lambda: world.has_logged("coordinator", rf"validation of round {length}: loss [0-9.]+ nats"),
+            START_SECONDS,
+        )
         status = await world.status()
         assert status.tokens == tokens and status.final_round == length - 1
         # Nothing is pending: all that was accepted is paid.

@@ -159,13 +159,16 @@ class World:
 
     # -- processes -------------------------------------------------------------------------------------------
 
-    def start_coordinator(self) -> Process:
-        """The same folder and ports each time, so that the invite stays good."""
+    def start_coordinator(self, *, evaluate_every: int = 0) -> Process:
+        """The same folder and ports each time, so that the invite stays good.
+
+        `evaluate_every`: rounds; 0: never. Each evaluation imports torch anew, on the cores that peers train on.
+        """
         return self._start(
             "coordinator",
             "coordinator", "serve", str(self.run_file), "--home", str(self.folder / "coordinator"),
             "--grpc", f"127.0.0.1:{self.grpc}", "--page", f"127.0.0.1:{self.page}",
-            "--swarm", f"/ip4/127.0.0.1/tcp/{self.swarm}",
+            "--swarm", f"/ip4/127.0.0.1/tcp/{self.swarm}", "--evaluate-every", str(evaluate_every),
         )  # fmt: skip
 
     def start_peer(self, name: str, *, device: str = "cpu", parallel: str = "auto") -> Process:

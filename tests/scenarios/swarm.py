@@ -81,6 +81,7 @@ class Swarm(World):
             HOME, "coordinator",
             "coordinator", "serve", str(self.run_file), "--home", str(self.folder / "coordinator"),
             "--grpc", f"{ip}:{self.grpc}", "--page", f"{ip}:{self.page}", "--swarm", f"/ip4/{ip}/tcp/{self.swarm}",
+            "--evaluate-every", "0",
         )  # fmt: skip
 
     def start_peer(
