@@ -111,6 +111,20 @@ def test_a_branch_that_has_become_final_is_aside_no_more():
     b.passes(4 * PATIENCE)
 
 
+def test_who_is_on_the_way_from_a_branch_that_is_gone_does_not_say_that_it_trains():
+    b = Split()
+    made = b.hears(b"a")
+    for blob in blobs(made):
+        b.step(ev.BlobHeld(blob))
+    b.passes(1)
+    assert b.machine._position.target == made.digest and b.machine.phase == "training"
+    b.step(ev.Heard(FakeSigner(OTHERS[9]).sign(Final(RUN, Round(0), made.digest))))
+    b.chain.limits = replace(b.chain.limits, keep_at_least=1, max_records=1)
+    b.hears(b"b", parent=made)
+    assert b.first not in b.chain and b.machine._position.applied == b.first
+    assert b.machine.phase == "syncing"
+
+
 def test_a_move_that_fails_though_all_is_held_is_tried_less_and_less():
     b = Split()
     made = b.hears(b"a")

@@ -441,7 +441,7 @@ class RoundMachine:
             return "leaving"
         if not p.joined:
             return "joining"
-        if p.applied is None:
+        if p.applied is None or p.applied not in self._c.chain:
             return "syncing"
         if b is not None and b.announced is not None:
             return "exchanging"

@@ -114,6 +114,18 @@ def check_one_state(world: World) -> None:
             raise Broken(f"peers {index} and {node.index} hold different states after the same record {at.short}")
 
 
+def check_shown(world: World) -> None:
+    """What honest peers show of themselves while they train: the state after the record that they name."""
+    shown: dict[Digest, tuple[int, Digest | None]] = {}
+    for node in world.honest:
+        view = node.machine.summary(world.clock.now)
+        if view.phase not in ("training", "exchanging") or view.state in world.wrong_states:
+            continue
+        index, state = shown.setdefault(view.head, (node.index, view.state))
+        if state != view.state:
+            raise Broken(f"peers {index} and {node.index} show different states after record {view.head.short}")
+
+
 def check_words(world: World) -> None:
     """Nobody honest applies a record that breaks what the amendments on its way say: written down again, plainly."""
     for node in world.honest:

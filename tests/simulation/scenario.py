@@ -12,6 +12,7 @@ from tests.simulation.checkers import (
     check_counted_once,
     check_one_state,
     check_parts,
+    check_shown,
     check_sizes,
     check_words,
     check_words_reached,
@@ -180,6 +181,7 @@ class Scenario:
             world.clock.run_until(min(when, world.clock.now + 5.0))
             check_sizes(world)
             check_one_state(world)
+            check_shown(world)
             check_words(world)
             for node in world.honest:
                 check_account(world, node)
