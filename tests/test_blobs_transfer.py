@@ -7,8 +7,10 @@ import os
 import random
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
+import async_timeout
 import pytest
 import pytest_asyncio
 
@@ -429,21 +431,31 @@ async def test_all_strangers_together_have_but_a_part_of_the_streams(pool, tmp_p
         monkeypatch.setattr(server, "_limits", replace(server._limits, strangers=2, streams=4))
         monkeypatch.setattr(server, "_is_known", lambda peer: peer == c.key)
         busy = asyncio.Event()
-        streams = [await b.swarm._daemon.open_stream(a.key, name, 3) for _ in range(3)]
-        await asyncio.sleep(1)
-        assert len([s for s in server._open if not s.closing]) == 2, (
-            "of the idle ones the first made room for the third"
-        )
+        streams = []
+        for there in (1, 2, 2):
+            streams.append(await b.swarm._daemon.open_stream(a.key, name, 30))
+            await until(lambda n=there: len(server._open) == n)
+        async with async_timeout.timeout(30):
+            assert await streams[0][0].read() == b"", "of the idle ones the first makes room for the third"
+        await until(lambda: len(server._open) == 2)
         monkeypatch.setattr(server, "_may_serve", lambda digest, peer: None if peer == c.key else waits(busy))
         for _, writer in streams[1:]:
             writer.write(Request(Op.CHUNK, digest, 0).encode())
-        await asyncio.sleep(0.2)
-        reader, last = await b.swarm._daemon.open_stream(a.key, name, 3)
-        assert await asyncio.wait_for(reader.read(1), 8) == bytes([Status.BUSY]), "none of the strangers' rests"
+        await until(lambda: [s.unanswered for s in server._open] == [1, 1])
+        reader, last = await b.swarm._daemon.open_stream(a.key, name, 30)
+        assert await asyncio.wait_for(reader.read(1), 30) == bytes([Status.BUSY]), "none of the strangers' rests"
         await c.fetch(digest, len(data), [a])
         busy.set()
         for _, writer in [*streams, (reader, last)]:
             writer.close()
+
+
+async def until(found: Callable[[], bool]) -> None:
+    """Fails after 30 s."""
+    end = time.monotonic() + 30
+    while not found():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.02)
 
 
 async def waits(event: asyncio.Event) -> None:
