@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-page test-wan lint format simulate stubs benchmarks clean
+.PHONY: demo test test-page test-long test-wan lint format simulate stubs benchmarks clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,6 +23,10 @@ stubs: $(STAMP)
 WORKERS ?= 2
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# Swarms of real processes that take minutes each, on what shorter tests and the scenarios hold too. Under ten minutes.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long -n $(WORKERS)
 
 # Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About an hour.
 # SCENARIOS names some of tests/scenarios; all by default.

@@ -18,7 +18,7 @@ from protocol.whereabouts import open_whereabouts
 from tests.e2e.chains import check_same
 from tests.e2e.world import START_SECONDS, World
 
-pytestmark = [pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 ADMITTED_SECONDS = 60
 """The shortest that there is: renewed after half of it."""

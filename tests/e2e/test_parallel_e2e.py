@@ -51,6 +51,7 @@ LAYOUTS = {"ada": "dp=1", "alan": "dp=2", "edsger": "tp=2", "barbara": "pp=2"}
 """Every kind of layout but fsdp, which is above."""
 
 
+@pytest.mark.long
 async def test_a_swarm_of_many_layouts_trains_together_and_all_hold_the_same_bits():
     with World(tied=False) as world:  # pp does not split tied embeddings
         world.start_coordinator()

@@ -10,7 +10,7 @@ from protocol.exchange import part_count
 from tests.e2e.chains import Branch, check_same
 from tests.e2e.world import World
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 WIDE = {"hidden_size": 160, "intermediate_size": 480, "num_hidden_layers": 4}
 """An update of 1.3 MB in 8 bits: six chunks, of which a part takes two or three."""
