@@ -18,6 +18,7 @@ from tests.simulation.checkers import (
     Broken,
     check_account,
     check_one_state,
+    check_shown,
     check_sizes,
     check_words,
     check_words_reached,
@@ -108,6 +109,17 @@ def test_an_ended_run_is_left_by_all_once_the_open_round_is_decided():
     world.owner.say(order="ended")
     world.clock.run_until(65.0)
     assert all(n.done for n in world.nodes) and disagreement(world.honest) is None
+
+
+def test_a_peer_that_shows_another_record_than_its_states_is_caught(monkeypatch):
+    world = calm_world(Node)
+    check_shown(world)
+    node = world.nodes[0]
+    view = node.machine.summary(world.clock.now)
+    assert view.head == world.nodes[1].machine.summary(world.clock.now).head
+    monkeypatch.setattr(node.machine, "summary", lambda now: replace(view, state=Digest(bytes(32))))
+    with pytest.raises(Broken, match="show different states"):
+        check_shown(world)
 
 
 def test_a_peer_that_follows_no_rollback_is_caught():

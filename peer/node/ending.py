@@ -11,8 +11,8 @@ log = logging.getLogger("peer.node")
 
 
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel these and wait until they are over. Not only once: `asyncio.wait_for` before Python 3.12 swallows a
-    cancellation that comes in the instant of its result."""
+    """Cancel these and wait until they are over. Not only once: hivemind waits with `asyncio.wait_for`, which before
+    Python 3.12 swallows a cancellation that comes in the instant of its result."""
     left = {t for t in tasks if not t.done()}
     for _ in range(5):
         for task in left:
