@@ -20,7 +20,6 @@ MAX_KNOWN = 4096
 MAX_UNHEARD = 1024
 MAX_PARTS = 1024
 MAX_LACKING = 64
-MAX_LEAVES = 1024
 MAX_CERTIFICATE = MAX_ENVELOPE
 """No certificate is larger. The limits of headers and votes (`KINDS`) are such that the largest there can be fits."""
 PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving", "paused")
@@ -164,22 +163,6 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaves:
-    """Leaf hashes (1 to MAX_LEAVES) of chunks, from index `first` on, of an update that its author is still making.
-
-    A hint: whoever may have the update can fetch these chunks before there is a header. It commits to nothing, and no
-    round depends on it. `sequence` grows with every update that the author begins, across restarts.
-    """
-
-    run: RunId
-    round: Round
-    parent: Digest
-    sequence: int
-    first: int
-    leaves: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Final:
     """The owner's word that nothing up to and including this record is ever reverted: but by a rollback, of a later
     `epoch`."""
@@ -227,7 +210,7 @@ class Goodbye:
     sequence: int
 
 
-Body = Admission | Header | Record | Vote | Reduced | Leaves | Final | Amendment | Heartbeat | Goodbye
+Body = Admission | Header | Record | Vote | Reduced | Final | Amendment | Heartbeat | Goodbye
 T = TypeVar("T", bound=Body)
 
 

@@ -21,7 +21,6 @@ from protocol.bodies import (
     MAX_CONTRIBUTORS,
     MAX_KNOWN,
     MAX_LACKING,
-    MAX_LEAVES,
     MAX_NAME,
     MAX_PARTS,
     MAX_UNHEARD,
@@ -34,7 +33,6 @@ from protocol.bodies import (
     Goodbye,
     Header,
     Heartbeat,
-    Leaves,
     Record,
     Reduced,
     Signed,
@@ -47,7 +45,7 @@ from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, kind_of, 
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
-from protocol.merkle import LEAF_BYTES, MAX_BLOB, chunk_count
+from protocol.merkle import MAX_BLOB
 from protocol.wire import swarm_pb2 as wire
 
 T = TypeVar("T", bound=Body)
@@ -85,12 +83,6 @@ def _encode_vote(b: Vote) -> Message:
 def _encode_reduced(b: Reduced) -> Message:
     return wire.Reduced(
         run=b.run, round=b.round, record=b.record, part=b.part, blob=b.blob or b"", lacking=b.lacking
-    )  # fmt: skip
-
-
-def _encode_leaves(b: Leaves) -> Message:
-    return wire.Leaves(
-        run=b.run, round=b.round, parent=b.parent, sequence=b.sequence, first=b.first, leaves=b"".join(b.leaves)
     )  # fmt: skip
 
 
@@ -169,18 +161,6 @@ def _decode_reduced(payload: bytes, _: Opener) -> Reduced:
     return Reduced(RunId(m.run), number, Digest(m.record), part, Digest(m.blob) if m.blob else None, lacking)
 
 
-def _decode_leaves(payload: bytes, _: Opener) -> Leaves:
-    m = parsed(wire.Leaves(), payload)
-    count, rest = divmod(len(m.leaves), LEAF_BYTES)
-    if rest or not 1 <= count <= MAX_LEAVES:
-        raise MalformedError(f"1 to {MAX_LEAVES} leaf hashes of {LEAF_BYTES} bytes each are accepted")
-    if m.first + count > chunk_count(MAX_BLOB):
-        raise MalformedError("leaf hashes of chunks that no blob has")
-    leaves = tuple(m.leaves[i * LEAF_BYTES : (i + 1) * LEAF_BYTES] for i in range(count))
-    number, sequence = Round(bounded("round", m.round, MAX_ROUND)), bounded("sequence", m.sequence)
-    return Leaves(RunId(m.run), number, Digest(m.parent), sequence, m.first, leaves)
-
-
 def _decode_final(payload: bytes, _: Opener) -> Final:
     m = parsed(wire.Final(), payload)
     number = Round(bounded("round", m.round, MAX_ROUND))
@@ -220,7 +200,6 @@ KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Any
     Record: ("record", MAX_ENVELOPE, _encode_record, _decode_record),
     Vote: ("vote", VOTE_LIMIT, _encode_vote, _decode_vote),
     Reduced: ("reduced", 4096, _encode_reduced, _decode_reduced),
-    Leaves: ("leaves", 1024 + LEAF_BYTES * MAX_LEAVES, _encode_leaves, _decode_leaves),
     Final: ("final", 1024, _encode_final, _decode_final),
     Amendment: ("amendment", AMENDMENT_LIMIT, encode_amendment, decode_amendment),
     Heartbeat: ("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),

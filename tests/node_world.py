@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +29,14 @@ from peer.channel import (
     Progress,
     Start,
     ToTrainer,
-    UpdateGrows,
     UpdateMade,
 )
 from peer.errors import TrainerDied
 from peer.node.membership import Membership
 from peer.node.node import Node
 from peer.node.options import NodeOptions
-from peer.store import Ahead, BlobMissing, Store
+from peer.store import Store
 from peer.swarm import BlobUnavailable, Handlers, PeerUnreachable
-from peer.swarm.ahead import Deal
 from peer.training.trainer import Trainer
 from protocol.codec import make_codec
 from protocol.errors import CairnError
@@ -79,7 +75,6 @@ class Internet:
 
         self.sends: Callable[[PeerKey, bytes], bytes] = lambda giver, chunk: chunk
         """What a peer gives for a chunk of an update that is being made."""
-        self.ahead: list[tuple[PeerKey, PeerKey, Digest, int]] = []
         """Such chunks: who got it, of whom, by which name, its index."""
         self.fetched: list[tuple[PeerKey, Digest, int]] = []
         """Chunks of blobs that have a digest: who got it, of which blob, its index."""
@@ -192,36 +187,12 @@ class LoopSwarm:
         finally:
             partial.close()
 
-    async def fetch_ahead(self, ahead: Ahead, author: PeerKey, deal: Deal, over: asyncio.Event) -> None:
-        while not over.is_set():
-            of_whom = deal()
-            for index in ahead.missing():
-                with suppress(PeerUnreachable, BlobMissing):
-                    other = self._other(of_whom(index))
-                    refused = other.handlers.may_serve(ahead.name, self.key) is not None
-                    if refused or self.internet.withheld(other.key, ahead.name):
-                        continue
-                    found = other.store.growing(ahead.name)
-                    if found is not None and found.has(index):
-                        ahead.write(index, self.internet.sends(other.key, found.read_chunk(index)))
-                        self.internet.ahead.append((self.key, other.key, ahead.name, index))
-            await asyncio.sleep(0.02)
-
     async def wait_lost(self) -> str:
         return await asyncio.Future()
 
     async def stop(self) -> None:
         if self.alive:
             del self.internet.there[self.key]
-
-
-@dataclass
-class Pause:
-    """The updates of that round, and of later ones, stop before the first word of them and after it."""
-
-    round: int
-    may_begin: threading.Event = field(default_factory=threading.Event)
-    may_finish: threading.Event = field(default_factory=threading.Event)
 
 
 class LoopTrainer:
@@ -249,7 +220,6 @@ class LoopTrainer:
         self.notes: list[str] = []
         self.spoil = False
         """Its updates break the codec's rules."""
-        self.pause: Pause | None = None
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
@@ -283,7 +253,7 @@ class LoopTrainer:
         move = None
         try:
             if isinstance(ask, MakeUpdate):
-                answer: FromTrainer = await asyncio.to_thread(trainer.make_update, ask, partial(self._grown, ask.round))
+                answer: FromTrainer = await asyncio.to_thread(trainer.make_update, ask)
                 if isinstance(answer, UpdateMade) and self.spoil:
                     answer = _spoilt(answer)
             elif isinstance(ask, Load):
@@ -298,15 +268,6 @@ class LoopTrainer:
         self._say(answer)
         if move is not None:
             await asyncio.to_thread(trainer.settle, move)
-
-    def _grown(self, round: int, grown: UpdateGrows) -> None:
-        """By the thread that makes an update."""
-        pause = self.pause if self.pause is not None and round >= self.pause.round else None
-        if pause is not None:
-            pause.may_begin.wait(60)
-        self._loop.call_soon_threadsafe(self._say, grown)
-        if pause is not None:
-            pause.may_finish.wait(60)
 
     @property
     def is_ready(self) -> bool:

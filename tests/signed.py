@@ -16,7 +16,6 @@ from protocol.messages import (
     Header,
     Heartbeat,
     KeySigner,
-    Leaves,
     Opener,
     Record,
     Reduced,
@@ -82,7 +81,6 @@ ONE_OF_EACH: list[Signed[Any]] = [
     KeySigner(OWNER).sign(Final(RUN, Round(3), RECORD.digest)), KeySigner(PEERS[1]).sign(Goodbye(RUN, 2)),
     REDUCED_CERTIFICATE.votes[1], KeySigner(PEERS[1]).sign(Reduced(RUN, Round(3), RECORD.digest, 4, PARTS[4])),
     KeySigner(PEERS[1]).sign(Reduced(RUN, Round(3), RECORD.digest, 4, None, (PEERS[0].key, PEERS[3].key))),
-    KeySigner(PEERS[1]).sign(Leaves(RUN, Round(3), digest("parent"), 5, 6, (bytes(digest("leaf 6")), bytes(32)))),
     KeySigner(OWNER).sign(AMENDMENT),
 ]  # fmt: skip
 

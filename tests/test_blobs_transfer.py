@@ -52,30 +52,6 @@ async def test_a_blob_of_any_size_arrives_whole(pool, tmp_path, chunks, size_kno
         assert len(a.served) == served
 
 
-async def test_chunks_of_a_blob_come_before_there_is_all_of_it_and_it_goes_on_from_them(pool, tmp_path):
-    data, name = data_of(6.5), Digest(b"n" * 32)
-    leaves, file, over = blob_leaves(data), tmp_path / "growing", asyncio.Event()
-    async with pool.borrow(2, tmp_path) as (a, b):
-        file.write_bytes(data[: 2 * CHUNK + 9])
-        made, ahead = a.store.made(name, len(data), file), b.store.ahead(name, len(data))
-        made.grow(2 * CHUNK + 9)
-        fetching = asyncio.ensure_future(b.swarm.fetch_ahead(ahead, a.key, lambda: lambda index: a.key, over))
-        assert ahead.hint(0, leaves[:2])
-        while not (ahead.has(0) and ahead.has(1)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert file.stat().st_size < len(data) and not fetching.done()
-        file.write_bytes(data)
-        made.grow(len(data))
-        assert ahead.hint(2, leaves[2:])
-        over.set()
-        await fetching
-        digest = a.store.put(data)
-        b.store.became(name, digest)
-        await b.fetch(digest, len(data), [a])
-        assert b.store.read(digest) == data and b.bad == []
-        assert len(data) <= b.swarm.bytes_down < len(data) + CHUNK
-
-
 async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool, tmp_path):
     big, small = data_of(120), data_of(0.2, 1)
     # Nobody gives up a chunk that is held: who was held too long would be asked for little later.

@@ -35,7 +35,6 @@ from peer.channel import (
     TrainerEnd,
     TrainerLink,
     UpdateFile,
-    UpdateGrows,
     UpdateMade,
 )
 from peer.channel import messages as channel_messages
@@ -53,7 +52,6 @@ EVERY_MESSAGE = [
     Load(P, D, D, 0, (), (), 0, 0),
     Load(P, D, D, 3, (REDUCED,), (), 4, 5, P, (P,), (REDUCED,)),
     MakeUpdate(1, D, P),
-    MakeUpdate(1, D, P, streamed=True),
     Apply(ROUND, (P, P), True, 1, 2, None),
     Apply(REDUCED, (), True, 1, 2, None),
     Save(),
@@ -61,7 +59,6 @@ EVERY_MESSAGE = [
     Ready("NVIDIA H200", 10**9, 4, 5),
     Progress(1, 2.5, 1e4, 3, 1e-3, False),
     Progress(1, 2.5, 1e4, 3, 1e-3, False, 0.43, Memory(2, 3), TimeShares(0.5, 0.25, 0.0, 0.25, 0.0, 0.0)),
-    UpdateGrows(D, P, 1),
     UpdateMade(D, P, 1, D, 2, 3, 4, 5.5),
     NothingDone(D),
     Applied(D, D, 0.25, None),

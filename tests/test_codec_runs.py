@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,20 +46,6 @@ def test_runs_cover_each_chunk_once_where_its_record_lies(layout, spec, limit):
             row += piece.count
         assert row == run.count
     assert seen == where
-
-
-@settings(deadline=None, max_examples=40)
-@given(layouts, st.sampled_from(SPECS), st.integers(0, 2**31), st.integers(1, 5))
-def test_what_is_called_final_while_a_blob_is_made_is_how_it_begins(layout, spec, seed, limit):
-    starts: list[bytes] = []
-    codec, once = make_codec(spec, layout), noise(layout, seed)
-    with mock.patch("protocol.codec.interface.RUN_CHUNKS", limit):
-        blob = codec.encode(noise(layout, seed), lambda start: starts.append(bytes(start)))
-    assert blob == codec.encode(once)
-    assert starts[-1] == blob and all(len(a) <= len(b) for a, b in zip(starts, starts[1:], strict=False))
-    assert all(blob.startswith(start) for start in starts)
-    full = sum(t.numel // CODEC_CHUNK for t in layout.tensors)
-    assert len({len(start) for start in starts}) >= (full - 1) // limit
 
 
 @settings(deadline=None, max_examples=40)

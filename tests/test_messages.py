@@ -13,14 +13,13 @@ from protocol.envelope import seal
 from protocol.errors import AdmissionError, MalformedError, ProtocolError, SignatureError
 from protocol.identity import Identity
 from protocol.ids import MAX_COUNT, MAX_ROUND, Round, short_id
-from protocol.merkle import CHUNK, MAX_BLOB
+from protocol.merkle import MAX_BLOB
 from protocol.messages import (
     HEADER_LIMIT,
     KINDS,
     MAX_ADDRESS,
     MAX_ADDRESSES,
     MAX_KNOWN,
-    MAX_LEAVES,
     MAX_NAME,
     PHASES,
     Admission,
@@ -29,7 +28,6 @@ from protocol.messages import (
     Header,
     Heartbeat,
     KeySigner,
-    Leaves,
     Opener,
     Record,
     Signed,
@@ -140,28 +138,6 @@ def test_an_impossible_header_is_malformed(changes: dict[str, Any]):
     opener().header(raw(PEERS[1], "update", wire_header()))  # without the change it is a good one
     with pytest.raises(MalformedError):
         opener().header(raw(PEERS[1], "update", wire_header(**changes)))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"run": b""}, {"run": bytes(OTHER_RUN)}, {"parent": bytes(31)}, {"round": MAX_ROUND + 1}, {"round": 2**64 - 1},
-     {"sequence": MAX_COUNT + 1}, {"leaves": b""}, {"leaves": bytes(31)}, {"leaves": bytes(33)},
-     {"leaves": bytes(32 * (MAX_LEAVES + 1))}, {"first": MAX_BLOB // CHUNK}, {"first": 2**64 - 1}],
-)  # fmt: skip
-def test_impossible_leaves_are_malformed(changes: dict[str, Any]):
-    fields: dict[str, Any] = dict(
-        run=RUN, round=3, parent=digest("parent"), sequence=5, first=MAX_BLOB // CHUNK - MAX_LEAVES,
-        leaves=bytes(32 * MAX_LEAVES),
-    )  # fmt: skip
-    assert len(opener().open(raw(PEERS[1], "leaves", wire.Leaves(**fields)), Leaves).body.leaves) == MAX_LEAVES
-    with pytest.raises(MalformedError):
-        opener().open(raw(PEERS[1], "leaves", wire.Leaves(**(fields | changes))), Leaves)
-
-
-@given(st.integers(0, 2**22 - 9), st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=9), COUNTS)
-def test_all_leaves_survive_the_wire(first: int, leaves: list[bytes], sequence: int):
-    signed = KeySigner(PEERS[1]).sign(Leaves(RUN, Round(3), digest("parent"), sequence, first, tuple(leaves)))
-    assert opener().open(signed.sent, Leaves) == signed
 
 
 @pytest.mark.parametrize(

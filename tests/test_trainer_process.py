@@ -32,7 +32,6 @@ from peer.channel import (
     Stop,
     Stopped,
     TrainerLink,
-    UpdateGrows,
     UpdateMade,
 )
 from peer.training.saved import SHEET
@@ -78,7 +77,7 @@ class Node:
         return await self.until(Progress, lambda p: p.windows >= windows)
 
     async def update(self, number: int, parent: Digest, out: Path) -> UpdateMade:
-        return await self.ask(MakeUpdate(number, parent, out, streamed=True), UpdateMade)
+        return await self.ask(MakeUpdate(number, parent, out), UpdateMade)
 
 
 @asynccontextmanager
@@ -124,8 +123,6 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         out = world.folder / "u0"
         made = await n.update(0, GENESIS, out)
         assert made.blob_path == out and blob_digest(out.read_bytes()) == made.digest
-        (grown,) = [m for m in n.heard if isinstance(m, UpdateGrows)]  # small: it is there all at once
-        assert (grown.parent, grown.final) == (GENESIS, made.size) and n.heard.index(grown) < n.heard.index(made)
         assert made.first_window == 0 and made.end_window >= 5 * BATCH and made.inner_steps == made.end_window // BATCH
         await n.trained(2 * BATCH)  # goes on while the update travels
         checkpoint = world.folder / "state-1"

@@ -30,7 +30,6 @@ from peer.channel.messages import (
     TimeShares,
     ToTrainer,
     UpdateFile,
-    UpdateGrows,
     UpdateMade,
 )
 from peer.channel.trainer_end import TrainerEnd
@@ -62,6 +61,5 @@ __all__ = [
     "TrainerExit",
     "TrainerLink",
     "UpdateFile",
-    "UpdateGrows",
     "UpdateMade",
 ]

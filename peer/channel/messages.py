@@ -162,12 +162,11 @@ class Load(_Message):
 @dataclass(frozen=True, slots=True)
 class MakeUpdate(_Message):
     """Compress what was learnt into `out`; a step under way is left to the next. Answered by UpdateMade, NothingDone or
-    Failed. `streamed`: meanwhile say (UpdateGrows) how much of it is there."""
+    Failed."""
 
     round: Count
     parent: DigestField
     out: Path
-    streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,19 +242,6 @@ class Progress(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateGrows(_Message):
-    """Of the update after `parent`, which is being made, the first `final` bytes are in `path`, and stay as they are.
-
-    Said at most every 0.1 s, and only by a trainer of one process. The file is the trainer's: it goes, or gets another
-    name, when the update is made or given up, so keep it open.
-    """
-
-    parent: DigestField
-    path: Path
-    final: Count
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateMade(_Message):
     """The update after `parent`, written to `blob_path`, with what its header says of it."""
 
@@ -322,10 +308,10 @@ class Failed(_Message):
 
 
 ToTrainer = Start | Load | MakeUpdate | Apply | Orders | Save | Stop
-FromTrainer = Ready | Progress | UpdateGrows | UpdateMade | NothingDone | Applied | Saved | Stopped | Note | Failed
+FromTrainer = Ready | Progress | UpdateMade | NothingDone | Applied | Saved | Stopped | Note | Failed
 
 _KINDS = (Start, Load, MakeUpdate, Apply, Orders, Save, Stop) + (
-    Ready, Progress, UpdateGrows, UpdateMade, NothingDone, Applied, Saved, Stopped, Note, Failed,
+    Ready, Progress, UpdateMade, NothingDone, Applied, Saved, Stopped, Note, Failed,
 )  # fmt: skip
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in _KINDS}
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 
-from peer.channel.messages import MAX_LINE, FromTrainer, Progress, ToTrainer, UpdateGrows, from_line, to_line
+from peer.channel.messages import MAX_LINE, FromTrainer, Progress, ToTrainer, from_line, to_line
 from peer.errors import ChannelError
 
 SEND_SECONDS = 60.0
@@ -74,14 +74,13 @@ class TrainerEnd:
             self._closed = True
 
     def send(self, message: FromTrainer) -> None:
-        """Give a message to the node. Progress (also an update's) is dropped when the node is behind; the next one
-        says as much.
+        """Give a message to the node. Progress is dropped when the node is behind; the next one says as much.
 
         Raises ChannelError when the node is gone, or does not read for SEND_SECONDS.
         """
         line = to_line(message)
         with self._sending:
-            if not isinstance(message, Progress | UpdateGrows) or select.select([], [self._socket], [], 0)[1]:
+            if not isinstance(message, Progress) or select.select([], [self._socket], [], 0)[1]:
                 self._write(line)
 
     def _write(self, line: bytes) -> None:

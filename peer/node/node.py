@@ -27,7 +27,6 @@ from peer.node.outbox import NETWORK_ERRORS
 from peer.node.passing import Passing
 from peer.node.reducing import Reducing
 from peer.node.snapshot import Snapshot, write_snapshot
-from peer.node.streaming import Rules, Streaming
 from peer.node.training import LEVELS, Training
 from peer.node.updates import Updates
 from peer.swarm import Handlers
@@ -138,11 +137,6 @@ class Node:
             now=time.monotonic(),
         )
         self._obeying = Obeying(self.machine, self.store, self._spec.data.window, self._order, self._govern)
-        self._streaming = Streaming(
-            self._signer, self.store, self._codec.size,
-            Rules.of(self._spec.run_id, self.machine, self.chain, self.network.directory),
-            source=lambda: self.network.swarm, send=self.network.outbox.send, spawn=self._spawn,
-        )  # fmt: skip
         self.latest: Snapshot = self.snapshot()
         """At most SNAPSHOT_SECONDS old: for other threads, which must not look at the node itself."""
 
@@ -247,7 +241,6 @@ class Node:
                 self.network,
                 self._updates,
                 self._keeping,
-                self._streaming,
                 part_kind=self._reducing.kind,
                 post=self.post,
                 spawn=self._spawn,
@@ -342,7 +335,7 @@ class Node:
                 await asyncio.sleep(0)  # verifying takes its time: others have a turn
             if isinstance(event, events.Heard):
                 message = event.message
-                if message.author == self.key or self._streaming.takes(message, sender):
+                if message.author == self.key:
                     continue
                 if self._obeying.refusal(message.author) is None:
                     self.network.note(message, sender)
@@ -356,7 +349,7 @@ class Node:
         return self.locator.answer(request, [*self.network.addresses, *self.network.directory.addresses()])
 
     def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        reason = self._obeying.refusal(requester) or self._streaming.may_serve(blob, requester)
+        reason = self._obeying.refusal(requester) or self.machine.may_serve(blob, requester)
         if reason is None:
             self._passing.asked(blob, requester)
         return reason
@@ -375,7 +368,7 @@ class Node:
                 case actions.MakeUpdate():
                     self._trainers_side.make_update(action)
                 case actions.FetchBlob(blob, size, author, holders):
-                    self._updates.fetch(blob, size, (author, *holders), first=self._streaming.became(blob, author))
+                    self._updates.fetch(blob, size, (author, *holders))
                 case actions.DropBlob(blob):
                     self._updates.drop(blob)
                 case actions.Reduce(record, part, committee):

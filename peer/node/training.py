@@ -25,7 +25,6 @@ from peer.channel import (
     Progress,
     Ready,
     Start,
-    UpdateGrows,
     UpdateMade,
 )
 from peer.errors import TrainerDied
@@ -33,7 +32,6 @@ from peer.node.keeping import Keeping
 from peer.node.network import Network
 from peer.node.obeying import forget_learnt
 from peer.node.states import States
-from peer.node.streaming import Streaming
 from peer.node.trainer import Trainer
 from peer.node.updates import Kind, Updates
 from peer.node.usage import UsageLog
@@ -66,7 +64,6 @@ class Training:
         network: Network,
         updates: Updates,
         keeping: Keeping,
-        streaming: Streaming,
         *,
         part_kind: Callable[[int, int], Kind],
         post: Callable[[events.Event], None],
@@ -80,7 +77,6 @@ class Training:
         self._chain = chain
         self._updates = updates
         self._keeping = keeping
-        self._streaming = streaming
         self._post = post
         self._spawn = spawn
         self._undecided = undecided
@@ -149,8 +145,7 @@ class Training:
     async def _ask_for_update(self, ask: actions.MakeUpdate) -> None:
         out = self._store.scratch / f"update-{ask.round}.blob"
         try:
-            streamed = self._streaming.wanted(ask.parent)
-            await self._trainer.send(MakeUpdate(round=ask.round, parent=ask.parent, out=out, streamed=streamed))
+            await self._trainer.send(MakeUpdate(round=ask.round, parent=ask.parent, out=out))
         except TrainerDied as e:
             # `_on_lost` tells the machine that the state is gone.
             log.warning("no update for round %d: %s", ask.round, e)
@@ -182,7 +177,6 @@ class Training:
             self._spawn(self._trainer.run(), "trainer")
         self._stop_looking()
         self._missing = len(action.missed)
-        self._streaming.turn(action.certificate.record.digest if isinstance(action, actions.Apply) else None)
         if isinstance(action, actions.Resync) and action.afresh:
             self._states.drop()
             self._spawn(self._begin_afresh(action), "a fresh start")
@@ -201,8 +195,6 @@ class Training:
                 if line := self._usage.line(message, time.monotonic()):
                     log.info("%s", line)
                 self._post(events.Progress(message.windows, message.loss, message.tokens_per_second))
-            case UpdateGrows() if message.parent in self._chain:
-                self._streaming.grows(message, self._chain.height(message.parent))
             case UpdateMade():
                 self._spawn(self._take_update(message), "own update")
             case NothingDone(parent):
@@ -214,7 +206,6 @@ class Training:
                 if what in ("load", "apply") and not fatal:
                     self._look = self._spawn(self._not_applied(reason), "a look for damage")
                 elif what == "update" and not fatal:
-                    self._streaming.give_up()
                     self._post(events.ApplyFailed(self._chain.head, reason))
             case Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
@@ -246,7 +237,6 @@ class Training:
         self._trained_before += self.progress.trained
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._states.drop()
-        self._streaming.give_up()
         self._post(events.Progress(0, 0.0, 0.0))
         self._post(events.ApplyFailed(self._chain.head, reason))
 
@@ -262,7 +252,6 @@ class Training:
                 made.parent, made.first_window, made.end_window, made.inner_steps, blob, made.size, made.loss
             )
         )
-        self._streaming.announced()
 
     async def _take_state(self, applied: Applied) -> None:
         self.missed, self._missing = self.missed + self._missing, 0

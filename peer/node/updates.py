@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,37 +72,17 @@ class Updates:
         self._tasks: dict[Digest, asyncio.Task[None]] = {}
         self._checked: set[tuple[Digest, Kind]] = set()
 
-    def fetch(
-        self,
-        blob: Digest,
-        size: int,
-        holders: Iterable[PeerKey],
-        kind: Kind | None = None,
-        first: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """Start to get a blob, the likeliest holders first; nothing happens when it is on its way already.
-
-        `first` is waited for before, when the blob is not here.
-        """
+    def fetch(self, blob: Digest, size: int, holders: Iterable[PeerKey], kind: Kind | None = None) -> None:
+        """Start to get a blob, the likeliest holders first; nothing happens when it is on its way already."""
         if blob not in self._tasks:
-            work = self._fetch(blob, size, list(holders), kind or self._codec, first)
-            self._tasks[blob] = self._spawn(work, "blob")
+            self._tasks[blob] = self._spawn(self._fetch(blob, size, list(holders), kind or self._codec), "blob")
 
     def drop(self, blob: Digest) -> None:
         """Stop fetching a blob that nobody needs any more."""
         if (task := self._tasks.pop(blob, None)) is not None:
             task.cancel()
 
-    async def _fetch(
-        self,
-        blob: Digest,
-        size: int,
-        holders: list[PeerKey],
-        kind: Kind,
-        first: Callable[[], Awaitable[None]] | None,
-    ) -> None:
-        if first is not None and not self._store.has(blob):
-            await first()
+    async def _fetch(self, blob: Digest, size: int, holders: list[PeerKey], kind: Kind) -> None:
         answer = await self._get(blob, size, holders, kind)
         # Before the answer: what it leads to may be that the blob is asked for again.
         if self._tasks.get(blob) is asyncio.current_task():

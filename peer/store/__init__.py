@@ -6,16 +6,12 @@ sockets and no protocol decisions here: what to keep is for the node to say.
 """
 
 from peer.store.errors import BlobCorrupt, BlobMissing, StoreBusy, StoreError, StoreFull
-from peer.store.growing import Ahead, Growing, Made
 from peer.store.partial import Partial
 from peer.store.store import Store
 
 __all__ = [
-    "Ahead",
     "BlobCorrupt",
     "BlobMissing",
-    "Growing",
-    "Made",
     "Partial",
     "Store",
     "StoreBusy",

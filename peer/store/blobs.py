@@ -15,7 +15,6 @@ from pathlib import Path
 
 from peer.store.disk import disk, flush_folder, remove, write_durably, write_loosely
 from peer.store.errors import BlobCorrupt, BlobMissing, StoreError, StoreFull
-from peer.store.growing import Ahead, Growing, Made
 from peer.store.partial import Partial
 from protocol.errors import MalformedError
 from protocol.ids import Digest
@@ -41,8 +40,6 @@ class Blobs:
         self._sizes: dict[Digest, int] = {}
         self._partials: dict[Digest, Partial] = {}
         self._waiting: dict[Digest, int] = {}  # partial blobs on disk that nobody has asked for since the start
-        self._growing: dict[Digest, Growing] = {}
-        self._checked: dict[Digest, dict[int, bytes]] = {}  # of those that grew: chunks that were checked, by leaf
         self._leaf_lists: OrderedDict[Digest, bytes] = OrderedDict()
         self._scan()
 
@@ -55,7 +52,7 @@ class Blobs:
     def used_bytes(self) -> int:
         """Bytes of all blobs, and of all room made for blobs that are arriving."""
         with self._mutex:
-            arriving = sum(p.room for p in self._partials.values()) + sum(g.room for g in self._growing.values())
+            arriving = sum(p.room for p in self._partials.values())
             return sum(self._sizes.values()) + arriving + sum(self._waiting.values())
 
     def has(self, digest: Digest) -> bool:
@@ -167,7 +164,6 @@ class Blobs:
             if (partial := self._partials.pop(digest, None)) is not None:
                 partial.shut()
             self._waiting.pop(digest, None)
-            self._checked.pop(digest, None)
             self._remove_partial_files(digest)
             if self._sizes.pop(digest, None) is not None:
                 self._leaf_lists.pop(digest, None)
@@ -216,8 +212,7 @@ class Blobs:
                 with disk(f"making room for blob {digest.short}"):
                     write_loosely(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
                 made = Partial(
-                    path, digest, size, leaves, mutex=self._mutex, finished=self._finished, chunks=chunks,
-                    checked=self._checked.pop(digest, None),
+                    path, digest, size, leaves, mutex=self._mutex, finished=self._finished, chunks=chunks
                 )  # fmt: skip
             except BaseException:
                 if left:
@@ -260,59 +255,6 @@ class Blobs:
         remove(path)
         remove(_leaf_file(path))
 
-    # -- blobs that their authors are still making -----------------------------------------------------------------
-
-    def made(self, name: Digest, size: int, path: Path) -> Made:
-        """Serve, by this name, the chunks of a file that is being made here; `Made.grow` tells of them.
-
-        Raises StoreError.
-        """
-        with self._mutex, disk("opening an update that is being made"):
-            self.let_go(name)
-            made = self._growing[name] = Made(name, size, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            return made
-
-    def ahead(self, name: Digest, size: int) -> Ahead:
-        """A place for the chunks of a blob that somebody else makes. They take room as they come, and lose it when
-        anything else needs it. Raises StoreError."""
-        with self._mutex:
-            self.let_go(name)
-            made = self._growing[name] = Ahead(name, size, self.scratch / f"ahead-{name.hex()}", self._check_room_ahead)
-            return made
-
-    def growing(self, name: Digest) -> Growing | None:
-        """What goes by this name, if anything."""
-        return self._growing.get(name)
-
-    def let_go(self, name: Digest) -> None:
-        """Forget it, with what came of it. Raises StoreError."""
-        with self._mutex:
-            found = self._growing.pop(name, None)
-            if isinstance(found, Ahead):
-                found.drop()
-            elif found is not None:
-                found.shut()
-
-    def became(self, name: Digest, digest: Digest) -> None:
-        """The blob that came by this name has a digest now: `partial` goes on from what is here. Raises StoreError."""
-        with self._mutex, disk(f"taking up what came of blob {digest.short}"):
-            found = self._growing.pop(name, None)
-            if not isinstance(found, Ahead):
-                return
-            if self.has(digest) or digest in self._partials or digest in self._waiting or not found.room:
-                found.drop()
-                return
-            found.shut()
-            path = self.folder / "partial" / digest.hex()
-            os.rename(found.path, path)
-            self._waiting[digest], self._checked[digest] = found.room, found.checked()
-            if all(found.leaves) and tree_hash(found.leaves) == digest:
-                write_loosely(_leaf_file(path), b"".join(found.leaves), scratch=self.scratch)
-
-    def _check_room_ahead(self, size: int) -> None:
-        if self.used_bytes + size > self.limit_bytes:
-            raise StoreFull("there is no room for what is not needed yet")
-
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _scan(self) -> None:
@@ -339,11 +281,6 @@ class Blobs:
 
     def _check_room(self, size: int, digest: Digest) -> None:
         used = self.used_bytes
-        if used + size > self.limit_bytes:
-            with self._mutex:
-                for name in [n for n, g in self._growing.items() if g.room]:
-                    self.let_go(name)
-            used = self.used_bytes
         if used + size > self.limit_bytes:
             raise StoreFull(
                 f"blob {digest.short} needs {size:,} bytes, and {used:,} of the {self.limit_bytes:,} that the store "

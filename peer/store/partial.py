@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from peer.store.disk import disk, reserve, write_at
@@ -43,10 +43,8 @@ class Partial:
         mutex: threading.RLock,
         finished: Callable[[Partial], None],
         chunks: Collection[int] | None = None,
-        checked: Mapping[int, bytes] | None = None,
     ):
-        """`chunks`: only these are wanted, as yet. `checked`: the chunks that lie there, by the leaf hashes that they
-        have; without it all is hashed. Raises MalformedError when the blob has no such chunk."""
+        """`chunks`: only these are wanted, as yet. Raises MalformedError when the blob has no such chunk."""
         self.digest = digest
         self.size = size
         self.leaves = list(leaves)
@@ -66,7 +64,7 @@ class Partial:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 if os.fstat(self._fd).st_size == size and size:
-                    self._recheck(missing, checked)
+                    self._recheck(missing)
                 else:
                     os.ftruncate(self._fd, 0)
                 self._make_room(missing)
@@ -75,14 +73,11 @@ class Partial:
                 os.unlink(path)
                 raise
 
-    def _recheck(self, chunks: Collection[int], checked: Mapping[int, bytes] | None) -> None:
+    def _recheck(self, chunks: Collection[int]) -> None:
         """After a restart: what lies on disk counts only where it hashes to its leaf."""
         for index in chunks:
-            if checked is None:
-                leaf = leaf_hash(os.pread(self._fd, chunk_size(self.size, index), index * CHUNK))
-            else:
-                leaf = checked.get(index)
-            self._have[index] = leaf == self.leaves[index]
+            data = os.pread(self._fd, chunk_size(self.size, index), index * CHUNK)
+            self._have[index] = leaf_hash(data) == self.leaves[index]
         self._left = len(self._have) - sum(self._have)
 
     def _unwanted(self, chunks: Collection[int] | None) -> dict[int, int]:

@@ -52,9 +52,6 @@ class Store(Blobs):
             for partial in self._partials.values():
                 partial.shut()
             self._partials.clear()
-            for growing in self._growing.values():
-                growing.shut()
-            self._growing.clear()
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
                 self._lock_fd = -1

@@ -225,7 +225,7 @@ class BlobServer:
     def _look_up(self, request: Request) -> Reply:
         """In a thread. Raises BlobMissing, MalformedError, StoreError."""
         store, digest, index = self._store, request.digest, request.index
-        arriving = (store.arriving(digest) or store.growing(digest)) if not store.has(digest) else None
+        arriving = store.arriving(digest) if not store.has(digest) else None
         if arriving is None:
             if request.op is Op.SIZE:
                 return Reply(Status.OK, encode_size(store.size(digest)))

@@ -18,9 +18,8 @@ from google.protobuf.message import DecodeError, Message
 from hivemind.p2p import P2PContext
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
-from peer.store import Ahead, Store
+from peer.store import Store
 from peer.swarm.addresses import dialable, ways_to
-from peer.swarm.ahead import Deal, FetchAhead
 from peer.swarm.asking import whereabouts_call
 from peer.swarm.daemon import START_SECONDS, Daemon, sender_key, start_daemon
 from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable, libp2p_words
@@ -360,14 +359,6 @@ class Swarm:
             me=self.key, max_size=max_size, on_bad=on_bad, chunks=chunks,
         )  # fmt: skip
         await fetch.run(deadline_seconds)
-
-    async def fetch_ahead(self, ahead: Ahead, author: PeerKey, deal: Deal, over: asyncio.Event) -> None:
-        """Get chunks of a blob that its author is still making, as it names them, until `over` is set.
-
-        `deal` says of whom, now, each chunk is to be asked. Nobody is reported. Raises MalformedError when the author
-        gave another chunk than it had named, StoreError.
-        """
-        await FetchAhead(self._links, self._threads, ahead, author, deal, over).run()
 
     async def _open_blob_stream(
         self, peer: PeerKey, seconds: float

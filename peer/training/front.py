@@ -110,7 +110,7 @@ class Front:
 
     def _make_update(self, trainer: Trainer, ask: MakeUpdate) -> list[Item]:
         try:
-            answer = trainer.make_update(ask, self._end.send)
+            answer = trainer.make_update(ask)
         except torch.OutOfMemoryError:
             raise out_of_memory(trainer.device, "make an update") from None
         except (CairnError, OSError) as e:

@@ -47,15 +47,12 @@ class OuterSide:
         self.feedback = {n: torch.zeros_like(t) for n, t in self.local.items()}
 
     @torch.no_grad()
-    def announce(self, final: Callable[[memoryview], None] = lambda start: None) -> bytes:
-        """An update's blob from all that was learnt and not sent. Raises CodecError when it is not finite.
-
-        `final` is told of the blob's start while the rest is made (see `Codec.encode`).
-        """
+    def announce(self) -> bytes:
+        """An update's blob from all that was learnt and not sent. Raises CodecError when it is not finite."""
         for name, e in self.feedback.items():
             e.mul_(self.beta).add_(self.anchor[name]).sub_(self.local[name])
             self.anchor[name].copy_(self.local[name])
-        return bytes(self.codec.encode(self.feedback, final))
+        return bytes(self.codec.encode(self.feedback))
 
     def advance(self, contributions: Sequence[Contribution]) -> None:
         """The base goes on to the next state, from a round's accepted updates; `rebase` is then due.

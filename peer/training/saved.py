@@ -28,7 +28,6 @@ from peer.channel.messages import DigestField, PeerKeyField
 from peer.errors import SavedStateError
 from peer.training.claims import Announced, Claims
 from peer.training.durable import publish, write_durably
-from peer.training.growing import GrowingFile, Tell
 from peer.training.inner import MOMENTS
 from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
 from protocol.layout import Layout
@@ -210,22 +209,13 @@ class SavedFolder:
             if path.exists():
                 path.replace(path.with_name(f"unusable-{path.name}"))
 
-    def grow_update(self, size: int, tell: Tell) -> GrowingFile:
-        """Where an update of `size` bytes can be written while it is being made, for `keep_update`. Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return GrowingFile(self.folder / ".update-growing.part", size, tell)
-
-    def keep_update(self, blob: bytes, known: Known, grown: GrowingFile | None = None) -> Path:
-        """Keep the own update that `known` has as announced, until it is decided. Raises OSError.
-
-        `grown`: where it was written meanwhile.
-        """
+    def keep_update(self, blob: bytes, known: Known) -> Path:
+        """Keep the own update that `known` has as announced, until it is decided. Raises OSError."""
         if known.claims.announced is None:
             raise ValueError("no update is announced")
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.update_file(known.claims.announced.blob)
-        if grown is None or not grown.finish(path):
-            write_durably(path, [blob])
+        write_durably(path, [blob])
         write_durably(self.folder / UPDATE_SHEET, [_Known(**self._fields(known)).model_dump_json(indent=1).encode()])
         return path
 

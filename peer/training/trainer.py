@@ -31,7 +31,6 @@ from peer.channel import (
     Ready,
     RoundUpdates,
     Start,
-    UpdateGrows,
     UpdateMade,
 )
 from peer.errors import SavedStateError, TrainingError
@@ -42,7 +41,6 @@ from peer.training.device import choose_device, device_name, out_of_memory, pinn
 from peer.training.durable import give
 from peer.training.flops import flops_per_token, peak_flops
 from peer.training.gate import Gate
-from peer.training.growing import GrowingFile
 from peer.training.inner import Step
 from peer.training.layers import LayerOptions, Report, compiles, keep_compiled
 from peer.training.mapped import mapped
@@ -72,7 +70,6 @@ NON_FINITE_MOST = 10
 """So many steps in a row without a finite loss and gradient, and training stops."""
 
 Lost = Callable[[str], None]
-Say = Callable[[UpdateGrows], None]
 Sums = Callable[[], Sequence[memoryview]]
 
 
@@ -262,11 +259,10 @@ class Trainer:
 
     # -- updates ---------------------------------------------------------------------------------------------
 
-    def make_update(self, ask: MakeUpdate, say: Say = lambda grown: None) -> UpdateMade | NothingDone:
+    def make_update(self, ask: MakeUpdate) -> UpdateMade | NothingDone:
         """Compress all that was learnt and not sent. Asked again for the same parent, it gives the same update.
 
-        Where it is asked for, `say` tells how much of its file is there. It may run beside `step` (a step that is not
-        taken yet is left to the next update), and beside nothing else.
+        It may run beside `step` (a step that is not taken yet is left to the next update), and beside nothing else.
         """
         if self.outer.base is None or ask.parent != self.record:
             held = self.record.short if self.record else "nothing"
@@ -278,17 +274,11 @@ class Trainer:
         elif before is not None:
             give(self.folder.update_file(before.blob), ask.out)
             return _made(before, ask.out)
-        size = self.codec.size
-        grown = self.folder.grow_update(size, lambda p, n: say(UpdateGrows(ask.parent, p, n))) if ask.streamed else None
-        with contextlib.closing(grown) if grown is not None else contextlib.nullcontext():
-            return self._make_update(ask, grown)
-
-    def _make_update(self, ask: MakeUpdate, grown: GrowingFile | None) -> UpdateMade | NothingDone:
         with self.stepping:
             claim, loss = self.claims.claim(self.orders.max_update_windows), self.pace.span_loss
             if claim is None:
                 return NothingDone(ask.parent)
-            blob = self.outer.announce(grown.take) if grown is not None else self.outer.announce()
+            blob = self.outer.announce()
             self.pace.new_span()
             claims = replace(self.claims)
         self.own.decay(self.spec.codec.beta)
@@ -296,7 +286,7 @@ class Trainer:
         made = Announced(ask.parent, blob_digest(blob), len(blob), first, end, steps, loss)
         known = Known(ask.parent, self.round, replace(claims, announced=made), dict(self.own.back))
         try:
-            give(self.folder.keep_update(blob, known, grown), ask.out)
+            give(self.folder.keep_update(blob, known), ask.out)
         except OSError:
             self.outer.restore(blob)
             with contextlib.suppress(OSError):

@@ -113,26 +113,18 @@ class Codec(ABC):
 
     # -- encoding -------------------------------------------------------------------------------------------
 
-    def encode(
-        self, feedback: Mapping[str, Tensor], final: Callable[[memoryview], None] = lambda start: None
-    ) -> bytearray:
+    def encode(self, feedback: Mapping[str, Tensor]) -> bytearray:
         """Compress the error feedback e into a blob, in place e <- e - decode(blob), bit for bit.
 
-        `final` is called, again and again, with the bytes from the blob's start on that will not change any more; the
-        last time it is the whole blob. The tensors of `feedback` are all on one device. Which of several equally large
-        coordinates a sparse codec keeps is not defined; what it keeps is what it subtracts. Raises CodecError when e
-        has a value that is not finite or absurdly large (e is then spoilt).
+        The tensors of `feedback` are all on one device. Which of several equally large coordinates a sparse codec keeps
+        is not defined; what it keeps is what it subtracts. Raises CodecError when e has a value that is not finite or
+        absurdly large (e is then spoilt).
         """
         parts = [flat(feedback, t) for t in self.layout.tensors]
         blob = bytearray(self.size)
         blob[:HEADER] = self.header
-        start = memoryview(blob).toreadonly()
         for run in self.runs(device=parts[0].device):
-            if run.width == CODEC_CHUNK:
-                # Shorter last chunks are done, and full ones come in the order of their records.
-                final(start[: run.pieces[0].offset])
             self.encode_run(run, [parts[p.index][run.source(p)] for p in run.pieces], blob)
-        final(start)
         return blob
 
     def encode_chunks(self, index: int, first: int, values: Tensor) -> bytearray:

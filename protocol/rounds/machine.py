@@ -9,7 +9,7 @@ Time is in seconds of any monotonic clock. Nothing here blocks, and every contai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from protocol.chain import Chain, RivalOfFinal, UnknownParent
 from protocol.errors import ChainError, MalformedError
@@ -167,11 +167,6 @@ class RoundMachine:
         """Of the undecided slates that list an update: each part that a member is to make with it, and who else is."""
         b = self._deciding.ballot
         return [] if b is None else b.slices_for(blob, member)
-
-    def announced(self, parent: Digest) -> Collection[PeerKey]:
-        """Who has announced in the open round, when that is the one after `parent`; else nobody."""
-        b = self._deciding.ballot
-        return b.headers.keys() if b is not None and b.parent == parent else ()
 
     # -- messages --------------------------------------------------------------------------------------------
 

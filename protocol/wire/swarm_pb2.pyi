@@ -105,22 +105,6 @@ class Reduced(_message.Message):
     lacking: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., part: _Optional[int] = ..., blob: _Optional[bytes] = ..., lacking: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
-class Leaves(_message.Message):
-    __slots__ = ("run", "round", "parent", "sequence", "first", "leaves")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    PARENT_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    LEAVES_FIELD_NUMBER: _ClassVar[int]
-    run: bytes
-    round: int
-    parent: bytes
-    sequence: int
-    first: int
-    leaves: bytes
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., sequence: _Optional[int] = ..., first: _Optional[int] = ..., leaves: _Optional[bytes] = ...) -> None: ...
-
 class Certificate(_message.Message):
     __slots__ = ("record", "votes", "parts")
     RECORD_FIELD_NUMBER: _ClassVar[int]

@@ -373,14 +373,8 @@ class CrewOuter:
     def base(self, value: None) -> None:
         self._crew.hands.share.base = value
 
-    def announce(self, final: Callable[[memoryview], None] = lambda start: None) -> bytes:
-        """As of one process; of the blob, this rank's share is final first, then all the others'."""
-        hands = self._crew.hands
-        hands.final = final
-        try:
-            blob = self._crew.do(Order.ANNOUNCE)
-        finally:
-            hands.final = lambda start: None
+    def announce(self) -> bytes:
+        blob = self._crew.do(Order.ANNOUNCE)
         if not isinstance(blob, bytes):
             raise TypeError("ANNOUNCE gives the blob, on rank 0")
         return blob

@@ -101,8 +101,6 @@ class Hands:
         self.share = Share(self.built, group, self.codec, spec.codec.beta, spec.outer, depth)
         self.keeping = Keeping(spec, self.built, self.inner, self.share, group, beside)
         self._step: Step | None = None
-        self.final: Callable[[memoryview], None] = lambda start: None
-        """On rank 0, who is told of an update that is being made (see `Share.announce`)."""
 
     def do(self, order: Order, payload: bytes = b"") -> Result:
         """Collective. Raises what `Group.together` does, on all ranks; what else it raises ends this rank."""
@@ -122,7 +120,7 @@ class Hands:
             case Order.RATE:
                 self.inner.set_rate(struct.unpack("<d", payload)[0])
             case Order.ANNOUNCE:
-                return self.share.announce(self.final)
+                return self.share.announce()
             case Order.ADVANCE:
                 self.share.advance(contributions_from(payload, self.codec.size))
             case Order.ADVANCE_REDUCED:

@@ -77,40 +77,28 @@ class Share:
     # -- what the outer side does ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def announce(self, final: Callable[[memoryview], None] = lambda start: None) -> bytes | None:
-        """An update's blob, on rank 0, from all that was learnt and not sent. Raises CodecError on all ranks.
-
-        `final`, on rank 0: as of `Codec.encode`. Its own records are the first of the blob, and are told one after the
-        other; the others' are there once all ranks have made theirs.
-        """
+    def announce(self) -> bytes | None:
+        """An update's blob, on rank 0, from all that was learnt and not sent. Raises CodecError on all ranks."""
         for name, values in self._owned_values():
             self.feedback[name].mul_(self.beta).add_(self.anchor[name]).sub_(values)
             self.anchor[name].copy_(values)
-        header, leads = self.codec.header, self.group.rank == 0
-        blob = bytearray(self.codec.size if leads else 0)
-        blob[: len(header)] = header
-        start, end = memoryview(blob).toreadonly(), len(header)
         records = bytearray()
         with self.group.together():
             for part, first in self._pieces():
                 values = self.feedback[self._name(part.index)][first * CODEC_CHUNK :][: PIECE * CODEC_CHUNK]
-                found = self.codec.encode_chunks(part.index, part.start // CODEC_CHUNK + first, values)
-                records += found
-                if leads and end == self.codec.place(part)[0] + first * self.codec.record_size(CODEC_CHUNK):
-                    blob[end : end + len(found)] = found
-                    end += len(found)
-                    final(start[:end])
+                records += self.codec.encode_chunks(part.index, part.start // CODEC_CHUNK + first, values)
         places = {rank: [self.codec.place(p) for p in parts] for rank, parts in self.owned.parts.items()}
         sizes = [sum(size for _, size in places[rank]) for rank in range(self.group.world)]
         every = self.group.gather(records, sizes)
         if every is None:
             return None
+        blob = bytearray(self.codec.size)
+        blob[: len(self.codec.header)] = self.codec.header
         for rank, found in enumerate(every):
             at = 0
             for offset, size in places[rank]:
                 blob[offset : offset + size] = found[at : at + size]
                 at += size
-        final(start)
         return bytes(blob)
 
     def _pieces(self) -> Iterator[tuple[Part, int]]:
