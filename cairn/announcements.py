@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from coordinator.swarm import Announced
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Header, Signed
+from protocol.messages import Signed, UpdateHeader
 from protocol.rounds.ballot import Ballot
 from protocol.rounds.policy import Policy
 
@@ -26,11 +26,11 @@ class Announcements:
         self._chain = chain
         self._policy = policy
         self._size_ok = size_ok
-        self._heard: OrderedDict[PeerKey, OrderedDict[Digest, tuple[Signed[Header], bool]]] = OrderedDict()
+        self._heard: OrderedDict[PeerKey, OrderedDict[Digest, tuple[Signed[UpdateHeader], bool]]] = OrderedDict()
 
     def hear(self, message: Signed) -> None:
         """Any message that the node has verified; all but headers are let pass."""
-        if not isinstance(message.body, Header):
+        if not isinstance(message.body, UpdateHeader):
             return
         mine = self._heard.pop(message.author, OrderedDict())
         self._heard[message.author] = mine

@@ -19,7 +19,8 @@ from protocol.chain import Chain
 from protocol.errors import CairnError, ProtocolError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import CreditRule, RoundAccount, account_for
-from protocol.messages import Amendment, Final, Opener, Signed
+from protocol.message_codec import MessageDecoder
+from protocol.messages import Directive, Finalization, Signed
 from protocol.rounds.policy import Policy
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
@@ -38,7 +39,7 @@ class AuditedChain:
     def __init__(self, spec: RunSpec, asker: ChainAsker | None, coordinator: LogClient):
         self._run = spec.run_id
         self._rule = CreditRule.of(spec)
-        self._opener = Opener(spec.run_id, spec.owner_key, remember=8192)
+        self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=8192)
         self._chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
         self._asker = asker
         self._coordinator = coordinator
@@ -46,7 +47,7 @@ class AuditedChain:
         self._left: set[Digest] = set()
         self._read: set[Digest] = set()
         """Every record that was read in its place: about 100 bytes a round."""
-        self._final: Signed[Final] | None = None
+        self._final: Signed[Finalization] | None = None
         self._silent: set[PeerKey] = set()
         self._ended = False
         self.from_members: dict[PeerKey, int] = {}
@@ -110,7 +111,7 @@ class AuditedChain:
             sent = await self._coordinator.certificate(record)
             if sent is None:
                 return
-            certificate = self._opener.certificate(sent)
+            certificate = self._decoder.certificate(sent)
         except CairnError as e:
             self.warnings.append(f"the coordinator gives no certificate of record {record.short}: {e}")
             return
@@ -152,12 +153,12 @@ class AuditedChain:
     def _take(self, member: PeerKey, reply: wire.ChainReply) -> int:
         """What a member said, verified; how many certificates were new."""
         try:
-            if reply.amendment:
-                word = self._opener.open(reply.amendment, Amendment)
+            if reply.directive:
+                word = self._decoder.open(reply.directive, Directive)
                 self._chain.take(word)
                 self.epoch = max(self.epoch, word.body.epoch)
             if reply.final:
-                final = self._opener.open(reply.final, Final)
+                final = self._decoder.open(reply.final, Finalization)
                 known = None if self._final is None else (self._final.body.epoch, self._final.body.round)
                 if known is None or (final.body.epoch, final.body.round) > known:
                     self._final = final
@@ -186,8 +187,8 @@ class AuditedChain:
     def _add(self, sent: Iterable[bytes], *, by_member: bool = False) -> int:
         added = 0
         for data in sent:
-            certificate = self._opener.certificate(data)
-            if by_member and (word := certificate.record.body.amendment) is not None:
+            certificate = self._decoder.certificate(data)
+            if by_member and (word := certificate.record.body.directive) is not None:
                 self.epoch = max(self.epoch, word.body.epoch)
             if self._chain.add(certificate):
                 added += 1

@@ -28,7 +28,8 @@ from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.invite import Invite
 from protocol.merkle import blob_digest
-from protocol.messages import Opener, Record
+from protocol.message_codec import MessageDecoder
+from protocol.messages import RoundRecord
 from protocol.spec import KIND, MAX_SPEC, BlobRef, RunSpec, open_spec, parse_spec
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
 
     `trusted`: an invite, or the owner's key in hex. Raises CairnError, which says what does not hold.
     """
-    from coordinator.keeping.copying import opener
+    from coordinator.keeping.copying import decoder
     from coordinator.keeping.proof import ProofError, prove
 
     run, owner = None, None
@@ -109,7 +110,7 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
     except MalformedError as e:
         raise ProofError(f"{e}: give the run's invite, or its owner's key (64 hexadecimal digits)") from None
     try:
-        return prove(opener(place), run=run, owner=owner, report=report)
+        return prove(decoder(place), run=run, owner=owner, report=report)
     except ProofError as e:
         raise ProofError(f"{place}: {e}") from None
 
@@ -243,8 +244,8 @@ class _Run:
         return self.folder if (self.folder / "blobs").is_dir() else self.folder / "store"
 
     @cached_property
-    def _opener(self) -> Opener:
-        return Opener(self.spec.run_id, self.spec.owner_key)
+    def _decoder(self) -> MessageDecoder:
+        return MessageDecoder(self.spec.run_id, self.spec.owner_key)
 
     def blob(self, digest: Digest) -> Path | None:
         path = self.store / "blobs" / digest.hex()[:2] / digest.hex()
@@ -263,13 +264,13 @@ class _Run:
             "checkpoint"
         )
 
-    def record(self, round_: int, digest: Digest) -> Record | None:
+    def record(self, round_: int, digest: Digest) -> RoundRecord | None:
         """A record of the chain on disk; None when it is not there, or damaged."""
         try:
             data = (self.store / "chain" / f"{round_:013d}-{digest.hex()}").read_bytes()
             if sha256(data[32:]) != data[:32]:
                 return None
-            return self._opener.certificate(data[32:]).record.body
+            return self._decoder.certificate(data[32:]).record.body
         except (OSError, CairnError):
             return None
 
@@ -312,7 +313,7 @@ class _Run:
             record = before
 
 
-def _loss_in(record: Record | None) -> float | None:
+def _loss_in(record: RoundRecord | None) -> float | None:
     if record is None or not record.windows:
         return None
     return sum(u.body.loss * u.body.windows for u in record.updates) / record.windows

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from protocol.coordinator_address import open_coordinator_address
 from protocol.errors import CairnError, MalformedError
 from protocol.invite import MAX_SWARM_ADDRESSES, Invite, one_of_each
 from protocol.spec import open_spec
-from protocol.whereabouts import open_whereabouts
 
 
 def renewed_invite(text: str, home: Path) -> str:
@@ -40,7 +40,7 @@ def renewed_invite(text: str, home: Path) -> str:
         )
     spec = open_spec(spec_sent, invite.run)
     if sent := value(WHEREABOUTS):
-        word = open_whereabouts(sent, invite.run, spec.owner_key).body
+        word = open_coordinator_address(sent, invite.run, spec.owner_key).body
         invite = replace(invite, coordinators=word.coordinators, fingerprint=word.fingerprint)
     lines = b"\n".join([value(OWN_ADDRESSES), value(ADDRESSES)]).decode(errors="replace").splitlines()
     known = one_of_each([*(line for line in lines if line.startswith("/")), *invite.addresses])

@@ -21,15 +21,8 @@ from peer.store.disk import disk
 from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import (
-    Amendment,
-    Certificate,
-    Final,
-    Heartbeat,
-    Signed,
-    encode_certificate,
-    votes_needed,
-)
+from protocol.message_codec import encode_certificate
+from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, votes_needed
 from protocol.rounds import events
 from protocol.rounds.policy import Policy
 from protocol.spec import RunSpec
@@ -66,7 +59,7 @@ class ObserverView:
         return self._node.chain.head
 
     @property
-    def final(self) -> Signed[Final] | None:
+    def final(self) -> Signed[Finalization] | None:
         return self._node.chain.final
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
@@ -95,7 +88,7 @@ class ObserverView:
         own = self._node.network.addresses
         return [*own, *(a for a in self._node.network.directory.addresses() if a not in own)]
 
-    async def publish_final(self, final: Signed[Final]) -> None:
+    async def publish_final(self, final: Signed[Finalization]) -> None:
         self._node.post(events.Heard(final))
         self._node.network.broadcast(final)
 
@@ -103,18 +96,18 @@ class ObserverView:
         return self._node.network.addresses
 
     @property
-    def whereabouts(self) -> Signed[Any] | None:
+    def coordinator_address(self) -> Signed[Any] | None:
         return self._node.locator.newest
 
-    async def publish_whereabouts(self, word: Signed[Any]) -> None:
+    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
         if not self._node.locator.take(word.sent):  # else the node passes it on by itself
             self._node.network.outbox.broadcast(self._node.network.directory.peers(), word)
 
     @property
-    def amendment(self) -> Signed[Amendment] | None:
+    def directive(self) -> Signed[Directive] | None:
         return self._node.chain.newest
 
-    async def publish_amendment(self, word: Signed[Amendment]) -> None:
+    async def publish_directive(self, word: Signed[Directive]) -> None:
         self._node.post(events.Heard(word))
         end = time.monotonic() + TURN_SECONDS
         while (newest := self._node.chain.newest) is None or newest.body.rank < word.body.rank:

@@ -12,12 +12,12 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
-from protocol.bodies import MAX_BANNED, MAX_REASON, Amendment, Rollback, RoundChanges
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity, from_key_file
 from protocol.ids import PeerKey, Round
 from protocol.invite import Invite
-from protocol.messages import KeySigner, Opener, Signed
+from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.messages import MAX_BANNED, MAX_REASON, Directive, Rollback, RoundChanges, Signed
 from protocol.spec import RunSpec, explain, open_spec
 
 HEAR_SECONDS = 10.0
@@ -38,11 +38,11 @@ class Run:
 class Known:
     """How the run stands: the owner's newest word, the round being trained (None: the coordinator does not answer)."""
 
-    body: Amendment
+    body: Directive
     round: int | None
 
 
-Change = Callable[[Known], Amendment | None]
+Change = Callable[[Known], Directive | None]
 """The new word, from what is known; None: nothing is to be ordered."""
 
 
@@ -86,15 +86,15 @@ async def _give(run: Run, change: Change) -> None:
     from coordinator.control import FILE, append_line, line_of, read_words
     from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 
-    opener = Opener(run.spec.run_id, run.owner.key, remember=4)
-    words, _ = read_words(run.folder / FILE, opener)
+    decoder = MessageDecoder(run.spec.run_id, run.owner.key, remember=4)
+    words, _ = read_words(run.folder / FILE, decoder)
     async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
         number: int | None = None
         try:
-            reply = await client.amend()
+            reply = await client.publish_directive()
             number = reply.round
-            if reply.amendment:
-                words.append(opener.open(reply.amendment, Amendment))
+            if reply.directive:
+                words.append(decoder.open(reply.directive, Directive))
         except CoordinatorUnreachable as e:
             click.echo(f"the coordinator does not answer ({e})", err=True)
         newest = _newest(words, run)
@@ -107,14 +107,14 @@ async def _give(run: Run, change: Change) -> None:
             append_line(run.folder / FILE, line_of(word))
             click.echo(f"the order is left in {run.folder}: the coordinator gives it when it is started again")
             return
-        await client.amend(word.sent)
+        await client.publish_directive(word.sent)
         await _say_who_heard(client)
 
 
 async def _say_who_heard(client: Any) -> None:
     end_at = time.monotonic() + HEAR_SECONDS
     while True:
-        reply = await client.amend()
+        reply = await client.publish_directive()
         if reply.heard >= reply.peers or time.monotonic() > end_at:
             break
         await asyncio.sleep(0.3)
@@ -123,9 +123,9 @@ async def _say_who_heard(client: Any) -> None:
     click.echo(f"ordered: {reply.heard} {many} heard it{rest}")
 
 
-def _newest(words: Sequence[Signed[Amendment]], run: Run) -> Amendment:
+def _newest(words: Sequence[Signed[Directive]], run: Run) -> Directive:
     """What is in force; with no word yet, one that changes nothing."""
-    return max((w.body for w in words), key=lambda b: b.rank, default=Amendment(run.spec.run_id, 0))
+    return max((w.body for w in words), key=lambda b: b.rank, default=Directive(run.spec.run_id, 0))
 
 
 def _key(text: str) -> PeerKey:
@@ -142,7 +142,7 @@ def _checked(reason: str) -> str:
 
 
 def set_order(path: Path, home: Path, order: str, reason: str, words: str) -> None:
-    def change(known: Known) -> Amendment | None:
+    def change(known: Known) -> Directive | None:
         if known.body.order == order:
             click.echo(f"the run is {order} already")
             return None
@@ -156,7 +156,7 @@ def ban(run: Path, keys: Sequence[str], home: Path, reason: str) -> None:
     """`cairn run ban`. Raises CairnError."""
     named = {_key(k) for k in keys}
 
-    def change(known: Known) -> Amendment:
+    def change(known: Known) -> Directive:
         banned = tuple(sorted({*known.body.banned, *named}))
         if len(banned) > MAX_BANNED:
             raise CairnError(f"at most {MAX_BANNED} peers can be banned: let the run admit by invite, or by list")
@@ -170,7 +170,7 @@ def unban(run: Path, keys: Sequence[str], home: Path, reason: str) -> None:
     """`cairn run unban`. Raises CairnError."""
     named = {_key(k) for k in keys}
 
-    def change(known: Known) -> Amendment:
+    def change(known: Known) -> Directive:
         if missing := sorted(named - set(known.body.banned)):
             raise CairnError(f"{', '.join(k.short for k in missing)} is not banned")
         click.echo(f"letting in {', '.join(k.short for k in sorted(named))}; {_in_force(known)}")
@@ -191,7 +191,7 @@ def policy(run: Path, settings: Sequence[str], from_round: int, home: Path, reas
     """`cairn run policy`. Raises CairnError."""
     opened = open_run(run, home)
 
-    def change(known: Known) -> Amendment:
+    def change(known: Known) -> Directive:
         changes = replace(known.body.changes, **dict(map(_setting, settings)))
         check_changes(opened.spec, changes)
         first = max(from_round, 0 if known.round is None else known.round + 1)
@@ -225,7 +225,7 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
         there = ", ".join(map(str, archived)) or "none yet"
         raise CairnError(f"the state of round {round_} is not archived; choose one of these rounds: {there}")
 
-    def change(known: Known) -> Amendment | None:
+    def change(known: Known) -> Directive | None:
         if known.round is None:
             raise CairnError("the coordinator must run: peers get the state from it. Start it, then try again")
         gone = max(0, known.round - round_)

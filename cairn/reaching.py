@@ -56,10 +56,10 @@ async def reached(text: str, via: Sequence[str] = ()) -> AsyncIterator[Reached]:
             found = await find(invite.run, [*via, *invite.addresses])
             if found is None:
                 raise
-            if found.whereabouts is None:
+            if found.coordinator_address is None:
                 raise CairnError(f"{e} ({found.members} members answer, and know of no other address)") from None
-            client.moved(found.whereabouts.body)
-            own = list(found.whereabouts.body.addresses)
+            client.moved(found.coordinator_address.body)
+            own = list(found.coordinator_address.body.addresses)
             info = await client.get_run()
         members = tuple(dict.fromkeys([*via, *info.addresses, *invite.addresses]))
         log = LogClient(client, info.spec.owner_key)

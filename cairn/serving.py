@@ -122,7 +122,7 @@ async def _serve(
     from peer.node.node import Node
     from peer.node.options import NodeOptions
     from protocol.chain import genesis_digest
-    from protocol.messages import Opener
+    from protocol.message_codec import MessageDecoder
 
     spec, folder = resolved.spec, config.folder
     until = asyncio.Event()
@@ -149,7 +149,7 @@ async def _serve(
     membership = Membership(
         identity=load_or_make(folder / "observer.key"),
         spec=spec,
-        opener=Opener(spec.run_id, spec.owner_key),
+        decoder=MessageDecoder(spec.run_id, spec.owner_key),
         store=store,
         client=None,
         name="coordinator",

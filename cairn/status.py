@@ -48,9 +48,9 @@ async def _ask(invite: Invite, via: Sequence[str]):
             found = await find(invite.run, [*via, *invite.addresses])
             if found is None:
                 raise
-            if found.whereabouts is None:
+            if found.coordinator_address is None:
                 raise CairnError(f"{e} ({found.members} members answer, and know of no other address)") from None
-            client.moved(found.whereabouts.body)
+            client.moved(found.coordinator_address.body)
         return await client.status()
 
 

@@ -146,5 +146,5 @@ async def _ask_members(client: Any, invite: Invite, via: Sequence[str]) -> None:
     except CairnError as e:
         logging.getLogger(__name__).debug("members were asked in vain: %s", e)
         return
-    if found is not None and found.whereabouts is not None:
-        client.moved(found.whereabouts.body)
+    if found is not None and found.coordinator_address is not None:
+        client.moved(found.coordinator_address.body)

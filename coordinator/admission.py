@@ -17,7 +17,8 @@ from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, RunId
 from protocol.invite import MAX_CODE, check_code
-from protocol.messages import MAX_NAME, Admission, KeySigner, Opener, Signed
+from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.messages import MAX_NAME, Admission, Signed
 from protocol.spec import AdmissionSpec, RunSpec
 from protocol.wire import coordinator_pb2 as wire
 
@@ -102,7 +103,7 @@ class Admitter:
         self._run = spec.run_id
         self._policy = spec.admission
         self._signer = KeySigner(owner)
-        self._opener = Opener(self._run, owner.key, remember=4096)
+        self._decoder = MessageDecoder(self._run, owner.key, remember=4096)
         self._codes = tuple(c for c in codes if c)
         self._ledger = ledger
         self._now = now
@@ -141,7 +142,7 @@ class Admitter:
         check_policy(request, self._policy, self._codes)
         known = self._admitted.get(request.peer)
         if known and known.name == request.name and known.not_after - now >= _FRESH * self._policy.seconds:
-            return self._opener.open(known.sent, Admission)
+            return self._decoder.open(known.sent, Admission)
         if known is None and len(self._admitted) >= MAX_ADMISSIONS:
             raise TooManyError("this run has admitted as many peers as it takes: try again tomorrow")
         start = int(now)

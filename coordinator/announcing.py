@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 
 from coordinator.swarm import SwarmView
+from protocol.coordinator_address import CoordinatorAddress, next_coordinator_address
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.messages import MAX_ADDRESS
-from protocol.whereabouts import Whereabouts, next_whereabouts
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,10 @@ class Announcer:
         """Once. Raises MalformedError for addresses that others would not take."""
         invite = self._invite()
         own = tuple(a for a in self._view.own_addresses() if len(a) <= MAX_ADDRESS)[:MAX_OWN]
-        now = Whereabouts(invite.run, int(self._now() * 1000), invite.coordinators, invite.fingerprint, own)
-        await self._view.publish_whereabouts(next_whereabouts(self._owner, self._view.whereabouts, now))
+        now = CoordinatorAddress(invite.run, int(self._now() * 1000), invite.coordinators, invite.fingerprint, own)
+        await self._view.publish_coordinator_address(
+            next_coordinator_address(self._owner, self._view.coordinator_address, now)
+        )
 
     async def announce_on(self) -> None:
         """For ever."""

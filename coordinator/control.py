@@ -20,12 +20,13 @@ from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Amendment, Opener, Signed
+from protocol.message_codec import MessageDecoder
+from protocol.messages import Directive, Signed
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
-FILE = "amendments"
+FILE = "directives"
 """In the run's folder: a line for each word, base64 of its envelope; and "done N" when the ledger has followed the N-th
 rollback. Only ever added to."""
 
@@ -36,7 +37,7 @@ class Control:
     """One run's. Read on the event loop."""
 
     def __init__(self, spec: RunSpec, view: SwarmView, follower: Follower, ledger: LedgerThread, folder: Path):
-        self._opener = Opener(spec.run_id, spec.owner_key, remember=16)
+        self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=16)
         self._view = view
         self._follower = follower
         self._ledger = ledger
@@ -44,7 +45,7 @@ class Control:
         self._taking = asyncio.Lock()
         self._hearing: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
-        self.newest: Signed[Amendment] | None = None
+        self.newest: Signed[Directive] | None = None
 
     async def start(self) -> None:
         """Go on by what was kept, or by what the swarm knows, whichever is newer. Raises CairnError."""
@@ -60,8 +61,8 @@ class Control:
             await asyncio.gather(self._hearing, return_exceptions=True)
 
     async def _go_on(self) -> None:
-        words, done = await asyncio.to_thread(read_words, self._path, self._opener)
-        theirs = self._view.amendment
+        words, done = await asyncio.to_thread(read_words, self._path, self._decoder)
+        theirs = self._view.directive
         if theirs is not None and all(theirs.body.rank > w.body.rank for w in words):
             await asyncio.to_thread(append_line, self._path, line_of(theirs))
             words.append(theirs)
@@ -69,7 +70,7 @@ class Control:
             return
         newest = max(words, key=lambda w: w.body.rank)
         self._heed(newest)
-        await self._view.publish_amendment(newest)
+        await self._view.publish_directive(newest)
         for epoch in range(1, newest.body.epoch + 1):
             first = next((w for w in words if w.body.epoch == epoch), None)
             if first is not None and epoch not in done:
@@ -77,15 +78,15 @@ class Control:
         await self._follower.turn(newest.body.epoch)
         log.info("the owner's newest word: %s", in_words(newest.body))
 
-    async def take(self, sent: bytes) -> Signed[Amendment]:
+    async def take(self, sent: bytes) -> Signed[Directive]:
         """A word of the owner's: kept and told when this returns. Raises RefusedError, ProtocolError, CairnError."""
-        word = self._opener.open(sent, Amendment)
+        word = self._decoder.open(sent, Directive)
         async with self._taking:
             if self.newest is not None and word.body.rank <= self.newest.body.rank:
                 if word.sent == self.newest.sent:
                     return word
                 raise RefusedError("a newer word of the owner is known here: look at it, and give the order again")
-            theirs = self._view.amendment
+            theirs = self._view.directive
             if theirs is not None and self._is_behind(theirs) and theirs.sent != word.sent:
                 self._look()
                 raise RefusedError("the swarm knows a newer word of the owner: look at it, and give the order again")
@@ -97,7 +98,7 @@ class Control:
                 await self._view.offer_state(back.state, back.record)
             await asyncio.to_thread(append_line, self._path, line_of(word))
             self._heed(word)
-            await self._view.publish_amendment(word)
+            await self._view.publish_directive(word)
             if word.body.epoch > before:
                 await self._roll_back(word)
             await self._follower.turn(word.body.epoch)
@@ -106,17 +107,17 @@ class Control:
 
     def _look(self) -> None:
         """The swarm may know a newer word than we: from another coordinator, or before our files were lost."""
-        if self._is_behind(self._view.amendment) and (self._hearing is None or self._hearing.done()):
+        if self._is_behind(self._view.directive) and (self._hearing is None or self._hearing.done()):
             self._hearing = asyncio.create_task(self._hear(), name="the owner's word")
 
-    def _is_behind(self, theirs: Signed[Amendment] | None) -> bool:
+    def _is_behind(self, theirs: Signed[Directive] | None) -> bool:
         return theirs is not None and (self.newest is None or theirs.body.rank > self.newest.body.rank)
 
     async def _hear(self) -> None:
         """Follow the swarm's newest word as if it had been brought here."""
         try:
             async with self._taking:
-                word = self._view.amendment
+                word = self._view.directive
                 if word is None or not self._is_behind(word):
                     return
                 before = 0 if self.newest is None else self.newest.body.epoch
@@ -139,7 +140,7 @@ class Control:
             return f"the run's owner has banned this key{why}: write to the owner if you think that it is a mistake"
         return f"the run has been ended by its owner{why}" if body.order == "ended" else None
 
-    def _heed(self, word: Signed[Amendment]) -> None:
+    def _heed(self, word: Signed[Directive]) -> None:
         self.newest, body = word, word.body
         self._follower.ruling.change(body.changes, body.from_round, self._follower.training)
         self._follower.ordered, self._follower.banned = None, frozenset(body.banned)
@@ -148,7 +149,7 @@ class Control:
             why = f": {body.reason}" if body.reason else ""
             self._follower.ordered = (body.order, f"{body.order} by the run's owner since {since}{why}")
 
-    async def _roll_back(self, word: Signed[Amendment]) -> None:
+    async def _roll_back(self, word: Signed[Directive]) -> None:
         """Take the ledger to where the chain has gone. Rounds that it has not posted it need not take back."""
         back = word.body.rollback
         if back is None:
@@ -166,12 +167,12 @@ class Control:
         return bool(rows) and bool(following) and rows[0].record == following[0].digest
 
 
-def line_of(word: Signed[Amendment]) -> str:
+def line_of(word: Signed[Directive]) -> str:
     """As it is kept."""
     return base64.b64encode(word.sent).decode()
 
 
-def in_words(body: Amendment) -> str:
+def in_words(body: Directive) -> str:
     """For the log."""
     parts = [body.order]
     if body.banned:
@@ -200,10 +201,10 @@ def append_line(path: Path, line: str) -> None:
         raise CoordinatorError(f"{path} cannot be written: {why}; the order was not given") from None
 
 
-def read_words(path: Path, opener: Opener) -> tuple[list[Signed[Amendment]], set[int]]:
+def read_words(path: Path, decoder: MessageDecoder) -> tuple[list[Signed[Directive]], set[int]]:
     """The words in the order in which they were kept, and the rollbacks that the ledger has followed. A line that was
     torn by a kill is left out: its order was not acknowledged. Raises CoordinatorError."""
-    words: list[Signed[Amendment]] = []
+    words: list[Signed[Directive]] = []
     done: set[int] = set()
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -220,7 +221,7 @@ def read_words(path: Path, opener: Opener) -> tuple[list[Signed[Amendment]], set
         try:
             if not line.strip() or len(line) > MAX_LINE:
                 continue
-            words.append(opener.open(base64.b64decode(line, validate=True), Amendment))
+            words.append(decoder.open(base64.b64decode(line, validate=True), Directive))
         except (ValueError, MalformedError, ProtocolError) as e:
             log.warning("%s: a line is left out: %s", path, e)
     return words, done

@@ -21,7 +21,7 @@ from coordinator.treeheads import TreeHeads
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
-from protocol.messages import encode_certificate
+from protocol.message_codec import encode_certificate
 from protocol.proofs import consistency_proof, inclusion_proof
 from protocol.spec import RunSpec
 

@@ -25,7 +25,8 @@ from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.accounts import Standing
-from protocol.messages import Certificate, Final, KeySigner, Opener, Signed
+from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.messages import Certificate, Finalization, Signed
 from protocol.spec import RoundSpec, RunSpec
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Follower:
         self._rule = CreditRule.of(spec)
         self._signer = KeySigner(owner)
         self._plausibility = Plausibility(spec, owner)
-        self._opener = Opener(self._run, owner.key, remember=16)
+        self._decoder = MessageDecoder(self._run, owner.key, remember=16)
         self._view = view
         self._ledger = ledger
         self._now = now
@@ -61,7 +62,7 @@ class Follower:
         self._task: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
         self._seen: dict[Digest, float] = {}
-        self._final: Signed[Final] | None = None
+        self._final: Signed[Finalization] | None = None
         self._published: Digest | None = None
         self._settled: tuple[Round, Digest] | None = None
         self._standings: dict[PeerKey, Standing] = {}
@@ -147,7 +148,7 @@ class Follower:
         first = (last[0] if last else -1) - MAX_REMEMBERED
         recent = await self._ledger.run(lambda ledger: ledger.accounts(after=first, limit=MAX_REMEMBERED))
         self._settled, self._seen, self.history = last, seen, history
-        self._final = self._opener.open(final, Final) if final else None
+        self._final = self._decoder.open(final, Finalization) if final else None
         self.recent.clear()
         self.recent.extend(recent)
         self._stand(standings, ())
@@ -168,19 +169,19 @@ class Follower:
             self.epoch = epoch
         self._wake.set()
 
-    async def rollback(self, record: Digest, round_: Round, amendment: bytes) -> bool:
-        """Take the ledger back to a record that it has, by an amendment that the owner signed (an envelope).
+    async def rollback(self, record: Digest, round_: Round, directive: bytes) -> bool:
+        """Take the ledger back to a record that it has, by a directive that the owner signed (an envelope).
 
         What was issued stays; the next round that is posted is the child of `record`. Asked again for the same
         rollback, also by a later word, or while the ledger ends at the record or before it (then the chain alone
         turns), it does nothing and returns False. Raises LedgerConflictError when the ledger has no such round, or the
-        owner's amendment does not say so.
+        owner's directive does not say so.
         """
 
         def take_back(ledger: Ledger) -> bool:
             last = ledger.last()
             ahead = last is not None and (last[0] > round_ or (last[0] == round_ and last[1] != record))
-            return ahead and ledger.rollback(record, round_, amendment)
+            return ahead and ledger.rollback(record, round_, directive)
 
         async with self._moving:  # no round may be posted between the look and the deed
             if not await self._ledger.run(take_back):
@@ -263,7 +264,7 @@ class Follower:
         if theirs is not None and theirs.body.record == newest.record:
             final = theirs
         else:
-            final = self._signer.sign(Final(self._run, newest.round, newest.record, self.epoch))
+            final = self._signer.sign(Finalization(self._run, newest.round, newest.record, self.epoch))
         for i in range(0, count, AT_ONCE):
             some = accounts[i : min(count, i + AT_ONCE)]
             sent = final.sent if some[-1] is newest else None

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coordinator.swarm import Heard
-from protocol.bodies import PHASES as SAID
 from protocol.ids import PeerKey
+from protocol.messages import PHASES as SAID
 from protocol.messages import Heartbeat
 
 MAX_PEERS = 10_000

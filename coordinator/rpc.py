@@ -41,7 +41,7 @@ MAX_CONNECTIONS = 16_384
 
 READS = Rate(per_second=20, burst=200)
 ADMISSIONS = Rate(per_second=5, burst=100)
-AMENDMENTS = Rate(per_second=2, burst=60)
+DIRECTIVES = Rate(per_second=2, burst=60)
 ADMISSIONS_OF_ONE = Rate(per_second=0.2, burst=10)
 
 OPTIONS = (
@@ -93,7 +93,7 @@ class Backend(Protocol):
 
     async def account_reply(self, peer: PeerKey) -> wire.AccountReply: ...
 
-    async def amend_reply(self, sent: bytes) -> wire.AmendReply: ...
+    async def directive_reply(self, sent: bytes) -> wire.DirectiveReply: ...
 
 
 class Service(LogCalls, stubs.CoordinatorServicer):
@@ -109,7 +109,7 @@ class Service(LogCalls, stubs.CoordinatorServicer):
 
         self._reads = RateLimit(READS)
         self._admissions = RateLimit(ADMISSIONS)
-        self._amendments = RateLimit(AMENDMENTS)
+        self._directives = RateLimit(DIRECTIVES)
         self._admissions_of_one = RateLimit(ADMISSIONS_OF_ONE)
 
     async def GetRun(self, request: wire.GetRunRequest, context) -> wire.GetRunReply:
@@ -143,13 +143,13 @@ class Service(LogCalls, stubs.CoordinatorServicer):
 
         return await self._answer("Account", context, self._reads, work)
 
-    async def Amend(self, request: wire.AmendRequest, context) -> wire.AmendReply:
-        async def work() -> wire.AmendReply:
+    async def PublishDirective(self, request: wire.DirectiveRequest, context) -> wire.DirectiveReply:
+        async def work() -> wire.DirectiveReply:
             self._check_run(request.run)
             # The owner's signature is what counts, whoever brings it.
-            return await self._backend.amend_reply(request.amendment)
+            return await self._backend.directive_reply(request.directive)
 
-        return await self._answer("Amend", context, self._amendments, work)
+        return await self._answer("Amend", context, self._directives, work)
 
     def _check_run(self, run: bytes) -> None:
         if run != self._backend.run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from protocol.bodies import RoundChanges
+from protocol.messages import RoundChanges
 from protocol.spec import RoundSpec
 
 

@@ -372,14 +372,16 @@ class Coordinator:
         genesis = self._spec.genesis.name
         return (genesis, 0) if self._view.has_blob(genesis) else None
 
-    async def amend_reply(self, sent: bytes) -> wire.AmendReply:
+    async def directive_reply(self, sent: bytes) -> wire.DirectiveReply:
         if sent:
             await self.control.take(sent)
         newest, o = self.control.newest, self.overview()
         peers = [p for p in o.peers if p.heartbeat is not None and p.phase not in ("silent", "gone")]
-        heard = sum(newest is not None and p.heartbeat.amended == newest.body.sequence for p in peers if p.heartbeat)
-        return wire.AmendReply(
-            amendment=newest.sent if newest is not None else b"", round=o.round, peers=len(peers), heard=heard
+        heard = sum(
+            newest is not None and p.heartbeat.directive_sequence == newest.body.sequence for p in peers if p.heartbeat
+        )
+        return wire.DirectiveReply(
+            directive=newest.sent if newest is not None else b"", round=o.round, peers=len(peers), heard=heard
         )
 
     async def account_reply(self, peer: PeerKey) -> wire.AccountReply:

@@ -13,7 +13,7 @@ from coordinator.absences import Absence, Announced, absences
 from coordinator.credits import RoundAccount
 from coordinator.swarm import Heard
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Header, Record, Signed
+from protocol.messages import RoundRecord, Signed, UpdateHeader
 
 MAX_ROUNDS = 20_000
 MAX_WITH_ABSENCES = 1_000
@@ -152,7 +152,7 @@ class Sightings:
 
     def hear(self, message: Signed) -> None:
         """A verified announcement or proposal. Of others nothing is kept."""
-        if not isinstance(message.body, Header | Record):
+        if not isinstance(message.body, UpdateHeader | RoundRecord):
             return
         now = self._now()
         if message.body.parent == self._head:
@@ -165,7 +165,7 @@ class Sightings:
         self._early[key] = (message, now)
 
     def _take(self, message: Signed, at: float) -> None:
-        if isinstance(message.body, Header):
+        if isinstance(message.body, UpdateHeader):
             if message.author in self._heard or len(self._heard) >= MAX_AUTHORS:
                 return
             self._heard[message.author] = Announced(at, message.body.windows)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Amendment, Certificate, Final, Header, Heartbeat, Signed
+from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, UpdateHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Announced:
     """An update that was announced: its header, whether it came when its round was decided already, and what rule of
     the chain it breaks ("": none)."""
 
-    header: Signed[Header]
+    header: Signed[UpdateHeader]
     late: bool
     flaw: str
 
@@ -41,7 +41,7 @@ class SwarmView(Protocol):
         ...
 
     @property
-    def final(self) -> Signed[Final] | None:
+    def final(self) -> Signed[Finalization] | None:
         """The newest final that the swarm knows."""
         ...
 
@@ -80,7 +80,7 @@ class SwarmView(Protocol):
         """Multiaddresses at which the swarm is entered, this observer's own first."""
         ...
 
-    async def publish_final(self, final: Signed[Final]) -> None:
+    async def publish_final(self, final: Signed[Finalization]) -> None:
         """Tell the swarm, and keep telling newcomers. The same final may be published again."""
         ...
 
@@ -89,20 +89,20 @@ class SwarmView(Protocol):
         ...
 
     @property
-    def whereabouts(self) -> Signed[Any] | None:
+    def coordinator_address(self) -> Signed[Any] | None:
         """The owner's newest word on where the coordinator is (body: Whereabouts), as the observer heard or kept it."""
         ...
 
-    async def publish_whereabouts(self, word: Signed[Any]) -> None:
+    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
         """Tell the swarm, and keep it for the next start. The same word may be published again."""
         ...
 
     @property
-    def amendment(self) -> Signed[Amendment] | None:
+    def directive(self) -> Signed[Directive] | None:
         """The owner's newest word on the run, as the observer heard or kept it."""
         ...
 
-    async def publish_amendment(self, word: Signed[Amendment]) -> None:
+    async def publish_directive(self, word: Signed[Directive]) -> None:
         """Tell the swarm, and keep it for the next start. When this returns, the chain has turned as it says."""
         ...
 

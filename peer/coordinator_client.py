@@ -1,9 +1,9 @@
 """Asks a run's coordinator: the spec, admission, how the swarm is, what a peer has earned.
 
 The coordinator is known by the fingerprint of its TLS certificate in the invite (or in the owner's newer word on where
-it is, see `protocol.whereabouts`), and what it says is checked all the same: the spec against the run id, the admission
-against the owner's key. All calls may be repeated without harm, so one that got no answer is tried again, at the
-next address if there is one.
+it is, see `protocol.coordinator_address`), and what it says is checked all the same: the spec against the run id, the
+admission against the owner's key. All calls may be repeated without harm, so one that got no answer is tried again, at
+the next address if there is one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import grpc
 import grpc.aio
 
 from peer.errors import PeerError
+from protocol.coordinator_address import CoordinatorAddress
 from protocol.envelope import seal
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.invite import TLS_NAME, Endpoint, Invite
-from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Opener, Signed
+from protocol.message_codec import MessageDecoder
+from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Signed
 from protocol.spec import RunSpec, open_spec
-from protocol.whereabouts import Whereabouts
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
 
@@ -208,7 +209,7 @@ class CoordinatorClient:
         for channel in channels:
             await channel.close(None)
 
-    def moved(self, to: Whereabouts) -> None:
+    def moved(self, to: CoordinatorAddress) -> None:
         """From now on ask there first, and at the invite's addresses if nobody answers there."""
         there = tuple(_Place(e, to.fingerprint) for e in to.coordinators)
         self._places = tuple(dict.fromkeys((*there, *self._of_invite)))
@@ -240,11 +241,11 @@ class CoordinatorClient:
             return stub.Admit(request, timeout=seconds)
 
         reply: wire.AdmitReply = await self._call(ask)
-        opener = Opener(self._invite.run, spec.owner_key, remember=1)
+        decoder = MessageDecoder(self._invite.run, spec.owner_key, remember=1)
         ahead = time.time() - reply.time
         # By the coordinator's clock, which the admission was made by; this one may be off.
-        opener.admission_at(reply.admission, identity.key, float(reply.time))
-        return Admitted(opener.open(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
+        decoder.admission_at(reply.admission, identity.key, float(reply.time))
+        return Admitted(decoder.open(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
 
     async def status(self) -> Status:
         """How the swarm is. Raises CairnError."""
@@ -271,10 +272,10 @@ class CoordinatorClient:
             _text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds, newest
         )  # fmt: skip
 
-    async def amend(self, sent: bytes = b"") -> wire.AmendReply:
+    async def publish_directive(self, sent: bytes = b"") -> wire.DirectiveReply:
         """Bring the owner's word; without one, ask what the newest is. Raises CairnError."""
-        request = wire.AmendRequest(run=bytes(self._invite.run), amendment=sent)
-        return await self._call(lambda stub, t: stub.Amend(request, timeout=t))
+        request = wire.DirectiveRequest(run=bytes(self._invite.run), directive=sent)
+        return await self._call(lambda stub, t: stub.PublishDirective(request, timeout=t))
 
     # -- how they are made -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ weight of a record is the number of windows accepted from the genesis up to it. 
 (ties: the smaller digest) among those that descend from the newest record that the owner signed as final, and, once the
 owner has rolled the run back (see `standing`), from the record that it goes on from, by records that carry that word.
 
-Whoever adds certificates must have opened them with `messages.Opener`: signatures, admissions and the number of votes
+Whoever adds certificates must have decoded them with `MessageDecoder`: signatures, admissions and the number of votes
 are checked there. Here is checked what depends on the place in the tree.
 """
 
@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from protocol.bodies import Amendment, Record, Rollback
+from protocol.directives import starts_at
 from protocol.errors import ChainError, RivalOfFinal, UnknownParent
 from protocol.ids import Digest, RunId
-from protocol.messages import Certificate, Final, Signed
-from protocol.standing import starts_at
-from protocol.tree import FLATTEN, Anchor, ChainLimits, Link, Tree, genesis_digest
+from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundRecord, Signed
+from protocol.tree import FLATTEN, Anchor, ChainLimits, RecordNode, Tree, genesis_digest
 
 
 class Chain(Tree):
@@ -35,24 +34,24 @@ class Chain(Tree):
         self._aside: set[Digest] = set()
         self._condemned: OrderedDict[Digest, None] = OrderedDict()
         self._newest = self._root.standing.newest
-        self._final: Signed[Final] | None = None
-        self._awaited: Signed[Final] | None = None
+        self._final: Signed[Finalization] | None = None
+        self._awaited: Signed[Finalization] | None = None
 
     # -- reading ---------------------------------------------------------------------------------------------
 
     @property
-    def final(self) -> Signed[Final] | None:
+    def final(self) -> Signed[Finalization] | None:
         """The newest final whose record is in the tree (or was, when limits have passed it)."""
         return self._final
 
     @property
-    def awaited(self) -> Signed[Final] | None:
+    def awaited(self) -> Signed[Finalization] | None:
         """A newer final whose record is not in the tree yet: it must be asked for, however light its branch is."""
         return self._awaited
 
     @property
-    def newest(self) -> Signed[Amendment] | None:
-        """The owner's newest amendment that was heard of, whether or not a record carries it."""
+    def newest(self) -> Signed[Directive] | None:
+        """The owner's newest directive that was heard of, whether or not a record carries it."""
         return self._newest
 
     @property
@@ -88,16 +87,16 @@ class Chain(Tree):
         epoch, back = self._link(parent).standing.epoch, self._back
         return epoch if back is None or back.record != parent else max(epoch, back.epoch)
 
-    def to_carry(self, parent: Digest) -> Signed[Amendment] | None:
-        """The amendment that a record after this one should carry, if any."""
+    def to_carry(self, parent: Digest) -> Signed[Directive] | None:
+        """The directive that a record after this one should carry, if any."""
         newest, standing = self._newest, self._link(parent).standing
         if newest is None or newest.body.rank <= standing.rank:
             return None
         back = newest.body.rollback
         return newest if back == standing.rollback or (back is not None and back.record == parent) else None
 
-    def flaw(self, record: Record) -> str | None:
-        """Why a record cannot follow its parent, as far as amendments go; None when it can."""
+    def flaw(self, record: RoundRecord) -> str | None:
+        """Why a record cannot follow its parent, as far as directives go; None when it can."""
         parent, back = self._link(record.parent), self._back
         if back is not None and parent.digest == back.record and not starts_at(record, back):
             return "the run's owner has rolled the run back to before it"
@@ -131,8 +130,8 @@ class Chain(Tree):
         parent = self._links.get(body.parent)
         if parent is None:
             raise UnknownParent(f"the parent {body.parent.short} of record {digest.short} is not known here")
-        if body.amendment is not None:
-            self.take(body.amendment)  # the owner's word, whatever becomes of the record
+        if body.directive is not None:
+            self.take(body.directive)  # the owner's word, whatever becomes of the record
         self._check_rivals(body, digest, parent)
         if body.round != parent.height:
             raise ChainError(f"record {digest.short}: round {body.round} after round {parent.height - 1}")
@@ -141,7 +140,7 @@ class Chain(Tree):
         self._check_updates(certificate, parent)
         if (flaw := self.limits.exchange.flaw(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
-        link = Link(digest, parent, parent.height + 1, parent.weight + body.windows, certificate)
+        link = RecordNode(digest, parent, parent.height + 1, parent.weight + body.windows, certificate)
         link.size = len(record.sent) + sum(len(v.sent) for v in certificate.votes) + 32 * len(certificate.parts)
         link.ends = {u.author: u.body.end_window for u in body.updates}
         if link.height % FLATTEN == 0:
@@ -161,7 +160,7 @@ class Chain(Tree):
         self._bound()
         return link.digest in self._links
 
-    def add_final(self, final: Signed[Final]) -> bool:
+    def add_final(self, final: Signed[Finalization]) -> bool:
         """Take the owner's final (opened). True when it is newer than what was known.
 
         A final for a record that is not here yet is remembered, and takes effect when the record comes.
@@ -189,19 +188,19 @@ class Chain(Tree):
         self._bound()
         return True
 
-    def take(self, amendment: Signed[Amendment]) -> bool:
+    def take(self, directive: Signed[Directive]) -> bool:
         """Take the owner's word (opened), from wherever it came. True when it is newer than what was known.
 
         A rollback takes effect at once: what was built on the record that the run goes on from leaves the tree.
         """
-        before, body = self._newest, amendment.body
+        before, body = self._newest, directive.body
         if before is not None and body.rank <= before.body.rank:
             return False
         back = body.rollback
         link = None if back is None else self._links.get(back.record)
         if back is not None and link is not None and link.height != back.round:
             raise ChainError(f"the owner's rollback names round {back.round} for a record of round {link.height - 1}")
-        self._newest = amendment
+        self._newest = directive
         if back is None or (before is not None and before.body.rollback == back):
             return True
         if self._final is not None and self._final.body.epoch < back.epoch:
@@ -264,7 +263,7 @@ class Chain(Tree):
     def _back(self) -> Rollback | None:
         return None if self._newest is None else self._newest.body.rollback
 
-    def _check_rivals(self, body: Record, digest: Digest, parent: Link) -> None:
+    def _check_rivals(self, body: RoundRecord, digest: Digest, parent: RecordNode) -> None:
         """Raises RivalOfFinal for a record that no branch can have any more."""
         final = None if self._final is None else self._links.get(self._final.body.record)
         if final is not None and parent.height < final.height:
@@ -279,7 +278,7 @@ class Chain(Tree):
         if parent.height == back.round and not starts_at(body, back) or self.is_stranded:
             raise RivalOfFinal(f"record {digest.short} is of rounds that the owner has rolled back")
 
-    def _keep_only_way_to(self, link: Link) -> None:
+    def _keep_only_way_to(self, link: RecordNode) -> None:
         """Nothing beside the way to a record can win any more."""
         on_way = {link.digest}
         up = link.parent
@@ -291,7 +290,7 @@ class Chain(Tree):
             up = up.parent
         self._aside -= on_way
 
-    def _check_updates(self, certificate: Certificate, parent: Link) -> None:
+    def _check_updates(self, certificate: Certificate, parent: RecordNode) -> None:
         record, name = certificate.record, certificate.digest.short
         if (flaw := self.flaw(record.body)) is not None:
             raise ChainError(f"record {name}: {flaw}")
@@ -301,13 +300,13 @@ class Chain(Tree):
             if u.body.first_window < self.next_window(u.author, parent.digest):
                 raise ChainError(f"peer {u.author.short} claims windows from {u.body.first_window} on a second time")
 
-    def _better(self, a: Link, b: Link) -> bool:
+    def _better(self, a: RecordNode, b: RecordNode) -> bool:
         return a.weight > b.weight or (a.weight == b.weight and a.digest < b.digest)
 
-    def _set_aside(self, link: Link) -> bool:
+    def _set_aside(self, link: RecordNode) -> bool:
         if not self._aside:
             return False
-        up: Link | None = link
+        up: RecordNode | None = link
         while up is not None:
             if up.digest in self._aside:
                 return True
@@ -319,7 +318,7 @@ class Chain(Tree):
         floor = self.floor
         self._move_head(self._best_after(self._root if floor is None else self._links.get(floor, self._root)))
 
-    def _best_after(self, start: Link) -> Link:
+    def _best_after(self, start: RecordNode) -> RecordNode:
         best, todo = start, [start]
         while todo:
             link = todo.pop()
@@ -330,16 +329,16 @@ class Chain(Tree):
             todo.extend(link.children)
         return best
 
-    def _move_head(self, link: Link) -> None:
+    def _move_head(self, link: RecordNode) -> None:
         for height in range(link.height + 1, self._head.height + 1):
             self._main.pop(height, None)
         self._head = link
-        up: Link | None = link
+        up: RecordNode | None = link
         while up is not None and self._main.get(up.height) is not up:
             self._main[up.height] = up
             up = up.parent
 
-    def _drop(self, link: Link) -> int:
+    def _drop(self, link: RecordNode) -> int:
         """Forget a record and all that is built on it. The caller sees to the head."""
         if link.parent is not None:
             link.parent.children.remove(link)
@@ -383,6 +382,6 @@ class Chain(Tree):
         self._root_state = states.pop() if len(states) == 1 else None
 
 
-def _rank(final: Final) -> tuple[int, int]:
+def _rank(final: Finalization) -> tuple[int, int]:
     """Of two finals the one of the later epoch counts, then the one of the later round."""
     return final.epoch, final.round

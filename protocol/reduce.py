@@ -15,15 +15,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from protocol.bodies import MAX_PARTS
 from protocol.codec import Codec, Run, make_codec, make_sum_codec
 from protocol.codec.interface import HEADER, Blob
 from protocol.codec.scales import MAX_INPUT
 from protocol.errors import CodecError
-from protocol.exchange import part_count
 from protocol.layout import CODEC_CHUNK, Layout, Part, TensorShape
 from protocol.merkle import CHUNK
+from protocol.messages import MAX_PARTS
 from protocol.outer import Contribution, RobustMean, Target, in_order
+from protocol.reduce_plan import part_count
 from protocol.spec import CodecSpec, OuterSpec
 
 __all__ = ["Reduction", "apply_reduced", "part_count"]

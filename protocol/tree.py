@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from protocol.directives import ActiveDirectives
 from protocol.errors import ChainError, UnknownParent
-from protocol.exchange import GATHER, Exchange
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import Certificate
-from protocol.standing import Standing
+from protocol.reduce_plan import GATHER, ReducePlan
 
 FLATTEN = 32
 """Every so many rounds a record keeps a whole map of next windows; those between keep only what they changed."""
@@ -29,11 +29,11 @@ class ChainLimits:
     keep_at_least: int = 64
     """Records on the head's path that no limit drops."""
 
-    exchange: Exchange = GATHER
+    exchange: ReducePlan = GATHER
     window: int = 1
-    """Tokens of one: amendments speak of tokens."""
+    """Tokens of one: directives speak of tokens."""
 
-    def under(self, standing: Standing) -> tuple[int, int]:
+    def under(self, standing: ActiveDirectives) -> tuple[int, int]:
         """The most windows of an update, and the most contributors, in the round that follows."""
         changes = standing.changes
         tokens, members = changes.max_update_tokens, changes.max_members
@@ -55,11 +55,11 @@ class Anchor:
     contributors: int = 0
     """Of the record; 0 for the genesis. How the next round is exchanged may follow from it."""
 
-    standing: Standing = Standing()
-    """What the owner's amendments come to."""
+    standing: ActiveDirectives = ActiveDirectives()
+    """What the owner's directives come to."""
 
 
-class Link:
+class RecordNode:
     """One record in the tree."""
 
     __slots__ = (
@@ -67,7 +67,9 @@ class Link:
         "standing",
     )  # fmt: skip
 
-    def __init__(self, digest: Digest, parent: Link | None, height: int, weight: int, certificate: Certificate | None):
+    def __init__(
+        self, digest: Digest, parent: RecordNode | None, height: int, weight: int, certificate: Certificate | None
+    ):
         self.digest = digest
         self.parent = parent
         self.height = height
@@ -77,9 +79,9 @@ class Link:
         self.contributors = 0 if certificate is None else len(certificate.record.body.updates)
         self.ends: dict[PeerKey, int] = {}
         self.flat = False
-        self.children: list[Link] = []
+        self.children: list[RecordNode] = []
         self.size = 0
-        self.standing = Standing()
+        self.standing = ActiveDirectives()
         if parent is not None and certificate is not None:
             self.standing = parent.standing.after(certificate.record.body)
 
@@ -96,14 +98,14 @@ class Tree:
         self.run = run
         self.genesis = genesis_digest(run)
         self._root_state = anchor.state
-        self._root = Link(anchor.record, None, anchor.height, anchor.weight, None)
+        self._root = RecordNode(anchor.record, None, anchor.height, anchor.weight, None)
         self._root.contributors = anchor.contributors
         self._root.ends = dict(anchor.next_windows)
         self._root.flat = True
         self._root.standing = anchor.standing
-        self._links: dict[Digest, Link] = {anchor.record: self._root}
+        self._links: dict[Digest, RecordNode] = {anchor.record: self._root}
         self._head = self._root
-        self._main: dict[int, Link] = {self._root.height: self._root}
+        self._main: dict[int, RecordNode] = {self._root.height: self._root}
 
     def __len__(self) -> int:
         """Records in memory, without the root."""
@@ -143,7 +145,7 @@ class Tree:
 
     def next_window(self, author: PeerKey, at: Digest) -> int:
         """The end of the author's windows that were accepted up to a record: what comes next must not start before."""
-        link: Link | None = self._link(at)
+        link: RecordNode | None = self._link(at)
         while link is not None:
             end = link.ends.get(author)
             if end is not None:
@@ -153,8 +155,8 @@ class Tree:
             link = link.parent
         return 0
 
-    def standing(self, record: Digest) -> Standing:
-        """What the amendments on the way to a record come to, for the round that follows it."""
+    def standing(self, record: Digest) -> ActiveDirectives:
+        """What the directives on the way to a record come to, for the round that follows it."""
         return self._link(record).standing
 
     def is_ancestor(self, ancestor: Digest, record: Digest) -> bool:
@@ -187,7 +189,7 @@ class Tree:
 
     def ancestors(self, record: Digest) -> Iterator[Digest]:
         """The record, its parent, and so on to the root."""
-        link: Link | None = self._link(record)
+        link: RecordNode | None = self._link(record)
         while link is not None:
             yield link.digest
             link = link.parent
@@ -258,28 +260,28 @@ class Tree:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _link(self, record: Digest) -> Link:
+    def _link(self, record: Digest) -> RecordNode:
         link = self._links.get(record)
         if link is None:
             raise ChainError(f"record {record.short} is not in the tree")
         return link
 
-    def _up(self, link: Link) -> Link:
+    def _up(self, link: RecordNode) -> RecordNode:
         if link.parent is None:
             raise ChainError("the tree begins after the records that were asked for")
         return link.parent
 
-    def _descends(self, link: Link, ancestor: Link) -> bool:
-        up: Link | None = link
+    def _descends(self, link: RecordNode, ancestor: RecordNode) -> bool:
+        up: RecordNode | None = link
         while up is not None and up.height > ancestor.height:
             if self._main.get(up.height) is up:
                 return self._main.get(ancestor.height) is ancestor
             up = up.parent
         return up is ancestor
 
-    def _ends_at(self, link: Link) -> dict[PeerKey, int]:
+    def _ends_at(self, link: RecordNode) -> dict[PeerKey, int]:
         maps: list[dict[PeerKey, int]] = []
-        up: Link | None = link
+        up: RecordNode | None = link
         while up is not None:
             maps.append(up.ends)
             if up.flat:

@@ -7,21 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.swarm import Announced, Heard
-from protocol.bodies import Rollback
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.message_codec import KeySigner
 from protocol.messages import (
     Admission,
-    Amendment,
     Certificate,
-    Final,
-    Header,
+    Directive,
+    Finalization,
     Heartbeat,
-    KeySigner,
-    Record,
+    Rollback,
+    RoundRecord,
     Signed,
+    UpdateHeader,
     Vote,
     votes_needed,
 )
@@ -52,7 +52,7 @@ def back_to(
 ) -> bytes:
     """The owner's word that rolls the run back to the record of a round, for the `epoch`-th time."""
     back = Rollback(epoch, record, Round(round_ + 1), state(round_ + 1))
-    return KeySigner(by).sign(Amendment(spec.run_id, sequence, rollback=back)).sent
+    return KeySigner(by).sign(Directive(spec.run_id, sequence, rollback=back)).sent
 
 
 class ChainMaker:
@@ -64,7 +64,7 @@ class ChainMaker:
         self.head = genesis_digest(self.run)
         self.certificates: list[Certificate] = []
         self._next: dict[PeerKey, int] = {}
-        self.amendment: Signed[Amendment] | None = None
+        self.directive: Signed[Directive] | None = None
         """The owner's word that a record carries; headers from then on name its rollback."""
         self._carries = -1
 
@@ -75,9 +75,9 @@ class ChainMaker:
             other._take(certificate)
         return other
 
-    def carry(self, amendment: Signed[Amendment]) -> None:
+    def carry(self, directive: Signed[Directive]) -> None:
         """The next record does."""
-        self.amendment, self._carries = amendment, len(self.certificates)
+        self.directive, self._carries = directive, len(self.certificates)
 
     def _take(self, certificate: Certificate) -> None:
         self.certificates.append(certificate)
@@ -90,18 +90,18 @@ class ChainMaker:
         round_ = Round(len(self.certificates))
         identities = sorted((peer(n) for n in work), key=lambda i: i.key)
         windows = {peer(n).key: w for n, w in work.items()}
-        epoch = self.amendment.body.epoch if self.amendment is not None else 0
+        epoch = self.directive.body.epoch if self.directive is not None else 0
         headers = []
         for identity in identities:
             admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, 0, 2**33, ""))
             first = self._next.get(identity.key, 0)
-            header = Header(
+            header = UpdateHeader(
                 self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
                 Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent, epoch=epoch,
             )  # fmt: skip
             headers.append(KeySigner(identity).sign(header))
-        carried = self.amendment if round_ == self._carries else None
-        body = Record(self.run, round_, self.head, state(round_), attempt, tuple(headers), carried)
+        carried = self.directive if round_ == self._carries else None
+        body = RoundRecord(self.run, round_, self.head, state(round_), attempt, tuple(headers), carried)
         record = KeySigner(identities[0]).sign(body)
         votes = tuple(KeySigner(i).sign(Vote(self.run, round_, record.digest)) for i in identities)
         assert len(votes) >= votes_needed(len(identities))
@@ -116,14 +116,14 @@ class FakeSwarm:
     def __init__(self, spec: RunSpec):
         self.spec = spec
         self.chain = ChainMaker(spec)
-        self.finals: list[Signed[Final]] = []
+        self.finals: list[Signed[Finalization]] = []
         self.words: list[Signed[Any]] = []
         self.heard: dict[PeerKey, Heard] = {}
         self.blobs: set[Digest] = set()
         self.left: list[Certificate] = []
         """Of branches that the chain has left."""
         self.headers: list[Announced] = []
-        self.amendments: list[Signed[Amendment]] = []
+        self.directives: list[Signed[Directive]] = []
         self.offered: list[Digest] = []
         """States that were offered to peers; asked for another than those in `blobs`, it is refused."""
         self.held: int | None = None
@@ -136,15 +136,15 @@ class FakeSwarm:
         return self.chain.head
 
     @property
-    def final(self) -> Signed[Final] | None:
+    def final(self) -> Signed[Finalization] | None:
         return self.finals[-1] if self.finals else None
 
     @property
-    def amendment(self) -> Signed[Amendment] | None:
-        return self.amendments[-1] if self.amendments else None
+    def directive(self) -> Signed[Directive] | None:
+        return self.directives[-1] if self.directives else None
 
-    async def publish_amendment(self, word: Signed[Amendment]) -> None:
-        self.amendments.append(word)
+    async def publish_directive(self, word: Signed[Directive]) -> None:
+        self.directives.append(word)
 
     async def offer_state(self, state: Digest, record: Digest) -> None:
         if state not in self.blobs:
@@ -179,17 +179,17 @@ class FakeSwarm:
     def addresses(self) -> Sequence[str]:
         return ["/ip4/127.0.0.1/tcp/4001/p2p/observer"]
 
-    async def publish_final(self, final: Signed[Final]) -> None:
+    async def publish_final(self, final: Signed[Finalization]) -> None:
         self.finals.append(final)
 
     def own_addresses(self) -> Sequence[str]:
         return self.addresses()[:1]
 
     @property
-    def whereabouts(self) -> Signed[Any] | None:
+    def coordinator_address(self) -> Signed[Any] | None:
         return max(self.words, key=lambda w: w.body.sequence, default=None)
 
-    async def publish_whereabouts(self, word: Signed[Any]) -> None:
+    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
         self.words.append(word)
 
     def held_state(self) -> int:

@@ -19,7 +19,8 @@ from coordinator.keeping.settings import Settings
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round
 from protocol.merkle import blob_digest
-from protocol.messages import Final, KeySigner, encode_certificate
+from protocol.message_codec import KeySigner, encode_certificate
+from protocol.messages import Finalization
 from protocol.model import build_model, parameters_of
 from protocol.spec import RunSpec, sign_spec
 from protocol.state import checkpoint_chunks
@@ -107,7 +108,7 @@ class KeptWorld:
     def finalise(self, archived: Archived) -> Archived:
         """Signed by the owner, by the record that names it."""
         c = self.swarm.chain.certificates[archived.round]
-        final = KeySigner(OWNER).sign(Final(self.spec.run_id, c.record.body.round, c.digest))
+        final = KeySigner(OWNER).sign(Finalization(self.spec.run_id, c.record.body.round, c.digest))
         return self.archive.finalise(archived, final.sent, encode_certificate(c))
 
     def final(self, round_: int) -> Archived:

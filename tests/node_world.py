@@ -43,7 +43,8 @@ from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import blob_digest
-from protocol.messages import Certificate, Opener
+from protocol.message_codec import MessageDecoder
+from protocol.messages import Certificate
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 from tests.specs import OWNER, admission, identity
@@ -326,9 +327,9 @@ class NodeWorld:
             store.put(data)
         if not self.nodes:
             store.put(self.genesis.read_bytes())
-        opener = Opener(self.spec.run_id, OWNER.key)
+        decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
-        membership = Membership(me, self.spec, opener, store, None, name, admission(self.spec, me).sent, ways_in)
+        membership = Membership(me, self.spec, decoder, store, None, name, admission(self.spec, me).sent, ways_in)
         node = self.nodes[name] = Node(membership, NodeOptions(home, device="cpu"))
         self.running[name] = asyncio.create_task(self._run(node, store), name=name)
         return node

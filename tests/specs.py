@@ -6,7 +6,8 @@ from typing import Any
 
 from protocol.identity import Identity
 from protocol.ids import Digest, sha256
-from protocol.messages import Admission, KeySigner, Signed
+from protocol.message_codec import KeySigner
+from protocol.messages import Admission, Signed
 from protocol.spec import RunSpec
 
 

@@ -16,7 +16,8 @@ from peer.swarm.links import LinkLimits, Links
 from peer.swarm.serve import ServeLimits
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.messages import Heartbeat, KeySigner
+from protocol.message_codec import KeySigner
+from protocol.messages import Heartbeat
 from protocol.wire import swarm_pb2 as wire
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -48,8 +49,8 @@ class Member:
         self.packets: list[tuple[PeerKey, wire.Packet]] = []
         self.chain = wire.ChainReply(more=True)
         self.on_packet: Callable[[PeerKey, wire.Packet], Any] = lambda sender, p: self.packets.append((sender, p))
-        self.on_whereabouts: Callable[[wire.WhereaboutsRequest], wire.WhereaboutsReply]
-        self.on_whereabouts = lambda request: wire.WhereaboutsReply(spec=b"spec" * request.spec)
+        self.on_coordinator_address: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply]
+        self.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"spec" * request.spec)
         self.may_serve: Callable[[Digest, PeerKey], Any] = lambda blob, requester: None
         self.served: list[Digest] = []
         self.warnings: list[str] = []
@@ -66,7 +67,7 @@ class Member:
             on_chain_request=lambda sender, request: self.chain,
             may_serve=serve,
             on_warning=self.warnings.append,
-            on_whereabouts=lambda request: self.on_whereabouts(request),
+            on_coordinator_address=lambda request: self.on_coordinator_address(request),
         )
         kwargs = {"listen": LOOPBACK, "run": RUN, "limits": IMPATIENT} | kwargs
         self.swarm = await Swarm.start(self.identity, store=self.store, handlers=handlers, **kwargs)

@@ -18,9 +18,9 @@ from coordinator.alerts import watcher
 from coordinator.alerts.config import AlertConfig, AlertConfigError, Hook, load_config
 from coordinator.alerts.hooks import HookError, payload, plain, post
 from coordinator.alerts.journal import Event, back_off
-from protocol.bodies import Amendment
 from protocol.ids import Digest
-from protocol.messages import KeySigner
+from protocol.message_codec import KeySigner
+from protocol.messages import Directive
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.specs import OWNER
 from tests.test_coordinator_service import running, settled, web
@@ -150,7 +150,7 @@ async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, qui
             swarm.round({0: 600, 1: 700})
             await settled(c, len(swarm.chain.certificates))
             await c._watcher.look()
-        await c.control.take(KeySigner(OWNER).sign(Amendment(SPEC.run_id, 1, order=order)).sent)
+        await c.control.take(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, order=order)).sent)
         for _ in range(60):
             clock[0] += 100
             for n in range(6):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from cairn.announcements import AUTHORS, PER_AUTHOR, Announcements
-from protocol.bodies import RoundChanges
 from protocol.chain import Chain
+from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, Round
-from protocol.messages import Goodbye, Header, KeySigner, Signed
+from protocol.message_codec import KeySigner
+from protocol.messages import Goodbye, RoundChanges, Signed, UpdateHeader
 from protocol.rounds.policy import Policy
-from protocol.standing import Standing
 from tests.coordinator_fakes import ChainMaker, make_spec, peer
 from tests.specs import digest
 
@@ -31,10 +31,10 @@ class World:
     def round(self, work: dict[int, int]) -> None:
         assert self.chain.add(self.maker.add(work))
 
-    def header(self, number: int, parent: Digest | None = None, **changes: Any) -> Signed[Header]:
+    def header(self, number: int, parent: Digest | None = None, **changes: Any) -> Signed[UpdateHeader]:
         at = parent or self.chain.head
         height = self.chain.height(at) if at in self.chain else 0
-        body = Header(
+        body = UpdateHeader(
             SPEC.run_id, Round(height), at, digest("state"), 1000, 1004, 1, digest("blob"), 100, 5.0, b""
         )  # fmt: skip
         return KeySigner(peer(number)).sign(replace(body, **changes))
@@ -78,7 +78,7 @@ def test_what_breaks_a_rule_is_named(world: World):
 def test_a_rule_is_the_one_that_the_owner_has_changed_it_to(world: World, monkeypatch: pytest.MonkeyPatch):
     at, most = world.chain.head, 2 * POLICY.max_update_windows
     changes = RoundChanges(max_update_tokens=most * POLICY.window)
-    monkeypatch.setattr(world.chain, "standing", lambda _: Standing(changes=changes))
+    monkeypatch.setattr(world.chain, "standing", lambda _: ActiveDirectives(changes=changes))
     world.heard.hear(world.header(3, end_window=1000 + most))
     world.heard.hear(world.header(4, end_window=1000 + most + 1))
     assert {a.header.author: bool(a.flaw) for a in world.heard.announced(at)} == {peer(3).key: False, peer(4).key: True}

@@ -18,27 +18,27 @@ from tests.swarm_world import LOOPBACK, RUN, members
 async def test_a_stranger_asks_all_it_knows_and_takes_what_is_good(tmp_path, monkeypatch):
     monkeypatch.setattr(asking, "SETTLE_SECONDS", 0.5)
     async with members(3, tmp_path) as (a, b, c):
-        b.on_whereabouts = lambda request: wire.WhereaboutsReply(spec=b"lies")
+        b.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"lies")
 
-        def broken(request: wire.WhereaboutsRequest) -> wire.WhereaboutsReply:
+        def broken(request: wire.CoordinatorAddressRequest) -> wire.CoordinatorAddressReply:
             raise MalformedError("a question about another run's coordinator")
 
         addresses = [x for m in (a, b, c) for x in m.swarm.addresses]
         gone = addresses[0].replace("tcp/", "tcp/1").replace(addresses[0][-8:], addresses[1][-8:])
-        c.on_whereabouts = broken
+        c.on_coordinator_address = broken
         heard: dict[PeerKey, bytes] = {}
 
-        def good(peer: PeerKey, reply: wire.WhereaboutsReply) -> bool:
+        def good(peer: PeerKey, reply: wire.CoordinatorAddressReply) -> bool:
             heard[peer] = reply.spec
             return reply.spec == b"spec"
 
         count = await ask_members(RUN, ["rubbish", gone, *addresses], good, listen=LOOPBACK)
         assert count == 1 and heard == {a.key: b"spec", b.key: b"lies"}
         # Members ask each other without the spec, which they have.
-        assert await a.swarm.request_whereabouts(b.key, wire.WhereaboutsRequest(run=RUN)) is not None
-        assert (await b.swarm.request_whereabouts(a.key, wire.WhereaboutsRequest(run=RUN))).spec == b""
+        assert await a.swarm.request_coordinator_address(b.key, wire.CoordinatorAddressRequest(run=RUN)) is not None
+        assert (await b.swarm.request_coordinator_address(a.key, wire.CoordinatorAddressRequest(run=RUN))).spec == b""
         with pytest.raises(PeerRefused):
-            await a.swarm.request_whereabouts(c.key, wire.WhereaboutsRequest(run=RUN))
+            await a.swarm.request_coordinator_address(c.key, wire.CoordinatorAddressRequest(run=RUN))
         # Of another run there is nobody to ask here.
         began = time.monotonic()
         assert await ask_members(RunId(b"o" * 32), addresses, good, listen=LOOPBACK) == 0
@@ -47,10 +47,10 @@ async def test_a_stranger_asks_all_it_knows_and_takes_what_is_good(tmp_path, mon
 
 async def test_what_is_given_out_is_counted_against_whoever_asks(tmp_path, monkeypatch):
     async with members(2, tmp_path) as (a, b):
-        a.on_whereabouts = lambda request: wire.WhereaboutsReply(spec=b"x" * 1_000_000)
+        a.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"x" * 1_000_000)
         charged: list[tuple[PeerKey, int]] = []
         monkeypatch.setattr(a.swarm._daemon.guard, "charge", lambda sender, size: charged.append((sender, size)))
-        reply = await b.swarm.request_whereabouts(a.key, wire.WhereaboutsRequest(run=RUN, spec=True))
+        reply = await b.swarm.request_coordinator_address(a.key, wire.CoordinatorAddressRequest(run=RUN, spec=True))
         assert charged == [(b.key, reply.ByteSize())] and a.swarm.bytes_up >= 1_000_000
 
 

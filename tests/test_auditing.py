@@ -32,13 +32,13 @@ from peer.coordinator_client import CoordinatorRefused
 from peer.keyfile import load_or_make
 from peer.log_client import LogClient
 from peer.swarm.errors import PeerRefused, PeerUnreachable
-from protocol.bodies import Rollback
 from protocol.chain import Chain, UnknownParent
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry, encode_line, lines_root
 from protocol.ledger.statements import TreeHead, open_receipt, sign
 from protocol.merkle import leaf_hash, tree_hash
-from protocol.messages import Amendment, Final, Header, KeySigner, encode_certificate
+from protocol.message_codec import KeySigner, encode_certificate
+from protocol.messages import Directive, Finalization, Rollback, UpdateHeader
 from protocol.rounds.policy import Policy
 from protocol.wire import swarm_pb2 as wire
 from tests.coordinator_fakes import FakeSwarm, back_to, make_spec, peer, state
@@ -69,7 +69,7 @@ class Asker:
         final = chain.final.sent if chain.final is not None else b""
         word = chain.newest.sent if chain.newest is not None else b""
         sent = [encode_certificate(c) for c in found]
-        return wire.ChainReply(certificates=sent, final=final, more=more, amendment=word)
+        return wire.ChainReply(certificates=sent, final=final, more=more, directive=word)
 
 
 class Backend:
@@ -105,10 +105,10 @@ class World:
     async def rollback(self, record: Digest, *, told: bool = True) -> None:
         """To round 5, in the ledger; and, when it is told, the next record carries it."""
         if told:
-            word = Amendment(SPEC.run_id, 1, rollback=Rollback(1, record, Round(6), state(6)))
+            word = Directive(SPEC.run_id, 1, rollback=Rollback(1, record, Round(6), state(6)))
             self.swarm.chain.carry(KeySigner(OWNER).sign(word))
-        amendment = back_to(SPEC, record, 5)
-        await self.ledger.run(lambda ledger: ledger.rollback(record, 5, amendment))  # type: ignore[arg-type]
+        directive = back_to(SPEC, record, 5)
+        await self.ledger.run(lambda ledger: ledger.rollback(record, 5, directive))  # type: ignore[arg-type]
 
     async def open(self) -> None:
         # What an owner who falsifies the database does first: no look at it when it is opened.
@@ -428,12 +428,12 @@ async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_
 async def test_an_old_final_that_was_rolled_back_is_no_reason_to_blame_the_log(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch, rounds=5) as w:
         record = w.swarm.chain.certificates[4].digest
-        word = KeySigner(OWNER).sign(Amendment(SPEC.run_id, 1, rollback=Rollback(1, record, Round(5), state(5))))
+        word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, rollback=Rollback(1, record, Round(5), state(5))))
         stale, knowing = w.chain(), w.chain()
         for _ in range(3):
             w.swarm.chain.add({1: 40, 2: 30, 3: 20})
             stale.add(w.swarm.chain.certificates[-1])
-        stale.add_final(KeySigner(OWNER).sign(Final(SPEC.run_id, Round(7), w.swarm.chain.head)))
+        stale.add_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, Round(7), w.swarm.chain.head)))
         assert knowing.take(word)
         w.swarm.chain = w.swarm.chain.fork(5)
         w.chains = {peer(1).key: knowing, peer(2).key: stale}
@@ -456,7 +456,7 @@ async def test_what_is_final_and_not_credited_is_named(tmp_path, monkeypatch):
         for _ in range(3):
             w.swarm.chain.add({1: 40, 2: 30, 3: 20})
         chain = w.chain()
-        chain.add_final(KeySigner(OWNER).sign(Final(SPEC.run_id, 6, w.swarm.chain.certificates[6].digest)))  # type: ignore
+        chain.add_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, 6, w.swarm.chain.certificates[6].digest)))  # type: ignore
         w.chains = {peer(1).key: chain}
         found = await w.found()
         assert found == ["the log ends before rounds 5 to 6: final by the owner's word, and not credited"]
@@ -607,7 +607,7 @@ def admit_request(number: int) -> bytes:
 
 
 def late_header(swarm: FakeSwarm) -> Any:
-    header = Header(
+    header = UpdateHeader(
         SPEC.run_id, Round(0), swarm.chain.head, state(0), 0, 4, 1, digest(3), 100, 5.0, b""
     )  # fmt: skip
     return KeySigner(peer(3)).sign(header)

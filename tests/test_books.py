@@ -30,7 +30,8 @@ from protocol.ledger.entries import (
 )
 from protocol.ledger.verdicts import MAX_REASON, Verdict, open_verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
-from protocol.messages import MAX_CONTRIBUTORS, Amendment, KeySigner
+from protocol.message_codec import KeySigner
+from protocol.messages import MAX_CONTRIBUTORS, Directive
 from tests.coordinator_fakes import ChainMaker, back_to, make_spec, peer
 from tests.specs import OWNER
 
@@ -235,7 +236,7 @@ def test_a_rollback_says_what_the_owners_word_says_and_is_done_once():
     accounts = [account_for(chain.add({n: 5000 + r for n in range(3)}), RULE) for r in range(4)]
     for account in accounts:
         books.post_round(account, 1000)
-    pause = KeySigner(OWNER).sign(Amendment(SPEC.run_id, 1, "paused", 5)).sent
+    pause = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, "paused", 5)).sent
     with pytest.raises(BooksError, match="rolls nothing back"):
         books.rollback(accounts[1].record, Round(1), pause, 2000)
     with pytest.raises(BooksError, match="goes back to round 2"):

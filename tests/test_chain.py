@@ -8,10 +8,10 @@ import pytest
 
 from protocol.chain import Chain, ChainLimits, UnknownParent, genesis_digest
 from protocol.errors import ChainError
-from protocol.exchange import Exchange
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Certificate, Final, Header, Record
+from protocol.messages import Certificate, Finalization, RoundRecord, UpdateHeader
+from protocol.reduce_plan import ReducePlan
 from tests.simulation.signer import FakeSigner, certificate
 
 RUN = RunId(sha256(b"run"))
@@ -37,10 +37,10 @@ def make(
     for i, (first, end) in sorted(claims.items()):
         blob = Digest(sha256(b"blob", KEYS[i], parent, bytes([first % 251, end % 251])))
         updates.append(
-            FakeSigner(KEYS[i]).sign(Header(run, Round(number), parent, state, first, end, 1, blob, 9, 1.0, b""))
+            FakeSigner(KEYS[i]).sign(UpdateHeader(run, Round(number), parent, state, first, end, 1, blob, 9, 1.0, b""))
         )
     author = KEYS[min(claims)] if by is None else by
-    record = FakeSigner(author).sign(Record(run, Round(number), parent, state, 0, tuple(updates)))
+    record = FakeSigner(author).sign(RoundRecord(run, Round(number), parent, state, 0, tuple(updates)))
     return certificate(
         record, [KEYS[i] for i in claims], tuple(Digest(sha256(b"part", bytes([i]), label)) for i in range(parts))
     )
@@ -48,7 +48,7 @@ def make(
 
 def final(record: Certificate):
     body = record.record.body
-    return OWNER.sign(Final(RUN, body.round, record.digest))
+    return OWNER.sign(Finalization(RUN, body.round, record.digest))
 
 
 def line(chain: Chain, parent: Digest, number: int, length: int, who: int, step: int = 1) -> list[Certificate]:
@@ -67,8 +67,8 @@ def new(**limits) -> Chain:
     return Chain(RUN, STATE, ChainLimits(**values))
 
 
-REDUCE = Exchange("reduce", committee=3, update_size=3 * CHUNK, mean_size=CHUNK)
-AUTO = Exchange("auto", committee=1, update_size=2 * CHUNK, mean_size=1)
+REDUCE = ReducePlan("reduce", committee=3, update_size=3 * CHUNK, mean_size=CHUNK)
+AUTO = ReducePlan("auto", committee=1, update_size=2 * CHUNK, mean_size=1)
 
 
 @pytest.mark.parametrize(

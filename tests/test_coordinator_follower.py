@@ -17,7 +17,8 @@ from coordinator.plausible import Plausibility
 from protocol.ids import Round
 from protocol.ledger.entries import VoidEntry, decode_entry
 from protocol.ledger.verdicts import open_verdict
-from protocol.messages import Final, KeySigner
+from protocol.message_codec import KeySigner
+from protocol.messages import Finalization
 from tests.coordinator_fakes import FakeSwarm, back_to, make_spec, peer
 from tests.specs import OWNER
 
@@ -124,7 +125,7 @@ async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_pat
     swarm = FakeSwarm(SPEC)
     rounds(swarm, 10)
     deep = swarm.chain.certificates[8].record
-    swarm.finals.append(KeySigner(OWNER).sign(Final(SPEC.run_id, deep.body.round, deep.digest)))
+    swarm.finals.append(KeySigner(OWNER).sign(Finalization(SPEC.run_id, deep.body.round, deep.digest)))
     async with following(swarm, tmp_path) as (f, until):
         await until(lambda: f.settled)
         assert f.settled == (8, deep.digest)
@@ -140,7 +141,7 @@ async def test_a_final_that_contradicts_the_ledger_is_said_loudly_and_nothing_is
         other = FakeSwarm(SPEC)
         other.round({8: 9})
         record = other.chain.certificates[0].record
-        swarm.finals.append(KeySigner(OWNER).sign(Final(SPEC.run_id, Round(0), record.digest)))
+        swarm.finals.append(KeySigner(OWNER).sign(Finalization(SPEC.run_id, Round(0), record.digest)))
         rounds(swarm, 3)
         await until(lambda: f.problem)
         assert "another coordinator" in f.problem
@@ -310,9 +311,9 @@ async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what
         await until(lambda: f.settled and f.settled[0] == 3)
         old = [account_for(c, RULE) for c in swarm.chain.certificates]
         swarm.finals.clear()
-        amendment = back_to(HOLDING, old[1].record, 1)
-        assert await f.rollback(old[1].record, Round(1), amendment)
-        assert await f.rollback(old[1].record, Round(1), amendment) is False
+        directive = back_to(HOLDING, old[1].record, 1)
+        assert await f.rollback(old[1].record, Round(1), directive)
+        assert await f.rollback(old[1].record, Round(1), directive) is False
         assert f.settled == (1, old[1].record) and len(f.history) == 2
         other = swarm.chain.fork(2)
         for r in range(DEPTH + 2):

@@ -29,12 +29,12 @@ from peer.coordinator_client import (
     _certificate_of,
 )
 from peer.node import finding
+from protocol.coordinator_address import CoordinatorAddress
 from protocol.envelope import seal
 from protocol.errors import CairnError
 from protocol.ids import Digest
 from protocol.invite import TLS_NAME, Endpoint, Invite
 from protocol.spec import sign_spec
-from protocol.whereabouts import Whereabouts
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer
@@ -243,7 +243,7 @@ async def test_a_client_finds_its_coordinator_again_after_a_restart(tmp_path):
 # -- it moves ----------------------------------------------------------------------------------------------------
 
 
-async def told(swarm: FakeSwarm, count: int) -> Whereabouts:
+async def told(swarm: FakeSwarm, count: int) -> CoordinatorAddress:
     """What the swarm is told of the coordinator, once it has been told so often."""
     for _ in range(200):
         if len(swarm.words) >= count:
@@ -309,7 +309,7 @@ async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, 
         monkeypatch.setattr(asyncio, "sleep", lambda _, sleep=asyncio.sleep: sleep(0))
         assert (await status._ask(old, ["/via"])).name == "tiny"
         assert asked == [["/via", *old.addresses]]
-        known = replace(known, whereabouts=None)
+        known = replace(known, coordinator_address=None)
         with pytest.raises(CairnError, match="1 members answer, and know of no other address"):
             await status._ask(old, [])
 

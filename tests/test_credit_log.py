@@ -27,7 +27,8 @@ from protocol.ledger.entries import RoundEntry, decode_entry, decode_line
 from protocol.ledger.statements import bind, open_receipt, open_tree_head
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash
-from protocol.messages import Header, KeySigner
+from protocol.message_codec import KeySigner
+from protocol.messages import UpdateHeader
 from protocol.proofs import check_consistency, check_inclusion
 from tests.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.specs import OWNER, digest, identity
@@ -83,7 +84,7 @@ class World:
         """For the round that is next; the digest of the header."""
         chain = self.swarm.chain
         base = base or state(len(chain.certificates))
-        header = Header(
+        header = UpdateHeader(
             SPEC.run_id,
             len(chain.certificates),
             chain.head,
@@ -235,7 +236,7 @@ async def test_a_voided_line_is_said_and_its_receipt_stays(ledger_place):
 
 def test_a_long_reason_is_cut_to_what_a_receipt_holds():
     header = KeySigner(peer(1)).sign(
-        Header(SPEC.run_id, 0, digest("p"), state(0), 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
+        UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
     )
     account = account_for(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
     reason = why_not(Announced(header, False, "ü" * 400), account, False)

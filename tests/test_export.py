@@ -32,7 +32,7 @@ from protocol.errors import CairnError
 from protocol.ids import Digest, RunId
 from protocol.invite import Endpoint, Invite
 from protocol.layout import MOMENTUM, Layout
-from protocol.messages import encode_certificate
+from protocol.message_codec import encode_certificate
 from protocol.model import build_model, load_state, model_layout, parameters_of, plain_config
 from protocol.spec import RunSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint

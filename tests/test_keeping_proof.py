@@ -21,7 +21,8 @@ from coordinator.keeping.copying import Place
 from protocol.errors import CairnError
 from protocol.ids import Digest, Round
 from protocol.invite import Endpoint, Invite
-from protocol.messages import Admission, Final, Heartbeat, KeySigner, encode_certificate
+from protocol.message_codec import KeySigner, encode_certificate
+from protocol.messages import Admission, Finalization, Heartbeat
 from protocol.spec import sign_spec
 from tests.coordinator_fakes import peer
 from tests.keeping_world import KeptWorld
@@ -73,7 +74,7 @@ def _other_state(folder: Path, world: KeptWorld) -> None:
 
 def _signed_by_another(folder: Path, world: KeptWorld) -> None:
     c = world.swarm.chain.certificates[5]
-    final = KeySigner(identity("liar")).sign(Final(world.spec.run_id, Round(5), c.digest))
+    final = KeySigner(identity("liar")).sign(Finalization(world.spec.run_id, Round(5), c.digest))
     _sheet(folder, final=base64.b64encode(final.sent).decode())
 
 
@@ -82,7 +83,7 @@ def _of_round(number: int) -> Callable[[Path, KeptWorld], None]:
 
     def change(folder: Path, world: KeptWorld) -> None:
         c = world.swarm.chain.certificates[number]
-        final = KeySigner(OWNER).sign(Final(world.spec.run_id, Round(number), c.digest))
+        final = KeySigner(OWNER).sign(Finalization(world.spec.run_id, Round(number), c.digest))
         _sheet(folder, final=base64.b64encode(final.sent).decode())
         (folder / "certificate.bin").write_bytes(encode_certificate(c))
 
@@ -147,7 +148,7 @@ def _last(world: KeptWorld, *holders: int) -> Archived:
     sent = encode_certificate(last)
     words = [_heartbeat(world, n, last.digest, world.digests[5]) for n in holders]
     made = world.add(5, certificate=sent, witnesses=words)
-    final = KeySigner(OWNER).sign(Final(world.spec.run_id, Round(4), last.digest))
+    final = KeySigner(OWNER).sign(Finalization(world.spec.run_id, Round(4), last.digest))
     return world.archive.finalise(made, final.sent, sent)
 
 

@@ -249,7 +249,7 @@ def test_a_rollback_that_the_owner_did_not_sign_is_named(world: LedgerWorld):
     world.rollback(5)
     entry = len(world.log) - 1
     word = back_to(world.spec, world.books.tip, 5, by=identity("stranger"))
-    world.change_entry(entry, amendment=word)
+    world.change_entry(entry, directive=word)
     only(world.found(), f"entry {entry} (rollback)", "not signed by the run's owner")
 
 

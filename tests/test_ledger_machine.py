@@ -163,9 +163,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def rollback(self, data) -> None:
         to = data.draw(st.sampled_from(self.branch))
         self.made += 1
-        amendment = back_to(self.spec, to.record, to.round, self.made)
-        assert self.ledger.rollback(to.record, to.round, amendment)
-        assert self.ledger.rollback(to.record, to.round, amendment) is False
+        directive = back_to(self.spec, to.record, to.round, self.made)
+        assert self.ledger.rollback(to.record, to.round, directive)
+        assert self.ledger.rollback(to.record, to.round, directive) is False
         self.gone += self.branch[to.round + 1 :]
         del self.branch[to.round + 1 :]
         self.others += 1

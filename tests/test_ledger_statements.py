@@ -49,13 +49,13 @@ SENT: dict[str, tuple[bytes, Any]] = {
     "peer": (sign(PEER, BindPeer(RUN, ACCOUNT.key, 5)).sent, lambda sent: open_bind_peer(sent, RUN)),
     "binding": (BINDING.sent, lambda sent: open_binding(sent, RUN)),
 }
-OPENERS = list({id(opener): opener for _, opener in SENT.values()}.values())
+OPENERS = list({id(decoder): decoder for _, decoder in SENT.values()}.values())
 
 
 def test_what_was_signed_opens_as_it_was():
-    for body, opener in ((HEAD, "head"), (RECEIPT, "receipt"), (REFUSED, "receipt")):
+    for body, decoder in ((HEAD, "head"), (RECEIPT, "receipt"), (REFUSED, "receipt")):
         word = sign(OWNER, body)
-        assert SENT[opener][1](word.sent) == word
+        assert SENT[decoder][1](word.sent) == word
         assert (word.body, word.author) == (body, OWNER.key)
         assert sign(OWNER, body).sent == word.sent  # the same words, the same bytes
 
@@ -113,9 +113,9 @@ def test_what_makes_no_sense_is_neither_signed_nor_opened(body: Any):
         sign(OWNER, body)
     kind, _, encode, _ = statements._KINDS[type(body)]
     sent = seal(OWNER, kind, encode(body).SerializeToString(deterministic=True)).sent
-    for opener in OPENERS:
+    for decoder in OPENERS:
         with pytest.raises(ProtocolError):
-            opener(sent)
+            decoder(sent)
 
 
 def test_a_statement_is_written_in_one_way_only():
@@ -145,14 +145,14 @@ _SEEDS = [sent for sent, _ in SENT.values()]
 @given(st.one_of(st.binary(max_size=300), mutated(_SEEDS)))
 def test_whatever_arrives_is_an_error_of_the_protocol(sent: bytes):
     if sent not in _SEEDS:
-        for opener in OPENERS:
+        for decoder in OPENERS:
             with pytest.raises(ProtocolError):
-                opener(sent)
+                decoder(sent)
 
 
 @given(st.sampled_from(list(SENT)), st.data())
 def test_whatever_its_author_signs_is_opened_or_an_error_of_the_protocol(name: str, data: st.DataObject):
-    sent, opener = SENT[name]
+    sent, decoder = SENT[name]
     e = swarm_pb2.Envelope.FromString(sent)
     payload = bytearray(e.payload)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -160,7 +160,7 @@ def test_whatever_its_author_signs_is_opened_or_an_error_of_the_protocol(name: s
     signer = next(i for i in (OWNER, PEER, ACCOUNT) if i.key == e.key)
     changed = seal(signer, e.kind, bytes(payload)).sent
     try:
-        word = opener(changed)
+        word = decoder(changed)
         assert word.sent == changed
     except ProtocolError as error:
         assert str(error).isprintable()

@@ -14,25 +14,21 @@ from protocol.errors import AdmissionError, MalformedError, ProtocolError, Signa
 from protocol.identity import Identity
 from protocol.ids import MAX_COUNT, MAX_ROUND, Round, short_id
 from protocol.merkle import MAX_BLOB
+from protocol.message_codec import HEADER_LIMIT, KINDS, KeySigner, MessageDecoder, body_digest
 from protocol.messages import (
-    HEADER_LIMIT,
-    KINDS,
     MAX_ADDRESS,
     MAX_ADDRESSES,
     MAX_KNOWN,
     MAX_NAME,
     PHASES,
     Admission,
-    Final,
+    Finalization,
     Goodbye,
-    Header,
     Heartbeat,
-    KeySigner,
-    Opener,
-    Record,
+    RoundRecord,
     Signed,
+    UpdateHeader,
     Vote,
-    body_digest,
 )
 from protocol.wire import swarm_pb2 as wire
 from tests.signed import (
@@ -46,9 +42,9 @@ from tests.signed import (
     SPEC,
     STRANGER,
     VOTES,
+    decoder,
     header,
     heartbeat,
-    opener,
     raw,
     record,
     wire_header,
@@ -61,8 +57,8 @@ from tests.specs import OWNER, admission, digest
 @pytest.mark.parametrize("signed", ONE_OF_EACH, ids=lambda s: type(s.body).__name__)
 def test_each_kind_opens_as_it_was_signed(signed: Signed[Any]):
     kind = KINDS[type(signed.body)][0]
-    assert opener().open(signed.sent, type(signed.body)) == signed
-    assert opener().open_any(signed.sent, kind) == signed
+    assert decoder().open(signed.sent, type(signed.body)) == signed
+    assert decoder().open_any(signed.sent, kind) == signed
     assert body_digest(signed.author, signed.body) == signed.digest
 
 
@@ -84,7 +80,7 @@ DIGESTS = st.integers(0, 9).map(digest)
 )  # fmt: skip
 def test_every_header_survives_the_wire(fields: dict[str, Any]):
     signed = header(PEERS[1], **fields)
-    opened = opener().header(signed.sent)
+    opened = decoder().header(signed.sent)
     assert opened == signed
     assert opened.body.windows == fields["end_window"] - fields["first_window"]
 
@@ -101,12 +97,12 @@ def test_every_header_survives_the_wire(fields: dict[str, Any]):
 )  # fmt: skip
 def test_every_heartbeat_survives_the_wire(fields: dict[str, Any]):
     signed = heartbeat(PEERS[1], **fields)
-    assert opener().open(signed.sent, Heartbeat) == signed
+    assert decoder().open(signed.sent, Heartbeat) == signed
 
 
 @given(st.floats(-1e30, 1e30))
 def test_a_signer_holds_the_loss_that_others_read(loss: float):
-    assert opener().header(header(PEERS[1], loss=loss).sent) == header(PEERS[1], loss=loss)
+    assert decoder().header(header(PEERS[1], loss=loss).sent) == header(PEERS[1], loss=loss)
 
 
 def test_a_digest_is_short_only_for_asking():
@@ -135,9 +131,9 @@ def test_nobody_signs_a_header_that_others_would_refuse(changes: dict[str, Any])
      {"loss": math.inf}, {"loss": -math.inf}, {"run": bytes(OTHER_RUN)}],
 )  # fmt: skip
 def test_an_impossible_header_is_malformed(changes: dict[str, Any]):
-    opener().header(raw(PEERS[1], "update", wire_header()))  # without the change it is a good one
+    decoder().header(raw(PEERS[1], "update", wire_header()))  # without the change it is a good one
     with pytest.raises(MalformedError):
-        opener().header(raw(PEERS[1], "update", wire_header(**changes)))
+        decoder().header(raw(PEERS[1], "update", wire_header(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -150,11 +146,11 @@ def test_an_impossible_header_is_malformed(changes: dict[str, Any]):
 )  # fmt: skip
 def test_an_impossible_heartbeat_is_malformed(changes: dict[str, Any]):
     m = wire.Heartbeat.FromString(wire.Envelope.FromString(heartbeat(PEERS[1]).sent).payload)
-    opener().open(raw(PEERS[1], "heartbeat", m), Heartbeat)
+    decoder().open(raw(PEERS[1], "heartbeat", m), Heartbeat)
     for field, value in changes.items():
         setattr(m, field, value)
     with pytest.raises(MalformedError):
-        opener().open(raw(PEERS[1], "heartbeat", m), Heartbeat)
+        decoder().open(raw(PEERS[1], "heartbeat", m), Heartbeat)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +165,7 @@ def test_a_heartbeat_that_lists_too_much_is_malformed(fields: dict[str, list]):
     m.ClearField(next(iter(fields)))  # type: ignore[arg-type]
     m.MergeFrom(wire.Heartbeat(**fields))  # type: ignore[arg-type]
     with pytest.raises(MalformedError):
-        opener().open(raw(PEERS[1], "heartbeat", m), Heartbeat)
+        decoder().open(raw(PEERS[1], "heartbeat", m), Heartbeat)
 
 
 @pytest.mark.parametrize(
@@ -178,33 +174,33 @@ def test_a_heartbeat_that_lists_too_much_is_malformed(fields: dict[str, list]):
 def test_a_name_that_would_trick_a_reader_is_malformed(name: str):
     m = wire.Admission(run=RUN, peer=PEERS[1].key, not_after=1, name=name)
     with pytest.raises(MalformedError):
-        opener().open(raw(OWNER, "admission", m), Admission)
+        decoder().open(raw(OWNER, "admission", m), Admission)
 
 
 def test_invalid_utf8_is_malformed():
     payload = wire.Admission(run=RUN, peer=PEERS[1].key).SerializeToString() + b"\x2a\x02\xff\xfe"
     with pytest.raises(MalformedError):
-        opener().open(seal(OWNER, "admission", payload).sent, Admission)
+        decoder().open(seal(OWNER, "admission", payload).sent, Admission)
 
 
 def test_an_unknown_kind_is_malformed():
     with pytest.raises(MalformedError, match="unknown kind"):
-        opener().open_any(HEADERS[0].sent, "\x1b[2Jupdate")
+        decoder().open_any(HEADERS[0].sent, "\x1b[2Jupdate")
 
 
 def test_a_field_that_a_newer_version_adds_is_passed_over():
     # Bounded by the limit of the kind, signed by the author and named by its digest: it harms nobody.
     payload = wire_header().SerializeToString() + b"\x7a\x03new"
-    assert opener().header(seal(PEERS[1], "update", payload).sent).body == HEADERS[1].body
+    assert decoder().header(seal(PEERS[1], "update", payload).sent).body == HEADERS[1].body
 
 
-@pytest.mark.parametrize("body", [Admission, Header, Vote, Final, Goodbye, Heartbeat])
+@pytest.mark.parametrize("body", [Admission, UpdateHeader, Vote, Finalization, Goodbye, Heartbeat])
 def test_each_kind_has_its_limit(body: type):
     kind, limit, *_ = KINDS[body]
     padded = seal(OWNER, kind, b"\x7a" + b"\xff\xff\x03" + bytes(65535)).sent
     assert len(padded) > limit
     with pytest.raises(MalformedError, match=f"at most {limit} are accepted"):
-        opener().open(padded, body)
+        decoder().open(padded, body)
 
 
 # -- who may say what -----------------------------------------------------------------------------------------
@@ -213,7 +209,7 @@ def test_each_kind_has_its_limit(body: type):
 @pytest.mark.parametrize("signed", ONE_OF_EACH, ids=lambda s: type(s.body).__name__)
 def test_nothing_of_another_run_opens(signed: Signed[Any]):
     with pytest.raises(ProtocolError, match="of another run"):
-        Opener(OTHER_RUN, OWNER.key).open(signed.sent, type(signed.body))
+        MessageDecoder(OTHER_RUN, OWNER.key).open(signed.sent, type(signed.body))
 
 
 @pytest.mark.parametrize("body", KINDS, ids=lambda b: b.__name__)
@@ -221,23 +217,23 @@ def test_no_kind_opens_as_another(body: type):
     for signed in ONE_OF_EACH:
         if type(signed.body) is not body and len(signed.sent) <= KINDS[body][1]:
             with pytest.raises(SignatureError, match="was expected"):
-                opener().open(signed.sent, body)
+                decoder().open(signed.sent, body)
 
 
 def test_what_is_remembered_as_one_kind_is_not_opened_as_another():
-    o = opener()
+    o = decoder()
     assert o.open(VOTES[0].sent, Vote) == VOTES[0]
     with pytest.raises(SignatureError):
-        o.open(VOTES[0].sent, Final)
+        o.open(VOTES[0].sent, Finalization)
 
 
 @pytest.mark.parametrize("signer", [PEERS[1], STRANGER], ids=["a member", "a stranger"])
 def test_only_the_owner_admits_and_finalises(signer: Identity):
     forged = KeySigner(signer).sign(Admission(RUN, signer.key, 0, 2**33, "me"))
     with pytest.raises(AdmissionError, match="not signed by the run's owner"):
-        opener().open(forged.sent, Admission)
+        decoder().open(forged.sent, Admission)
     with pytest.raises(AdmissionError):
-        opener().open(KeySigner(signer).sign(Final(RUN, Round(3), RECORD.digest)).sent, Final)
+        decoder().open(KeySigner(signer).sign(Finalization(RUN, Round(3), RECORD.digest)).sent, Finalization)
 
 
 @pytest.mark.parametrize("how", ["header", "open", "open_any", "in a record"])
@@ -246,24 +242,24 @@ def test_a_header_without_its_authors_admission_never_opens(how: str):
     forged = KeySigner(STRANGER).sign(Admission(RUN, STRANGER.key, 0, 2**33, "me")).sent
     for presented in (b"", b"x", ADMISSIONS[PEERS[1].key], foreign, forged):
         signed = header(STRANGER, admission=presented)
-        o = opener()
+        o = decoder()
         with pytest.raises(ProtocolError):
             if how == "header":
                 o.header(signed.sent)
             elif how == "open":
-                o.open(signed.sent, Header)
+                o.open(signed.sent, UpdateHeader)
             elif how == "open_any":
                 o.open_any(signed.sent, "update")
             else:
-                o.open(record([signed]).sent, Record)
+                o.open(record([signed]).sent, RoundRecord)
         with pytest.raises(ProtocolError):  # nor at the second try
-            o.open(signed.sent, Header)
+            o.open(signed.sent, UpdateHeader)
 
 
 def test_a_heartbeat_shows_its_authors_admission_or_none():
-    assert opener().open(heartbeat(STRANGER, admission=b"").sent, Heartbeat).author == STRANGER.key
+    assert decoder().open(heartbeat(STRANGER, admission=b"").sent, Heartbeat).author == STRANGER.key
     with pytest.raises(AdmissionError, match="presents an admission of"):
-        opener().open(heartbeat(STRANGER, admission=ADMISSIONS[PEERS[1].key]).sent, Heartbeat)
+        decoder().open(heartbeat(STRANGER, admission=ADMISSIONS[PEERS[1].key]).sent, Heartbeat)
 
 
 @pytest.mark.parametrize(
@@ -272,12 +268,12 @@ def test_a_heartbeat_shows_its_authors_admission_or_none():
 def test_an_admission_is_for_a_time(now: float, valid: bool):
     sent = admission(SPEC, PEERS[1], not_before=1000, not_after=3000).sent
     if valid:
-        assert opener().admission_at(sent, PEERS[1].key, now).peer == PEERS[1].key
+        assert decoder().admission_at(sent, PEERS[1].key, now).peer == PEERS[1].key
     else:
         with pytest.raises(AdmissionError, match="wrong clock, or a renewal"):
-            opener().admission_at(sent, PEERS[1].key, now)
+            decoder().admission_at(sent, PEERS[1].key, now)
 
 
 def test_an_admission_is_for_one_peer():
     with pytest.raises(AdmissionError, match="presents an admission of"):
-        opener().admission_at(ADMISSIONS[PEERS[1].key], PEERS[2].key, 0)
+        decoder().admission_at(ADMISSIONS[PEERS[1].key], PEERS[2].key, 0)

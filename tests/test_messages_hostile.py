@@ -6,24 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import messages
+from protocol import message_codec
 from protocol.envelope import seal
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import PeerKey, Round
-from protocol.messages import (
-    KINDS,
-    MAX_KNOWN,
-    Admission,
-    Final,
-    Goodbye,
-    Header,
-    Heartbeat,
-    KeySigner,
-    Opener,
-    Record,
-    Vote,
-    encode_certificate,
-)
+from protocol.message_codec import KINDS, KeySigner, MessageDecoder, encode_certificate
+from protocol.messages import MAX_KNOWN, Admission, Finalization, Goodbye, Heartbeat, RoundRecord, UpdateHeader, Vote
 from protocol.wire import swarm_pb2 as wire
 from tests.mutating import mutated
 from tests.signed import (
@@ -34,9 +22,9 @@ from tests.signed import (
     RUN,
     SENT,
     STRANGER,
+    decoder,
     header,
     heartbeat,
-    opener,
     raw,
     vote,
     wire_record,
@@ -48,23 +36,23 @@ from tests.specs import OWNER, digest, identity
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[PeerKey]:
     """The keys of the signatures that were looked at: what a message costs."""
     keys: list[PeerKey] = []
-    real = messages.open_envelope
+    real = message_codec.open_envelope
 
     def counting(sent: bytes, kind: str, *, limit: int):
         envelope = real(sent, kind, limit=limit)
         keys.append(envelope.author)
         return envelope
 
-    monkeypatch.setattr(messages, "open_envelope", counting)
+    monkeypatch.setattr(message_codec, "open_envelope", counting)
     return keys
 
 
 def test_a_header_is_verified_once_alone_in_a_record_and_in_a_certificate(verified: list[PeerKey]):
-    o = opener()
+    o = decoder()
     for sent in SENT:
         o.header(sent)
     assert len(verified) == 2 * len(SENT)  # and each admission
-    o.open(RECORD.sent, Record)
+    o.open(RECORD.sent, RoundRecord)
     o.certificate(encode_certificate(CERTIFICATE))
     assert len(verified) == 2 * len(SENT) + 1 + len(CERTIFICATE.votes)
 
@@ -72,7 +60,7 @@ def test_a_header_is_verified_once_alone_in_a_record_and_in_a_certificate(verifi
 def test_one_admitted_key_cannot_have_a_thousand_headers_verified(verified: list[PeerKey]):
     many = [header(PEERS[1], blob_size=i).sent for i in range(1000)]
     with pytest.raises(MalformedError, match="each author once"):
-        opener().open(raw(STRANGER, "record", wire_record(many)), Record)
+        decoder().open(raw(STRANGER, "record", wire_record(many)), RoundRecord)
     assert verified == [STRANGER.key]
 
 
@@ -80,13 +68,13 @@ def test_strangers_cannot_have_a_thousand_headers_verified(verified: list[PeerKe
     keys = sorted((identity(f"sybil {i}") for i in range(1000)), key=lambda i: i.key)
     many = [header(i, admission=b"").sent for i in keys]
     with pytest.raises(ProtocolError):
-        opener().open(raw(STRANGER, "record", wire_record(many)), Record)
+        decoder().open(raw(STRANGER, "record", wire_record(many)), RoundRecord)
     assert len(verified) <= 2
 
 
 def test_strangers_cannot_have_a_thousand_votes_verified(verified: list[PeerKey]):
-    o = opener()
-    o.open(RECORD.sent, Record)
+    o = decoder()
+    o.open(RECORD.sent, RoundRecord)
     verified.clear()
     voters = sorted((identity(f"sybil {i}") for i in range(1000)), key=lambda i: i.key)
     sent = wire.Certificate(record=RECORD.sent, votes=[vote(v, RECORD).sent for v in voters]).SerializeToString()
@@ -98,29 +86,32 @@ def test_strangers_cannot_have_a_thousand_votes_verified(verified: list[PeerKey]
 # -- what is remembered ---------------------------------------------------------------------------------------
 
 
-def remembered(o: Opener) -> int:
+def remembered(o: MessageDecoder) -> int:
     return sum(len(memory._seen) for memory in o._seen.values())
 
 
 def test_a_refused_message_is_not_remembered():
-    o = opener()
-    for sent in (header(STRANGER, admission=b"").sent, KeySigner(STRANGER).sign(Final(RUN, Round(3), digest(1))).sent):
-        for body in (Header, Final):
+    o = decoder()
+    for sent in (
+        header(STRANGER, admission=b"").sent,
+        KeySigner(STRANGER).sign(Finalization(RUN, Round(3), digest(1))).sent,
+    ):
+        for body in (UpdateHeader, Finalization):
             with pytest.raises(ProtocolError):
                 o.open(sent, body)
     assert remembered(o) == 0
 
 
 def test_what_is_remembered_is_bounded_in_number():
-    o = opener(remember=10)
+    o = decoder(remember=10)
     for i in range(100):
         o.open(KeySigner(STRANGER).sign(Goodbye(RUN, i)).sent, Goodbye)
     assert remembered(o) == 10
 
 
 def test_what_is_remembered_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(messages, "MAX_REMEMBERED", 1024 * 1024)
-    o = opener()
+    monkeypatch.setattr(message_codec, "MAX_REMEMBERED", 1024 * 1024)
+    o = decoder()
     for i in range(100):
         o.open(heartbeat(STRANGER, admission=b"", sequence=i, known=(2**63,) * 1000).sent, Heartbeat)
     assert 10 <= remembered(o) <= 30
@@ -128,14 +119,14 @@ def test_what_is_remembered_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_message_too_large_to_remember_opens_all_the_same(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(messages, "MAX_REMEMBERED", 1000)
-    o = opener()
+    monkeypatch.setattr(message_codec, "MAX_REMEMBERED", 1000)
+    o = decoder()
     assert o.certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
     assert remembered(o) == 0
 
 
 def test_a_flood_by_strangers_leaves_headers_remembered(verified: list[PeerKey]):
-    o = opener(remember=10)
+    o = decoder(remember=10)
     o.header(SENT[0])
     for i in range(30):
         o.open(KeySigner(STRANGER).sign(Goodbye(RUN, i)).sent, Goodbye)
@@ -155,7 +146,7 @@ _SEEDS = [s.sent for s in ONE_OF_EACH] + [encode_certificate(CERTIFICATE)]
 
 @given(st.one_of(st.binary(max_size=300), mutated(_SEEDS)))
 def test_whatever_arrives_is_opened_or_an_error_of_the_protocol(sent: bytes):
-    o = opener()
+    o = decoder()
     for body in KINDS:
         if sent not in _SEEDS:
             with pytest.raises(ProtocolError):
@@ -169,9 +160,9 @@ def test_whatever_arrives_is_opened_or_an_error_of_the_protocol(sent: bytes):
 
 @given(st.sampled_from(list(KINDS)), st.binary(max_size=200))
 def test_whatever_is_signed_is_opened_or_an_error_of_the_protocol(body: type, payload: bytes):
-    signer = OWNER if body in (Admission, Final) else PEERS[1]
+    signer = OWNER if body in (Admission, Finalization) else PEERS[1]
     try:
-        opener().open(seal(signer, KINDS[body][0], payload).sent, body)
+        decoder().open(seal(signer, KINDS[body][0], payload).sent, body)
     except ProtocolError:
         pass
 
@@ -183,8 +174,8 @@ def test_whatever_a_member_signs_is_opened_or_an_error_of_the_protocol(data: st.
     payload = bytearray(wire.Envelope.FromString(good.sent).payload)
     for _ in range(data.draw(st.integers(1, 3))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
-    signer = OWNER if type(good.body) in (Admission, Final) else PEERS[1]
+    signer = OWNER if type(good.body) in (Admission, Finalization) else PEERS[1]
     try:
-        opener().open(seal(signer, kind, bytes(payload)).sent, type(good.body))
+        decoder().open(seal(signer, kind, bytes(payload)).sent, type(good.body))
     except ProtocolError as e:
         assert str(e).isprintable()

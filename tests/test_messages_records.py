@@ -12,9 +12,8 @@ from protocol.envelope import MAX_ENVELOPE
 from protocol.errors import MalformedError, SignatureError
 from protocol.ids import MAX_COUNT, MAX_ROUND, Round
 from protocol.merkle import MAX_BLOB
+from protocol.message_codec import HEADER_LIMIT, KINDS, VOTE_LIMIT, KeySigner, check_certificate, encode_certificate
 from protocol.messages import (
-    HEADER_LIMIT,
-    KINDS,
     MAX_ADDRESS,
     MAX_ADDRESSES,
     MAX_CERTIFICATE,
@@ -23,15 +22,11 @@ from protocol.messages import (
     MAX_LACKING,
     MAX_NAME,
     MAX_PARTS,
-    VOTE_LIMIT,
     Admission,
     Certificate,
     Heartbeat,
-    KeySigner,
-    Record,
-    Reduced,
-    check_certificate,
-    encode_certificate,
+    RoundRecord,
+    ShardAttestation,
     parts_digest,
     votes_needed,
 )
@@ -48,9 +43,9 @@ from tests.signed import (
     SENT,
     STRANGER,
     VOTES,
+    decoder,
     header,
     heartbeat,
-    opener,
     raw,
     record,
     vote,
@@ -73,7 +68,7 @@ def test_a_record_knows_its_contributors_and_its_work():
 )  # fmt: skip
 def test_a_record_lists_each_author_once_in_order(headers: list[bytes]):
     with pytest.raises((MalformedError, SignatureError)):
-        opener().open(raw(PEERS[0], "record", wire_record(headers)), Record)
+        decoder().open(raw(PEERS[0], "record", wire_record(headers)), RoundRecord)
 
 
 @pytest.mark.parametrize(
@@ -82,16 +77,16 @@ def test_a_record_lists_each_author_once_in_order(headers: list[bytes]):
 def test_a_record_lists_updates_of_its_own_round_alone(changes: dict[str, Any]):
     odd = header(PEERS[2], **changes)
     with pytest.raises(MalformedError):
-        opener().open(raw(PEERS[0], "record", wire_record([SENT[0], odd.sent])), Record)
+        decoder().open(raw(PEERS[0], "record", wire_record([SENT[0], odd.sent])), RoundRecord)
 
 
 @pytest.mark.parametrize(
     "changes", [{"attempt": 2**20 + 1}, {"round": 2**64 - 1}, {"parent": b""}, {"run": bytes(OTHER_RUN)}]
 )
 def test_an_impossible_record_is_malformed(changes: dict[str, Any]):
-    opener().open(raw(PEERS[0], "record", wire_record(SENT)), Record)
+    decoder().open(raw(PEERS[0], "record", wire_record(SENT)), RoundRecord)
     with pytest.raises(MalformedError):
-        opener().open(raw(PEERS[0], "record", wire_record(SENT, **changes)), Record)
+        decoder().open(raw(PEERS[0], "record", wire_record(SENT, **changes)), RoundRecord)
 
 
 # -- certificates ---------------------------------------------------------------------------------------------
@@ -102,15 +97,15 @@ def certified(votes: list[bytes], of: bytes = RECORD.sent) -> bytes:
 
 
 def test_a_certificate_survives_the_wire():
-    assert opener().certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
+    assert decoder().certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
     assert check_certificate(CERTIFICATE) is CERTIFICATE
 
 
 def test_a_certificate_with_parts_survives_the_wire():
     sent = encode_certificate(REDUCED_CERTIFICATE)
-    assert opener().certificate(sent) == REDUCED_CERTIFICATE
+    assert decoder().certificate(sent) == REDUCED_CERTIFICATE
     assert check_certificate(REDUCED_CERTIFICATE) is REDUCED_CERTIFICATE
-    assert encode_certificate(opener().certificate(sent)) == sent
+    assert encode_certificate(decoder().certificate(sent)) == sent
 
 
 def test_what_the_chain_calls_a_record_binds_its_parts_and_is_the_records_digest_without():
@@ -125,20 +120,20 @@ def test_what_the_chain_calls_a_record_binds_its_parts_and_is_the_records_digest
 )
 def test_votes_for_some_parts_certify_no_others(parts):
     with pytest.raises(MalformedError, match="other parts"):
-        opener().certificate(encode_certificate(Certificate(RECORD, REDUCED_CERTIFICATE.votes, parts)))
+        decoder().certificate(encode_certificate(Certificate(RECORD, REDUCED_CERTIFICATE.votes, parts)))
 
 
 def test_votes_for_no_parts_certify_none_and_mixed_votes_nothing():
     for votes in (VOTES[:5], [*REDUCED_CERTIFICATE.votes[:4], VOTES[4]]):
         with pytest.raises(MalformedError, match="other parts"):
-            opener().certificate(encode_certificate(Certificate(RECORD, tuple(votes), PARTS)))
+            decoder().certificate(encode_certificate(Certificate(RECORD, tuple(votes), PARTS)))
 
 
 @pytest.mark.parametrize("parts", [[b""], [bytes(31)], [bytes(32)] * (MAX_PARTS + 1)])
 def test_impossible_parts_are_malformed(parts: list[bytes]):
     votes = [v.sent for v in REDUCED_CERTIFICATE.votes]
     with pytest.raises(MalformedError):
-        opener().certificate(wire.Certificate(record=RECORD.sent, votes=votes, parts=parts).SerializeToString())
+        decoder().certificate(wire.Certificate(record=RECORD.sent, votes=votes, parts=parts).SerializeToString())
 
 
 _KEYS = [bytes(p.key) for p in PEERS]
@@ -163,12 +158,12 @@ _KEYS = [bytes(p.key) for p in PEERS]
 def test_an_impossible_word_on_a_part_is_malformed(changes: dict[str, Any]):
     def sent(**changes: Any) -> bytes:
         fields = {"run": RUN, "round": 3, "record": RECORD.digest, "part": 1, "blob": PARTS[1]}
-        return raw(PEERS[0], "reduced", wire.Reduced(**{**fields, **changes}))
+        return raw(PEERS[0], "reduced", wire.ShardAttestation(**{**fields, **changes}))
 
-    opener().open(sent(), Reduced)
-    opener().open(sent(blob=b"", lacking=_KEYS), Reduced)
+    decoder().open(sent(), ShardAttestation)
+    decoder().open(sent(blob=b"", lacking=_KEYS), ShardAttestation)
     with pytest.raises(MalformedError):
-        opener().open(sent(**changes), Reduced)
+        decoder().open(sent(**changes), ShardAttestation)
 
 
 @given(st.integers(1, 10**6))
@@ -182,10 +177,10 @@ def test_a_certificate_needs_more_than_two_thirds_and_no_more(contributors: int)
 def test_any_five_of_seven_certify_and_no_four(voters: set[int]):
     sent = certified([VOTES[i].sent for i in sorted(voters)])
     if len(voters) >= 5:
-        assert opener().certificate(sent).record == RECORD
+        assert decoder().certificate(sent).record == RECORD
     else:
         with pytest.raises(MalformedError, match="not more than two thirds"):
-            opener().certificate(sent)
+            decoder().certificate(sent)
 
 
 _V = [v.sent for v in VOTES]
@@ -214,13 +209,13 @@ _OTHER = record(HEADERS, attempt=1)
 )
 def test_a_certificate_that_its_votes_do_not_make_is_refused(votes: list[bytes]):
     with pytest.raises((MalformedError, SignatureError)):
-        opener().certificate(certified(votes))
+        decoder().certificate(certified(votes))
 
 
 def test_votes_for_one_record_do_not_certify_another():
-    assert opener().certificate(certified(_V[:5])).record == RECORD
+    assert decoder().certificate(certified(_V[:5])).record == RECORD
     with pytest.raises(MalformedError, match="vote for another record"):
-        opener().certificate(certified(_V[:5], of=_OTHER.sent))
+        decoder().certificate(certified(_V[:5], of=_OTHER.sent))
 
 
 def test_votes_of_strangers_do_not_count_when_made_here_either():
@@ -230,7 +225,7 @@ def test_votes_of_strangers_do_not_count_when_made_here_either():
 
 def test_an_oversized_certificate_is_refused_before_it_is_parsed():
     with pytest.raises(MalformedError, match="at most"):
-        opener().certificate(encode_certificate(CERTIFICATE) + bytes(MAX_CERTIFICATE))
+        decoder().certificate(encode_certificate(CERTIFICATE) + bytes(MAX_CERTIFICATE))
 
 
 def _len_field(size: int) -> int:
@@ -240,7 +235,7 @@ def _len_field(size: int) -> int:
 def test_the_largest_certificate_fits_one_message():
     updates = MAX_CONTRIBUTORS * _len_field(HEADER_LIMIT)
     record_envelope = updates + 400
-    assert record_envelope <= KINDS[Record][1] == MAX_ENVELOPE
+    assert record_envelope <= KINDS[RoundRecord][1] == MAX_ENVELOPE
     votes, parts = MAX_CONTRIBUTORS * _len_field(VOTE_LIMIT), MAX_PARTS * _len_field(32)
     assert _len_field(record_envelope) + votes + parts <= MAX_CERTIFICATE
 
@@ -252,13 +247,15 @@ def test_the_largest_honest_messages_are_within_their_limits():
         PEERS[1], round=MAX_ROUND, end_window=MAX_COUNT, first_window=MAX_COUNT - 1, inner_steps=2**32 - 1,
         blob_size=MAX_BLOB, admission=large.sent,
     )  # fmt: skip
-    assert opener().header(big.sent) == big
+    assert decoder().header(big.sent) == big
     assert len(big.sent) <= HEADER_LIMIT - 64  # a field or two more
     assert len(vote(PEERS[1], RECORD, round=MAX_ROUND, parts=parts_digest(PARTS)).sent) <= VOTE_LIMIT - 32
     lacking = tuple(sorted(identity(f"lacking {i}").key for i in range(MAX_LACKING)))
-    word = KeySigner(PEERS[1]).sign(Reduced(RUN, Round(MAX_ROUND), RECORD.digest, MAX_PARTS - 1, None, lacking))
-    assert opener().open(word.sent, Reduced) == word
+    word = KeySigner(PEERS[1]).sign(
+        ShardAttestation(RUN, Round(MAX_ROUND), RECORD.digest, MAX_PARTS - 1, None, lacking)
+    )
+    assert decoder().open(word.sent, ShardAttestation) == word
     beat = heartbeat(
         PEERS[1], known=(2**64 - 1,) * MAX_KNOWN, addresses=("a" * MAX_ADDRESS,) * MAX_ADDRESSES, admission=large.sent
     )
-    assert opener().open(beat.sent, Heartbeat) == beat
+    assert decoder().open(beat.sent, Heartbeat) == beat

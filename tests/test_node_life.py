@@ -15,7 +15,7 @@ from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.snapshot import read_snapshot
 from peer.store import Store, StoreFull
-from protocol.messages import Opener
+from protocol.message_codec import MessageDecoder
 from protocol.rounds.events import CertificateHeard
 from tests.coordinator_fakes import ChainMaker, make_spec, state
 from tests.specs import OWNER, identity
@@ -42,8 +42,8 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 
 
 def node(folder: Path, store: Store, *, observer: bool = True) -> Node:
-    opener = Opener(SPEC.run_id, OWNER.key)
-    membership = Membership(identity("me"), SPEC, opener, store, None, "me", b"")
+    decoder = MessageDecoder(SPEC.run_id, OWNER.key)
+    membership = Membership(identity("me"), SPEC, decoder, store, None, "me", b"")
     return Node(membership, NodeOptions(folder, observer=observer))
 
 

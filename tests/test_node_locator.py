@@ -17,14 +17,14 @@ from peer.node.locator import SPEC, WHEREABOUTS, Locator
 from peer.node.membership import OWN_ADDRESSES, Membership, run_folder
 from peer.store import Store, StoreFull
 from peer.swarm import asking
+from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.identity import Identity
 from protocol.ids import PeerKey
 from protocol.invite import Endpoint, Invite
 from protocol.spec import sign_spec
-from protocol.whereabouts import Whereabouts, sign_whereabouts
 from protocol.wire import swarm_pb2 as wire
-from tests.signed import HEADERS, PEERS, opener
+from tests.signed import HEADERS, PEERS, decoder
 from tests.specs import OWNER, digest, identity, tiny_spec
 
 RUN = tiny_spec()
@@ -33,7 +33,9 @@ NOW, MOVED = Endpoint("c.example", 7410), Endpoint("d.example", 7410)
 
 
 def word(sequence: int, where: Endpoint = NOW, owner: Identity = OWNER, run=RUN.run_id):
-    return sign_whereabouts(owner, Whereabouts(run, sequence, (where,), digest("certificate"), ("/ip4/9.9.9.9/tcp/1",)))
+    return sign_coordinator_address(
+        owner, CoordinatorAddress(run, sequence, (where,), digest("certificate"), ("/ip4/9.9.9.9/tcp/1",))
+    )
 
 
 @pytest.fixture
@@ -77,19 +79,19 @@ def test_a_full_disk_costs_the_next_start_a_question_not_this_one_the_word(store
 
 def test_anybody_is_told_of_this_run_and_nobody_of_another(store):
     locator = Locator(store, RUN)
-    ask = wire.WhereaboutsRequest(run=RUN.run_id, spec=True)
-    assert locator.answer(ask, ()) == wire.WhereaboutsReply(spec=SENT)
+    ask = wire.CoordinatorAddressRequest(run=RUN.run_id, spec=True)
+    assert locator.answer(ask, ()) == wire.CoordinatorAddressReply(spec=SENT)
     locator.take(word(5).sent)
     reply = locator.answer(ask, [f"/ip4/1.1.1.1/tcp/{i}" for i in range(1000)])
-    assert reply.whereabouts == word(5).sent and len(reply.addresses) == 16
-    assert not locator.answer(wire.WhereaboutsRequest(run=RUN.run_id), ()).spec
+    assert reply.coordinator_address == word(5).sent and len(reply.addresses) == 16
+    assert not locator.answer(wire.CoordinatorAddressRequest(run=RUN.run_id), ()).spec
     with pytest.raises(MalformedError, match="another run"):
-        locator.answer(wire.WhereaboutsRequest(run=bytes(32)), ())
+        locator.answer(wire.CoordinatorAddressRequest(run=bytes(32)), ())
 
 
 def test_in_a_packet_a_flood_of_words_is_not_looked_at_and_the_rest_of_it_is(store, caplog):
     locator = Locator(store, RUN)
-    inbox = Inbox(opener(), locator)
+    inbox = Inbox(decoder(), locator)
     flood = [word(i).sent for i in range(1, 50)]
     packet = wire.Packet(messages=[*flood, HEADERS[1].sent])
     assert sum(e is not None for e in inbox.packet(PEERS[1].key, packet, 1e9)) == 1
@@ -101,7 +103,7 @@ def test_in_a_packet_a_flood_of_words_is_not_looked_at_and_the_rest_of_it_is(sto
 class FakeNetwork:
     """Members, and what each answers; what was broadcast."""
 
-    def __init__(self, answers: dict[PeerKey, wire.WhereaboutsReply | Exception]):
+    def __init__(self, answers: dict[PeerKey, wire.CoordinatorAddressReply | Exception]):
         self._answers = answers
         self.said: list[bytes] = []
         self.outbox = SimpleNamespace(broadcast=lambda to, message: self.said.append(message.sent))
@@ -111,7 +113,9 @@ class FakeNetwork:
     def everyone(self) -> list[PeerKey]:
         return list(self._answers)
 
-    async def request_whereabouts(self, to: PeerKey, request: wire.WhereaboutsRequest) -> wire.WhereaboutsReply:
+    async def request_coordinator_address(
+        self, to: PeerKey, request: wire.CoordinatorAddressRequest
+    ) -> wire.CoordinatorAddressReply:
         assert request.run == RUN.run_id and not request.spec
         answer = self._answers[to]
         if isinstance(answer, Exception):
@@ -123,11 +127,11 @@ async def test_of_what_members_say_the_newest_true_word_is_kept(store):
     locator = Locator(store, RUN)
     keys = [identity(i).key for i in range(6)]
     answers: list[Any] = [
-        wire.WhereaboutsReply(whereabouts=word(99, owner=identity("liar")).sent),
-        wire.WhereaboutsReply(whereabouts=word(5).sent),
-        wire.WhereaboutsReply(whereabouts=word(7, MOVED).sent),
-        wire.WhereaboutsReply(whereabouts=b"x" * 1_000_000),
-        wire.WhereaboutsReply(),
+        wire.CoordinatorAddressReply(coordinator_address=word(99, owner=identity("liar")).sent),
+        wire.CoordinatorAddressReply(coordinator_address=word(5).sent),
+        wire.CoordinatorAddressReply(coordinator_address=word(7, MOVED).sent),
+        wire.CoordinatorAddressReply(coordinator_address=b"x" * 1_000_000),
+        wire.CoordinatorAddressReply(),
         CairnError("silent"),
     ]
     network = FakeNetwork(dict(zip(keys, answers, strict=True)))
@@ -153,7 +157,7 @@ async def test_a_newer_word_is_passed_on_once_and_of_many_at_once_only_the_last(
 # -- the way in -----------------------------------------------------------------------------------------------
 
 
-def heard(*replies: wire.WhereaboutsReply):
+def heard(*replies: wire.CoordinatorAddressReply):
     """As if members had answered so, whatever the addresses."""
 
     async def ask_members(run, addresses: Iterable[str], good, **_: Any) -> int:
@@ -162,7 +166,7 @@ def heard(*replies: wire.WhereaboutsReply):
     return ask_members
 
 
-async def found(monkeypatch, *replies: wire.WhereaboutsReply) -> finding.Found | None:
+async def found(monkeypatch, *replies: wire.CoordinatorAddressReply) -> finding.Found | None:
     monkeypatch.setattr(asking, "ask_members", heard(*replies))
     return await finding.find(RUN.run_id, ["/some"])
 
@@ -172,20 +176,22 @@ async def test_a_newcomer_takes_the_runs_own_spec_and_the_newest_word_of_its_own
     here = "/ip4/1.1.1.1/tcp/1/p2p/X"
     got = await found(
         monkeypatch,
-        wire.WhereaboutsReply(),
-        wire.WhereaboutsReply(spec=sign_spec(OWNER, other).sent),
-        wire.WhereaboutsReply(spec=SENT, whereabouts=word(99, owner=identity("liar")).sent, addresses=["/lie"]),
-        wire.WhereaboutsReply(spec=SENT, whereabouts=word(5).sent, addresses=[here, "no", "/" * 300]),
-        wire.WhereaboutsReply(spec=SENT, whereabouts=word(7, MOVED).sent, addresses=[here]),
-        wire.WhereaboutsReply(spec=SENT),
+        wire.CoordinatorAddressReply(),
+        wire.CoordinatorAddressReply(spec=sign_spec(OWNER, other).sent),
+        wire.CoordinatorAddressReply(
+            spec=SENT, coordinator_address=word(99, owner=identity("liar")).sent, addresses=["/lie"]
+        ),
+        wire.CoordinatorAddressReply(spec=SENT, coordinator_address=word(5).sent, addresses=[here, "no", "/" * 300]),
+        wire.CoordinatorAddressReply(spec=SENT, coordinator_address=word(7, MOVED).sent, addresses=[here]),
+        wire.CoordinatorAddressReply(spec=SENT),
     )
-    assert got is not None and got.sent == SENT and got.whereabouts == word(7, MOVED)
+    assert got is not None and got.sent == SENT and got.coordinator_address == word(7, MOVED)
     assert got.addresses == (here,) and got.members == 3
     assert "not signed by the run's owner" in caplog.text
 
 
 async def test_nobody_who_tells_the_truth_is_nobody_at_all(monkeypatch):
-    assert await found(monkeypatch, wire.WhereaboutsReply(spec=b"x" * 2_000_000)) is None
+    assert await found(monkeypatch, wire.CoordinatorAddressReply(spec=b"x" * 2_000_000)) is None
     assert await found(monkeypatch) is None
 
 
@@ -215,7 +221,7 @@ def test_a_member_prints_an_invite_with_where_the_coordinator_is_and_itself_firs
     with Store(run_folder(tmp_path, RUN.run_id) / "store", 1 << 30) as store:
         store.write_value(SPEC, SENT)
         assert Invite.parse(renewed_invite(str(old), tmp_path)) == old
-        m = Membership(identity("me"), RUN, opener(), store, None, "me", b"")
+        m = Membership(identity("me"), RUN, decoder(), store, None, "me", b"")
         m.learn(
             [f"/ip4/2.2.2.2/tcp/{i}/p2p/{name}" for name in "BCD" for i in (1, 2)], own=["/ip4/3.3.3.3/tcp/1/p2p/ME"]
         )

@@ -17,11 +17,11 @@ from peer.node.finding import Found
 from peer.node.locator import SPEC
 from peer.node.membership import ADMISSION, Membership, known_addresses
 from peer.store import Store, StoreFull
+from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.errors import CairnError
 from protocol.ids import Digest
 from protocol.invite import Endpoint, Invite
 from protocol.spec import sign_spec
-from protocol.whereabouts import Whereabouts, sign_whereabouts
 from tests.specs import OWNER, admission, identity, tiny_spec
 
 RUN = tiny_spec()
@@ -207,7 +207,7 @@ THERE = Endpoint("d.example", 7410)
 
 
 def word(sequence: int = 5):
-    return sign_whereabouts(OWNER, Whereabouts(RUN.run_id, sequence, (THERE,), Digest(bytes(32))))
+    return sign_coordinator_address(OWNER, CoordinatorAddress(RUN.run_id, sequence, (THERE,), Digest(bytes(32))))
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def members(client, monkeypatch):
 
     async def find(run, addresses):
         asked.append(list(addresses))
-        if client.found is not None and client.found.whereabouts is not None:
+        if client.found is not None and client.found.coordinator_address is not None:
             client.run = client.admission = None
         return client.found
 
@@ -225,8 +225,8 @@ def members(client, monkeypatch):
     return asked
 
 
-def found(whereabouts=None) -> Found:
-    return Found(sign_spec(OWNER, RUN).sent, whereabouts, ("/ip4/5.5.5.5/tcp/5",), 2)
+def found(coordinator_address=None) -> Found:
+    return Found(sign_spec(OWNER, RUN).sent, coordinator_address, ("/ip4/5.5.5.5/tcp/5",), 2)
 
 
 async def test_with_an_old_invite_members_say_where_the_coordinator_is_and_it_admits(store, client, members, tmp_path):

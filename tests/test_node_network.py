@@ -22,10 +22,11 @@ from peer.swarm import Handlers
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, short_id
-from protocol.messages import Goodbye, KeySigner, Signed, encode_certificate
+from protocol.message_codec import KeySigner, encode_certificate
+from protocol.messages import Goodbye, Signed
 from protocol.rounds.events import CertificateHeard, Heard
 from protocol.wire import swarm_pb2 as wire
-from tests.signed import CERTIFICATE, HEADERS, PEERS, RECORD, RUN, SPEC, VOTES, heartbeat, opener, raw, vote
+from tests.signed import CERTIFICATE, HEADERS, PEERS, RECORD, RUN, SPEC, VOTES, decoder, heartbeat, raw, vote
 from tests.specs import admission, identity
 
 A, B, C = (p.key for p in PEERS[1:4])
@@ -144,7 +145,7 @@ async def test_a_packet_has_a_size(monkeypatch):
 
 
 def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by_name(caplog):
-    inbox = Inbox(opener())
+    inbox = Inbox(decoder())
     forged = HEADERS[2].sent[:-1] + bytes([HEADERS[2].sent[-1] ^ 1])
     packet = wire.Packet(messages=[HEADERS[1].sent, forged, b"rubbish", HEADERS[3].sent])
     packet.certificates.append(encode_certificate(CERTIFICATE))
@@ -155,7 +156,7 @@ def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by
 
 
 def test_what_does_not_belong_in_the_swarm_is_refused():
-    inbox = Inbox(opener())
+    inbox = Inbox(decoder())
     with pytest.raises(MalformedError, match="does not belong"):
         inbox.message(admission(SPEC, PEERS[1]).sent, 0.0)
     with pytest.raises(MalformedError):
@@ -163,7 +164,7 @@ def test_what_does_not_belong_in_the_swarm_is_refused():
 
 
 def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news_each_second(caplog):
-    inbox = Inbox(opener())
+    inbox = Inbox(decoder())
     late = 2.0**33 + 601
     for i in range(50):
         packet = wire.Packet(messages=[heartbeat(PEERS[1], sequence=i).sent])
@@ -173,14 +174,14 @@ def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news
 
 
 def test_refusals_remembered_are_bounded():
-    inbox = Inbox(opener())
+    inbox = Inbox(decoder())
     for i in range(MAX_KINDS_OF_REFUSAL + 50):
         list(inbox.packet(identity(i).key, wire.Packet(messages=[b"rubbish"]), 0.0))
     assert len(inbox.refused) == MAX_KINDS_OF_REFUSAL
 
 
 async def test_a_chain_reply_is_taken_whole_or_not_at_all():
-    inbox = Inbox(opener())
+    inbox = Inbox(decoder())
     good = encode_certificate(CERTIFICATE)
     heard = await inbox.chain(A, wire.ChainReply(certificates=[good], more=True))
     assert [c.record.digest for c in heard.certificates] == [CERTIFICATE.record.digest] and heard.more
@@ -191,7 +192,7 @@ async def test_a_chain_reply_is_taken_whole_or_not_at_all():
 
 
 def test_what_was_refused_takes_its_turn_too_and_a_heartbeat_that_came_before_is_no_news():
-    inbox = Inbox(opener())
+    inbox = Inbox(decoder())
     beat = heartbeat(PEERS[1])
     found = list(inbox.packet(A, wire.Packet(messages=[b"rubbish", beat.sent, beat.sent, HEADERS[1].sent] * 2), 1e9))
     assert [f is None for f in found] == [True, False, False, False] * 2
@@ -204,7 +205,7 @@ def test_what_was_refused_takes_its_turn_too_and_a_heartbeat_that_came_before_is
 OBSERVER = identity("the coordinator's observer")
 
 
-def whereabouts() -> Signed[Any]:
+def coordinator_address() -> Signed[Any]:
     """The owner's word, as far as the network looks at it."""
     body = SimpleNamespace(addresses=(way(OBSERVER, 7412),))
     return Signed(cast(Any, body), VOTES[3].author, VOTES[3].digest, VOTES[3].sent)
@@ -282,7 +283,7 @@ async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_d
 async def test_a_newcomer_is_told_where_the_coordinator_is_as_far_as_that_is_known():
     net, swarm = network()
     hear(net, heartbeat(PEERS[1]))
-    net._membership.locator.newest = word = whereabouts()
+    net._membership.locator.newest = word = coordinator_address()
     hear(net, heartbeat(PEERS[2]))
     hear(net, heartbeat(PEERS[2], sequence=2))
     await net.outbox.flush(1)
@@ -299,7 +300,7 @@ async def test_there_is_always_room_for_the_coordinators_observer_and_it_is_no_s
     watcher = heartbeat(OBSERVER, admission=b"")
     hear(net, watcher)
     assert OBSERVER.key not in net.directory.peers() and not net.is_known(OBSERVER.key)
-    net._membership.locator.newest = whereabouts()
+    net._membership.locator.newest = coordinator_address()
     hear(net, watcher)
     assert OBSERVER.key in net.directory.peers() and net.is_known(OBSERVER.key)
     assert not net.is_known(identity("stranger 0").key)

@@ -11,7 +11,7 @@ import pytest
 from peer.node.passing import TIMES_OWN_WORK, Passing
 from peer.node.relaying import Relaying
 from protocol.ids import Digest, short_id
-from protocol.messages import Record, Signed
+from protocol.messages import RoundRecord, Signed
 from tests.coordinator_fakes import peer
 from tests.signed import heartbeat
 from tests.test_node_reducing import SIZE, SPEC, Sums, World, _with_blob
@@ -46,7 +46,7 @@ async def world(tmp_path):
     await w.close()
 
 
-def listing(record: Signed[Record], blob: Digest) -> Signed[Record]:
+def listing(record: Signed[RoundRecord], blob: Digest) -> Signed[RoundRecord]:
     """The same, with this as the author's update."""
     updates = tuple(_with_blob(u, blob) if u.author == AUTHOR.key else u for u in record.body.updates)
     return replace(record, body=replace(record.body, updates=updates))

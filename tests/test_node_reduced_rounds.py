@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.exchange import part_count
+from protocol.reduce_plan import part_count
 from tests.node_world import TIMERS, NodeWorld
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

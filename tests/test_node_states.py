@@ -16,10 +16,10 @@ from peer.errors import PeerError, TrainerDied
 from peer.node.states import States
 from peer.node.updates import Updates
 from peer.store import BlobCorrupt, BlobMissing, Store, StoreFull
-from protocol.bodies import Rollback
 from protocol.chain import genesis_digest
 from protocol.errors import CodecError
 from protocol.ids import Digest, Round
+from protocol.messages import Rollback
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.events import ApplyFailed
 from tests.coordinator_fakes import ChainMaker, make_spec, peer, state

@@ -18,7 +18,8 @@ from protocol.errors import ChainError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest
 from protocol.merkle import blob_leaves, tree_hash
-from protocol.messages import Certificate, Final, KeySigner, Opener, encode_certificate
+from protocol.message_codec import KeySigner, MessageDecoder, encode_certificate
+from protocol.messages import Certificate, Finalization
 from protocol.wire import swarm_pb2 as wire
 from tests.coordinator_fakes import ChainMaker, make_spec, peer, state
 from tests.specs import OWNER
@@ -113,7 +114,7 @@ async def test_own_updates_stay_until_they_are_final_after_a_restart_too(store):
     await Keeping(SPEC, store, chain, me).prune([])
     assert store.has(mine) and not store.has(theirs)
     record = made.certificates[1].record
-    chain.add_final(KeySigner(OWNER).sign(Final(SPEC.run_id, record.body.round, record.digest)))
+    chain.add_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, record.body.round, record.digest)))
     await Keeping(SPEC, store, chain, me).prune([])
     assert not store.has(mine)
 
@@ -134,7 +135,7 @@ async def test_only_the_newest_states_that_no_record_names_stay(store):
 
 
 def log_over(store: Store) -> ChainLog:
-    return ChainLog(store, Opener(SPEC.run_id, OWNER.key), SPEC)
+    return ChainLog(store, MessageDecoder(SPEC.run_id, OWNER.key), SPEC)
 
 
 def test_what_was_kept_is_there_after_a_restart_with_its_final(store):
@@ -144,7 +145,7 @@ def test_what_was_kept_is_there_after_a_restart_with_its_final(store):
     for c in made.certificates:
         log.keep(c)
     record = made.certificates[2].record
-    log.keep_final(KeySigner(OWNER).sign(Final(SPEC.run_id, record.body.round, record.digest)))
+    log.keep_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, record.body.round, record.digest)))
     chain = log_over(store).load(LIMITS)
     assert chain.head == made.head and chain.final is not None and chain.final.body.record == record.digest
 
@@ -181,8 +182,8 @@ def test_certificates_of_branches_that_lost_leave_the_disk(store, monkeypatch):
 
 
 def made_digests(store: Store) -> list[Digest]:
-    opener = Opener(SPEC.run_id, OWNER.key)
-    return [opener.certificate(data).record.digest for data in store.certificates()]
+    decoder = MessageDecoder(SPEC.run_id, OWNER.key)
+    return [decoder.certificate(data).record.digest for data in store.certificates()]
 
 
 def test_others_get_what_they_lack_and_strange_questions_an_error(store):

@@ -17,11 +17,11 @@ from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.waiting import wait_until_admitted
 from peer.store import Store
+from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.errors import CairnError
 from protocol.ids import Digest
 from protocol.invite import Endpoint
-from protocol.messages import Opener
-from protocol.whereabouts import Whereabouts, sign_whereabouts
+from protocol.message_codec import MessageDecoder
 from tests.coordinator_fakes import make_spec, state
 from tests.specs import OWNER, admission, identity
 
@@ -45,7 +45,7 @@ class Away:
         self.says: CairnError | None = CoordinatorUnreachable("nobody answers")
         self.closed = False
 
-    def moved(self, to: Whereabouts) -> None:
+    def moved(self, to: CoordinatorAddress) -> None:
         self.says = None
 
     async def admit(self, who, name: str) -> Admitted:
@@ -69,7 +69,7 @@ def newcomer(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(waiting, "RETRY_SECONDS", 0.05)
     with Store(tmp_path / "store", 1 << 30) as store:
         client: Any = Away()
-        yield Membership(ME, SPEC, Opener(SPEC.run_id, OWNER.key), store, client, "me", b"")
+        yield Membership(ME, SPEC, MessageDecoder(SPEC.run_id, OWNER.key), store, client, "me", b"")
 
 
 async def asked(newcomer: Membership, times: int) -> None:
@@ -93,7 +93,7 @@ async def test_it_asks_again_says_so_and_leaves_the_swarm_when_it_is_admitted(ne
     assert caplog.text.count("waiting for the coordinator") == 1  # not at each attempt
     monkeypatch.setattr(waiting, "RETRY_SECONDS", 60.0)
     await asyncio.sleep(0.1)
-    word = sign_whereabouts(OWNER, Whereabouts(SPEC.run_id, 5, (Endpoint("c", 1),), Digest(bytes(32))))
+    word = sign_coordinator_address(OWNER, CoordinatorAddress(SPEC.run_id, 5, (Endpoint("c", 1),), Digest(bytes(32))))
     node.locator.take(word.sent)  # a member tells: it is asked at once, not after a minute
     await asyncio.wait_for(waits, 10)
     assert newcomer.seconds_left() > 80_000 and newcomer.locator.newest == word

@@ -10,10 +10,10 @@ from peer.channel.messages import from_line, to_line
 from peer.node.chainlog import ChainLog
 from peer.node.obeying import Obeying, saved_epoch, words_of
 from peer.store import Store
-from protocol.bodies import Amendment, Rollback, RoundChanges
 from protocol.chain import ChainLimits
 from protocol.ids import Round
-from protocol.messages import KeySigner, Opener
+from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.messages import Directive, Rollback, RoundChanges
 from protocol.rounds import events
 from protocol.rounds.policy import Policy
 from tests import coordinator_fakes
@@ -26,7 +26,7 @@ SPEC = make_spec()
 
 def machine(epoch: int = 0, **orders) -> Any:
     back = Rollback(epoch, SPEC.run_id, Round(3), state(3)) if epoch else None
-    word = KeySigner(OWNER).sign(Amendment(SPEC.run_id, 9, rollback=back))
+    word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 9, rollback=back))
     held = SimpleNamespace(rests=False, afresh=False, policy=Policy(8, 16), word=word.body, is_banned=lambda key: False)
     vars(held).update(orders)
     return cast(Any, SimpleNamespace(orders=held, chain=SimpleNamespace(newest=word)))
@@ -66,10 +66,10 @@ def test_what_was_learnt_goes_once_when_the_run_was_rolled_back_while_the_peer_w
 
 
 def test_people_are_told_in_words():
-    word = Amendment(SPEC.run_id, 1, "paused", 1_700_000_000, "moving", (peer(1).key,))
+    word = Directive(SPEC.run_id, 1, "paused", 1_700_000_000, "moving", (peer(1).key,))
     assert words_of(word, peer(1).key) == "banned by the run's owner (moving)"
     assert words_of(word, peer(2).key) == "paused by the run's owner since 2023-11-14 22:13 UTC (moving)"
-    assert words_of(Amendment(SPEC.run_id, 1), peer(2).key) == ""
+    assert words_of(Directive(SPEC.run_id, 1), peer(2).key) == ""
 
 
 def test_a_restart_leaves_out_the_rounds_that_were_rolled_back(tmp_path, monkeypatch):
@@ -77,17 +77,17 @@ def test_a_restart_leaves_out_the_rounds_that_were_rolled_back(tmp_path, monkeyp
     chain = ChainMaker(SPEC)
     for _ in range(6):
         chain.add({1: 1})
-    opener = Opener(SPEC.run_id, SPEC.owner_key)
+    decoder = MessageDecoder(SPEC.run_id, SPEC.owner_key)
     limits = ChainLimits(1000, 16)
     with Store(tmp_path, 10**9) as store:
-        log = ChainLog(store, opener, SPEC)
+        log = ChainLog(store, decoder, SPEC)
         log.load(limits)
         for certificate in chain.certificates:
             log.keep(certificate)
         back = Rollback(1, chain.certificates[2].digest, Round(3), SPEC.genesis.name)
-        word = KeySigner(OWNER).sign(Amendment(SPEC.run_id, 1, rollback=back))
-        log.keep_amendment(word)
-        loaded = ChainLog(store, opener, SPEC).load(limits)
+        word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, rollback=back))
+        log.keep_directive(word)
+        loaded = ChainLog(store, decoder, SPEC).load(limits)
         assert loaded.head == back.record and loaded.newest == word and len(loaded) == 3
 
 
@@ -98,7 +98,7 @@ async def test_what_a_node_fetches_and_whom_it_knows_goes_by_the_policy_of_the_o
         await w.rounds(["ada"], 1)
         assert node._updates.deadline_seconds == TIMERS["exchange_seconds"]
         changes = RoundChanges(exchange_seconds=9.0, max_members=700, target_tokens=512)
-        node.post(events.Heard(KeySigner(OWNER).sign(Amendment(w.spec.run_id, 1, changes=changes))))
+        node.post(events.Heard(KeySigner(OWNER).sign(Directive(w.spec.run_id, 1, changes=changes))))
         await w.until("it is in force", lambda: node.machine.orders.policy.max_members == 700)
         await w.rounds(["ada"], 1)
         assert node._updates.deadline_seconds == node._reducing.exchange_seconds == 9.0

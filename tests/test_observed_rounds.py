@@ -11,7 +11,7 @@ from peer.node.membership import Membership
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
-from protocol.messages import Opener
+from protocol.message_codec import MessageDecoder
 from protocol.spec import sign_spec
 from tests.node_world import TIMERS, NodeWorld, address_of
 from tests.specs import OWNER, identity
@@ -25,11 +25,11 @@ def observer(world: NodeWorld) -> Node:
     home = world.folder / "observer"
     home.mkdir()
     store = Store(home / "store", 1 << 40)
-    opener = Opener(world.spec.run_id, OWNER.key)
+    decoder = MessageDecoder(world.spec.run_id, OWNER.key)
     ways_in = [address_of(world.key(n)) for n in world.nodes]
     me = identity("observer")
     node = Node(
-        Membership(me, world.spec, opener, store, None, "coordinator", b"", ways_in), NodeOptions(home, observer=True)
+        Membership(me, world.spec, decoder, store, None, "coordinator", b"", ways_in), NodeOptions(home, observer=True)
     )
     world.nodes["observer"] = node
     world.running["observer"] = asyncio.create_task(world._run(node, store))

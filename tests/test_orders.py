@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.bodies import Amendment, Rollback, RoundChanges
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Heartbeat, Record
+from protocol.messages import Directive, Heartbeat, Rollback, RoundChanges, RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
@@ -20,7 +19,7 @@ NEXT = Digest(sha256(b"next"))
 
 
 def word(sequence: int, **fields):
-    return OWNER.sign(Amendment(RUN, sequence, **fields))
+    return OWNER.sign(Directive(RUN, sequence, **fields))
 
 
 def started_again(kept) -> Bench:
@@ -65,7 +64,7 @@ def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
     first = b.of(do.Apply)[0].certificate
     b.step(ev.Applied(first.digest, NEXT))
     theirs = b.header(OTHERS[0], 10, b"2", round=Round(1), parent=first.digest, base_state=NEXT)
-    record = FakeSigner(OTHERS[0]).sign(Record(RUN, Round(1), first.digest, NEXT, 0, (theirs,)))
+    record = FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(1), first.digest, NEXT, 0, (theirs,)))
     gone = certificate(record, [OTHERS[0]])
     b.step(ev.CertificateHeard(gone, OTHERS[0]))
     b.step(ev.BlobHeld(theirs.body.blob))
@@ -97,10 +96,10 @@ def test_a_replayed_heartbeat_is_no_reason_to_tell_its_author_the_word_again():
     b = Bench()
     b.step(ev.Heard(word(7)))
 
-    def beat(sequence: int, amended: int, now: float) -> list:
+    def beat(sequence: int, directive_sequence: int, now: float) -> list:
         body = Heartbeat(
             RUN, sequence, Round(0), b.chain.genesis, 0, 0, "training", 1.0, 1.0, 0, 0, (), (), b"a", "",
-            amended=amended,
+            directive_sequence=directive_sequence,
         )  # fmt: skip
         b.step(ev.Heard(FakeSigner(OTHERS[0]).sign(body)), now)
         return b.of(do.Send)
@@ -118,7 +117,7 @@ def test_who_cannot_follow_a_rollback_because_it_goes_too_far_back_trains_no_mor
         h = b.header(OTHERS[0], 10, bytes([number]), round=Round(number), parent=parent, base_state=state,
                      first_window=10 * number, end_window=10 * number + 10)  # fmt: skip
         made.append(
-            certificate(FakeSigner(OTHERS[0]).sign(Record(RUN, Round(number), parent, state, 0, (h,))), [h.author])
+            certificate(FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(number), parent, state, 0, (h,))), [h.author])
         )
         b.step(ev.CertificateHeard(made[-1], OTHERS[0]))
         b.step(ev.BlobHeld(h.body.blob))

@@ -182,14 +182,15 @@ def test_a_round_says_who_was_in_who_was_not_and_why_and_how_long_it_took(get):
 def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
     import base64
 
-    from protocol.messages import Opener, Record, Vote
+    from protocol.message_codec import MessageDecoder
+    from protocol.messages import RoundRecord, Vote
     from tests.specs import OWNER
 
     given = get.get("/api/rounds/4/certificate").json()
-    opener = Opener(world.swarm.spec.run_id, OWNER.key)
-    record = opener.open(base64.b64decode(given["bytes"]["record"]), Record)
+    decoder = MessageDecoder(world.swarm.spec.run_id, OWNER.key)
+    record = decoder.open(base64.b64decode(given["bytes"]["record"]), RoundRecord)
     assert str(record.digest) == given["record"] and record.body.round == 4
-    votes = [opener.open(base64.b64decode(v), Vote) for v in given["bytes"]["votes"]]
+    votes = [decoder.open(base64.b64decode(v), Vote) for v in given["bytes"]["votes"]]
     assert {v.body.record for v in votes} == {record.digest} and len(votes) == len(given["votes"])
 
 

@@ -18,7 +18,6 @@ from peer.training.parallel.model import build_rank_model, make_mesh
 from peer.training.parallel.outer import Share
 from protocol.codec import make_codec
 from protocol.codec.none import RawCodec
-from protocol.dropped import dropped
 from protocol.errors import CodecError
 from protocol.ids import PeerKey, sha256
 from protocol.layout import Layout
@@ -28,6 +27,7 @@ from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
+from protocol.untransmitted import dropped
 from tests.parallel_world import join, run_ranks, write_json
 from tests.specs import TINY_LLAMA
 

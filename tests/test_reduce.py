@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from protocol.bodies import MAX_PARTS
 from protocol.codec import Codec
 from protocol.errors import CodecError
-from protocol.exchange import part_count
 from protocol.layout import MOMENTUM, Layout, Part
 from protocol.merkle import CHUNK, blob_digest
+from protocol.messages import MAX_PARTS
 from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
+from protocol.reduce_plan import part_count
 from protocol.spec import CodecSpec, OuterSpec
 from tests.test_codec_feedback import LAYOUT, SPECS, every_codec, noise
 from tests.test_codec_format import layouts, specs

@@ -13,13 +13,14 @@ import torch
 from peer.node.reducing import Reducing
 from peer.node.updates import Updates
 from protocol.codec import make_codec
-from protocol.exchange import committees, part_count
 from protocol.ids import Digest, Round
 from protocol.layout import Layout
 from protocol.merkle import CHUNK
-from protocol.messages import Header, KeySigner, Record, Signed
+from protocol.message_codec import KeySigner
+from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
+from protocol.reduce_plan import committees, part_count
 from protocol.rounds.events import BlobHeld, PartReduced
 from protocol.spec import CodecSpec, OuterSpec
 from tests.swarm_world import RUN, Member, Pool
@@ -46,8 +47,8 @@ def update(seed: int) -> bytes:
     return bytes(CODEC.encode({t.name: torch.randn(t.shape, generator=noise) for t in LAYOUT.tensors}))
 
 
-def header(member: Member, blob: Digest) -> Signed[Header]:
-    body = Header(RUN, Round(0), PARENT, PARENT, 0, 1 + member.key[0] % 3, 1, blob, CODEC.size, 5.0, b"")
+def header(member: Member, blob: Digest) -> Signed[UpdateHeader]:
+    body = UpdateHeader(RUN, Round(0), PARENT, PARENT, 0, 1 + member.key[0] % 3, 1, blob, CODEC.size, 5.0, b"")
     return KeySigner(member.identity).sign(body)
 
 
@@ -77,7 +78,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
         blobs = {m.key: update(m.key[0]) for m in lent}
         headers = [header(m, m.store.put(blobs[m.key])) for m in lent]
         ordered = tuple(sorted(headers, key=lambda h: h.author))
-        record = KeySigner(lent[0].identity).sign(Record(RUN, Round(0), PARENT, PARENT, 0, ordered))
+        record = KeySigner(lent[0].identity).sign(RoundRecord(RUN, Round(0), PARENT, PARENT, 0, ordered))
         parts = part_count(4, CODEC.size)
         assert parts == 4 < CODEC.size // CHUNK
         seats = committees(PARENT, 0, record.body.contributors, parts, 2)

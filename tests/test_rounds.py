@@ -6,7 +6,7 @@ import pytest
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
-from protocol.messages import Final, Goodbye, Header, Heartbeat, Record, Vote
+from protocol.messages import Finalization, Goodbye, Heartbeat, RoundRecord, UpdateHeader, Vote
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
@@ -58,7 +58,7 @@ class Bench:
             run=RUN, round=Round(0), parent=self.chain.genesis, base_state=STATE, first_window=0, end_window=windows,
             inner_steps=1, blob=blob_of(key, label), blob_size=9, loss=1.0, admission=b"a",
         )  # fmt: skip
-        return FakeSigner(key).sign(Header(**{**values, **changes}))
+        return FakeSigner(key).sign(UpdateHeader(**{**values, **changes}))
 
     def beat(self, key, *, windows=5, sequence=1, head=None, weight=0, phase="training", admission=b"a"):
         head = head or self.chain.genesis
@@ -80,7 +80,7 @@ class Bench:
 
     def record(self, by, headers, attempt=0):
         updates = tuple(sorted(headers, key=lambda h: h.author))
-        return FakeSigner(by).sign(Record(RUN, Round(0), self.chain.genesis, STATE, attempt, updates))
+        return FakeSigner(by).sign(RoundRecord(RUN, Round(0), self.chain.genesis, STATE, attempt, updates))
 
     @property
     def mine(self):
@@ -90,7 +90,7 @@ class Bench:
 def test_a_lone_peer_certifies_its_own_update_without_a_timer():
     b = Bench()
     b.announce()
-    assert b.said(Header) and b.said(Record) and b.said(Vote)
+    assert b.said(UpdateHeader) and b.said(RoundRecord) and b.said(Vote)
     assert b.of(do.KeepCertificate) and b.of(do.Apply)[0].next_window == 25 and b.of(do.Apply)[0].missed == ()
     assert b.actions.index(b.of(do.KeepCertificate)[0]) < b.actions.index(b.of(do.Apply)[0])
     b.step(ev.Applied(b.chain.head, Digest(sha256(b"next"))))
@@ -159,7 +159,7 @@ def test_no_vote_for_a_record_with_a_bad_update_and_its_author_is_reported():
     b.step(ev.Heard(theirs))
     b.step(ev.BlobBad(theirs.body.blob, "scales"))
     assert [r.about for r in b.of(do.Report)] == [OTHERS[0]]
-    mine_alone = b.said(Record)
+    mine_alone = b.said(RoundRecord)
     assert [len(r.updates) for r in mine_alone] == [1]
     record = b.record(OTHERS[0], [b.machine.summary(0).headers[0], theirs])
     b.step(ev.Heard(record))
@@ -310,7 +310,7 @@ def test_a_drifted_state_is_loud_and_loaded_anew():
         reports += [r.level for r in b.of(do.Report) if r.kind == "drift"]
     assert reports == ["error"]
     b.step(ev.UpdateReady(b.chain.genesis, 0, 5, 5, blob_of(ME), 9, 1.0))
-    assert b.of(do.Resync) and not b.said(Header)
+    assert b.of(do.Resync) and not b.said(UpdateHeader)
 
 
 def test_a_final_may_cut_off_the_record_that_the_trainer_is_being_moved_to():
@@ -324,7 +324,7 @@ def test_a_final_may_cut_off_the_record_that_the_trainer_is_being_moved_to():
         b.step(ev.CertificateHeard(made, OTHERS[0]))
     b.step(ev.BlobHeld(ours.body.blob))
     assert b.of(do.Apply)[0].certificate == heavy
-    b.step(ev.Heard(FakeSigner(PeerKey(sha256(b"owner"))).sign(Final(RUN, Round(0), light.record.digest))))
+    b.step(ev.Heard(FakeSigner(PeerKey(sha256(b"owner"))).sign(Finalization(RUN, Round(0), light.record.digest))))
     assert heavy.record.digest not in b.chain
     b.step(ev.Applied(heavy.record.digest, Digest(sha256(b"cut off"))))
     assert [a.path[-1] for a in b.of(do.Resync)] == [light]
@@ -453,7 +453,7 @@ def test_a_lost_trainer_is_given_its_state_again():
 def test_people_hear_that_nobody_gives_a_final_update_only_after_a_long_wait_and_once():
     b = Bench()
     record = certificate(b.record(OTHERS[0], [b.header(OTHERS[0], 5)]), [OTHERS[0]])
-    final = FakeSigner(PeerKey(sha256(b"owner"))).sign(Final(RUN, Round(0), record.record.digest))
+    final = FakeSigner(PeerKey(sha256(b"owner"))).sign(Finalization(RUN, Round(0), record.record.digest))
     b.step(ev.CertificateHeard(record, OTHERS[0]))
     b.step(ev.Heard(final))
     heard = []
@@ -469,7 +469,7 @@ def test_who_is_on_a_rival_of_what_is_final_is_told_and_asks_for_it_however_ligh
     light, heavy = b.header(OTHERS[0], 5), b.header(OTHERS[1], 50)
     final_record = certificate(b.record(OTHERS[0], [light]), [OTHERS[0]])
     rival = certificate(b.record(OTHERS[1], [heavy]), [OTHERS[1]])
-    final = owner.sign(Final(RUN, Round(0), final_record.record.digest))
+    final = owner.sign(Finalization(RUN, Round(0), final_record.record.digest))
     b.step(ev.CertificateHeard(final_record, OTHERS[0]))
     b.step(ev.Heard(final))
     assert [a.message for a in b.of(do.KeepFinal)] == [final]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.ids import Digest, Round, sha256
-from protocol.messages import Certificate, Final, Record
+from protocol.messages import Certificate, Finalization, RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from tests.simulation.signer import FakeSigner, certificate
@@ -35,7 +35,7 @@ class Split(Second):
                 self.header(key, label=label, round=Round(number), parent=at, base_state=base, first_window=first,
                             end_window=first + windows)
             )  # fmt: skip
-        record = Record(RUN, Round(number), at, base, 0, tuple(sorted(headers, key=lambda h: h.author)))
+        record = RoundRecord(RUN, Round(number), at, base, 0, tuple(sorted(headers, key=lambda h: h.author)))
         made = certificate(FakeSigner(by[0]).sign(record), by)
         self.step(ev.CertificateHeard(made, by[0]))
         return made
@@ -103,7 +103,7 @@ def test_a_branch_that_has_become_final_is_aside_no_more():
     b = Split()
     made = b.hears(b"a")
     b.passes(PATIENCE + 1)
-    b.step(ev.Heard(FakeSigner(OTHERS[9]).sign(Final(RUN, Round(0), made.digest))))
+    b.step(ev.Heard(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
     assert b.chain.head == made.digest
     b.chain.limits = replace(b.chain.limits, keep_at_least=1, max_records=1)
     b.hears(b"b", parent=made)
@@ -118,7 +118,7 @@ def test_who_is_on_the_way_from_a_branch_that_is_gone_does_not_say_that_it_train
         b.step(ev.BlobHeld(blob))
     b.passes(1)
     assert b.machine._position.target == made.digest and b.machine.phase == "training"
-    b.step(ev.Heard(FakeSigner(OTHERS[9]).sign(Final(RUN, Round(0), made.digest))))
+    b.step(ev.Heard(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
     b.chain.limits = replace(b.chain.limits, keep_at_least=1, max_records=1)
     b.hears(b"b", parent=made)
     assert b.first not in b.chain and b.machine._position.applied == b.first

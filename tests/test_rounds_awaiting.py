@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from protocol.exchange import GATHER, Exchange
 from protocol.ids import Digest, Round, sha256
+from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from tests.simulation.checkers import check_counted_once
@@ -204,7 +204,7 @@ DISTANCE = 0.4
 
 
 @pytest.mark.parametrize("exchange", [GATHER, REDUCE])
-def test_who_is_far_away_is_in_the_rounds_though_exchanges_take_longer_than_training(exchange: Exchange):
+def test_who_is_far_away_is_in_the_rounds_though_exchanges_take_longer_than_training(exchange: ReducePlan):
     """Everybody announces the moment it has a new state; two have it, and are heard, long after the others."""
     peers = 6
     policy = policy_for(peers, target_windows=2, exchange=exchange)

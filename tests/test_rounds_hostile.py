@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Record, Vote
+from protocol.messages import RoundRecord, Vote
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.ballot import MAX_RECORDS, RECORDS_PER_AUTHOR
@@ -99,7 +99,7 @@ def test_who_always_skips_to_its_own_turn_does_not_keep_others_from_theirs():
             b.step(ev.Heard(b.record(liar, [theirs[0]], attempt=attempt)))
         else:
             b.step(ev.Tick())
-        mine += b.said(Record)
+        mine += b.said(RoundRecord)
     assert mine, "our turn never came"
 
 
@@ -140,7 +140,7 @@ def test_a_few_with_many_records_do_not_keep_out_the_one_whose_turn_it_is():
     attempts = set()
     while len(attempts) < 2:
         b.step(ev.Tick(), b.machine.next_tick)
-        attempts |= {r.attempt for r in b.said(Record)}
+        attempts |= {r.attempt for r in b.said(RoundRecord)}
         newest = ballot.proposed
         assert newest is not None and newest.digest in ballot.proposals, "and our own"
     assert all(size <= bound for size, bound in b.machine.sizes().values())

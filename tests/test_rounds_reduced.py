@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.exchange import Exchange
 from protocol.ids import Digest, Round, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Header, Record, Reduced, Vote, parts_digest
+from protocol.messages import RoundRecord, ShardAttestation, UpdateHeader, Vote, parts_digest
+from protocol.reduce_plan import ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from tests.simulation.signer import FakeSigner, certificate
 from tests.test_rounds import ME, OTHERS, POLICY, RUN, Bench, blob_of
 
-THREE = replace(POLICY, exchange=Exchange("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUNK))
+THREE = replace(POLICY, exchange=ReducePlan("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUNK))
 """Committees of three: in a round of three everybody is in each of the three committees."""
 
 
@@ -55,7 +55,7 @@ class Reducing(Bench):
 
     def proposed(self):
         return [
-            a.message for a in self.seen if isinstance(a, do.Broadcast) and isinstance(a.message.body, Record)
+            a.message for a in self.seen if isinstance(a, do.Broadcast) and isinstance(a.message.body, RoundRecord)
             and a.message.author == ME
         ]  # fmt: skip
 
@@ -66,7 +66,9 @@ class Reducing(Bench):
         return [m for m in (a.message for a in self.all_of(do.Broadcast)) if isinstance(m.body, body)]
 
     def word(self, by, record, i, blob=None, lacking=()):
-        body = Reduced(RUN, record.body.round, record.digest, i, None if lacking else blob or part(i), tuple(lacking))
+        body = ShardAttestation(
+            RUN, record.body.round, record.digest, i, None if lacking else blob or part(i), tuple(lacking)
+        )
         return self.step(ev.Heard(FakeSigner(by).sign(body)))
 
     def reduce_all(self, record, blobs=None):
@@ -101,7 +103,7 @@ def test_a_vote_needs_every_part_from_more_than_half_of_its_committee():
     b = Reducing()
     record = b.slate()
     b.reduce_all(record)
-    assert [m.body.blob for m in b.all_said(Reduced)] == [part(i) for i in range(3)] and not b.all_said(Vote)
+    assert [m.body.blob for m in b.all_said(ShardAttestation)] == [part(i) for i in range(3)] and not b.all_said(Vote)
     for i in range(2):
         b.word(OTHERS[0], record, i)
     assert not b.all_said(Vote)
@@ -177,7 +179,7 @@ def test_an_author_whose_slices_most_of_a_committee_cannot_get_is_left_out_of_th
     committees = THREE.exchange.committees(record.body)
     i, committee = next((i, c) for i, c in enumerate(committees) if ME in c and lost in c)
     b.step(ev.PartLacking(record.digest, i, (lost,)))
-    (word,) = [m for m in b.all_said(Reduced) if m.body.part == i]
+    (word,) = [m for m in b.all_said(ShardAttestation) if m.body.part == i]
     assert word.body.lacking == (lost,) and word.body.blob is None
     other = next(k for k in committee if k not in (ME, lost))
     b.word(other, record, i, lacking=(lost,))
@@ -246,7 +248,9 @@ def test_a_bad_slice_is_said_to_be_lacking_and_its_author_is_excluded():
     b = Reducing()
     record = b.slate()
     b.step(ev.BlobBad(b.headers[0].body.blob, "scales"))
-    assert {(m.body.part, m.body.lacking) for m in b.all_said(Reduced)} == {(i, (OTHERS[0],)) for i in range(3)}
+    assert {(m.body.part, m.body.lacking) for m in b.all_said(ShardAttestation)} == {
+        (i, (OTHERS[0],)) for i in range(3)
+    }
     assert OTHERS[0] in [r.about for r in b.of(do.Report) if r.kind == "bad-blob"]
     assert [a.record for a in b.of(do.DropReduce)] == [record.digest]
 
@@ -287,7 +291,7 @@ def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_m
     assert b.chain.head == ours.digest and theirs.digest in b.chain and not b.of(do.FetchPart)
     after = Round(1), theirs.digest, Digest(sha256(b"theirs"))
     child = b.header(liar, round=after[0], parent=after[1], base_state=after[2], first_window=10, end_window=20)
-    second = certificate(FakeSigner(liar).sign(Record(RUN, *after, 0, (child,))), [liar], (part(0, b"c"),))
+    second = certificate(FakeSigner(liar).sign(RoundRecord(RUN, *after, 0, (child,))), [liar], (part(0, b"c"),))
     b.step(ev.CertificateHeard(second, liar))
     assert b.chain.head == second.digest
     assert [a.blob for a in b.of(do.FetchPart)] == [*theirs.parts, *second.parts]
@@ -365,11 +369,11 @@ def test_a_leaver_stays_for_as_long_as_committees_may_need_its_update():
 
 
 def test_auto_gathers_after_few_contributors():
-    auto = replace(THREE, exchange=Exchange("auto", committee=3, update_size=8 * CHUNK, mean_size=CHUNK))
+    auto = replace(THREE, exchange=ReducePlan("auto", committee=3, update_size=8 * CHUNK, mean_size=CHUNK))
     b = Bench(policy=auto)
     b.announce()
     assert b.said(Vote)[0].parts is None and b.of(do.Apply)[0].certificate.parts == () and not b.of(do.Reduce)
-    assert b.said(Header)
+    assert b.said(UpdateHeader)
 
 
 def test_who_does_not_take_part_hears_whom_committees_cannot_get_and_follows_what_is_certified_without():
@@ -385,7 +389,7 @@ def test_who_does_not_take_part_hears_whom_committees_cannot_get_and_follows_wha
     where, committee = next((i, c) for i, c in enumerate(THREE.exchange.committees(slate.body)) if OTHERS[3] in c)
     for key in committee:
         if key != OTHERS[3]:
-            word = Reduced(RUN, slate.body.round, slate.digest, where, None, (OTHERS[3],))
+            word = ShardAttestation(RUN, slate.body.round, slate.digest, where, None, (OTHERS[3],))
             b.step(ev.Heard(FakeSigner(key).sign(word)))
     assert [r.about for r in b.of(do.Report)] == [OTHERS[3]]
     made = certificate(b.record(OTHERS[1], headers, attempt=1), OTHERS[:3], tuple(part(i) for i in range(3)))
@@ -400,7 +404,7 @@ def test_words_of_a_round_to_come_are_kept_and_push_out_no_header():
     header = b.header(OTHERS[0], round=Round(1))
     early.keep(header, True)
     for i in range(50):
-        word = Reduced(RUN, Round(1), Digest(sha256(bytes([i]))), 0, part(i))
+        word = ShardAttestation(RUN, Round(1), Digest(sha256(bytes([i]))), 0, part(i))
         early.keep(FakeSigner(OTHERS[0]).sign(word), True)
     kept = early.take(1)
     assert kept[0] == header and len(kept) == 13

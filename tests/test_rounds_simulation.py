@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.exchange import GATHER
+from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Amendment, Certificate, Heartbeat, Vote
+from protocol.messages import Certificate, Directive, Heartbeat, Vote
+from protocol.reduce_plan import GATHER
 from protocol.rounds import helping, members
 from protocol.rounds.context import Context
 from protocol.rounds.events import ChainHeard, ChainSilent
-from protocol.standing import Standing
 from tests.simulation.checkers import (
     Broken,
     check_account,
@@ -54,11 +54,11 @@ class Deaf(Node):
     """Follows no rollback: it takes the owner's word for one that it has."""
 
     def hear(self, message):
-        if not (isinstance(message.body, Amendment) and message.body.rollback is not None):
+        if not (isinstance(message.body, Directive) and message.body.rollback is not None):
             super().hear(message)
 
     def later(self, incarnation, event):
-        if not (isinstance(event, ChainHeard) and event.amendment is not None):
+        if not (isinstance(event, ChainHeard) and event.directive is not None):
             super().later(incarnation, event)
 
 
@@ -134,8 +134,8 @@ def test_a_peer_that_follows_no_rollback_is_caught():
 
 
 def test_updates_of_banned_peers_are_caught(monkeypatch):
-    after = Standing.after
-    monkeypatch.setattr(Standing, "after", lambda s, record: replace(after(s, record), banned=frozenset()))
+    after = ActiveDirectives.after
+    monkeypatch.setattr(ActiveDirectives, "after", lambda s, record: replace(after(s, record), banned=frozenset()))
     monkeypatch.setattr(Context, "is_banned", lambda self, key: False)
     world = calm_world(Node, 3)
     world.owner.say(banned=(world.nodes[2].key,))

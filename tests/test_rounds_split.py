@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.ids import Digest, Round, sha256
-from protocol.messages import Record
+from protocol.messages import RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.blobs import contents
@@ -89,7 +89,7 @@ def _next(b: Second, by, label: bytes, end: int, parent=None, number: int = 1, b
     parent = parent or b.first
     theirs = b.header(by, label=label, round=Round(number), parent=parent, base_state=base, first_window=first,
                       end_window=end)  # fmt: skip
-    record = FakeSigner(by).sign(Record(RUN, Round(number), parent, base, 0, (theirs,)))
+    record = FakeSigner(by).sign(RoundRecord(RUN, Round(number), parent, base, 0, (theirs,)))
     b.hold(theirs)
     b.step(ev.BlobHeld(theirs.body.blob))
     made = certificate(record, [by])

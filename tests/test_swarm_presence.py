@@ -16,7 +16,8 @@ from peer.swarm import presence
 from peer.swarm.presence import MAX_MEMBERS, HeartbeatValidator, members_key, unpack
 from protocol.identity import Identity
 from protocol.ids import RunId, sha256
-from protocol.messages import Goodbye, KeySigner
+from protocol.message_codec import KeySigner
+from protocol.messages import Goodbye
 from tests.swarm_world import RUN, Member, identity, members
 
 KEY = DHTID.generate(members_key(RUN))

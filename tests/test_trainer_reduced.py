@@ -12,12 +12,12 @@ from torch import Tensor
 
 from peer.channel import Apply, Load, RoundUpdates, UpdateFile, UpdateMade
 from peer.training.trainer import Trainer
-from protocol.dropped import dropped
 from protocol.errors import CodecError
 from protocol.merkle import blob_digest
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
+from protocol.untransmitted import dropped
 from tests.test_trainer_state import born, closed, copied, loaded, same, train, update  # noqa: F401
 from tests.trainer_world import BATCH, World, accepted_round, apply, peer_key, record_digest
 

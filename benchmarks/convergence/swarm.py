@@ -21,12 +21,12 @@ from benchmarks.convergence.replica import Replica, split
 from benchmarks.convergence.setting import Setting
 from peer.training.outer import OuterSide
 from protocol.codec import make_codec
-from protocol.dropped import dropped
 from protocol.layout import MOMENTUM
 from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_layout
+from protocol.untransmitted import dropped
 
 COMMITTEE = 3
 """Members who reduce a part."""

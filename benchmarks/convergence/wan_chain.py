@@ -8,7 +8,7 @@ from pathlib import Path
 from coordinator.authoring.resolve import SPEC
 from protocol.chain import Chain
 from protocol.envelope import open_envelope
-from protocol.messages import Opener
+from protocol.message_codec import MessageDecoder
 from protocol.rounds.policy import Policy
 from protocol.spec import KIND, MAX_SPEC, RunSpec, parse_spec
 
@@ -31,10 +31,10 @@ def read_spec(home: Path) -> RunSpec:
 
 def read_chain(spec: RunSpec, store: Path) -> list[ChainRound]:
     """The head's path from the genesis, oldest first. Every certificate is verified. Raises ProtocolError."""
-    opener = Opener(spec.run_id, spec.owner_key)
+    decoder = MessageDecoder(spec.run_id, spec.owner_key)
     chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
     for file in sorted((store / "chain").glob("*-*")):
-        chain.add(opener.certificate(file.read_bytes()[32:]))
+        chain.add(decoder.certificate(file.read_bytes()[32:]))
     rounds = []
     for certificate in chain.path(chain.genesis, chain.head):
         body = certificate.record.body

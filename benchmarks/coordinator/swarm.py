@@ -12,7 +12,7 @@ from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Amendment, Certificate, Final, Header, Heartbeat, Record, Signed
+from protocol.messages import Certificate, Directive, Finalization, Heartbeat, RoundRecord, Signed, UpdateHeader
 from protocol.spec import RunSpec
 
 OWNER = Identity(sha256(b"the benchmark's owner"))
@@ -52,9 +52,9 @@ class SimulatedSwarm:
         self.spec = spec
         self.keys: list[PeerKey] = [identity(n).key for n in range(peers)]
         self.head = genesis_digest(spec.run_id)
-        self.final: Signed[Final] | None = None
-        self.whereabouts: Signed[Any] | None = None
-        self.amendment: Signed[Amendment] | None = None
+        self.final: Signed[Finalization] | None = None
+        self.coordinator_address: Signed[Any] | None = None
+        self.directive: Signed[Directive] | None = None
         self.certificates: list[Certificate] = []
         self._at: dict[Digest, int] = {self.head: 0}
         self._heard: dict[PeerKey, tuple[Heartbeat, float]] = {}
@@ -86,11 +86,11 @@ class SimulatedSwarm:
     def own_addresses(self) -> Sequence[str]:
         return self.addresses()[:1]
 
-    async def publish_final(self, final: Signed[Final]) -> None:
+    async def publish_final(self, final: Signed[Finalization]) -> None:
         self.final = final
 
-    async def publish_whereabouts(self, word: Signed[Any]) -> None:
-        self.whereabouts = word
+    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
+        self.coordinator_address = word
 
     def held_state(self) -> int:
         return len(self.certificates)
@@ -104,8 +104,8 @@ class SimulatedSwarm:
     def announced(self, parent: Digest) -> Sequence[Announced]:
         return ()
 
-    async def publish_amendment(self, word: Signed[Amendment]) -> None:
-        self.amendment = word
+    async def publish_directive(self, word: Signed[Directive]) -> None:
+        self.directive = word
 
     async def offer_state(self, state: Digest, record: Digest) -> None:
         raise CairnError("no state is kept here")
@@ -132,11 +132,11 @@ class SimulatedSwarm:
         headers = []
         for key in keys:
             name = Digest(sha256(b"update", key, self.head))
-            body = Header(
+            body = UpdateHeader(
                 self.spec.run_id, number, self.head, base, 0, WINDOWS, 16, name, 10**7, loss, b""
             )  # fmt: skip
             headers.append(Signed(body, key, name, b""))
-        record = Record(self.spec.run_id, number, self.head, base, 0, tuple(headers))
+        record = RoundRecord(self.spec.run_id, number, self.head, base, 0, tuple(headers))
         digest = Digest(sha256(b"record", self.head, number.to_bytes(8, "big")))
         certificate = Certificate(Signed(record, keys[0], digest, b""), ())
         self.certificates.append(certificate)

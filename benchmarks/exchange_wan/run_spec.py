@@ -15,7 +15,8 @@ from peer.store import Store
 from protocol.identity import Identity
 from protocol.ids import sha256
 from protocol.merkle import blob_digest
-from protocol.messages import Admission, KeySigner
+from protocol.message_codec import KeySigner
+from protocol.messages import Admission
 from protocol.spec import RunSpec
 from protocol.state import checkpoint_chunks, state_digest
 

@@ -9,7 +9,7 @@ from benchmarks.scale.shadows import part_of
 from benchmarks.scale.sizes import CheapSigner, key_of
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Certificate, Record, Signed
+from protocol.messages import Certificate, RoundRecord, Signed
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
@@ -79,7 +79,7 @@ class Peer:
         for action in actions:
             match action:
                 case do.Broadcast(message):
-                    if isinstance(message.body, Record):
+                    if isinstance(message.body, RoundRecord):
                         world.shadows.slate(message)
                     world.links.broadcast(self.index, message)
                     world.shadows.follow(self, message)

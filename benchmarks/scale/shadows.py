@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from benchmarks.scale.shape import CORES
 from benchmarks.scale.sizes import CheapSigner, key_of
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Header, Heartbeat, Record, Reduced, Signed, Vote
+from protocol.messages import Heartbeat, RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote
 
 if TYPE_CHECKING:
     from benchmarks.scale.peer import Peer
@@ -45,7 +45,7 @@ class Shadows:
     def follow(self, model: Peer, message: Signed) -> None:
         """What a watched peer says to all, its shadows say too: each for itself, and what it repeats of others."""
         shape, clock, body = self._world.shape, self._world.clock, message.body
-        if message.author == model.key and not isinstance(body, Header | Heartbeat | Vote):
+        if message.author == model.key and not isinstance(body, UpdateHeader | Heartbeat | Vote):
             return
         for index in range(shape.machines + model.index, shape.peers, shape.machines):
             said = self._own(index, message) if message.author == model.key else message
@@ -58,7 +58,7 @@ class Shadows:
             return signer.sign(body)
         said = self._said.get((index, message.digest))
         if said is None:
-            if isinstance(body, Header):
+            if isinstance(body, UpdateHeader):
                 body = replace(body, blob=Digest(sha256(b"blob", signer.key, body.parent)))
             said = self._said[index, message.digest] = signer.sign(body)
         return said
@@ -75,11 +75,11 @@ class Shadows:
         holds = model.machine._c.blobs.holds
         listed = [h for h in b.candidates() if b.reduces or holds(h.body.blob)]
         updates = tuple(sorted(listed, key=lambda h: h.author))
-        record = self._signers[index].sign(Record(self._world.run, b.number, b.parent, b.state, 0, updates))
+        record = self._signers[index].sign(RoundRecord(self._world.run, b.number, b.parent, b.state, 0, updates))
         self.slate(record)
         self._world.links.broadcast(index, record)
 
-    def slate(self, record: Signed[Record]) -> None:
+    def slate(self, record: Signed[RoundRecord]) -> None:
         """A record was proposed: those who have a seat get their slices, make their parts and name them."""
         world = self._world
         shape, clock = world.shape, world.clock
@@ -95,7 +95,7 @@ class Shadows:
             size = sum((shape.peers - 1) * shape.slice_bytes(p) for p in parts)
             heard = clock.now + 2.5 * shape.rtt + size / (shape.down / 8 * shape.efficiency)
             for i, part in enumerate(parts):
-                body = Reduced(world.run, record.body.round, record.digest, part, part_of(record.digest, part))
+                body = ShardAttestation(world.run, record.body.round, record.digest, part, part_of(record.digest, part))
                 said = self._signers[index].sign(body)
                 clock.at(heard + shape.reduce * (1 + i // CORES), world.links.broadcast, index, said)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cairn.planning import parse_count
-from protocol.exchange import HEADER, Exchange, blob_size, mean_size, part_count
 from protocol.layout import CODEC_CHUNK, Layout, TensorShape
 from protocol.merkle import CHUNK
+from protocol.reduce_plan import HEADER, ReducePlan, blob_size, mean_size, part_count
 from protocol.rounds.policy import Policy
 from protocol.spec import CodecSpec
 
@@ -138,7 +138,7 @@ class Shape:
             heartbeat_seconds=beat,
             member_seconds=10 * beat,
             max_members=max(256, self.peers + 24),
-            exchange=Exchange(self.exchange, COMMITTEE, self.blob, self.mean),
+            exchange=ReducePlan(self.exchange, COMMITTEE, self.blob, self.mean),
         )
 
     # -- what the trainer takes, in seconds: of the GPU's time, and until the node is answered --------------------

@@ -6,16 +6,16 @@ from typing import TypeVar
 
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
+from protocol.message_codec import KeySigner
 from protocol.messages import (
     Admission,
     Body,
     Goodbye,
-    Header,
     Heartbeat,
-    KeySigner,
-    Record,
-    Reduced,
+    RoundRecord,
+    ShardAttestation,
     Signed,
+    UpdateHeader,
     Vote,
 )
 
@@ -38,19 +38,19 @@ class Sizes:
         admission = KeySigner(owner).sign(Admission(run, me.key, 1_790_000_000, 1_790_086_400, "a-name")).sent
         number, windows = Round(1000), 1_000_000
         header = signer.sign(
-            Header(run, number, digest, digest, windows, windows + 30, 30, digest, 125_000_000, 2.5, admission)
+            UpdateHeader(run, number, digest, digest, windows, windows + 30, 30, digest, 125_000_000, 2.5, admission)
         )
         address = "/ip4/203.0.113.117/tcp/41123/p2p/12D3KooWGRUfYyJfW2d9HkWKvL1Xr6m8bH7fZ1Fq9YcE3tQ4vTzN"
         beat = Heartbeat(
             run, 1_790_000_000_000, number, digest, 10**9, 30, "exchanging", 65_536.0, 2.5, 10**11, 10**11, (),
             (address,) * 2, admission, "NVIDIA H200", digest,
         )  # fmt: skip
-        record = Record(run, number, digest, digest, 0, (header,))
+        record = RoundRecord(run, number, digest, digest, 0, (header,))
         self.header = len(header.sent)
         self.vote = len(signer.sign(Vote(run, number, digest, digest)).sent)
         self.heartbeat = len(signer.sign(beat).sent)
         self.record = len(signer.sign(record).sent) - self.header
-        self.reduced = len(signer.sign(Reduced(run, number, digest, 100, digest)).sent)
+        self.reduced = len(signer.sign(ShardAttestation(run, number, digest, 100, digest)).sent)
         self.goodbye = len(signer.sign(Goodbye(run, 1_790_000_000_000)).sent)
 
     def of(self, message: Signed, *, names: bool) -> int:
@@ -58,13 +58,13 @@ class Sizes:
         body = message.body
         if isinstance(body, Heartbeat):
             return self.heartbeat + 8 * len(body.known)
-        if isinstance(body, Header):
+        if isinstance(body, UpdateHeader):
             return self.header
         if isinstance(body, Vote):
             return self.vote
-        if isinstance(body, Reduced):
+        if isinstance(body, ShardAttestation):
             return self.reduced
-        if isinstance(body, Record):
+        if isinstance(body, RoundRecord):
             return self.record + len(body.updates) * (NAME + 2 if names else self.header + 3)
         return self.goodbye
 

@@ -216,7 +216,7 @@ def _doomed(there: list[There], policy: Policy, losses: dict[str, float]) -> set
     return {k.key.archived.state for k in doomed(kept, policy)}
 
 
-def opener(address: str) -> Open:
+def decoder(address: str) -> Open:
     """Opens the files of a folder at an address, for reading once from the beginning. Raises CopyError."""
     fs, root = file_system(address.rstrip("/"))
     # A web server need not serve ranges: what is read once comes as one stream.

@@ -26,7 +26,8 @@ from coordinator.swarm import SwarmView
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, Round
-from protocol.messages import Certificate, Final, KeySigner, Opener, encode_certificate
+from protocol.message_codec import KeySigner, MessageDecoder, encode_certificate
+from protocol.messages import Certificate, Finalization
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Keeper:
         """What is in the way of archiving, from whoever archives."""
         self._spec = spec
         self._signer = KeySigner(owner)
-        self._opener = Opener(spec.run_id, owner.key, remember=16)
+        self._decoder = MessageDecoder(spec.run_id, owner.key, remember=16)
         self._view = view
         self._settings = settings
         self._shards = [str(p) for p in shards]
@@ -132,7 +133,7 @@ class Keeper:
             if certificate is None or not await is_settled(certificate.record.body.round, certificate.digest):
                 continue
             body = certificate.record.body
-            final = self._signer.sign(Final(self._spec.run_id, body.round, certificate.digest)).sent
+            final = self._signer.sign(Finalization(self._spec.run_id, body.round, certificate.digest)).sent
             sent = encode_certificate(certificate)
             await asyncio.to_thread(self.archive.finalise, archived, final, sent)
             log.info("the state of round %d is final: signed in %s", archived.round, archived.folder.name)
@@ -155,7 +156,7 @@ class Keeper:
                 )
             return None
         with contextlib.suppress(OSError, CairnError):
-            last = self._opener.certificate((archived.folder / CERTIFICATE).read_bytes())
+            last = self._decoder.certificate((archived.folder / CERTIFICATE).read_bytes())
             return last if ends_with(last, archived) else None
         return None
 

@@ -38,7 +38,8 @@ from protocol.envelope import open_envelope
 from protocol.errors import CairnError, ProtocolError
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
-from protocol.messages import MAX_CERTIFICATE, Certificate, Final, Heartbeat, Opener, votes_needed
+from protocol.message_codec import MessageDecoder
+from protocol.messages import MAX_CERTIFICATE, Certificate, Finalization, Heartbeat, votes_needed
 from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec
 
 MAX_CONFIG = 1024 * 1024
@@ -128,10 +129,10 @@ def _signed(open_file: Open, spec: RunSpec, archived: Archived, report: Callable
             f"round {archived.round} was not final when this copy was made: nothing is signed. Take a later copy, or "
             "an older checkpoint"
         )
-    opener = Opener(spec.run_id, spec.owner_key)
+    decoder = MessageDecoder(spec.run_id, spec.owner_key)
     try:
-        certificate = opener.certificate(_read(open_file, CERTIFICATE, MAX_CERTIFICATE))
-        final = opener.open(archived.final, Final).body
+        certificate = decoder.certificate(_read(open_file, CERTIFICATE, MAX_CERTIFICATE))
+        final = decoder.open(archived.final, Finalization).body
     except ProtocolError as e:
         raise ProofError(f"the signatures do not hold: {e}") from None
     body = certificate.record.body
@@ -145,7 +146,7 @@ def _signed(open_file: Open, spec: RunSpec, archived: Archived, report: Callable
         report(f"record   {certificate.digest}, round {body.round}, names this state as its base; {voted}")
     elif ends_with(certificate, archived):
         sent = _witnesses(_read(open_file, WITNESSES, MAX_WITNESSES))
-        count = _count(sent, certificate, archived, opener)
+        count = _count(sent, certificate, archived, decoder)
         report(f"record   {certificate.digest}, round {body.round}, the run's last; {voted}")
         report(f"state    {count} of {proved.contributors} contributors sign that they hold it after that record")
         proved = Proved(spec, archived, final.record, proved.contributors, proved.votes, count)
@@ -155,11 +156,11 @@ def _signed(open_file: Open, spec: RunSpec, archived: Archived, report: Callable
     return proved
 
 
-def _count(sent: Sequence[bytes], certificate: Certificate, archived: Archived, opener: Opener) -> int:
+def _count(sent: Sequence[bytes], certificate: Certificate, archived: Archived, decoder: MessageDecoder) -> int:
     contributors, found = set(certificate.record.body.contributors), set()
     for word in sent:
         try:
-            heard = opener.open(word, Heartbeat)
+            heard = decoder.open(word, Heartbeat)
         except ProtocolError as e:
             raise ProofError(f"{WITNESSES}: a signature does not hold: {e}") from None
         if (heard.body.head, heard.body.state) == (archived.record, archived.state):

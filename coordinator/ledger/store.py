@@ -169,15 +169,15 @@ class Ledger:
             self._write_standings(books, numbers, [posted])
             return posted.entry.sequence
 
-    def rollback(self, record: Digest, round_: Round, amendment: bytes) -> bool:
+    def rollback(self, record: Digest, round_: Round, directive: bytes) -> bool:
         """Take the run back to a record of the branch; False when the log has this rollback already.
 
-        Raises LedgerConflictError when the branch has no such round, or the owner's amendment does not say so.
+        Raises LedgerConflictError when the branch has no such round, or the owner's directive does not say so.
         """
         with self._writing() as (books, numbers):
-            if books.has_done(amendment):
+            if books.has_done(directive):
                 return False
-            posted = books.rollback(record, round_, amendment, int(self._now() * 1000))
+            posted = books.rollback(record, round_, directive, int(self._now() * 1000))
             writing.write(self._db, posted)
             self._db.query("DELETE FROM branch WHERE round > ?", (round_,))
         return True

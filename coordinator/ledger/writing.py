@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from coordinator.ledger.database import Database
-from protocol.amendments import decode_amendment
+from protocol.directive_codec import decode_directive
 from protocol.envelope import open_envelope
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.accounts import Account, Standing
@@ -175,7 +175,7 @@ def _epoch(db: Database) -> int:
     what = decode_entry(bytes(rows[0][0])).what if rows else None
     if not isinstance(what, RollbackEntry):
         return 0
-    return decode_amendment(open_envelope(what.amendment, "amendment").payload).epoch
+    return decode_directive(open_envelope(what.directive, "directive").payload).epoch
 
 
 def _held(db: Database, row: tuple) -> Held:

@@ -1,4 +1,4 @@
-"""Large records go from node to node as briefs (`protocol.brief`): as names of headers, which the receiver holds.
+"""Large records travel as compact records (`protocol.compact_record`): names of headers, which the receiver holds.
 
 The sender's side makes them, and gives the headers of records that it sent to whoever lacks some. The receiver's side
 puts records together; what it lacks it asks of the sender, and of nobody else. Everything is bounded: what does not fit
@@ -13,10 +13,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from peer.node.outbox import NETWORK_ERRORS
-from protocol.brief import Brief, abbreviate, check_headers, check_names, is_brief, name_of, parse_brief
+from protocol.compact_record import (
+    CompactRecord,
+    check_headers,
+    check_names,
+    compact,
+    is_compact_record,
+    name_of,
+    parse_compact_record,
+)
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import MAX_CONTRIBUTORS, Header, Record, Signed
+from protocol.messages import MAX_CONTRIBUTORS, RoundRecord, Signed, UpdateHeader
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.briefs")
@@ -46,7 +54,7 @@ class Held:
         self._by_author: OrderedDict[PeerKey, list[tuple[int, bytes]]] = OrderedDict()
         self._sent: dict[bytes, bytes] = {}
 
-    def add(self, header: Signed[Header]) -> None:
+    def add(self, header: Signed[UpdateHeader]) -> None:
         """Hold a verified header."""
         name = name_of(header.sent)
         if name in self._sent:
@@ -96,11 +104,11 @@ class Briefs:
 
     def encode(self, message: Signed) -> bytes:
         """A message as it goes out: itself, or the brief of a large record."""
-        if not isinstance(message.body, Record) or len(message.sent) < BRIEF_FROM:
+        if not isinstance(message.body, RoundRecord) or len(message.sent) < BRIEF_FROM:
             return message.sent
         made = self._made.get(message.digest)
         if made is None:
-            brief = abbreviate(message)
+            brief = compact(message)
             headers = {} if brief is None else {name_of(u.sent): u.sent for u in message.body.updates}
             made = self._made[message.digest] = (brief, headers)
             if len(self._made) > RECORDS:
@@ -122,20 +130,20 @@ class Briefs:
 
     def heard(self, message: Signed) -> None:
         """A verified header or record, ours too: records will name these headers."""
-        if isinstance(message.body, Header):
+        if isinstance(message.body, UpdateHeader):
             self._held.add(message)
-        elif isinstance(message.body, Record):
+        elif isinstance(message.body, RoundRecord):
             for header in message.body.updates:
                 self._held.add(header)
 
     def unfold(self, sender: PeerKey, packet: wire.Packet) -> wire.Packet:
         """A packet with records in the place of their briefs; without those whose headers have to be asked for."""
-        if not any(map(is_brief, packet.messages)):
+        if not any(map(is_compact_record, packet.messages)):
             return packet
         messages: list[bytes] = []
         briefs = 0
         for sent in packet.messages:
-            if not is_brief(sent):
+            if not is_compact_record(sent):
                 messages.append(sent)
                 continue
             briefs += 1
@@ -148,7 +156,7 @@ class Briefs:
     def _record(self, sender: PeerKey, sent: bytes) -> bytes | None:
         """What a brief stands for; None when it is refused, or its headers are asked for first."""
         try:
-            brief = parse_brief(sent)
+            brief = parse_compact_record(sent)
         except MalformedError as e:
             log.warning("refused a brief from %s: %s", sender.short, e)
             return None
@@ -165,7 +173,7 @@ class Briefs:
     def _known(self, names: Iterable[bytes]) -> dict[bytes, bytes]:
         return {n: h for n in names if (h := self._held.get(n)) is not None}
 
-    async def _fill(self, sender: PeerKey, brief: Brief) -> None:
+    async def _fill(self, sender: PeerKey, brief: CompactRecord) -> None:
         """Ask the sender for what we lack, and take the record."""
         try:
             found = self._known(brief.names)

@@ -9,13 +9,14 @@ from peer.store import Store
 from protocol.chain import Chain, ChainLimits, UnknownParent
 from protocol.errors import ChainError, MalformedError, ProtocolError, RivalOfFinal
 from protocol.ids import Digest
-from protocol.messages import Amendment, Certificate, Final, Opener, Signed, encode_certificate
+from protocol.message_codec import MessageDecoder, encode_certificate
+from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.chain")
 
-FINAL, AMENDMENT = "final", "amendment"
+FINAL, DIRECTIVE = "final", "directive"
 MAX_HAVE = 256
 REPLY_CERTIFICATES = 64
 REPLY_BYTES = 2 * 1024 * 1024
@@ -27,9 +28,9 @@ SWEEP_EVERY = 256
 class ChainLog:
     """`load` first; then certificates and finals are kept as the machine orders it."""
 
-    def __init__(self, store: Store, opener: Opener, spec: RunSpec):
+    def __init__(self, store: Store, decoder: MessageDecoder, spec: RunSpec):
         self._store = store
-        self._opener = opener
+        self._decoder = decoder
         self._spec = spec
         self._kept = 0
         self.chain: Chain | None = None
@@ -37,15 +38,15 @@ class ChainLog:
     def load(self, limits: ChainLimits) -> Chain:
         """The chain of the store; what does not verify is left out, with a warning, and comes from others again."""
         chain = self.chain = Chain(self._spec.run_id, self._spec.genesis.name, limits)
-        if (sent := self._store.read_value(AMENDMENT)) is not None:
+        if (sent := self._store.read_value(DIRECTIVE)) is not None:
             try:
-                chain.take(self._opener.open(sent, Amendment))  # first: rounds that were rolled back are left out
+                chain.take(self._decoder.open(sent, Directive))  # first: rounds that were rolled back are left out
             except ProtocolError as e:
-                log.warning("the stored amendment is left out: %s", e)
+                log.warning("the stored directive is left out: %s", e)
         loaded, left_out, why, back = 0, 0, "", 0
         for data in self._store.certificates():
             try:
-                loaded += chain.add(self._opener.certificate(data))
+                loaded += chain.add(self._decoder.certificate(data))
             except RivalOfFinal:
                 back += 1
             except UnknownParent as e:
@@ -60,7 +61,7 @@ class ChainLog:
             log.info("%d stored certificates are of branches that cannot win any more", back)
         if (sent := self._store.read_value(FINAL)) is not None:
             try:
-                chain.add_final(self._opener.open(sent, Final))
+                chain.add_final(self._decoder.open(sent, Finalization))
             except ProtocolError as e:
                 log.warning("the stored final is left out: %s", e)
         if loaded:
@@ -81,13 +82,13 @@ class ChainLog:
             if gone:
                 log.info("%d certificates of branches that lost are removed from the store", gone)
 
-    def keep_final(self, final: Signed[Final]) -> None:
+    def keep_final(self, final: Signed[Finalization]) -> None:
         """On disk when it returns."""
         self._store.write_value(FINAL, final.sent)
 
-    def keep_amendment(self, word: Signed[Amendment]) -> None:
+    def keep_directive(self, word: Signed[Directive]) -> None:
         """On disk when it returns."""
-        self._store.write_value(AMENDMENT, word.sent)
+        self._store.write_value(DIRECTIVE, word.sent)
 
     def after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
         """What follows a record on the way to the head, oldest first, at most `limit`; None when it is not on it."""
@@ -113,5 +114,5 @@ class ChainLog:
             certificates=[encode_certificate(c) for c in certificates],
             final=chain.final.sent if chain.final is not None else b"",
             more=more,
-            amendment=chain.newest.sent if chain.newest is not None else b"",
+            directive=chain.newest.sent if chain.newest is not None else b"",
         )

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.coordinator_client import usable_addresses
+from protocol.coordinator_address import newest_of, open_coordinator_address
 from protocol.errors import CairnError
 from protocol.ids import PeerKey, RunId
 from protocol.messages import Signed
 from protocol.spec import RunSpec, open_spec
-from protocol.whereabouts import newest_of, open_whereabouts
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.finding")
@@ -24,7 +24,7 @@ class Found:
     know of none), and where the swarm is entered. `members`: how many answered."""
 
     sent: bytes
-    whereabouts: Signed[Any] | None
+    coordinator_address: Signed[Any] | None
     addresses: tuple[str, ...]
     members: int
 
@@ -48,14 +48,14 @@ class _Answers:
         self.words: list[Signed[Any]] = []
         self.addresses: list[str] = []
 
-    def take(self, member: PeerKey, reply: wire.WhereaboutsReply) -> bool:
+    def take(self, member: PeerKey, reply: wire.CoordinatorAddressReply) -> bool:
         """Whether this is what an honest member answers: the spec is the run's, and all else is checked by it."""
         try:
             if self.spec is None or reply.spec != self.sent:
                 spec = open_spec(reply.spec, self._run)
                 self.sent, self.spec = self.sent or reply.spec, self.spec or spec
-            if reply.whereabouts:
-                self.words.append(open_whereabouts(reply.whereabouts, self._run, self.spec.owner_key))
+            if reply.coordinator_address:
+                self.words.append(open_coordinator_address(reply.coordinator_address, self._run, self.spec.owner_key))
         except CairnError as e:
             log.warning("what %s says of the coordinator is refused: %s", member.short, e)
             return False

@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterator
 
 from peer.node.locator import Locator
+from protocol.coordinator_address import is_coordinator_address
 from protocol.envelope import kind_of
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Heartbeat, Opener, Record, Signed
-from protocol.messages import Header as UpdateHeader
+from protocol.message_codec import MessageDecoder
+from protocol.messages import Certificate, Heartbeat, RoundRecord, Signed
+from protocol.messages import UpdateHeader as UpdateHeader
 from protocol.rounds.events import CertificateHeard, ChainHeard, Heard
-from protocol.whereabouts import is_whereabouts
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.inbox")
@@ -29,15 +30,15 @@ MAX_BEATS = 8192
 """Heartbeats whose digests are remembered."""
 
 _NUMBERS = re.compile(r"[0-9a-f]{8,}|[0-9]+")
-SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "leaves", "final", "amendment")
+SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "leaves", "final", "directive")
 
 
 class Inbox:
-    """Verifies messages with an `Opener` and the admissions in them against the clock."""
+    """Verifies messages with an `MessageDecoder` and the admissions in them against the clock."""
 
-    def __init__(self, opener: Opener, locator: Locator | None = None):
-        """The `locator` is given what is said of the coordinator's whereabouts; without one, that is refused."""
-        self._opener = opener
+    def __init__(self, decoder: MessageDecoder, locator: Locator | None = None):
+        """The `locator` is given what is said of the coordinator's address; without one, that is refused."""
+        self._decoder = decoder
         self._locator = locator
         self.refused: dict[tuple[PeerKey, str], int] = {}
         self._beats: dict[Digest, None] = {}
@@ -53,7 +54,7 @@ class Inbox:
         words = 0
         for sent in packet.messages:
             try:
-                if self._locator is not None and is_whereabouts(sent):
+                if self._locator is not None and is_coordinator_address(sent):
                     words += 1
                     if words <= MAX_WORDS:
                         self._locator.take(sent)
@@ -65,7 +66,7 @@ class Inbox:
                 yield None
         for sent in packet.certificates:
             try:
-                yield CertificateHeard(self._opener.certificate(sent), sender)
+                yield CertificateHeard(self._decoder.certificate(sent), sender)
             except ProtocolError as e:
                 self._refuse(sender, "certificate", e)
                 yield None
@@ -86,15 +87,15 @@ class Inbox:
         kind = kind_of(sent)
         if kind not in SWARM_KINDS:
             raise MalformedError(f"a message of kind {kind[:32]!r} does not belong in the swarm")
-        signed = self._opener.open_any(sent, kind)
+        signed = self._decoder.open_any(sent, kind)
         match signed.body:
             case UpdateHeader():
-                self._opener.admission_at(signed.body.admission, signed.author, unix_seconds)
+                self._decoder.admission_at(signed.body.admission, signed.author, unix_seconds)
             case Heartbeat() if signed.body.admission:
-                self._opener.admission_at(signed.body.admission, signed.author, unix_seconds)
-            case Record():
+                self._decoder.admission_at(signed.body.admission, signed.author, unix_seconds)
+            case RoundRecord():
                 for update in signed.body.updates:
-                    self._opener.admission_at(update.body.admission, update.author, unix_seconds)
+                    self._decoder.admission_at(update.body.admission, update.author, unix_seconds)
             case _:
                 pass
         return signed
@@ -105,10 +106,10 @@ class Inbox:
             raise MalformedError("a chain reply with too many certificates")
         certificates: list[Certificate] = []
         for sent in reply.certificates:
-            certificates.append(self._opener.certificate(sent))
+            certificates.append(self._decoder.certificate(sent))
             await asyncio.sleep(0)  # verifying takes its time: others have a turn
-        final = self._opener.open_any(reply.final, "final") if reply.final else None
-        word = self._opener.open_any(reply.amendment, "amendment") if reply.amendment else None
+        final = self._decoder.open_any(reply.final, "final") if reply.final else None
+        word = self._decoder.open_any(reply.directive, "directive") if reply.directive else None
         return ChainHeard(tuple(certificates), final, source, reply.more, word)
 
     def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:

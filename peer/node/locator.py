@@ -1,6 +1,6 @@
 """Where the coordinator is, as far as a node knows: the owner's newest word, kept on disk, told to whoever asks.
 
-What a member says of it is believed for the owner's signature alone, and the newest counts: see `protocol.whereabouts`.
+A record is believed for the owner's signature alone, and the newest counts: see `protocol.coordinator_address`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from peer.store import Store, StoreError
+from protocol.coordinator_address import open_coordinator_address, open_newer
 from protocol.errors import MalformedError, ProtocolError
 from protocol.messages import MAX_ADDRESSES, Signed
 from protocol.spec import RunSpec
-from protocol.whereabouts import open_newer, open_whereabouts
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.locator")
 
-SPEC, WHEREABOUTS = "spec", "whereabouts"
+SPEC, WHEREABOUTS = "spec", "coordinator_address"
 
 
 class Locator:
@@ -39,9 +39,9 @@ class Locator:
 
         if (sent := store.read_value(WHEREABOUTS)) is not None:
             try:
-                self.newest = open_whereabouts(sent, self._run, self._owner)
+                self.newest = open_coordinator_address(sent, self._run, self._owner)
             except ProtocolError as e:
-                log.warning("what was stored of the coordinator's whereabouts is left out: %s", e)
+                log.warning("what was stored of the coordinator's address is left out: %s", e)
 
     def take(self, sent: bytes) -> bool:
         """Whether this is a newer word than any before: it is kept then. Raises ProtocolError."""
@@ -61,14 +61,14 @@ class Locator:
             log.warning("where the coordinator is was not kept for the next start: %s", e)
         return True
 
-    def answer(self, request: wire.WhereaboutsRequest, addresses: Sequence[str]) -> wire.WhereaboutsReply:
+    def answer(self, request: wire.CoordinatorAddressRequest, addresses: Sequence[str]) -> wire.CoordinatorAddressReply:
         """For anybody who asks. Raises MalformedError for a question about another run."""
         if bytes(request.run) != self._run:
             raise MalformedError("a question about another run's coordinator")
         if request.spec and self._spec is None:
             self._spec = self._store.read_value(SPEC)
-        return wire.WhereaboutsReply(
+        return wire.CoordinatorAddressReply(
             spec=(self._spec or b"") if request.spec else b"",
-            whereabouts=self.newest.sent if self.newest is not None else b"",
+            coordinator_address=self.newest.sent if self.newest is not None else b"",
             addresses=list(addresses)[:MAX_ADDRESSES],
         )

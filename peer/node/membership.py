@@ -19,7 +19,7 @@ from protocol.errors import CairnError, ProtocolError
 from protocol.identity import Identity
 from protocol.ids import RunId
 from protocol.invite import Invite
-from protocol.messages import Opener
+from protocol.message_codec import MessageDecoder
 from protocol.spec import RunSpec, open_spec
 
 log = logging.getLogger("peer.membership")
@@ -52,7 +52,7 @@ class Membership:
 
     identity: Identity
     spec: RunSpec
-    opener: Opener
+    decoder: MessageDecoder
     store: Store
     client: CoordinatorClient | None
     name: str
@@ -91,8 +91,8 @@ class Membership:
     ) -> Membership:
         def made(sent: bytes) -> Membership:
             spec = open_spec(sent, invite.run)
-            opener, admission = Opener(spec.run_id, spec.owner_key), store.read_value(ADMISSION) or b""
-            return cls(identity, spec, opener, store, client, name, admission)
+            decoder, admission = MessageDecoder(spec.run_id, spec.owner_key), store.read_value(ADMISSION) or b""
+            return cls(identity, spec, decoder, store, client, name, admission)
 
         before: Membership | None = None
         if (stored := store.read_value(SPEC)) is not None:
@@ -116,8 +116,8 @@ class Membership:
             found = await find(invite.run, addresses)
             if found is not None:
                 sent, addresses = found.sent, [*addresses, *found.addresses]
-                if found.whereabouts is not None:
-                    client.moved(found.whereabouts.body)
+                if found.coordinator_address is not None:
+                    client.moved(found.coordinator_address.body)
             try:
                 reply = await client.get_run(attempts=None if found is None else 1)
                 sent, absent, addresses = reply.sent, None, [*reply.addresses, *addresses]
@@ -131,8 +131,8 @@ class Membership:
         self = before if before is not None and sent == stored else made(sent)
         if sent != stored:
             store.write_value(SPEC, sent)
-        if found is not None and found.whereabouts is not None:
-            self.locator.take(found.whereabouts.sent)
+        if found is not None and found.coordinator_address is not None:
+            self.locator.take(found.coordinator_address.sent)
         self.addresses = list(dict.fromkeys(addresses))
         if absent is None:
             try:
@@ -164,7 +164,7 @@ class Membership:
     def seconds_left(self) -> float:
         """How long the admission lasts, by this clock; 0 when there is none that is valid."""
         try:
-            admission = self.opener.admission_of(self.admission, self.identity.key)
+            admission = self.decoder.admission_of(self.admission, self.identity.key)
         except ProtocolError:
             return 0.0
         return max(0.0, admission.not_after - time.time())

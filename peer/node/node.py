@@ -32,7 +32,8 @@ from peer.node.updates import Updates
 from peer.swarm import Handlers
 from protocol.codec import make_codec
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Header, KeySigner
+from protocol.message_codec import KeySigner
+from protocol.messages import UpdateHeader
 from protocol.reduce import Reduction
 from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
@@ -67,14 +68,14 @@ class Node:
         self._codec = make_codec(self._spec.codec, self._spec.model.layout)
         self._signer = KeySigner(membership.identity)
         self.locator = membership.locator
-        self._inbox = Inbox(membership.opener, self.locator)
+        self._inbox = Inbox(membership.decoder, self.locator)
         self.network = Network(
             membership,
             Handlers(
                 on_packet=self._take_packet,
                 on_chain_request=self._on_chain_request,
                 may_serve=self._may_serve,
-                on_whereabouts=self._on_whereabouts_request,
+                on_coordinator_address=self._on_coordinator_address_request,
             ),
             listen=options.listen,
             announce=options.announce,
@@ -121,7 +122,7 @@ class Node:
             self.key, self.store, self.network, reduction, self._codec.size, self._spec.round,
             lambda blob, by: self.machine.slices_for(blob, by), self._spawn,
         )  # fmt: skip
-        self.chainlog = ChainLog(self.store, membership.opener, self._spec)
+        self.chainlog = ChainLog(self.store, membership.decoder, self._spec)
         limits = Policy.of(self._spec).chain_limits
         if options.observer:
             limits = replace(limits, max_records=OBSERVED_RECORDS, max_bytes=OBSERVED_BYTES)
@@ -252,7 +253,7 @@ class Node:
             self._spawn(m.keep_valid(), "admission")
         self._spawn(self.network.discover(), "discovery")
         self._spawn(self.network.mend(), "swarm")
-        self._spawn(seeking.pass_on(self.network, self.locator), "the coordinator's whereabouts")
+        self._spawn(seeking.pass_on(self.network, self.locator), "the coordinator's address")
         self._spawn(self._keep_snapshot(), "status file")
         self._set_facts()
         await self._act(self.machine.start(time.monotonic(), alone=not m.addresses))
@@ -345,7 +346,7 @@ class Node:
     async def _on_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
         return self.chainlog.answer(request)
 
-    def _on_whereabouts_request(self, request: wire.WhereaboutsRequest) -> wire.WhereaboutsReply:
+    def _on_coordinator_address_request(self, request: wire.CoordinatorAddressRequest) -> wire.CoordinatorAddressReply:
         return self.locator.answer(request, [*self.network.addresses, *self.network.directory.addresses()])
 
     def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
@@ -360,7 +361,7 @@ class Node:
         for action in todo:
             match action:
                 case actions.Broadcast(message):
-                    if isinstance(message.body, Header):
+                    if isinstance(message.body, UpdateHeader):
                         self._exchange.announced(message.body.parent, message.body.round, time.monotonic())
                     self.network.broadcast(message)
                 case actions.Send(to, messages, certificates):
@@ -383,8 +384,8 @@ class Node:
                     await asyncio.to_thread(self.chainlog.keep, certificate)
                 case actions.KeepFinal(message):
                     await asyncio.to_thread(self.chainlog.keep_final, message)
-                case actions.KeepAmendment(message):
-                    await asyncio.to_thread(self.chainlog.keep_amendment, message)
+                case actions.KeepDirective(message):
+                    await asyncio.to_thread(self.chainlog.keep_directive, message)
                 case actions.Apply(certificate):
                     self._exchange.certified(certificate.record.body.parent, time.monotonic())
                     self._trainers_side.move(action)

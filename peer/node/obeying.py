@@ -8,8 +8,8 @@ from pathlib import Path
 
 from peer.channel import Orders
 from peer.store import Store
-from protocol.bodies import Amendment
 from protocol.ids import PeerKey
+from protocol.messages import Directive
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import Policy
 
@@ -80,7 +80,7 @@ def orders_of(rests: bool, policy: Policy, window: int) -> Orders:
     return Orders(rests, policy.max_update_windows, policy.target_windows * window)
 
 
-def words_of(word: Amendment, me: PeerKey) -> str:
+def words_of(word: Directive, me: PeerKey) -> str:
     """What the owner has ordered that concerns a peer."""
     why = f" ({word.reason})" if word.reason else ""
     since = f" since {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(word.since))}" if word.since else ""

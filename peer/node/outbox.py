@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from protocol.errors import CairnError
 from protocol.ids import PeerKey
-from protocol.messages import Certificate, Heartbeat, Signed, encode_certificate
+from protocol.message_codec import encode_certificate
+from protocol.messages import Certificate, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.outbox")

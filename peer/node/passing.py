@@ -17,7 +17,7 @@ from peer.node.updates import BlobSource
 from peer.store import Store
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Record, Signed
+from protocol.messages import RoundRecord, Signed
 from protocol.reduce import Reduction, part_count
 from protocol.spec import RoundSpec
 
@@ -42,7 +42,7 @@ know yet what it needs it for."""
 
 MAX_ASKED = 8192
 
-Slices = Callable[[Digest, PeerKey], Sequence[tuple[Signed[Record], int, tuple[PeerKey, ...]]]]
+Slices = Callable[[Digest, PeerKey], Sequence[tuple[Signed[RoundRecord], int, tuple[PeerKey, ...]]]]
 
 
 class Network(BlobSource, Protocol):
@@ -98,7 +98,7 @@ class Passing:
                 if not any(relaying.hears_both(k, author, by) for k in committee):
                     self._pass_on(record, author, blob, part, by)
 
-    def _pass_on(self, record: Signed[Record], author: PeerKey, blob: Digest, part: int, by: PeerKey) -> None:
+    def _pass_on(self, record: Signed[RoundRecord], author: PeerKey, blob: Digest, part: int, by: PeerKey) -> None:
         contributors = len(record.body.updates)
         chunks = tuple(self._reduction.chunks(part_count(contributors, self._size), part))
         if record.body.round != self._number:

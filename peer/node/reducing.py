@@ -21,7 +21,7 @@ from peer.store import Store, StoreFull
 from protocol.codec.interface import Blob
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Header, Record, Signed
+from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction, part_count
 from protocol.rounds.events import BlobBad, PartLacking, PartReduced
@@ -103,20 +103,20 @@ class Reducing:
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._one_sum = asyncio.Lock()
 
-    def reduce(self, record: Signed[Record], part: int, committee: Sequence[PeerKey]) -> None:
+    def reduce(self, record: Signed[RoundRecord], part: int, committee: Sequence[PeerKey]) -> None:
         """Make a part of a record; nothing happens when that is under way."""
         name = (record.digest, part)
         if name not in self._tasks:
             self._note(record)
             self._tasks[name] = self._spawn(self._reduce(record, part, committee), "part")
 
-    def fetch(self, blob: Digest, record: Signed[Record], part: int, holders: Iterable[PeerKey]) -> None:
+    def fetch(self, blob: Digest, record: Signed[RoundRecord], part: int, holders: Iterable[PeerKey]) -> None:
         """Get a part that others made; answered as an update is."""
         kind = self.kind(len(record.body.updates), part)
         self._note(record).add(blob)
         self._updates.fetch(blob, kind.size, holders, kind)
 
-    def _note(self, record: Signed[Record]) -> set[Digest]:
+    def _note(self, record: Signed[RoundRecord]) -> set[Digest]:
         """The parts of this record that are worked on; those of records long before it are forgotten."""
         self._rounds[record.digest] = record.body.round
         oldest = record.body.round - KEPT_ROUNDS
@@ -144,14 +144,16 @@ class Reducing:
 
     # -- one part ----------------------------------------------------------------------------------------------
 
-    async def _reduce(self, record: Signed[Record], part: int, committee: Sequence[PeerKey]) -> None:
+    async def _reduce(self, record: Signed[RoundRecord], part: int, committee: Sequence[PeerKey]) -> None:
         answer = await self._make(record, part, committee)
         # Before the answer: what it leads to may be that the part is asked for again.
         if self._tasks.get((record.digest, part)) is asyncio.current_task():
             del self._tasks[record.digest, part]
         self._answer(answer)
 
-    async def _make(self, record: Signed[Record], part: int, committee: Sequence[PeerKey]) -> PartReduced | PartLacking:
+    async def _make(
+        self, record: Signed[RoundRecord], part: int, committee: Sequence[PeerKey]
+    ) -> PartReduced | PartLacking:
         kind = self.kind(len(record.body.updates), part)
         until = asyncio.get_running_loop().time() + SHARE * self.exchange_seconds
         asked: set[PeerKey] = set()
@@ -201,7 +203,12 @@ class Reducing:
     # -- one slice ---------------------------------------------------------------------------------------------
 
     async def _slice(
-        self, header: Signed[Header], kind: ReducedPart, committee: Sequence[PeerKey], until: float, asked: set[PeerKey]
+        self,
+        header: Signed[UpdateHeader],
+        kind: ReducedPart,
+        committee: Sequence[PeerKey],
+        until: float,
+        asked: set[PeerKey],
     ) -> memoryview | None:
         """An update's bytes, of which only the part's chunks are there; None when they do not come in time.
 

@@ -36,9 +36,9 @@ async def ask(network: Network, locator: Locator, run: bytes) -> None:
 
     async def one(peer: PeerKey) -> None:
         try:
-            reply = await network.swarm.request_whereabouts(peer, wire.WhereaboutsRequest(run=run))
-            if reply.whereabouts:
-                locator.take(reply.whereabouts)
+            reply = await network.swarm.request_coordinator_address(peer, wire.CoordinatorAddressRequest(run=run))
+            if reply.coordinator_address:
+                locator.take(reply.coordinator_address)
         except NETWORK_ERRORS as e:
             log.info("%s does not say where the coordinator is: %s", peer.short, str(e) or type(e).__name__)
 

@@ -17,11 +17,10 @@ from peer.errors import PeerError, TrainerDied
 from peer.node.keeping import OWN_BLOBS, applied_blobs
 from peer.node.updates import BlobSource, Kind, Updates
 from peer.store import BlobMissing, Store, StoreFull
-from protocol.bodies import Rollback
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.messages import Certificate
+from protocol.messages import Certificate, Rollback
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.events import ApplyFailed
 from protocol.spec import RunSpec

@@ -33,9 +33,9 @@ SETTLE_SECONDS = 2.0
 """How long others are waited for after the first good answer: it may be an old one."""
 
 
-def whereabouts_call(run: RunId) -> str:
+def coordinator_address_call(run: RunId) -> str:
     """The name of the unary call."""
-    return f"cairn/1/{run.hex()[:8]}/whereabouts"
+    return f"cairn/1/{run.hex()[:8]}/coordinator address"
 
 
 def members_at(addresses: Iterable[str]) -> dict[PeerKey, list[bytes]]:
@@ -54,7 +54,7 @@ def members_at(addresses: Iterable[str]) -> dict[PeerKey, list[bytes]]:
 async def ask_members(
     run: RunId,
     addresses: Iterable[str],
-    good: Callable[[PeerKey, wire.WhereaboutsReply], bool],
+    good: Callable[[PeerKey, wire.CoordinatorAddressReply], bool],
     *,
     listen: tuple[str, ...] = ANY,
 ) -> int:
@@ -78,8 +78,8 @@ async def ask_members(
 
 
 async def _first_good(
-    asked: dict[asyncio.Task[wire.WhereaboutsReply | None], PeerKey],
-    good: Callable[[PeerKey, wire.WhereaboutsReply], bool],
+    asked: dict[asyncio.Task[wire.CoordinatorAddressReply | None], PeerKey],
+    good: Callable[[PeerKey, wire.CoordinatorAddressReply], bool],
 ) -> int:
     answered, waiting, end = 0, set(asked), math.inf
     while waiting and (left := end - time.monotonic()) > 0:
@@ -94,12 +94,12 @@ async def _first_good(
     return answered
 
 
-async def _ask(daemon: Daemon, run: RunId, peer: PeerKey, where: list[bytes]) -> wire.WhereaboutsReply | None:
+async def _ask(daemon: Daemon, run: RunId, peer: PeerKey, where: list[bytes]) -> wire.CoordinatorAddressReply | None:
     """A member's answer; None, with the reason in the log, when it gives none."""
-    request = wire.WhereaboutsRequest(run=run, spec=True)
+    request = wire.CoordinatorAddressRequest(run=run, spec=True)
     try:
         await daemon.dial(peer, where, DIAL_SECONDS)
-        call = daemon.call(peer, whereabouts_call(run), request, wire.WhereaboutsReply)
+        call = daemon.call(peer, coordinator_address_call(run), request, wire.CoordinatorAddressReply)
         async with async_timeout.timeout(ANSWER_SECONDS):
             return await call
     except (PeerUnreachable, P2PHandlerError, P2PDaemonError, DecodeError, OSError, asyncio.TimeoutError) as e:

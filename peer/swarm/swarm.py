@@ -20,7 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerErr
 
 from peer.store import Store
 from peer.swarm.addresses import dialable, ways_to
-from peer.swarm.asking import whereabouts_call
+from peer.swarm.asking import coordinator_address_call
 from peer.swarm.daemon import START_SECONDS, Daemon, sender_key, start_daemon
 from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable, libp2p_words
 from peer.swarm.fetch import Fetch, OnBad
@@ -68,10 +68,12 @@ class Handlers:
     may_serve: MayServe
     """None: the requester may have the blob; else the reason why not (now). Called for every chunk: keep it cheap."""
     on_headers_asked: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
-    """Headers that records of ours name (`protocol.brief`), by their names. Raises CairnError."""
+    """Headers that records of ours name (`protocol.compact_record`), by their names. Raises CairnError."""
     on_warning: Callable[[str], None] = log.warning
     """A fault that the user should hear of; the swarm goes on."""
-    on_whereabouts: Callable[[wire.WhereaboutsRequest], wire.WhereaboutsReply] = lambda _: wire.WhereaboutsReply()
+    on_coordinator_address: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply] = lambda _: (
+        wire.CoordinatorAddressReply()
+    )
     """Anybody's question where the coordinator is."""
     is_known: Callable[[PeerKey], bool] = lambda key: True
     """Whether this is no key that anybody can make: all others together have but a part of the streams."""
@@ -100,7 +102,7 @@ class Swarm:
         self._traffic = Traffic()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="cairn-blobs")
         self._names = {what: f"cairn/1/{run.hex()[:8]}/{what}" for what in ("packet", "chain", "headers", "blob")}
-        self._names["whereabouts"] = whereabouts_call(run)
+        self._names["coordinator_address"] = coordinator_address_call(run)
         self._links = Links(self._open_blob_stream, self._traffic, limits.links)
         self._server = BlobServer(
             store, handlers.may_serve, self._threads, self._traffic, limits.serve, handlers.is_known
@@ -147,7 +149,9 @@ class Swarm:
             await daemon.add_protobuf_handler(self._names["chain"], self._take_chain_request, wire.ChainRequest)
             await daemon.add_protobuf_handler(self._names["headers"], self._take_headers_asked, wire.Packet)
             await daemon.add_protobuf_handler(
-                self._names["whereabouts"], self._take_whereabouts_request, wire.WhereaboutsRequest
+                self._names["coordinator_address"],
+                self._take_coordinator_address_request,
+                wire.CoordinatorAddressRequest,
             )
             await daemon.accept_streams(self._names["blob"], self._server.handle)
             await self.refresh_addresses()
@@ -256,14 +260,14 @@ class Swarm:
         """Count bytes against what a sender may send, beside those that it sent."""
         self._daemon.guard.charge(sender, size)
 
-    async def request_whereabouts(
-        self, to: PeerKey, request: wire.WhereaboutsRequest, timeout: float = 10
-    ) -> wire.WhereaboutsReply:
-        """What a member knows of the coordinator's whereabouts. The reply is unchecked.
+    async def request_coordinator_address(
+        self, to: PeerKey, request: wire.CoordinatorAddressRequest, timeout: float = 10
+    ) -> wire.CoordinatorAddressReply:
+        """What a member knows of the coordinator's address. The reply is unchecked.
 
         Raises PeerUnreachable, PeerRefused.
         """
-        return await self._call(to, "whereabouts", request, wire.WhereaboutsReply, timeout)
+        return await self._call(to, "coordinator_address", request, wire.CoordinatorAddressReply, timeout)
 
     async def _call(self, to: PeerKey, what: str, message: Message, reply: type[M], timeout: float) -> M:
         data_size = message.ByteSize()
@@ -324,10 +328,10 @@ class Swarm:
         self._traffic.up += reply.ByteSize()
         return reply
 
-    async def _take_whereabouts_request(
-        self, request: wire.WhereaboutsRequest, context: P2PContext
-    ) -> wire.WhereaboutsReply:
-        reply = self._handlers.on_whereabouts(request)
+    async def _take_coordinator_address_request(
+        self, request: wire.CoordinatorAddressRequest, context: P2PContext
+    ) -> wire.CoordinatorAddressReply:
+        reply = self._handlers.on_coordinator_address(request)
         self.charge(sender_key(context.remote_id), reply.ByteSize())
         self._traffic.up += reply.ByteSize()
         return reply

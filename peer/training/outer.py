@@ -27,10 +27,10 @@ from torch import Tensor
 
 from peer.training.mapped import mapped
 from protocol.codec import Codec, Run
-from protocol.dropped import Selection
 from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
+from protocol.untransmitted import Selection
 
 
 class OuterSide:

@@ -1,5 +1,5 @@
 """What of a peer's own updates lies in the error feedback: all of one that missed its round; of one that was accepted
-in a round that was reduced, what the reduced parts left out (see `protocol.dropped`).
+in a round that was reduced, what the reduced parts left out (see `protocol.untransmitted`).
 
 Whoever tells of an update's fate, and how often (another branch may win, and win again): the feedback then holds of it
 what it should, once, less what decay has taken since it was put back.
@@ -17,11 +17,11 @@ from peer.errors import SavedStateError
 from peer.training.layers import Report
 from peer.training.saved import Back, SavedFolder
 from protocol.codec.interface import Blob
-from protocol.dropped import dropped
 from protocol.errors import CodecError
 from protocol.ids import Digest
 from protocol.merkle import blob_digest
 from protocol.reduce import Reduction
+from protocol.untransmitted import dropped
 
 BACK_MOST = 64
 """So many updates' feedback is kept in mind, and none of which less than FORGOTTEN is left."""

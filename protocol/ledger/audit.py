@@ -276,7 +276,7 @@ class Auditor:
                 case VoidEntry():
                     self._compare(entry, books._void(what.verdict, entry.time).entry)
                 case RollbackEntry():
-                    self._compare(entry, books._rollback(what.record, what.round, what.amendment, entry.time).entry)
+                    self._compare(entry, books._rollback(what.record, what.round, what.directive, entry.time).entry)
                     self._rolled_back = n
                     # The branch is given up: its certificates need not be in the chain that peers keep.
                     for m in [m for m, (orphan, _) in self._orphans.items() if orphan.round > what.round]:

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from protocol.bodies import Amendment, Rollback
 from protocol.chain import genesis_digest
 from protocol.errors import AdmissionError, BooksError, MalformedError, SignatureError
 from protocol.ids import Digest, PeerKey, Round, RunId
@@ -38,7 +37,8 @@ from protocol.ledger.entries import (
 )
 from protocol.ledger.verdicts import Verdict, open_verdict
 from protocol.merkle import leaf_hash
-from protocol.messages import Opener
+from protocol.message_codec import MessageDecoder
+from protocol.messages import Directive, Rollback
 from protocol.spec import RunSpec
 
 
@@ -200,13 +200,13 @@ class Books:
         """Void the line that a verdict of the owner names (see `verdicts`), while it is pending."""
         return self._void(verdict, self._later(time))
 
-    def rollback(self, record: Digest, round_: Round, amendment: bytes, time: int) -> Posted:
-        """Let the next round be the child of a record on the branch, by a signed amendment of the owner."""
-        return self._rollback(record, round_, amendment, self._later(time))
+    def rollback(self, record: Digest, round_: Round, directive: bytes, time: int) -> Posted:
+        """Let the next round be the child of a record on the branch, by a signed directive of the owner."""
+        return self._rollback(record, round_, directive, self._later(time))
 
-    def has_done(self, amendment: bytes) -> bool:
-        """Whether the rollback that an amendment orders is in the log already, by this word or by an earlier one."""
-        return self._ordered(amendment).epoch <= self.epoch
+    def has_done(self, directive: bytes) -> bool:
+        """Whether the rollback that a directive orders is in the log already, by this word or by an earlier one."""
+        return self._ordered(directive).epoch <= self.epoch
 
     # -- checking --------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Books:
             return self._settle(what.entry, entry.time, check)
         if isinstance(what, VoidEntry):
             return self._void(what.verdict, entry.time, check)
-        return self._rollback(what.record, what.round, what.amendment, entry.time, check)
+        return self._rollback(what.record, what.round, what.directive, entry.time, check)
 
     # -- the rules -------------------------------------------------------------------------------------------
 
@@ -312,22 +312,22 @@ class Books:
         )
 
     def _rollback(
-        self, record: Digest, round_: Round, amendment: bytes, time: int, expected: _Expected | None = None
+        self, record: Digest, round_: Round, directive: bytes, time: int, expected: _Expected | None = None
     ) -> Posted:
         self._nothing_due()
         if not 0 <= round_ < self.rounds or self.record_of(round_) != record:
             raise BooksError(
                 f"a rollback to round {round_}, record {record.short}: the ledger's branch has no such round"
             )
-        back = self._ordered(amendment)
+        back = self._ordered(directive)
         if (back.record, back.round) != (record, round_ + 1):
             raise BooksError(
-                f"a rollback to round {round_}, record {record.short}, by an amendment that goes back to round "
+                f"a rollback to round {round_}, record {record.short}, by a directive that goes back to round "
                 f"{back.round - 1}, record {back.record.short}"
             )
         if back.epoch <= self.epoch:
             raise BooksError(f"rollback {back.epoch} of the run, after rollback {self.epoch}: each is done once")
-        entry, sent = self._made(RollbackEntry(record, round_, amendment), time, expected)
+        entry, sent = self._made(RollbackEntry(record, round_, directive), time, expected)
         self.epoch = back.epoch
         self._reverted |= {self.record_of(Round(r)) for r in range(round_ + 1, self.rounds)}
         del self._records[32 * (round_ + 1) :]
@@ -335,14 +335,14 @@ class Books:
         del self._sequences[round_ + 1 :]
         return self._written(Posted(entry, sent))
 
-    def _ordered(self, amendment: bytes) -> Rollback:
+    def _ordered(self, directive: bytes) -> Rollback:
         """The rollback that the owner's word orders."""
         try:
-            back = Opener(self.run, self.owner, remember=1).open(amendment, Amendment).body.rollback
+            back = MessageDecoder(self.run, self.owner, remember=1).open(directive, Directive).body.rollback
         except (MalformedError, SignatureError, AdmissionError) as e:
-            raise BooksError(f"an amendment that does not count: {e}") from None
+            raise BooksError(f"a directive that does not count: {e}") from None
         if back is None:
-            raise BooksError("an amendment that rolls nothing back")
+            raise BooksError("a directive that rolls nothing back")
         return back
 
     def _nothing_due(self) -> None:

@@ -26,7 +26,7 @@ MAX_VERDICT = 1024
 """Bytes of the envelope of a verdict."""
 
 MAX_ENTRY = MAX_ENVELOPE + 1024
-"""Bytes of an entry: the largest carries an amendment."""
+"""Bytes of an entry: the largest carries a directive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RollbackEntry:
 
     record: Digest
     round: Round
-    amendment: bytes
+    directive: bytes
 
 
 What = RoundEntry | SettleEntry | VoidEntry | RollbackEntry
@@ -142,7 +142,7 @@ def encode_entry(entry: Entry) -> bytes:
             )
         )  # fmt: skip
     else:
-        message.rollback.CopyFrom(wire.RollbackEntry(record=what.record, round=what.round, amendment=what.amendment))
+        message.rollback.CopyFrom(wire.RollbackEntry(record=what.record, round=what.round, directive=what.directive))
     return message.SerializeToString(deterministic=True)
 
 
@@ -200,9 +200,9 @@ def _void(m: wire.VoidEntry) -> VoidEntry:
 
 
 def _rollback(m: wire.RollbackEntry) -> RollbackEntry:
-    if not 1 <= len(m.amendment) <= MAX_ENVELOPE:
-        raise MalformedError(f"an amendment of {len(m.amendment)} bytes: want 1 to {MAX_ENVELOPE}")
-    return RollbackEntry(Digest(m.record), Round(_count("round", m.round, MAX_ROUND)), bytes(m.amendment))
+    if not 1 <= len(m.directive) <= MAX_ENVELOPE:
+        raise MalformedError(f"a directive of {len(m.directive)} bytes: want 1 to {MAX_ENVELOPE}")
+    return RollbackEntry(Digest(m.record), Round(_count("round", m.round, MAX_ROUND)), bytes(m.directive))
 
 
 _READ = {"round": _round, "settle": _settle, "void": _void, "rollback": _rollback}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.bodies import Rollback
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Certificate, Record, Signed
+from protocol.messages import Certificate, Rollback, RoundRecord, Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class FetchPart:
     """
 
     blob: Digest
-    record: Signed[Record]
+    record: Signed[RoundRecord]
     part: int
     holders: tuple[PeerKey, ...]
 
@@ -62,7 +61,7 @@ class Reduce:
     check them, and make the part of the mean: answered by PartReduced, with its blob in the store, or by PartLacking
     within a share of `exchange_seconds`; by BlobBad too for an update whose slice breaks the codec's rules."""
 
-    record: Signed[Record]
+    record: Signed[RoundRecord]
     part: int
     committee: tuple[PeerKey, ...]
 
@@ -105,7 +104,7 @@ class KeepFinal:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAmendment:
+class KeepDirective:
     """Store: the owner's newest word. Whether the trainer is to rest by it, `machine.rests` says."""
 
     message: Signed
@@ -185,7 +184,7 @@ Action = (
     | RequestChain
     | KeepCertificate
     | KeepFinal
-    | KeepAmendment
+    | KeepDirective
     | Apply
     | Resync
     | Report

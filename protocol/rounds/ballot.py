@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Certificate, Header, Record, Reduced, Signed, Vote, parts_digest, votes_needed
+from protocol.messages import (
+    Certificate,
+    RoundRecord,
+    ShardAttestation,
+    Signed,
+    UpdateHeader,
+    Vote,
+    parts_digest,
+    votes_needed,
+)
 from protocol.rounds.policy import Policy
 from protocol.rounds.slate import Slate
 
@@ -26,7 +35,7 @@ class Proposal:
     __slots__ = ("record", "seen", "lacking", "bad", "equivocal", "slate", "over")
 
     def __init__(
-        self, record: Signed[Record], seen: float, lacking: set[Digest], bad: bool, slate: Slate | None = None
+        self, record: Signed[RoundRecord], seen: float, lacking: set[Digest], bad: bool, slate: Slate | None = None
     ):
         self.record = record
         self.seen = seen
@@ -52,7 +61,7 @@ class Ballot:
         self.number: Round = chain.height(parent)
         self.epoch = chain.epoch(parent)
         self.began = now
-        self.headers: dict[PeerKey, Signed[Header]] = {}
+        self.headers: dict[PeerKey, Signed[UpdateHeader]] = {}
         self.heard: dict[PeerKey, float] = {}
         self.excluded: set[PeerKey] = set()
         """Authors whose blob broke the codec's rules."""
@@ -65,10 +74,10 @@ class Ballot:
         self.voted_at = 0.0
         self.voted_for: tuple[Digest, ...] = ()
         """The last three records that we voted for."""
-        self.proposed: Signed[Record] | None = None
+        self.proposed: Signed[RoundRecord] | None = None
         self.proposed_attempt = -1
         self.reduces = chain.reduces(parent)
-        self.unheard: dict[PeerKey, dict[tuple[Digest, int], Signed[Reduced]]] = {}
+        self.unheard: dict[PeerKey, dict[tuple[Digest, int], Signed[ShardAttestation]]] = {}
         """Words on records that are not here yet."""
         self.left_out: set[PeerKey] = set()
         """Contributors that no record of ours lists any more in this round: their slices are lacking, or their words
@@ -94,7 +103,7 @@ class Ballot:
 
     # -- headers ---------------------------------------------------------------------------------------------
 
-    def flaw(self, header: Signed[Header], size_ok: Callable[[int], bool]) -> str | None:
+    def flaw(self, header: Signed[UpdateHeader], size_ok: Callable[[int], bool]) -> str | None:
         """Why this header can be part of no record of this round; None when it can."""
         body = header.body
         if body.round != self.number or body.parent != self.parent:
@@ -111,7 +120,7 @@ class Ballot:
             return f"a blob of {body.blob_size} bytes is no update of this run"
         return None
 
-    def add_header(self, header: Signed[Header], now: float, room_for: Callable[[PeerKey], bool]) -> bool:
+    def add_header(self, header: Signed[UpdateHeader], now: float, room_for: Callable[[PeerKey], bool]) -> bool:
         """Take a header without a flaw. False when its author has one already, or there is no room."""
         if header.author in self.headers:
             return False
@@ -133,11 +142,11 @@ class Ballot:
         self.excluded.add(author)
         self._ranks = None
 
-    def candidates(self) -> list[Signed[Header]]:
+    def candidates(self) -> list[Signed[UpdateHeader]]:
         """Headers that a record of ours may list, as far as their authors' base goes."""
         return [h for h in self.headers.values() if self.is_candidate(h)]
 
-    def is_candidate(self, header: Signed[Header]) -> bool:
+    def is_candidate(self, header: Signed[UpdateHeader]) -> bool:
         """Whether a record of ours may list it: same base as ours, and its blob is not known to be bad."""
         return header.author not in self.excluded and self.state in (None, header.body.base_state)
 
@@ -166,7 +175,7 @@ class Ballot:
     # -- records and votes -----------------------------------------------------------------------------------
 
     def add_record(
-        self, record: Signed[Record], now: float, holds: Callable[[Digest], bool], bad: Callable[[Digest], bool]
+        self, record: Signed[RoundRecord], now: float, holds: Callable[[Digest], bool], bad: Callable[[Digest], bool]
     ) -> Proposal | None:
         """Take a record of this round whose headers have no flaw. None when it is known, or there is no room."""
         if record.digest in self.proposals:
@@ -197,7 +206,7 @@ class Ballot:
                 del self.unheard[author]
         return p
 
-    def _to_give_up(self, by_author: list[Proposal], record: Signed[Record]) -> Digest | None:
+    def _to_give_up(self, by_author: list[Proposal], record: Signed[RoundRecord]) -> Digest | None:
         """Which record goes for a new one: its author's oldest; else, that a few do not keep out the one whose turn it
         is, of those of who has the most here the one that lists the fewest."""
         voted = self.last_vote.body.record if self.last_vote is not None else None
@@ -224,7 +233,7 @@ class Ballot:
 
     def add_word(
         self,
-        word: Signed[Reduced],
+        word: Signed[ShardAttestation],
         known: Callable[[PeerKey], bool],
         holds: Callable[[Digest], bool],
         bad: Callable[[Digest], bool],
@@ -256,7 +265,11 @@ class Ballot:
         return RECORDS_PER_AUTHOR * self.policy.exchange.committee
 
     def _add_to_slate(
-        self, p: Proposal, word: Signed[Reduced], holds: Callable[[Digest], bool], bad: Callable[[Digest], bool]
+        self,
+        p: Proposal,
+        word: Signed[ShardAttestation],
+        holds: Callable[[Digest], bool],
+        bad: Callable[[Digest], bool],
     ) -> bool:
         slate, part = p.slate, word.body.part
         if slate is None or not slate.seats(word.author, part) or word.author in slate.words[part]:
@@ -285,7 +298,7 @@ class Ballot:
             return True
         return self.reduces and bool(self.signers_of(blob))
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[Record], int, tuple[PeerKey, ...]]]:
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[RoundRecord], int, tuple[PeerKey, ...]]]:
         """Of the slates that list an update: each part that a member has a seat for, and its committee."""
         found = []
         for p in self.proposals.values():
@@ -319,7 +332,7 @@ class Ballot:
         mine[vote.body.record] = vote
         return True
 
-    def votes_for(self, record: Signed[Record], parts: Digest | None = None) -> list[Signed[Vote]]:
+    def votes_for(self, record: Signed[RoundRecord], parts: Digest | None = None) -> list[Signed[Vote]]:
         """Votes by its contributors, by ascending key; of a slate, those that name these parts."""
         found = []
         for author in record.body.contributors:

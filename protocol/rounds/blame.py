@@ -7,7 +7,7 @@ from itertools import islice
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Header, Signed
+from protocol.messages import Certificate, Signed, UpdateHeader
 from protocol.rounds.blobs import PartOf, Source, contents
 from protocol.rounds.context import Context
 from protocol.rounds.deciding import Deciding
@@ -68,7 +68,7 @@ def two_means(chain: Chain, certificate: Certificate) -> tuple[str, PeerKey] | N
 
 
 def _report(
-    c: Context, header: Signed[Header] | None, certified: Digest | None, source: Source | None, reason: str
+    c: Context, header: Signed[UpdateHeader] | None, certified: Digest | None, source: Source | None, reason: str
 ) -> None:
     author: PeerKey | None = None if header is None else header.author
     what = "a part of a mean" if isinstance(source, PartOf) else "an update"

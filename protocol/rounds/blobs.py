@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Header, Record, Signed
+from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
 from protocol.rounds.actions import Action, DropBlob, FetchBlob, FetchPart
 
 
@@ -15,11 +15,11 @@ from protocol.rounds.actions import Action, DropBlob, FetchBlob, FetchPart
 class PartOf:
     """A part of the mean of a record's updates."""
 
-    record: Signed[Record]
+    record: Signed[RoundRecord]
     index: int
 
 
-Source = Signed[Header] | PartOf
+Source = Signed[UpdateHeader] | PartOf
 """What a blob is: somebody's update, or a part."""
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from protocol.bodies import Amendment, Signed
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, RunId
-from protocol.messages import Signer
+from protocol.message_codec import Signer
+from protocol.messages import Directive, Signed
 from protocol.rounds.actions import Action, Report
 from protocol.rounds.blobs import Blobs
 from protocol.rounds.members import Members
@@ -40,7 +40,7 @@ class Context:
         self.own = OwnUpdates(self.me)
         self.now = 0.0
         self._banned: frozenset[PeerKey] = frozenset()
-        self._banned_by: Signed[Amendment] | None = None
+        self._banned_by: Signed[Directive] | None = None
         self.out: list[Action] = []
 
     def govern(self, parent: Digest) -> None:
@@ -50,10 +50,10 @@ class Context:
         self.blobs.grow(_blobs_of(self.policy))
 
     @property
-    def word(self) -> Amendment:
+    def word(self) -> Directive:
         """The owner's newest, whether or not a record carries it; one that changes nothing while none is known."""
         newest = self.chain.newest
-        return Amendment(self.run, 0) if newest is None else newest.body
+        return Directive(self.run, 0) if newest is None else newest.body
 
     def is_banned(self, key: PeerKey) -> bool:
         """By the owner's newest word: rounds whose records do not carry it yet may still list its updates."""

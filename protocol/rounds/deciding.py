@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Header, Record, Reduced, Signed, Vote, parts_digest
+from protocol.messages import Certificate, RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote, parts_digest
 from protocol.rounds.actions import Broadcast, MakeUpdate
 from protocol.rounds.awaiting import Awaiting
 from protocol.rounds.ballot import Ballot, Proposal
@@ -61,17 +61,17 @@ class Deciding:
     def hear(self, message: Signed) -> Certificate | None:
         """A header, record, vote or word on a part of this round; a certificate when it was what lacked."""
         match message.body:
-            case Header():
+            case UpdateHeader():
                 self.header(message)
-            case Record():
+            case RoundRecord():
                 return self.record(message)
             case Vote():
                 return self.vote(message)
-            case Reduced():
+            case ShardAttestation():
                 return self.word(message)
         return None
 
-    def header(self, header: Signed[Header]) -> None:
+    def header(self, header: Signed[UpdateHeader]) -> None:
         """Somebody's header for this round, alone or in a record."""
         c, b = self._c, self.ballot
         if b is None:
@@ -100,7 +100,7 @@ class Deciding:
     def has_room(self, author: PeerKey) -> bool:
         return author == self._c.me or author in self._c.members or self._c.members.is_veteran(author)
 
-    def record(self, record: Signed[Record]) -> Certificate | None:
+    def record(self, record: Signed[RoundRecord]) -> Certificate | None:
         """Somebody's record for this round; a certificate when its votes were here before it."""
         c, b = self._c, self.ballot
         if b is None or record.digest in b.proposals or record.body.parent != b.parent or b.parent not in c.chain:
@@ -143,7 +143,7 @@ class Deciding:
             return None
         return b.certified([vote.body.record])
 
-    def word(self, word: Signed[Reduced]) -> Certificate | None:
+    def word(self, word: Signed[ShardAttestation]) -> Certificate | None:
         """Somebody's word on a part; a certificate when all votes were here before the parts were agreed on."""
         b = self.ballot
         if b is None or not self.reducing.heard(b, word):
@@ -168,7 +168,7 @@ class Deciding:
         if self._position.applied != b.parent:
             # The state that it was made from turned out to be wrong, or is lost.
             return
-        body = Header(
+        body = UpdateHeader(
             c.run, b.number, b.parent, self._state(), event.first_window, event.end_window, event.inner_steps,
             event.blob, event.blob_size, event.loss, admission, b.epoch,
         )  # fmt: skip
@@ -186,7 +186,7 @@ class Deciding:
             raise RuntimeError("a round was decided upon without a state: a bug of the round machine")
         return state
 
-    def _announced(self, header: Signed[Header]) -> None:
+    def _announced(self, header: Signed[UpdateHeader]) -> None:
         c = self._c
         if self.ballot is not None:
             self.ballot.announced = c.now
@@ -261,20 +261,20 @@ class Deciding:
         if not any(h.author == c.me for h in listed):
             return None
         updates = tuple(sorted(listed, key=lambda h: h.author))
-        amendment = c.chain.to_carry(b.parent)
-        record = c.signer.sign(Record(c.run, b.number, b.parent, self._state(), attempt, updates, amendment))
+        directive = c.chain.to_carry(b.parent)
+        record = c.signer.sign(RoundRecord(c.run, b.number, b.parent, self._state(), attempt, updates, directive))
         b.proposed = record
         c.emit(Broadcast(record))
         return self.record(record)
 
-    def _listed(self, b: Ballot) -> list[Signed[Header]]:
+    def _listed(self, b: Ballot) -> list[Signed[UpdateHeader]]:
         """What a record of ours would list: what is held, or, in a round that is reduced, what should be to be had."""
         c = self._c
         if not b.reduces:
             return [h for h in b.candidates() if c.blobs.holds(h.body.blob)]
         return [h for h in b.candidates() if h.author == c.me or self._expected(b, h)]
 
-    def _expected(self, b: Ballot, header: Signed[Header]) -> bool:
+    def _expected(self, b: Ballot, header: Signed[UpdateHeader]) -> bool:
         c, author = self._c, header.author
         known_bad = c.blobs.is_bad(header.body.blob) or author in b.left_out or author in b.silent
         return not known_bad and not c.members.withheld.holds(author, b.number)
@@ -345,7 +345,7 @@ class Deciding:
             return False
         return self.is_heavy_enough(body)
 
-    def is_heavy_enough(self, record: Record) -> bool:
+    def is_heavy_enough(self, record: RoundRecord) -> bool:
         """Whether a record of this round has half of the windows that we saw announced, or most of those who announced,
         or patience has run out. Most: those who missed rounds, and announce the work of all of them, could else hold
         back each other's rounds for good."""
@@ -360,7 +360,7 @@ class Deciding:
         """Windows seen announced."""
         return sum(h.body.windows for h in self._announced_headers(b))
 
-    def _announced_headers(self, b: Ballot) -> list[Signed[Header]]:
+    def _announced_headers(self, b: Ballot) -> list[Signed[UpdateHeader]]:
         """Seen announced. Anyone can claim: what was not to be had for `exchange_seconds`, or by a committee, does not
         count."""
         c = self._c

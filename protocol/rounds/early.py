@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from protocol.ids import PeerKey
-from protocol.messages import Header, Record, Reduced, Signed, Vote
+from protocol.messages import RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote
 
-Ballot = Signed[Header] | Signed[Record] | Signed[Vote] | Signed[Reduced]
+Ballot = Signed[UpdateHeader] | Signed[RoundRecord] | Signed[Vote] | Signed[ShardAttestation]
 
 AHEAD = 4
 """Rounds ahead of our own from which messages are kept."""
@@ -47,8 +47,8 @@ class Early:
         room = MAX_BYTES if known else MAX_STRANGE_BYTES
         if any(m.digest == message.digest for m in mine) or self._bytes + len(message.sent) > room:
             return
-        is_word = isinstance(message.body, Reduced)
-        alike = [m for m in mine if isinstance(m.body, Reduced) == is_word]
+        is_word = isinstance(message.body, ShardAttestation)
+        alike = [m for m in mine if isinstance(m.body, ShardAttestation) == is_word]
         if len(alike) >= (WORDS_PER_AUTHOR if is_word else PER_AUTHOR):
             mine.remove(alike[0])
             self._bytes -= len(alike[0].sent)
@@ -75,7 +75,7 @@ class Early:
                 del self._kept[author]
         self._strangers = {author: None for author in self._strangers if author in self._kept}
         self._bytes = sum(len(m.sent) for messages in self._kept.values() for m in messages)
-        order = {Header: 0, Record: 1, Vote: 2, Reduced: 3}
+        order = {UpdateHeader: 0, RoundRecord: 1, Vote: 2, ShardAttestation: 3}
         return sorted(now, key=lambda m: order[type(m.body)])
 
     def sizes(self) -> dict[str, tuple[int, int]]:

@@ -1,11 +1,22 @@
-"""What can happen to a member: the round machine's inputs. Messages in them have been verified (`messages.Opener`)."""
+"""What can happen to a member: the round machine's inputs. Messages in them have been verified (`MessageDecoder`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Amendment, Certificate, Final, Goodbye, Header, Heartbeat, Record, Reduced, Signed, Vote
+from protocol.messages import (
+    Certificate,
+    Directive,
+    Finalization,
+    Goodbye,
+    Heartbeat,
+    RoundRecord,
+    ShardAttestation,
+    Signed,
+    UpdateHeader,
+    Vote,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +31,12 @@ class Heard:
     message: (
         Signed[Heartbeat]
         | Signed[Goodbye]
-        | Signed[Header]
-        | Signed[Record]
+        | Signed[UpdateHeader]
+        | Signed[RoundRecord]
         | Signed[Vote]
-        | Signed[Reduced]
-        | Signed[Final]
-        | Signed[Amendment]
+        | Signed[ShardAttestation]
+        | Signed[Finalization]
+        | Signed[Directive]
     )
 
 
@@ -42,10 +53,10 @@ class ChainHeard:
     """The answer to a `RequestChain`: certificates, oldest first, each the child of the one before."""
 
     certificates: tuple[Certificate, ...]
-    final: Signed[Final] | None
+    final: Signed[Finalization] | None
     source: PeerKey
     more: bool
-    amendment: Signed[Amendment] | None = None
+    directive: Signed[Directive] | None = None
 
 
 @dataclass(frozen=True, slots=True)

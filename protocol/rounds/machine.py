@@ -14,19 +14,18 @@ from collections.abc import Callable, Iterable
 from protocol.chain import Chain, RivalOfFinal, UnknownParent
 from protocol.errors import ChainError, MalformedError
 from protocol.ids import Digest, PeerKey, RunId
+from protocol.message_codec import Signer, check_certificate
 from protocol.messages import (
-    Amendment,
     Certificate,
-    Final,
+    Directive,
+    Finalization,
     Goodbye,
-    Header,
     Heartbeat,
-    Record,
-    Reduced,
+    RoundRecord,
+    ShardAttestation,
     Signed,
-    Signer,
+    UpdateHeader,
     Vote,
-    check_certificate,
 )
 from protocol.rounds import events as ev
 from protocol.rounds.actions import (
@@ -163,7 +162,7 @@ class RoundMachine:
             return None
         return f"you have not announced an update in round {b.number} yet" if b.concerns(blob) else None
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[Record], int, tuple[PeerKey, ...]]]:
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[RoundRecord], int, tuple[PeerKey, ...]]]:
         """Of the undecided slates that list an update: each part that a member is to make with it, and who else is."""
         b = self._deciding.ballot
         return [] if b is None else b.slices_for(blob, member)
@@ -176,24 +175,24 @@ class RoundMachine:
             self._heartbeat(message)
         elif isinstance(body, Goodbye) and c.members.goodbye(message):
             self._follower.forget(message.author)
-        elif isinstance(body, Final):
+        elif isinstance(body, Finalization):
             self._final(message)
-        elif isinstance(body, Amendment):
-            self._amend(message, None)
-        elif isinstance(body, Header | Record) and c.is_banned(message.author):
+        elif isinstance(body, Directive):
+            self._accept_directive(message, None)
+        elif isinstance(body, UpdateHeader | RoundRecord) and c.is_banned(message.author):
             pass  # what others list of it, until a record carries the ban, counts all the same
-        elif isinstance(body, Header | Record | Vote | Reduced):
-            if isinstance(body, Record) and body.amendment is not None:
-                self._amend(body.amendment, message.author)
+        elif isinstance(body, UpdateHeader | RoundRecord | Vote | ShardAttestation):
+            if isinstance(body, RoundRecord) and body.directive is not None:
+                self._accept_directive(body.directive, message.author)
             b = self._deciding.ballot
             if (
                 b is not None
                 and body.round == b.number
-                and (isinstance(body, Vote | Reduced) or body.parent == b.parent)
+                and (isinstance(body, Vote | ShardAttestation) or body.parent == b.parent)
             ):
                 self._ballot(message)
             elif (-1 if b is None else b.number) < body.round <= (c.chain.height(c.chain.head) + AHEAD):
-                self._early.keep(message, self._deciding.has_room(message.author) or isinstance(body, Header))
+                self._early.keep(message, self._deciding.has_room(message.author) or isinstance(body, UpdateHeader))
 
     def _ballot(self, message: Signed) -> None:
         self._decided(self._deciding.hear(message))
@@ -222,7 +221,7 @@ class RoundMachine:
         if b is not None and beat.head == b.parent and self._deciding.working:
             help_with_headers(c, b, source, beat)
 
-    def _final(self, message: Signed[Final]) -> None:
+    def _final(self, message: Signed[Finalization]) -> None:
         c = self._c
         try:
             if c.chain.add_final(message):
@@ -231,7 +230,7 @@ class RoundMachine:
         except ChainError as e:
             c.report("error", "final", str(e), message.author)
 
-    def _amend(self, word: Signed[Amendment], source: PeerKey | None) -> None:
+    def _accept_directive(self, word: Signed[Directive], source: PeerKey | None) -> None:
         if self._orders.take(word, source):
             self._forget_dropped()
 
@@ -297,8 +296,8 @@ class RoundMachine:
 
     def _chain_heard(self, event: ev.ChainHeard) -> None:
         c = self._c
-        if event.amendment is not None:
-            self._amend(event.amendment, event.source)
+        if event.directive is not None:
+            self._accept_directive(event.directive, event.source)
         added = self._admit(event.certificates, event.source)
         if event.final is not None:
             self._final(event.final)
@@ -374,7 +373,7 @@ class RoundMachine:
         self._early.grow(2 * c.policy.max_members)
         ballot = d.open(parent)
         for message in self._early.take(ballot.number):
-            if isinstance(message.body, Vote | Reduced) or message.body.parent == parent:
+            if isinstance(message.body, Vote | ShardAttestation) or message.body.parent == parent:
                 self._ballot(message)
         total = c.policy.total_windows
         if total and c.chain.weight(parent) >= total and not d.finished:

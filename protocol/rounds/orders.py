@@ -7,10 +7,10 @@ has ended or it is banned itself, and it hears no more of those who are.
 
 from __future__ import annotations
 
-from protocol.bodies import Amendment, Heartbeat, Signed
 from protocol.errors import ChainError
 from protocol.ids import PeerKey
-from protocol.rounds.actions import Broadcast, Finished, KeepAmendment, Send
+from protocol.messages import Directive, Heartbeat, Signed
+from protocol.rounds.actions import Broadcast, Finished, KeepDirective, Send
 from protocol.rounds.context import Context
 from protocol.rounds.deciding import Deciding
 from protocol.rounds.policy import Policy
@@ -35,7 +35,7 @@ class Orders:
         """Not before: the word that was kept of an earlier life may not be the newest any more."""
 
     @property
-    def word(self) -> Amendment:
+    def word(self) -> Directive:
         """The newest."""
         return self._c.word
 
@@ -57,25 +57,25 @@ class Orders:
     def is_banned(self, key: PeerKey) -> bool:
         return self._c.is_banned(key)
 
-    def take(self, word: Signed[Amendment], source: PeerKey | None = None) -> bool:
+    def take(self, word: Signed[Directive], source: PeerKey | None = None) -> bool:
         """The owner's word, heard from anybody. True when it is newer than what was known."""
         before = self._c.chain.newest
         try:
             if not self._c.chain.take(word):
                 return False
         except ChainError as e:
-            self._c.report("error", "amendment", str(e), source)
+            self._c.report("error", "directive", str(e), source)
             return False
         self.took(before)
         return True
 
-    def took(self, before: Signed[Amendment] | None) -> None:
+    def took(self, before: Signed[Directive] | None) -> None:
         """The chain has a newer word than before: from a message, or from a record."""
         c, word = self._c, self._c.chain.newest
         if word is None:
             return
         self._leave_from = 0.0
-        c.emit(KeepAmendment(word))
+        c.emit(KeepDirective(word))
         if len(c.members) <= FEW or c.members.is_my_turn(word.digest, 0):
             c.emit(Broadcast(word))
         was, now = (None if before is None else before.body), word.body
@@ -103,7 +103,7 @@ class Orders:
         if self._c.word.order == "paused":
             self._report_pause(self._c.word)
 
-    def _report_pause(self, word: Amendment) -> None:
+    def _report_pause(self, word: Directive) -> None:
         text = f"paused by the run's owner{_because(word)}: nothing is trained until the run goes on"
         self._c.report("warning", "paused", text)
 
@@ -127,7 +127,7 @@ class Orders:
         c, word, member = self._c, self._c.chain.newest, self._c.members.get(source)
         if member is not None and beat.sequence <= member.beat.sequence:
             return  # a replay: anybody could have its author sent the word again and again
-        if word is None or beat.amended == word.body.sequence:
+        if word is None or beat.directive_sequence == word.body.sequence:
             self._told.pop(source, None)
             return
         due = self._told.get(source)
@@ -171,5 +171,5 @@ class Orders:
         return {"told": (len(self._told), 2 * max(self._c.policy.max_members, self._c.base.max_members))}
 
 
-def _because(word: Amendment) -> str:
+def _because(word: Directive) -> str:
     return f" ({word.reason})" if word.reason else ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from protocol.bodies import RoundChanges
 from protocol.chain import ChainLimits
-from protocol.exchange import GATHER, Exchange
+from protocol.messages import RoundChanges
+from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.spec import RunSpec
 
 
@@ -29,7 +29,7 @@ class Policy:
 
     checkpoint_every: int = 10
     checkpoint_keep: int = 2
-    exchange: Exchange = GATHER
+    exchange: ReducePlan = GATHER
     window: int = 1
     """Tokens of one: what the owner changes later is in tokens."""
 
@@ -50,7 +50,7 @@ class Policy:
             total_windows=-(-spec.total_tokens // window),
             checkpoint_every=spec.checkpoint.every,
             checkpoint_keep=spec.checkpoint.keep,
-            exchange=Exchange.of(spec),
+            exchange=ReducePlan.of(spec),
             window=window,
         )
 

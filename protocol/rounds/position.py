@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from protocol.bodies import Rollback
 from protocol.ids import Digest
-from protocol.messages import Certificate
+from protocol.messages import Certificate, Rollback
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.asides import MAX_ASIDE, Asides
 from protocol.rounds.blobs import PartOf, Source, contents

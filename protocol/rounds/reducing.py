@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import MAX_LACKING, Reduced, Signed
+from protocol.messages import MAX_LACKING, ShardAttestation, Signed
 from protocol.rounds.actions import Broadcast, DropReduce, Reduce
 from protocol.rounds.ballot import Ballot, Proposal
 from protocol.rounds.blobs import PartOf
@@ -97,7 +97,7 @@ class Reducing:
             return
         c.blobs.hold(blob)
         b.blob_held(blob)
-        self._say(b, Reduced(c.run, b.number, record, part, blob))
+        self._say(b, ShardAttestation(c.run, b.number, record, part, blob))
 
     def lacking(self, b: Ballot, record: Digest, part: int, authors: Iterable[PeerKey]) -> None:
         """Our driver cannot make a part, for want of these authors' slices."""
@@ -108,7 +108,7 @@ class Reducing:
         listed = p.record.body.contributors
         named = sorted({a for a in authors if a in listed and a != c.me})[:MAX_LACKING]
         if named:
-            self._say(b, Reduced(c.run, b.number, record, part, None, tuple(named)))
+            self._say(b, ShardAttestation(c.run, b.number, record, part, None, tuple(named)))
 
     def bad_update(self, b: Ballot, blob: Digest) -> None:
         """An update breaks the codec's rules: those who see another slice of it are told so by our words."""
@@ -117,14 +117,14 @@ class Reducing:
                 for part in [] if p.slate is None else p.slate.duties(self._c.me):
                     self.lacking(b, p.record.digest, part, (author,))
 
-    def _say(self, b: Ballot, body: Reduced) -> None:
+    def _say(self, b: Ballot, body: ShardAttestation) -> None:
         word = self._c.signer.sign(body)
         self.heard(b, word)
         self._c.emit(Broadcast(word))
 
     # -- others' words ---------------------------------------------------------------------------------------
 
-    def heard(self, b: Ballot, word: Signed[Reduced]) -> bool:
+    def heard(self, b: Ballot, word: Signed[ShardAttestation]) -> bool:
         """A word on a part, our own too. False when it does not count."""
         c = self._c
         p = b.proposals.get(word.body.record)
@@ -151,7 +151,7 @@ class Reducing:
     def _has_room(self, author: PeerKey) -> bool:
         return author == self._c.me or author in self._c.members or self._c.members.is_veteran(author)
 
-    def _look_for_a_second_word(self, b: Ballot, p: Proposal | None, word: Signed[Reduced]) -> None:
+    def _look_for_a_second_word(self, b: Ballot, p: Proposal | None, word: Signed[ShardAttestation]) -> None:
         author, body = word.author, word.body
         if p is None or p.slate is None or not p.slate.seats(author, body.part):
             return

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Reduced, Signed
+from protocol.messages import ShardAttestation, Signed
 
 
 class Slate:
@@ -19,7 +19,7 @@ class Slate:
 
     def __init__(self, committees: tuple[tuple[PeerKey, ...], ...]):
         self.committees = committees
-        self.words: tuple[dict[PeerKey, Signed[Reduced]], ...] = tuple({} for _ in committees)
+        self.words: tuple[dict[PeerKey, Signed[ShardAttestation]], ...] = tuple({} for _ in committees)
         self.parts: list[Digest | None] = [None] * len(committees)
         """The digest of each part that is agreed on."""
         self.open = len(committees)
@@ -35,7 +35,7 @@ class Slate:
         """Parts on which the author has a seat and has said nothing."""
         return [i for i, seated in enumerate(self.committees) if author in seated and author not in self.words[i]]
 
-    def hear(self, word: Signed[Reduced]) -> bool:
+    def hear(self, word: Signed[ShardAttestation]) -> bool:
         """Take the first word of a member on a part. True when the part is agreed on by it."""
         part = word.body.part
         seated, said = self.committees[part], self.words[part]
@@ -76,7 +76,7 @@ class Slate:
     def _names(self, author: PeerKey, part: int, blob: Digest) -> bool:
         return self.words[part][author].body.blob == blob
 
-    def said(self) -> Iterator[Signed[Reduced]]:
+    def said(self) -> Iterator[Signed[ShardAttestation]]:
         """Every word that counts, part by part."""
         for words in self.words:
             yield from words.values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Header, Heartbeat, Signed
+from protocol.messages import Heartbeat, Signed, UpdateHeader
 from protocol.rounds.context import Context
 from protocol.rounds.deciding import Deciding
 from protocol.rounds.position import Position
@@ -42,7 +42,7 @@ class Summary:
     chain_head: Digest
     chain_weight: int
     members: tuple[MemberView, ...]
-    headers: tuple[Signed[Header], ...]
+    headers: tuple[Signed[UpdateHeader], ...]
     """Announced for this round, own one included."""
 
     proposals: int

@@ -377,22 +377,22 @@ class CertificatesReply(_message.Message):
     more: bool
     def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., more: bool = ...) -> None: ...
 
-class AmendRequest(_message.Message):
-    __slots__ = ("run", "amendment")
+class DirectiveRequest(_message.Message):
+    __slots__ = ("run", "directive")
     RUN_FIELD_NUMBER: _ClassVar[int]
-    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     run: bytes
-    amendment: bytes
-    def __init__(self, run: _Optional[bytes] = ..., amendment: _Optional[bytes] = ...) -> None: ...
+    directive: bytes
+    def __init__(self, run: _Optional[bytes] = ..., directive: _Optional[bytes] = ...) -> None: ...
 
-class AmendReply(_message.Message):
-    __slots__ = ("amendment", "round", "peers", "heard")
-    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
+class DirectiveReply(_message.Message):
+    __slots__ = ("directive", "round", "peers", "heard")
+    DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
-    amendment: bytes
+    directive: bytes
     round: int
     peers: int
     heard: int
-    def __init__(self, amendment: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...
+    def __init__(self, directive: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...

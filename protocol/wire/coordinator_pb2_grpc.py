@@ -99,10 +99,10 @@ class CoordinatorStub(object):
                 request_serializer=protocol_dot_wire_dot_coordinator__pb2.CertificatesRequest.SerializeToString,
                 response_deserializer=protocol_dot_wire_dot_coordinator__pb2.CertificatesReply.FromString,
                 _registered_method=True)
-        self.Amend = channel.unary_unary(
-                '/cairn.coordinator.Coordinator/Amend',
-                request_serializer=protocol_dot_wire_dot_coordinator__pb2.AmendRequest.SerializeToString,
-                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.AmendReply.FromString,
+        self.PublishDirective = channel.unary_unary(
+                '/cairn.coordinator.Coordinator/PublishDirective',
+                request_serializer=protocol_dot_wire_dot_coordinator__pb2.DirectiveRequest.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.DirectiveReply.FromString,
                 _registered_method=True)
 
 
@@ -200,7 +200,7 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Amend(self, request, context):
+    def PublishDirective(self, request, context):
         """Take the owner's word on the run, or (with none) say what the newest is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -275,10 +275,10 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=protocol_dot_wire_dot_coordinator__pb2.CertificatesRequest.FromString,
                     response_serializer=protocol_dot_wire_dot_coordinator__pb2.CertificatesReply.SerializeToString,
             ),
-            'Amend': grpc.unary_unary_rpc_method_handler(
-                    servicer.Amend,
-                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.AmendRequest.FromString,
-                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.AmendReply.SerializeToString,
+            'PublishDirective': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishDirective,
+                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.DirectiveRequest.FromString,
+                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.DirectiveReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -643,7 +643,7 @@ class Coordinator(object):
             _registered_method=True)
 
     @staticmethod
-    def Amend(request,
+    def PublishDirective(request,
             target,
             options=(),
             channel_credentials=None,
@@ -656,9 +656,9 @@ class Coordinator(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/cairn.coordinator.Coordinator/Amend',
-            protocol_dot_wire_dot_coordinator__pb2.AmendRequest.SerializeToString,
-            protocol_dot_wire_dot_coordinator__pb2.AmendReply.FromString,
+            '/cairn.coordinator.Coordinator/PublishDirective',
+            protocol_dot_wire_dot_coordinator__pb2.DirectiveRequest.SerializeToString,
+            protocol_dot_wire_dot_coordinator__pb2.DirectiveReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -77,14 +77,14 @@ class VoidEntry(_message.Message):
     def __init__(self, entry: _Optional[int] = ..., line: _Optional[int] = ..., micro_credits: _Optional[int] = ..., verdict: _Optional[bytes] = ...) -> None: ...
 
 class RollbackEntry(_message.Message):
-    __slots__ = ("record", "round", "amendment")
+    __slots__ = ("record", "round", "directive")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     record: bytes
     round: int
-    amendment: bytes
-    def __init__(self, record: _Optional[bytes] = ..., round: _Optional[int] = ..., amendment: _Optional[bytes] = ...) -> None: ...
+    directive: bytes
+    def __init__(self, record: _Optional[bytes] = ..., round: _Optional[int] = ..., directive: _Optional[bytes] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("run", "round", "record", "peer", "update", "reason")

@@ -31,7 +31,7 @@ class Admission(_message.Message):
     name: str
     def __init__(self, run: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., not_before: _Optional[int] = ..., not_after: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
-class Header(_message.Message):
+class UpdateHeader(_message.Message):
     __slots__ = ("run", "round", "parent", "base_state", "first_window", "end_window", "inner_steps", "blob", "blob_size", "loss", "admission", "epoch")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -59,23 +59,23 @@ class Header(_message.Message):
     epoch: int
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., first_window: _Optional[int] = ..., end_window: _Optional[int] = ..., inner_steps: _Optional[int] = ..., blob: _Optional[bytes] = ..., blob_size: _Optional[int] = ..., loss: _Optional[float] = ..., admission: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
-class Record(_message.Message):
-    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "amendment")
+class RoundRecord(_message.Message):
+    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "directive")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     BASE_STATE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
-    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     parent: bytes
     base_state: bytes
     attempt: int
     updates: _containers.RepeatedScalarFieldContainer[bytes]
-    amendment: bytes
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., amendment: _Optional[bytes] = ...) -> None: ...
+    directive: bytes
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., directive: _Optional[bytes] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("run", "round", "record", "parts")
@@ -89,7 +89,7 @@ class Vote(_message.Message):
     parts: bytes
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., parts: _Optional[bytes] = ...) -> None: ...
 
-class Reduced(_message.Message):
+class ShardAttestation(_message.Message):
     __slots__ = ("run", "round", "record", "part", "blob", "lacking")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -115,7 +115,7 @@ class Certificate(_message.Message):
     parts: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, record: _Optional[bytes] = ..., votes: _Optional[_Iterable[bytes]] = ..., parts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
-class Final(_message.Message):
+class Finalization(_message.Message):
     __slots__ = ("run", "round", "record", "epoch")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -127,7 +127,7 @@ class Final(_message.Message):
     epoch: int
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
-class Amendment(_message.Message):
+class Directive(_message.Message):
     __slots__ = ("run", "sequence", "order", "since", "reason", "banned", "from_round", "changes", "rollback")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -182,7 +182,7 @@ class Rollback(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., record: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("run", "sequence", "round", "head", "weight", "windows", "phase", "tokens_per_second", "loss", "bytes_up", "bytes_down", "known", "addresses", "admission", "device", "state", "unheard", "amended")
+    __slots__ = ("run", "sequence", "round", "head", "weight", "windows", "phase", "tokens_per_second", "loss", "bytes_up", "bytes_down", "known", "addresses", "admission", "device", "state", "unheard", "directive_sequence")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -200,7 +200,7 @@ class Heartbeat(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UNHEARD_FIELD_NUMBER: _ClassVar[int]
-    AMENDED_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIVE_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     sequence: int
     round: int
@@ -218,8 +218,8 @@ class Heartbeat(_message.Message):
     device: str
     state: bytes
     unheard: _containers.RepeatedScalarFieldContainer[int]
-    amended: int
-    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., weight: _Optional[int] = ..., windows: _Optional[int] = ..., phase: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., admission: _Optional[bytes] = ..., device: _Optional[str] = ..., state: _Optional[bytes] = ..., unheard: _Optional[_Iterable[int]] = ..., amended: _Optional[int] = ...) -> None: ...
+    directive_sequence: int
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., weight: _Optional[int] = ..., windows: _Optional[int] = ..., phase: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., admission: _Optional[bytes] = ..., device: _Optional[str] = ..., state: _Optional[bytes] = ..., unheard: _Optional[_Iterable[int]] = ..., directive_sequence: _Optional[int] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("run", "sequence")
@@ -250,18 +250,18 @@ class ChainRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., have: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ChainReply(_message.Message):
-    __slots__ = ("certificates", "final", "more", "amendment")
+    __slots__ = ("certificates", "final", "more", "directive")
     CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
-    AMENDMENT_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     certificates: _containers.RepeatedScalarFieldContainer[bytes]
     final: bytes
     more: bool
-    amendment: bytes
-    def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., final: _Optional[bytes] = ..., more: bool = ..., amendment: _Optional[bytes] = ...) -> None: ...
+    directive: bytes
+    def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., final: _Optional[bytes] = ..., more: bool = ..., directive: _Optional[bytes] = ...) -> None: ...
 
-class Whereabouts(_message.Message):
+class CoordinatorAddress(_message.Message):
     __slots__ = ("run", "sequence", "coordinators", "fingerprint", "addresses")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -275,7 +275,7 @@ class Whereabouts(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., coordinators: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class WhereaboutsRequest(_message.Message):
+class CoordinatorAddressRequest(_message.Message):
     __slots__ = ("run", "spec")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -283,12 +283,12 @@ class WhereaboutsRequest(_message.Message):
     spec: bool
     def __init__(self, run: _Optional[bytes] = ..., spec: bool = ...) -> None: ...
 
-class WhereaboutsReply(_message.Message):
-    __slots__ = ("spec", "whereabouts", "addresses")
+class CoordinatorAddressReply(_message.Message):
+    __slots__ = ("spec", "coordinator_address", "addresses")
     SPEC_FIELD_NUMBER: _ClassVar[int]
-    WHEREABOUTS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     spec: bytes
-    whereabouts: bytes
+    coordinator_address: bytes
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, spec: _Optional[bytes] = ..., whereabouts: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, spec: _Optional[bytes] = ..., coordinator_address: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -11,7 +11,8 @@ from pathlib import Path
 from protocol.chain import Chain
 from protocol.errors import RivalOfFinal, UnknownParent
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Amendment, Certificate, Final, Opener, Signed
+from protocol.message_codec import MessageDecoder
+from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.rounds.policy import Policy
 from protocol.spec import RunSpec
 
@@ -25,7 +26,7 @@ class Branch:
 
     path: tuple[Certificate, ...]
     stored: int
-    final: Signed[Final] | None
+    final: Signed[Finalization] | None
     side: int = 0
 
     @property
@@ -46,18 +47,18 @@ class Branch:
         return dict(found)
 
 
-_OPENERS: dict[bytes, Opener] = {}
+_OPENERS: dict[bytes, MessageDecoder] = {}
 
 
 def read_branch(spec: RunSpec, store: Path) -> Branch:
     """Every certificate is verified as one that a stranger sent. Raises ProtocolError for one that is none."""
-    opener = _OPENERS.setdefault(bytes(spec.run_id), Opener(spec.run_id, spec.owner_key))
+    decoder = _OPENERS.setdefault(bytes(spec.run_id), MessageDecoder(spec.run_id, spec.owner_key))
     chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
-    if (word := store / "values" / "amendment").exists():
-        chain.take(opener.open(word.read_bytes(), Amendment))
+    if (word := store / "values" / "directive").exists():
+        chain.take(decoder.open(word.read_bytes(), Directive))
     stored, parents = 0, dict[Digest, Digest]()
     for file in sorted((store / "chain").glob("*-*")):
-        certificate = opener.certificate(file.read_bytes()[32:])
+        certificate = decoder.certificate(file.read_bytes()[32:])
         parents[certificate.digest] = certificate.record.body.parent
         # Of rounds that were rolled back, or built on such.
         with suppress(RivalOfFinal, *([UnknownParent] if chain.rollback is not None else [])):
@@ -65,7 +66,7 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
         stored += 1
     final = None
     if (value := store / "values" / "final").exists():
-        final = opener.open(value.read_bytes(), Final)
+        final = decoder.open(value.read_bytes(), Finalization)
         chain.add_final(final)
     path = chain.path(chain.genesis, chain.head)
     return Branch(path, stored, final, longest_side(parents, {c.digest for c in path}))

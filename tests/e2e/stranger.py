@@ -19,7 +19,8 @@ from protocol.errors import ProtocolError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Admission, Header, Heartbeat, KeySigner, Opener, Signed
+from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.messages import Admission, Heartbeat, Signed, UpdateHeader
 from protocol.wire import swarm_pb2 as wire
 from tests.e2e.world import World
 
@@ -36,7 +37,7 @@ class Stranger:
         self.key: PeerKey = self.identity.key
         self.signer = KeySigner(self.identity)
         self.spec = world.spec
-        self.opener = Opener(self.spec.run_id, self.spec.owner_key)
+        self.decoder = MessageDecoder(self.spec.run_id, self.spec.owner_key)
         self.blob_size = make_codec(self.spec.codec, self.spec.model.layout).size
         self.store = Store(world.folder / f"stranger-{name}", 10**9)
         self.swarm: Swarm
@@ -69,7 +70,7 @@ class Stranger:
     def _take(self, sender: PeerKey, packet: wire.Packet) -> None:
         for sent in packet.messages:
             with suppress(ProtocolError):
-                message = self.opener.open_any(sent, kind_of(sent))
+                message = self.decoder.open_any(sent, kind_of(sent))
                 if isinstance(message.body, Heartbeat):
                     known = self.heartbeats.get(message.author)
                     if known is None or known.sequence < message.body.sequence:
@@ -132,10 +133,10 @@ class Stranger:
 
         return await self.world.until("a new round", look, 30, every=0.01)
 
-    def header(self, beat: Heartbeat, admission: bytes, blob: Digest, **changes: Any) -> Signed[Header]:
+    def header(self, beat: Heartbeat, admission: bytes, blob: Digest, **changes: Any) -> Signed[UpdateHeader]:
         """An update for the round that a heartbeat is of: well-formed, whatever its blob is."""
         assert beat.state is not None
-        body = Header(
+        body = UpdateHeader(
             run=self.spec.run_id, round=beat.round, parent=beat.head, base_state=beat.state, first_window=0,
             end_window=8, inner_steps=1, blob=blob, blob_size=self.blob_size, loss=3.0, admission=admission,
         )  # fmt: skip

@@ -100,4 +100,4 @@ def _final(world: World) -> int:
 
 def _carries(world: World, name: str, round_: int) -> bool:
     path = world.branch(name).path
-    return len(path) > round_ and path[round_].record.body.amendment is not None
+    return len(path) > round_ and path[round_].record.body.directive is not None

@@ -15,7 +15,8 @@ from peer.swarm import PeerRefused, PeerUnreachable
 from peer.swarm.frames import REQUEST_BYTES, Status
 from protocol.envelope import seal
 from protocol.ids import Digest, RunId
-from protocol.messages import Admission, Header, KeySigner, Signed
+from protocol.message_codec import KeySigner
+from protocol.messages import Admission, Signed, UpdateHeader
 from protocol.wire import swarm_pb2 as wire
 from tests.e2e.chains import check_same
 from tests.e2e.conftest import PEERS
@@ -144,10 +145,10 @@ async def test_nobody_sees_an_update_of_an_open_round_who_has_not_announced_one(
     async with stranger(swarm, "copier") as liar:
         admission = await liar.admit()
         await liar.listen()
-        announced: asyncio.Queue[Signed[Header]] = asyncio.Queue()
+        announced: asyncio.Queue[Signed[UpdateHeader]] = asyncio.Queue()
 
         def note(message: Signed[Any]) -> None:
-            if isinstance(message.body, Header) and message.author == ada:
+            if isinstance(message.body, UpdateHeader) and message.author == ada:
                 announced.put_nowait(message)
 
         liar.on_heard = note

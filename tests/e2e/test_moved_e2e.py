@@ -12,9 +12,9 @@ from cairn.demo.processes import free_ports
 from cairn.inviting import renewed_invite
 from peer.coordinator_client import Admission, CoordinatorClient
 from peer.node.locator import WHEREABOUTS
+from protocol.coordinator_address import open_coordinator_address
 from protocol.invite import Endpoint, Invite
-from protocol.messages import Opener
-from protocol.whereabouts import open_whereabouts
+from protocol.message_codec import MessageDecoder
 from tests.e2e.chains import check_same
 from tests.e2e.world import START_SECONDS, World
 
@@ -52,11 +52,11 @@ class Moving(World):
         file = self.peer_folder(name) / "store" / "values" / WHEREABOUTS
         if not file.exists():
             return ()
-        return open_whereabouts(file.read_bytes(), self.spec.run_id, self.spec.owner_key).body.coordinators
+        return open_coordinator_address(file.read_bytes(), self.spec.run_id, self.spec.owner_key).body.coordinators
 
     def admitted_until(self, name: str) -> int:
-        opener = Opener(self.spec.run_id, self.spec.owner_key)
-        return opener.open(self.admission_of(name), Admission).body.not_after
+        decoder = MessageDecoder(self.spec.run_id, self.spec.owner_key)
+        return decoder.open(self.admission_of(name), Admission).body.not_after
 
 
 async def test_who_brings_the_invite_of_the_first_day_enters_wherever_the_coordinator_is_and_however_long_it_is_away():

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from protocol.exchange import part_count
+from protocol.reduce_plan import part_count
 from tests.e2e.chains import Branch, check_same
 from tests.e2e.world import World
 

@@ -16,7 +16,7 @@ import pytest
 from coordinator.service import LEDGER_FILE
 from peer.coordinator_client import Account, CoordinatorClient
 from protocol.ledger.entries import decode_line
-from protocol.messages import Header, Signed
+from protocol.messages import Signed, UpdateHeader
 from tests.e2e.chains import check_same
 from tests.e2e.conftest import PEERS
 from tests.e2e.stranger import stranger
@@ -61,7 +61,7 @@ async def test_a_peer_killed_in_the_middle_of_an_exchange_comes_back_as_itself_a
 
             def kill(message: Signed[Any], killed=killed) -> None:
                 # Its commitment is out, its blob is wanted, nothing is certified: the worst moment.
-                if isinstance(message.body, Header) and message.author == key and not killed.done():
+                if isinstance(message.body, UpdateHeader) and message.author == key and not killed.done():
                     swarm.processes["alan"].kill()
                     killed.set_result(message.body.round)
 

@@ -22,7 +22,7 @@ from coordinator.sightings import Sighting
 from coordinator.sightings_file import SightingsFile
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Certificate, Header, Record, Signed
+from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
 from protocol.spec import sign_spec
 from tests.coordinator_fakes import ChainMaker, FakeSwarm, make_spec, peer, state
 from tests.specs import OWNER, spec_fields
@@ -219,9 +219,11 @@ class QuickChain(ChainMaker):
         for identity in sorted((_peer(n) for n in work), key=lambda i: i.key):
             windows, first = work[_number(identity.key)], self._next.get(identity.key, 0)
             digest = Digest(sha256(b"header", identity.key, bytes(self.head)))
-            body = Header(self.run, number, self.head, state(number), first, first + windows, 1, digest, 100, loss, b"")
+            body = UpdateHeader(
+                self.run, number, self.head, state(number), first, first + windows, 1, digest, 100, loss, b""
+            )
             headers.append(Signed(body, identity.key, digest, b""))
-        record = Record(self.run, number, self.head, state(number), attempt, tuple(headers))
+        record = RoundRecord(self.run, number, self.head, state(number), attempt, tuple(headers))
         signed = Signed(record, headers[0].author, Digest(sha256(b"record", bytes(self.head), bytes([attempt]))), b"")
         certificate = Certificate(signed, tuple(Signed(None, h.author, signed.digest, b"") for h in headers))
         self._take(certificate)

@@ -21,7 +21,8 @@ from protocol.codec import make_codec
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round
 from protocol.merkle import blob_digest
-from protocol.messages import Admission, Certificate, Header, KeySigner, Record, Signed, Vote, encode_certificate
+from protocol.message_codec import KeySigner, encode_certificate
+from protocol.messages import Admission, Certificate, RoundRecord, Signed, UpdateHeader, Vote
 from protocol.outer import Contribution, apply
 from protocol.spec import RunSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
@@ -65,7 +66,7 @@ class History:
         signers = [self._signers[i] for i in sorted({number % n, (number + 1) % n})]
         updates = {s.key: self._updates[s.key][number % POOL] for s in signers}
         headers = tuple(self._header(s, number, updates[s.key]) for s in signers)
-        record = signers[0].sign(Record(self._run, number, self._head, self._base, 0, headers))
+        record = signers[0].sign(RoundRecord(self._run, number, self._head, self._base, 0, headers))
         votes = tuple(s.sign(Vote(self._run, number, record.digest)) for s in signers)
         self.certificates.append(Certificate(record, votes))
         self._head = record.digest
@@ -82,11 +83,11 @@ class History:
         self.blobs[blob_digest(blob)] = blob
         return blob
 
-    def _header(self, signer: KeySigner, number: Round, blob: bytes) -> Signed[Header]:
+    def _header(self, signer: KeySigner, number: Round, blob: bytes) -> Signed[UpdateHeader]:
         first = self._next[signer.key]
         self._next[signer.key] = first + WINDOWS
         return signer.sign(
-            Header(
+            UpdateHeader(
                 self._run, number, self._head, self._base, first, first + WINDOWS, 1, blob_digest(blob),
                 len(blob), 5.0, self.admissions[signer.key],
             )

@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 import time
 
-from protocol.exchange import GATHER
+from protocol.reduce_plan import GATHER
 from tests.simulation.checkers import Broken
 from tests.simulation.scenario import Outcome, Scenario
 from tests.simulation.world import REDUCE

@@ -127,7 +127,7 @@ def check_shown(world: World) -> None:
 
 
 def check_words(world: World) -> None:
-    """Nobody honest applies a record that breaks what the amendments on its way say: written down again, plainly."""
+    """Nobody honest applies a record that breaks what the directives on its way say: written down again, plainly."""
     for node in world.honest:
         at = node.trainer_record
         if at is None or at == genesis_digest(world.run):
@@ -137,7 +137,7 @@ def check_words(world: World) -> None:
         for c in way:
             body, said = c.record.body, [a.body for a in carried]
             where = f"peer {node.index}: round {body.round}, record {c.digest.short}"
-            epoch = max([a.epoch for a in said] + [0 if body.amendment is None else body.amendment.body.epoch])
+            epoch = max([a.epoch for a in said] + [0 if body.directive is None else body.directive.body.epoch])
             if any(u.body.epoch != epoch for u in body.updates):
                 raise Broken(f"{where} lists an update of another epoch than {epoch}")
             if said and not set(body.contributors).isdisjoint(said[-1].banned):
@@ -147,10 +147,10 @@ def check_words(world: World) -> None:
                 most = holding.max_update_tokens
             if any(u.body.windows > most for u in body.updates):
                 raise Broken(f"{where} lists an update of more than {most} windows")
-            if body.amendment is not None:
-                if said and body.amendment.body.rank <= said[-1].rank:
-                    raise Broken(f"{where} carries an amendment that is not newer")
-                carried.append(body.amendment)
+            if body.directive is not None:
+                if said and body.directive.body.rank <= said[-1].rank:
+                    raise Broken(f"{where} carries a directive that is not newer")
+                carried.append(body.directive)
             if carried and carried[-1].body.from_round <= body.round + 1:
                 holding = carried[-1].body.changes
 
@@ -169,7 +169,7 @@ def check_words_reached(world: World) -> None:
             if back.record not in way:
                 raise Broken(f"peer {node.index} is on a branch that the owner has rolled back")
             after = way[way.index(back.record) + 1 :]
-            first = world.records[after[0]].record.body.amendment if after else None
+            first = world.records[after[0]].record.body.directive if after else None
             if after and (first is None or first.body.epoch < back.epoch):
                 raise Broken(f"peer {node.index} is on rounds that the owner has rolled back")
         for other in world.nodes:

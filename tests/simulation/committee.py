@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Record
+from protocol.messages import RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 
@@ -17,7 +17,7 @@ LACKING_AFTER = 0.5
 """Of `exchange_seconds`: then it is said whose slices are lacking."""
 
 
-def part_of(record: Record, parts: int, part: int) -> Digest:
+def part_of(record: RoundRecord, parts: int, part: int) -> Digest:
     """What every honest committee member makes of a part: it depends on the updates, not on the record around them."""
     updates = (u.author + u.body.blob + u.body.windows.to_bytes(8, "big") for u in record.updates)
     return Digest(sha256(b"part", bytes([parts, part]), *updates))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Heartbeat, Record, Reduced, Signed, Vote, parts_digest
+from protocol.messages import Heartbeat, RoundRecord, ShardAttestation, Signed, Vote, parts_digest
 from protocol.rounds import events as ev
 from tests.simulation.node import Node
 
@@ -16,7 +16,7 @@ class Equivocator(Node):
     honest = False
 
     def broadcast(self, message) -> None:
-        if not (isinstance(message.body, Record) and message.author == self.key and len(message.body.updates) > 1):
+        if not (isinstance(message.body, RoundRecord) and message.author == self.key and len(message.body.updates) > 1):
             super().broadcast(message)
             return
         drop = next(u for u in reversed(message.body.updates) if u.author != self.key)
@@ -68,7 +68,7 @@ class Boaster(Node):
 HOSTILE = (Equivocator, Withholder, Poisoner, Boaster)
 
 
-def lie(word: Reduced) -> Digest:
+def lie(word: ShardAttestation) -> Digest:
     """The wrong digest that all liars agree on."""
     return Digest(sha256(b"lie", word.record, bytes([word.part])))
 
@@ -127,15 +127,19 @@ class TwoMinded(Node):
     def _other(self, message: Signed) -> Signed:
         """What the second half is told instead."""
         body, ballot = message.body, self.machine._deciding.ballot
-        p = ballot.proposals.get(body.record) if ballot is not None and isinstance(body, Vote | Reduced) else None
+        p = (
+            ballot.proposals.get(body.record)
+            if ballot is not None and isinstance(body, Vote | ShardAttestation)
+            else None
+        )
         if p is None or p.slate is None:
             return message
         slate, lies = p.slate, {}
         for part, seated in enumerate(slate.committees):
             if 2 * sum(isinstance(self.world.by_key[key], TwoMinded) for key in seated) > len(seated):
-                word = Reduced(self.world.run, body.round, body.record, part, None)
+                word = ShardAttestation(self.world.run, body.round, body.record, part, None)
                 lies[part] = lie(word)
-        if isinstance(body, Reduced):
+        if isinstance(body, ShardAttestation):
             if body.blob is None or body.part not in lies:
                 return message
             self.blobs.add(lies[body.part])
@@ -181,7 +185,7 @@ class Miser(Node):
 
 
 def _own_word(node: Node, message: Signed) -> bool:
-    return isinstance(message.body, Reduced) and message.author == node.key
+    return isinstance(message.body, ShardAttestation) and message.author == node.key
 
 
 HOSTILE_REDUCERS = (Liar, Spoiler, TwoTongued, TwoMinded, Silent, Accuser, Miser)

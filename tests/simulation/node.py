@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from protocol.chain import Chain, RivalOfFinal, UnknownParent
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Amendment, Certificate, Final, Signed
+from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.blobs import contents
@@ -46,8 +46,8 @@ class Node:
         """The next state is computed wrongly."""
         # The store: survives crashes.
         self.certificates: list[Certificate] = []
-        self.final: Signed[Final] | None = None
-        self.amendment: Signed[Amendment] | None = None
+        self.final: Signed[Finalization] | None = None
+        self.directive: Signed[Directive] | None = None
         self.blobs: set[Digest] = set()
         self.slices: set[tuple[Digest, int, int]] = set()
         """Of others' updates: blob, number of parts, part."""
@@ -61,8 +61,8 @@ class Node:
         self.alive = True
         self.incarnation += 1
         chain = Chain(w.run, w.genesis_state, w.policy.chain_limits)
-        if self.amendment is not None:
-            chain.take(self.amendment)
+        if self.directive is not None:
+            chain.take(self.directive)
         for certificate in self.certificates:
             try:
                 chain.add(certificate)
@@ -148,8 +148,8 @@ class Node:
                     w.certified(self, certificate)
                 case do.KeepFinal(message):
                     self.final = message
-                case do.KeepAmendment(message):
-                    self.amendment = message
+                case do.KeepDirective(message):
+                    self.directive = message
                 case do.Report():
                     w.report(self, action)
                 case do.Finished():

@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from protocol.bodies import Amendment, Rollback, RoundChanges, Signed
 from protocol.ids import Digest, PeerKey, sha256
+from protocol.messages import Directive, Rollback, RoundChanges, Signed
 from tests.simulation.signer import FakeSigner
 from tests.simulation.trainer import state_after
 
@@ -23,17 +23,17 @@ class Owner:
     def __init__(self, world: World):
         self.world = world
         self.rng = random.Random(world.seed * 13 + 5)
-        self.said: list[Signed[Amendment]] = []
+        self.said: list[Signed[Directive]] = []
 
     @property
-    def newest(self) -> Signed[Amendment] | None:
+    def newest(self) -> Signed[Directive] | None:
         return self.said[-1] if self.said else None
 
     @property
-    def body(self) -> Amendment:
-        return Amendment(self.world.run, 0) if self.newest is None else self.newest.body
+    def body(self) -> Directive:
+        return Directive(self.world.run, 0) if self.newest is None else self.newest.body
 
-    def say(self, **changes) -> Signed[Amendment]:
+    def say(self, **changes) -> Signed[Directive]:
         """One word more; the observers hear it, or else one peer."""
         world = self.world
         body = replace(self.body, sequence=self.body.sequence + 1, **changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from protocol.exchange import GATHER, Exchange
+from protocol.reduce_plan import GATHER, ReducePlan
 from tests.simulation.checkers import (
     Broken,
     check_account,
@@ -47,7 +47,7 @@ class Scenario:
 
     def __init__(
         self, seed: int, *, peers: int | None = None, calm: bool = False, verbose: bool = False, node_type=Node,
-        fault_seconds: float = 120.0, hostile: bool = True, exchange: Exchange = GATHER, orders: bool = False,
+        fault_seconds: float = 120.0, hostile: bool = True, exchange: ReducePlan = GATHER, orders: bool = False,
     ):  # fmt: skip
         rng = self.rng = random.Random(seed)
         if peers is None:

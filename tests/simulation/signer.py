@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import (
-    Amendment,
     Certificate,
-    Final,
+    Directive,
+    Finalization,
     Goodbye,
-    Header,
     Heartbeat,
-    Record,
-    Reduced,
+    RoundRecord,
+    ShardAttestation,
     Signed,
+    UpdateHeader,
     Vote,
     parts_digest,
 )
@@ -32,19 +32,19 @@ class FakeSigner:
         match body:
             case Heartbeat() | Goodbye():
                 content = (number(body.sequence),)
-            case Header():
+            case UpdateHeader():
                 content = (body.parent, body.blob, body.base_state, number(body.first_window), number(body.end_window))
                 content += (number(body.epoch),) if body.epoch else ()
-            case Record():
+            case RoundRecord():
                 content = (body.parent, number(body.attempt), *(u.digest for u in body.updates))
-                content += (body.amendment.digest,) if body.amendment is not None else ()
+                content += (body.directive.digest,) if body.directive is not None else ()
             case Vote():
                 content = (body.record, number(body.round), body.parts or b"")
-            case Final():
+            case Finalization():
                 content = (body.record, number(body.round), *((number(body.epoch),) if body.epoch else ()))
-            case Amendment():
+            case Directive():
                 content = (repr(body).encode(),)
-            case Reduced():
+            case ShardAttestation():
                 content = (body.record, number(body.part), body.blob or b"", *body.lacking)
             case _:
                 raise TypeError(f"the simulator signs no {type(body).__name__}")
@@ -52,7 +52,7 @@ class FakeSigner:
         return Signed(body, self.key, digest, bytes(digest))
 
 
-def certificate(record: Signed[Record], keys, parts: tuple[Digest, ...] = ()) -> Certificate:
+def certificate(record: Signed[RoundRecord], keys, parts: tuple[Digest, ...] = ()) -> Certificate:
     """With votes of these contributors."""
     vote = Vote(record.body.run, record.body.round, record.digest, parts_digest(parts))
     return Certificate(record, tuple(FakeSigner(k).sign(vote) for k in sorted(keys)), parts)

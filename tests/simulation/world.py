@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from protocol.exchange import Exchange
 from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Certificate, Final
+from protocol.messages import Certificate, Finalization
+from protocol.reduce_plan import ReducePlan
 from protocol.rounds.actions import Report
 from protocol.rounds.blobs import contents
 from protocol.rounds.policy import Policy
@@ -18,7 +18,7 @@ from tests.simulation.owner import KEY, Owner
 OWNER = KEY
 
 
-REDUCE = Exchange("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUNK)
+REDUCE = ReducePlan("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUNK)
 
 
 def policy_for(peers: int, **changes) -> Policy:
@@ -171,7 +171,7 @@ class World:
                 record = chain.on_main(height) if height > self._finals else None
                 if record is not None and self._available(node, record):
                     self._finals = height
-                    final = OWNER.sign(Final(self.run, height - 1, record, self.owner.body.epoch))
+                    final = OWNER.sign(Finalization(self.run, height - 1, record, self.owner.body.epoch))
                     node.hear(final)
                     node.broadcast(final)
         self.clock.after(3.0, self.sign_finals, depth)

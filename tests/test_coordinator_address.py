@@ -7,39 +7,39 @@ from typing import Any
 
 import pytest
 
-from protocol import whereabouts as module
+from protocol import coordinator_address as module
+from protocol.coordinator_address import (
+    KIND,
+    MAX_WHEREABOUTS,
+    CoordinatorAddress,
+    is_coordinator_address,
+    newest_of,
+    next_coordinator_address,
+    open_coordinator_address,
+    open_newer,
+    sign_coordinator_address,
+)
 from protocol.envelope import seal
 from protocol.errors import AdmissionError, MalformedError, ProtocolError, SignatureError
 from protocol.ids import MAX_COUNT
 from protocol.invite import Endpoint, one_of_each
-from protocol.whereabouts import (
-    KIND,
-    MAX_WHEREABOUTS,
-    Whereabouts,
-    is_whereabouts,
-    newest_of,
-    next_whereabouts,
-    open_newer,
-    open_whereabouts,
-    sign_whereabouts,
-)
 from protocol.wire import swarm_pb2 as wire
 from tests.specs import OWNER, digest, identity, tiny_spec
 
 RUN = tiny_spec().run_id
 OTHER = tiny_spec(seed=2).run_id
-BODY = Whereabouts(
+BODY = CoordinatorAddress(
     RUN, 1000, (Endpoint("c.example", 7410), Endpoint("::1", 7410)), digest("certificate"), ("/ip4/1.2.3.4/tcp/7412",)
 )
 
 
 def word(sequence: int = 1000, **changes: Any):
-    return sign_whereabouts(OWNER, replace(BODY, sequence=sequence, **changes))
+    return sign_coordinator_address(OWNER, replace(BODY, sequence=sequence, **changes))
 
 
 def raw(signer=OWNER, kind: str = KIND, **fields: Any) -> bytes:
     """What no honest owner would sign."""
-    m = wire.Whereabouts(run=RUN, sequence=5, coordinators=["c.example:1"], fingerprint=bytes(32))
+    m = wire.CoordinatorAddress(run=RUN, sequence=5, coordinators=["c.example:1"], fingerprint=bytes(32))
     for name, value in fields.items():
         if isinstance(value, list):
             m.ClearField(name)  # pyright: ignore[reportArgumentType]
@@ -50,12 +50,12 @@ def raw(signer=OWNER, kind: str = KIND, **fields: Any) -> bytes:
 
 
 def opened(sent: bytes):
-    return open_whereabouts(sent, RUN, OWNER.key)
+    return open_coordinator_address(sent, RUN, OWNER.key)
 
 
 def test_what_is_signed_is_what_is_read():
     signed = word()
-    assert signed.body == BODY and signed.author == OWNER.key and is_whereabouts(signed.sent)
+    assert signed.body == BODY and signed.author == OWNER.key and is_coordinator_address(signed.sent)
     again = opened(signed.sent)
     assert (again.body, again.digest, again.sent) == (signed.body, signed.digest, signed.sent)
 
@@ -131,12 +131,12 @@ def test_the_newest_counts():
 
 
 def test_the_coordinator_repeats_itself_until_something_changes_and_a_clock_set_back_does_not_silence_it():
-    first = next_whereabouts(OWNER, None, BODY)
+    first = next_coordinator_address(OWNER, None, BODY)
     assert first.body == BODY
-    assert next_whereabouts(OWNER, first, replace(BODY, sequence=2000)) is first
+    assert next_coordinator_address(OWNER, first, replace(BODY, sequence=2000)) is first
     moved = replace(BODY, sequence=2000, coordinators=(Endpoint("d.example", 1),))
-    assert next_whereabouts(OWNER, first, moved).body == moved
-    late = next_whereabouts(OWNER, first, replace(moved, sequence=10))
+    assert next_coordinator_address(OWNER, first, moved).body == moved
+    late = next_coordinator_address(OWNER, first, replace(moved, sequence=10))
     assert late.body.sequence == 1001 and late.body.coordinators == moved.coordinators
 
 

@@ -21,7 +21,7 @@ from protocol.invite import MAX_COORDINATORS, MAX_SWARM_ADDRESSES, Endpoint
 from protocol.messages import MAX_ADDRESS, Signed
 from protocol.wire import swarm_pb2 as wire
 
-KIND = "whereabouts"
+KIND = "coordinator_address"
 MAX_WHEREABOUTS = 4096
 """No envelope of this kind is larger, in bytes."""
 
@@ -30,7 +30,7 @@ _BEGINNING = bytes([0x0A, len(KIND)]) + KIND.encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class CoordinatorAddress:
     """`sequence`: unix milliseconds, and more than in any before it. `fingerprint`: SHA-256 of the TLS certificate
     (DER) that is shown at the `coordinators`. `addresses`: multiaddresses of its observer in the swarm."""
 
@@ -41,22 +41,22 @@ class Whereabouts:
     addresses: tuple[str, ...] = ()
 
 
-def is_whereabouts(sent: bytes) -> bool:
+def is_coordinator_address(sent: bytes) -> bool:
     """Whether an envelope claims to be of this kind: every canonical one begins so."""
     return sent.startswith(_BEGINNING)
 
 
-def sign_whereabouts(owner: Identity, body: Whereabouts) -> Signed[Any]:
+def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signed[Any]:
     """The signed word, as others will read it. Raises MalformedError for one that they would refuse."""
-    message = wire.Whereabouts(
+    message = wire.CoordinatorAddress(
         run=body.run, sequence=body.sequence, coordinators=[str(e) for e in body.coordinators],
         fingerprint=body.fingerprint, addresses=body.addresses,
     )  # fmt: skip
     sent = seal(owner, KIND, message.SerializeToString(deterministic=True)).sent
-    return open_whereabouts(sent, body.run, owner.key)
+    return open_coordinator_address(sent, body.run, owner.key)
 
 
-def open_whereabouts(sent: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
+def open_coordinator_address(sent: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
     """A verified word (`body`: Whereabouts). Raises MalformedError, SignatureError; AdmissionError when it is not the
     owner's."""
     body: Any = _check_claims(sent, run, owner)  # a body of its own beside those of `messages`
@@ -65,16 +65,16 @@ def open_whereabouts(sent: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
 
 
 def open_newer(sent: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
-    """As `open_whereabouts`; None when it is not newer than the given one, which costs no signature to find out."""
+    """As `open_coordinator_address`; None when it is not newer than the given one, which costs no signature check."""
     if than is not None:
         if sent == than.sent:
             return None
         if _check_claims(sent, run, owner).sequence <= than.body.sequence:
             return None
-    return open_whereabouts(sent, run, owner)
+    return open_coordinator_address(sent, run, owner)
 
 
-def next_whereabouts(owner: Identity, newest: Signed[Any] | None, now: Whereabouts) -> Signed[Any]:
+def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, now: CoordinatorAddress) -> Signed[Any]:
     """What the coordinator says: its newest word again while nothing has changed, else a newer one that says `now`.
 
     `now.sequence` is the clock's (unix milliseconds); a clock that went backwards gives no word that others overlook.
@@ -83,7 +83,7 @@ def next_whereabouts(owner: Identity, newest: Signed[Any] | None, now: Whereabou
         if replace(now, sequence=newest.body.sequence) == newest.body:
             return newest
         now = replace(now, sequence=max(now.sequence, newest.body.sequence + 1))
-    return sign_whereabouts(owner, now)
+    return sign_coordinator_address(owner, now)
 
 
 def newest_of(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
@@ -91,7 +91,7 @@ def newest_of(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
     return max(found, key=lambda s: s.body.sequence, default=None)
 
 
-def _check_claims(sent: bytes, run: RunId, owner: PeerKey) -> Whereabouts:
+def _check_claims(sent: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddress:
     """What an envelope claims, its signature not looked at: only for refusing cheaply."""
     if len(sent) > MAX_WHEREABOUTS:
         raise MalformedError(f"a {KIND} message of {len(sent)} bytes: at most {MAX_WHEREABOUTS} are accepted")
@@ -107,8 +107,8 @@ def _check_claims(sent: bytes, run: RunId, owner: PeerKey) -> Whereabouts:
     return _decode(m.payload, run)
 
 
-def _decode(payload: bytes, run: RunId) -> Whereabouts:
-    m = wire.Whereabouts()
+def _decode(payload: bytes, run: RunId) -> CoordinatorAddress:
+    m = wire.CoordinatorAddress()
     try:
         m.ParseFromString(payload)
     except DecodeError:
@@ -128,7 +128,7 @@ def _decode(payload: bytes, run: RunId) -> Whereabouts:
             address.startswith("/") and address.isascii() and address.isprintable() and len(address) <= MAX_ADDRESS
         ):
             raise MalformedError(f"{address[:80]!r} is not a multiaddress")
-    return Whereabouts(
+    return CoordinatorAddress(
         run, m.sequence, tuple(Endpoint.parse(text) for text in m.coordinators), Digest(m.fingerprint),
         tuple(m.addresses),
     )  # fmt: skip

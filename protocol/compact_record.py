@@ -15,7 +15,8 @@ from google.protobuf.message import DecodeError
 
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey, sha256
-from protocol.messages import HEADER_LIMIT, MAX_CONTRIBUTORS, Record, Signed
+from protocol.message_codec import HEADER_LIMIT
+from protocol.messages import MAX_CONTRIBUTORS, RoundRecord, Signed
 from protocol.wire import swarm_pb2 as wire
 
 KIND = "brief"
@@ -27,7 +28,7 @@ _MARK = wire.Envelope(kind=KIND).SerializeToString(deterministic=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Brief:
+class CompactRecord:
     """What a brief says, unverified: who claims to have signed the record, and the names of its headers, in order."""
 
     author: PeerKey
@@ -42,7 +43,7 @@ class Brief:
         """
         if tuple(name_of(h) for h in headers) != self.names:
             raise MalformedError("a record was put together from other headers than it names")
-        record = wire.Record.FromString(self.payload)
+        record = wire.RoundRecord.FromString(self.payload)
         del record.updates[:]
         record.updates.extend(headers)
         return wire.Envelope(
@@ -56,32 +57,32 @@ def name_of(header: bytes) -> bytes:
     return sha256(header)[:NAME_BYTES]
 
 
-def is_brief(sent: bytes) -> bool:
+def is_compact_record(sent: bytes) -> bool:
     """Whether this claims to be a brief: only for choosing how to open it."""
     return sent.startswith(_MARK)
 
 
-def abbreviate(record: Signed[Record]) -> bytes | None:
+def compact(record: Signed[RoundRecord]) -> bytes | None:
     """The brief of a verified record; None when the record could not be put together from it to the byte (its payload
     is written as another version writes it)."""
     whole = wire.Envelope.FromString(record.sent)
-    body = wire.Record.FromString(whole.payload)
+    body = wire.RoundRecord.FromString(whole.payload)
     headers = list(body.updates)
     del body.updates[:]
     body.updates.extend(name_of(h) for h in headers)
     sent = wire.Envelope(
         kind=KIND, payload=body.SerializeToString(deterministic=True), key=whole.key, signature=whole.signature
     ).SerializeToString(deterministic=True)
-    return sent if len(sent) <= BRIEF_LIMIT and parse_brief(sent).complete(headers) == record.sent else None
+    return sent if len(sent) <= BRIEF_LIMIT and parse_compact_record(sent).complete(headers) == record.sent else None
 
 
-def parse_brief(sent: bytes) -> Brief:
+def parse_compact_record(sent: bytes) -> CompactRecord:
     """What a brief says. Raises MalformedError."""
     if len(sent) > BRIEF_LIMIT:
         raise MalformedError(f"a brief of {len(sent)} bytes: at most {BRIEF_LIMIT} are accepted")
     try:
         envelope = wire.Envelope.FromString(sent)
-        body = wire.Record.FromString(envelope.payload)
+        body = wire.RoundRecord.FromString(envelope.payload)
     except DecodeError:
         raise MalformedError("the bytes of a brief do not parse") from None
     names = tuple(bytes(n) for n in body.updates)
@@ -91,7 +92,7 @@ def parse_brief(sent: bytes) -> Brief:
         raise MalformedError(f"a brief names 1 to {MAX_CONTRIBUTORS} headers by {NAME_BYTES} bytes each")
     if len(set(names)) != len(names):
         raise MalformedError("a brief names a header twice")
-    return Brief(PeerKey(envelope.key), names, envelope.payload, envelope.signature)
+    return CompactRecord(PeerKey(envelope.key), names, envelope.payload, envelope.signature)
 
 
 def check_names(names: Sequence[bytes]) -> Sequence[bytes]:

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codec import make_codec
-from protocol.dropped import Selection, dropped
 from protocol.errors import CodecError
 from protocol.layout import Layout, Part
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
+from protocol.untransmitted import Selection, dropped
 from tests.test_codec_feedback import LAYOUT, dense, noise, same_bits
 from tests.test_codec_format import layouts
 from tests.test_outer import contributions, key

@@ -9,28 +9,28 @@ import pytest
 from peer.node import briefs as module
 from peer.node.briefs import IN_PACKET, PER_AUTHOR, Briefs, Held
 from peer.swarm.errors import PeerUnreachable
-from protocol.brief import (
+from protocol.compact_record import (
     BRIEF_LIMIT,
     NAME_BYTES,
-    abbreviate,
     check_headers,
     check_names,
-    is_brief,
+    compact,
+    is_compact_record,
     name_of,
-    parse_brief,
+    parse_compact_record,
 )
 from protocol.errors import MalformedError, SignatureError
 from protocol.ids import PeerKey
-from protocol.messages import MAX_CONTRIBUTORS, Record
+from protocol.messages import MAX_CONTRIBUTORS, RoundRecord
 from protocol.wire import swarm_pb2 as wire
-from tests.signed import HEADERS, PEERS, RECORD, header, heartbeat, opener, record
+from tests.signed import HEADERS, PEERS, RECORD, decoder, header, heartbeat, record
 
 A, B = PEERS[1].key, PEERS[2].key
 SENT = [h.sent for h in HEADERS]
 
 
 def brief_of(of=RECORD) -> bytes:
-    sent = abbreviate(of)
+    sent = compact(of)
     assert sent is not None
     return sent
 
@@ -38,7 +38,7 @@ def brief_of(of=RECORD) -> bytes:
 def changed(**changes) -> bytes:
     """A brief of RECORD with other names, or another signature."""
     envelope = wire.Envelope.FromString(brief_of())
-    body = wire.Record.FromString(envelope.payload)
+    body = wire.RoundRecord.FromString(envelope.payload)
     if "names" in changes:
         del body.updates[:]
         body.updates.extend(changes.pop("names"))
@@ -53,24 +53,24 @@ def changed(**changes) -> bytes:
 
 def test_a_record_is_put_together_to_the_byte_and_opened_as_ever():
     sent = brief_of()
-    brief = parse_brief(sent)
-    assert is_brief(sent) and not is_brief(RECORD.sent) and brief.author == RECORD.author
+    brief = parse_compact_record(sent)
+    assert is_compact_record(sent) and not is_compact_record(RECORD.sent) and brief.author == RECORD.author
     assert len(sent) < len(RECORD.sent) / 10
     assert brief.complete(SENT) == RECORD.sent
-    assert opener().open(brief.complete(SENT), Record) == RECORD
+    assert decoder().open(brief.complete(SENT), RoundRecord) == RECORD
 
 
 @pytest.mark.parametrize("headers", [SENT[:-1], SENT[::-1], [*SENT, SENT[0]], [*SENT[:-1], header(PEERS[0]).sent[:-1]]])
 def test_other_headers_than_are_named_are_refused(headers):
     with pytest.raises(MalformedError, match="other headers"):
-        parse_brief(brief_of()).complete(headers)
+        parse_compact_record(brief_of()).complete(headers)
 
 
 def test_a_brief_that_its_author_did_not_sign_comes_to_nothing():
     for sent in (changed(key=bytes(A)), changed(signature=bytes(64)), changed(names=[name_of(SENT[0])])):
-        brief = parse_brief(sent)
+        brief = parse_compact_record(sent)
         with pytest.raises(SignatureError):
-            opener().open(brief.complete([h for h in SENT if name_of(h) in brief.names]), Record)
+            decoder().open(brief.complete([h for h in SENT if name_of(h) in brief.names]), RoundRecord)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_a_brief_that_its_author_did_not_sign_comes_to_nothing():
 )  # fmt: skip
 def test_what_is_no_brief_is_refused(sent):
     with pytest.raises(MalformedError):
-        parse_brief(sent)
+        parse_compact_record(sent)
 
 
 def test_a_brief_of_the_most_contributors_fits():
     names = [i.to_bytes(NAME_BYTES, "big") for i in range(MAX_CONTRIBUTORS)]
-    assert len(parse_brief(changed(names=names)).names) == MAX_CONTRIBUTORS
+    assert len(parse_compact_record(changed(names=names)).names) == MAX_CONTRIBUTORS
 
 
 def test_what_is_asked_for_and_given_is_bounded():
@@ -178,7 +178,7 @@ async def test_small_records_and_all_else_go_as_they_are(monkeypatch):
     side = Side()
     assert [side.briefs.encode(m) for m in (RECORD, HEADERS[1])] == [RECORD.sent, HEADERS[1].sent]
     monkeypatch.setattr(module, "BRIEF_FROM", 0)
-    assert is_brief(side.briefs.encode(RECORD)) and side.briefs.encode(HEADERS[1]) == HEADERS[1].sent
+    assert is_compact_record(side.briefs.encode(RECORD)) and side.briefs.encode(HEADERS[1]) == HEADERS[1].sent
 
 
 async def test_headers_are_given_of_records_that_went_out_and_of_no_others(sides):

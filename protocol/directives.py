@@ -1,6 +1,6 @@
-"""What the owner's amendments come to on a branch of the chain: a pure function of the records on the way.
+"""What the owner's directives come to on a branch of the chain: a pure function of the records on the way.
 
-A record may carry one amendment, newer than any that the records before it carry. From the round after it the banned
+A record may carry one directive, newer than any that the records before it carry. From the round after it the banned
 are out, and from `from_round` on, if that is later, the changes of the round policy hold.
 """
 
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.bodies import Amendment, Record, Rollback, RoundChanges, Signed
 from protocol.ids import PeerKey
+from protocol.messages import Directive, Rollback, RoundChanges, RoundRecord, Signed
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ActiveDirectives:
     """After a record, for the round that follows it."""
 
-    newest: Signed[Amendment] | None = None
+    newest: Signed[Directive] | None = None
     """The newest that the way to here carries."""
 
     changes: RoundChanges = RoundChanges()
@@ -39,22 +39,22 @@ class Standing:
         """Rollbacks on the way to here."""
         return 0 if self.newest is None else self.newest.body.epoch
 
-    def after(self, record: Record) -> Standing:
+    def after(self, record: RoundRecord) -> ActiveDirectives:
         """After one record more."""
-        newest = record.amendment or self.newest
+        newest = record.directive or self.newest
         if newest is None or newest is self.newest and newest.body.changes == self.changes:
             return self
         body = newest.body
         changes = body.changes if body.from_round <= record.round + 1 else self.changes
-        return Standing(newest, changes, self.banned if newest is self.newest else frozenset(body.banned))
+        return ActiveDirectives(newest, changes, self.banned if newest is self.newest else frozenset(body.banned))
 
-    def flaw(self, record: Record) -> str | None:
-        """Why a record cannot follow here, as far as amendments go; None when it can."""
+    def flaw(self, record: RoundRecord) -> str | None:
+        """Why a record cannot follow here, as far as directives go; None when it can."""
         epoch = self.epoch
-        if record.amendment is not None:
-            body = record.amendment.body
+        if record.directive is not None:
+            body = record.directive.body
             if body.rank <= self.rank:
-                return "it carries an amendment that is not newer than those before it"
+                return "it carries a directive that is not newer than those before it"
             back = body.rollback
             if back is not None and back != self.rollback:
                 if back.epoch <= epoch:
@@ -70,6 +70,6 @@ class Standing:
         return None
 
 
-def starts_at(record: Record, back: Rollback) -> bool:
+def starts_at(record: RoundRecord, back: Rollback) -> bool:
     """Whether a record is a first one of the branch that a rollback, or a later one to the same place, begins."""
-    return record.parent == back.record and record.amendment is not None and record.amendment.body.epoch >= back.epoch
+    return record.parent == back.record and record.directive is not None and record.directive.body.epoch >= back.epoch

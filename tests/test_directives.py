@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.bodies import Amendment, Rollback, RoundChanges
 from protocol.chain import Chain
 from protocol.envelope import seal
 from protocol.errors import AdmissionError, ChainError, MalformedError, RivalOfFinal, UnknownParent
 from protocol.ids import Digest, Round, sha256
-from protocol.messages import Certificate, Final, Header, KeySigner, Record
+from protocol.message_codec import KeySigner
+from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundChanges, RoundRecord, UpdateHeader
 from protocol.rounds.policy import Policy
 from protocol.wire import swarm_pb2 as wire
-from tests.signed import AMENDMENT, ONE_OF_EACH, PEERS, RECORD, opener
+from tests.signed import DIRECTIVE, ONE_OF_EACH, PEERS, RECORD, decoder
 from tests.simulation.signer import FakeSigner, certificate
 from tests.specs import OWNER, digest
 from tests.test_chain import KEYS, LIMITS, RUN, STATE, new
@@ -27,14 +27,14 @@ from tests.test_chain import OWNER as CHAIN_OWNER
 
 
 def signed(**changes) -> bytes:
-    return KeySigner(OWNER).sign(replace(AMENDMENT, **changes)).sent
+    return KeySigner(OWNER).sign(replace(DIRECTIVE, **changes)).sent
 
 
 def test_only_the_owners_word_is_one_and_others_cost_no_signature(monkeypatch):
-    theirs = KeySigner(PEERS[0]).sign(AMENDMENT).sent
-    monkeypatch.setattr("protocol.messages.open_envelope", lambda *a, **k: pytest.fail("it was looked at"))
+    theirs = KeySigner(PEERS[0]).sign(DIRECTIVE).sent
+    monkeypatch.setattr("protocol.message_codec.open_envelope", lambda *a, **k: pytest.fail("it was looked at"))
     with pytest.raises(AdmissionError, match="not signed by the run's owner"):
-        opener().open(theirs, Amendment)
+        decoder().open(theirs, Directive)
 
 
 @pytest.mark.parametrize(
@@ -58,44 +58,48 @@ def test_only_the_owners_word_is_one_and_others_cost_no_signature(monkeypatch):
     ],
 )
 def test_what_breaks_a_bound_is_refused_though_the_owner_signed_it(spoil):
-    m = wire.Amendment.FromString(wire.Envelope.FromString(signed()).payload)
+    m = wire.Directive.FromString(wire.Envelope.FromString(signed()).payload)
     spoil(m)
-    sent = seal(OWNER, "amendment", m.SerializeToString(deterministic=True)).sent
+    sent = seal(OWNER, "directive", m.SerializeToString(deterministic=True)).sent
     with pytest.raises(MalformedError):
-        opener().open(sent, Amendment)
+        decoder().open(sent, Directive)
 
 
 def test_a_word_with_a_field_of_a_later_version_is_refused_whole():
     payload = wire.Envelope.FromString(signed()).payload + bytes([0xF8, 0x07, 1])  # field 127
     with pytest.raises(MalformedError, match="does not know"):
-        opener().open(seal(OWNER, "amendment", payload).sent, Amendment)
+        decoder().open(seal(OWNER, "directive", payload).sent, Directive)
 
 
-def test_without_amendments_records_headers_finals_and_heartbeats_have_the_bytes_they_had():
+def test_without_directives_records_headers_finals_and_heartbeats_have_the_bytes_they_had():
     for message in ONE_OF_EACH:
-        if not isinstance(message.body, Amendment):
+        if not isinstance(message.body, Directive):
             payload = wire.Envelope.FromString(message.sent).payload
-            kind = {Record: wire.Record, Header: wire.Header, Final: wire.Final}.get(type(message.body))
+            kind = {
+                RoundRecord: wire.RoundRecord,
+                UpdateHeader: wire.UpdateHeader,
+                Finalization: wire.Finalization,
+            }.get(type(message.body))
             if kind is not None:
                 named = {f.name for f, _ in kind.FromString(payload).ListFields()}
-                assert named.isdisjoint({"amendment", "epoch"})
+                assert named.isdisjoint({"directive", "epoch"})
 
 
-def test_a_record_carries_an_amendment_and_one_that_is_not_the_owners_makes_it_none():
-    word = KeySigner(OWNER).sign(AMENDMENT)
-    body = replace(RECORD.body, amendment=word)
+def test_a_record_carries_an_directive_and_one_that_is_not_the_owners_makes_it_none():
+    word = KeySigner(OWNER).sign(DIRECTIVE)
+    body = replace(RECORD.body, directive=word)
     sent = KeySigner(PEERS[1]).sign(body).sent
-    assert opener().open(sent, Record).body.amendment == word
+    assert decoder().open(sent, RoundRecord).body.directive == word
     with pytest.raises(AdmissionError):
-        forged = replace(body, amendment=KeySigner(PEERS[0]).sign(AMENDMENT))
-        opener().open(KeySigner(PEERS[1]).sign(forged).sent, Record)
+        forged = replace(body, directive=KeySigner(PEERS[0]).sign(DIRECTIVE))
+        decoder().open(KeySigner(PEERS[1]).sign(forged).sent, RoundRecord)
 
 
 # -- in the chain -----------------------------------------------------------------------------------------------
 
 
 def word(sequence: int, **fields):
-    return CHAIN_OWNER.sign(Amendment(RUN, sequence, **fields))
+    return CHAIN_OWNER.sign(Directive(RUN, sequence, **fields))
 
 
 def after(chain: Chain, parent: Digest, claims: dict[int, int], *, carry=None, epoch=None, state=STATE) -> Certificate:
@@ -108,9 +112,9 @@ def after(chain: Chain, parent: Digest, claims: dict[int, int], *, carry=None, e
     for i, windows in sorted(claims.items()):
         first = chain.next_window(KEYS[i], parent)
         blob = Digest(sha256(b"blob", KEYS[i], parent, bytes([windows]), bytes([epoch])))
-        header = Header(RUN, number, parent, state, first, first + windows, 1, blob, 9, 1.0, b"", epoch)
+        header = UpdateHeader(RUN, number, parent, state, first, first + windows, 1, blob, 9, 1.0, b"", epoch)
         updates.append(FakeSigner(KEYS[i]).sign(header))
-    body = Record(RUN, number, parent, state, 0, tuple(updates), carry)
+    body = RoundRecord(RUN, number, parent, state, 0, tuple(updates), carry)
     return certificate(FakeSigner(KEYS[min(claims)]).sign(body), [KEYS[i] for i in claims])
 
 
@@ -169,7 +173,7 @@ def back_to(chain: Chain, record_: Digest, sequence: int, epoch: int = 1):
 def test_a_rollback_outweighs_whatever_was_built_and_what_was_final():
     chain = new()
     old = grown(chain, chain.genesis, 8, windows=50)
-    old_final = CHAIN_OWNER.sign(Final(RUN, Round(5), old[5].digest))
+    old_final = CHAIN_OWNER.sign(Finalization(RUN, Round(5), old[5].digest))
     assert chain.add_final(old_final)
     rolled = back_to(chain, old[3].digest, 9)
     assert chain.take(rolled) and chain.head == old[3].digest == chain.floor and chain.final is None
@@ -180,7 +184,7 @@ def test_a_rollback_outweighs_whatever_was_built_and_what_was_final():
         chain.add(after(chain, old[3].digest, {0: 1}))
     first = after(chain, old[3].digest, {1: 1}, carry=chain.to_carry(old[3].digest))
     assert chain.add(first) and chain.head == first.digest
-    new_final = CHAIN_OWNER.sign(Final(RUN, Round(4), first.digest, 1))
+    new_final = CHAIN_OWNER.sign(Finalization(RUN, Round(4), first.digest, 1))
     assert chain.add_final(new_final) and chain.final == new_final
     with pytest.raises(ChainError, match="before a rollback"):
         chain.add(after(chain, first.digest, {0: 1}, epoch=0))
@@ -257,7 +261,7 @@ def test_whatever_comes_in_whatever_order_all_end_on_the_branch_of_the_last_roll
             made.append(c)
             tip = c.digest
         if rng.random() < 0.6:
-            finals.append(CHAIN_OWNER.sign(Final(RUN, Round(source.height(tip) - 1), tip, epoch)))
+            finals.append(CHAIN_OWNER.sign(Finalization(RUN, Round(source.height(tip) - 1), tip, epoch)))
             source.add_final(finals[-1])
     chain = new()
     things = [*made, *said, *finals]
@@ -266,7 +270,7 @@ def test_whatever_comes_in_whatever_order_all_end_on_the_branch_of_the_last_roll
         try:
             if isinstance(thing, Certificate):
                 chain.add(thing)
-            elif isinstance(thing.body, Final):
+            elif isinstance(thing.body, Finalization):
                 chain.add_final(thing)
             else:
                 chain.take(thing)

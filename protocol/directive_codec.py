@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from protocol.bodies import MAX_BANNED, MAX_CONTRIBUTORS, MAX_REASON, ORDERS, Amendment, Rollback, RoundChanges
 from protocol.checks import ascending, bounded, parsed, text
 from protocol.errors import MalformedError
 from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId
+from protocol.messages import MAX_BANNED, MAX_CONTRIBUTORS, MAX_REASON, ORDERS, Directive, Rollback, RoundChanges
 from protocol.wire import swarm_pb2 as wire
 
-AMENDMENT_LIMIT = 48 * 1024
+DIRECTIVE_LIMIT = 48 * 1024
 """No envelope of this kind is larger, in bytes."""
 
 MAX_EPOCH = 2**20
@@ -22,12 +22,12 @@ CHANGES: dict[str, tuple[float, float]] = {
         (1e-3, 86_400 * 7),
     ),
 }  # fmt: skip
-"""What an amendment may change of the round policy, and the bounds of each, as in `spec.RoundSpec`."""
+"""What a directive may change of the round policy, and the bounds of each, as in `spec.RoundSpec`."""
 
 
-def encode_amendment(b: Amendment) -> wire.Amendment:
+def encode_directive(b: Directive) -> wire.Directive:
     changed = {f.name: value for f in fields(RoundChanges) if (value := getattr(b.changes, f.name)) is not None}
-    m = wire.Amendment(
+    m = wire.Directive(
         run=b.run, sequence=b.sequence, order=b.order, since=b.since, reason=b.reason, banned=b.banned,
         from_round=b.from_round, changes=wire.RoundChanges(**changed) if changed else None,
     )  # fmt: skip
@@ -36,15 +36,15 @@ def encode_amendment(b: Amendment) -> wire.Amendment:
     return m
 
 
-def decode_amendment(payload: bytes, _: object = None) -> Amendment:
-    m = parsed(wire.Amendment(), payload)
+def decode_directive(payload: bytes, _: object = None) -> Directive:
+    m = parsed(wire.Directive(), payload)
     if m.order not in ORDERS:
         raise MalformedError(f"{m.order[:20]!r} is not an order to a run")
     if len(m.banned) > MAX_BANNED:
-        raise MalformedError(f"an amendment bans at most {MAX_BANNED} peers, not {len(m.banned)}")
+        raise MalformedError(f"a directive bans at most {MAX_BANNED} peers, not {len(m.banned)}")
     banned = tuple(PeerKey(key) for key in m.banned)
     if not ascending(banned):
-        raise MalformedError("an amendment lists each banned peer once, by ascending key")
+        raise MalformedError("a directive lists each banned peer once, by ascending key")
     rollback = None
     if m.HasField("rollback"):
         back = m.rollback
@@ -52,14 +52,14 @@ def decode_amendment(payload: bytes, _: object = None) -> Amendment:
         rollback = Rollback(epoch, Digest(back.record), number, Digest(back.state))
         if not epoch:
             raise MalformedError("the first rollback has epoch 1")
-    body = Amendment(
+    body = Directive(
         RunId(m.run), bounded("sequence", m.sequence), m.order, bounded("since", m.since),
         text("reason", m.reason, MAX_REASON), banned, Round(bounded("from_round", m.from_round, MAX_ROUND)),
         _decode_changes(m.changes), rollback,
     )  # fmt: skip
     # All must do the same by it: a word of which this version knows a part only is refused, not half followed.
-    if encode_amendment(body).SerializeToString(deterministic=True) != payload:
-        raise MalformedError("an amendment with fields that this version does not know: update the software")
+    if encode_directive(body).SerializeToString(deterministic=True) != payload:
+        raise MalformedError("a directive with fields that this version does not know: update the software")
     return body
 
 
@@ -68,5 +68,5 @@ def _decode_changes(m: wire.RoundChanges) -> RoundChanges:
     for name, value in changed.items():
         low, top = CHANGES[name]
         if not low <= value <= top:
-            raise MalformedError(f"an amendment sets round.{name} to {value}: {low} to {top} is accepted")
+            raise MalformedError(f"a directive sets round.{name} to {value}: {low} to {top} is accepted")
     return RoundChanges(**changed)

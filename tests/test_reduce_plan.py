@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 
 from protocol.codec import make_codec
-from protocol.exchange import Exchange, blob_size, committees, mean_size, part_count
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import Layout
 from protocol.merkle import CHUNK
 from protocol.reduce import Reduction
+from protocol.reduce_plan import ReducePlan, blob_size, committees, mean_size, part_count
 from protocol.rounds.policy import Policy
 from protocol.spec import CodecSpec
 from tests.specs import tiny_spec
@@ -47,18 +47,18 @@ def test_committees_depend_on_parent_and_attempt_and_not_on_the_order_of_names()
 
 
 def test_the_spec_or_the_bytes_choose():
-    assert not Exchange("gather").reduces(1000)
-    assert Exchange("reduce", 3, 10, 10).reduces(0)
-    auto = Exchange("auto", 3, 1000, 2000)
+    assert not ReducePlan("gather").reduces(1000)
+    assert ReducePlan("reduce", 3, 10, 10).reduces(0)
+    auto = ReducePlan("auto", 3, 1000, 2000)
     # Updates to fetch, (n - 1) * 1000, against 2 * (3 * 1000 + 2000).
     assert [auto.reduces(n) for n in (0, 1, 11, 12)] == [False, False, False, True]
 
 
 def test_a_spec_says_how_its_rounds_are_exchanged():
     spec = tiny_spec()
-    assert Exchange.of(spec).kind == "gather" and not Exchange.of(spec).reduces(10**6)
+    assert ReducePlan.of(spec).kind == "gather" and not ReducePlan.of(spec).reduces(10**6)
     changed = spec.model_copy(update={"round": spec.round.model_copy(update={"exchange": "auto", "committee": 5})})
-    exchange = Exchange.of(changed)
+    exchange = ReducePlan.of(changed)
     assert (exchange.kind, exchange.committee) == ("auto", 5)
     assert exchange.update_size == make_codec(spec.codec, spec.model.layout).size
     assert exchange.mean_size == mean_size(spec.codec, spec.model.layout)

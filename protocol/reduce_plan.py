@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from protocol.bodies import MAX_PARTS, Certificate, Record
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import CODEC_CHUNK, Layout
 from protocol.merkle import chunk_count
+from protocol.messages import MAX_PARTS, Certificate, RoundRecord
 from protocol.spec import SUM_KEEPS, CodecSpec, RunSpec
 
 HEADER = 40
@@ -45,7 +45,7 @@ def committees(
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ReducePlan:
     """The run's choice, with the sizes in bytes that `auto` decides by: of an update, and of the whole mean."""
 
     kind: str = "gather"
@@ -54,7 +54,7 @@ class Exchange:
     mean_size: int = 0
 
     @classmethod
-    def of(cls, spec: RunSpec) -> Exchange:
+    def of(cls, spec: RunSpec) -> ReducePlan:
         """From a run spec."""
         layout, r = spec.model.layout, spec.round
         return cls(r.exchange, r.committee, blob_size(spec.codec, layout), mean_size(spec.codec, layout))
@@ -79,13 +79,13 @@ class Exchange:
             return None
         return f"it is certified with {found} parts of the mean, and should be with {wanted}"
 
-    def committees(self, record: Record) -> tuple[tuple[PeerKey, ...], ...]:
+    def committees(self, record: RoundRecord) -> tuple[tuple[PeerKey, ...], ...]:
         """The committee of each part of a record's mean."""
         keys = record.contributors
         return committees(record.parent, record.attempt, keys, self.part_count(len(keys)), self.committee)
 
 
-GATHER = Exchange()
+GATHER = ReducePlan()
 """Every round is gathered."""
 
 

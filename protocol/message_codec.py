@@ -1,0 +1,375 @@
+"""The messages of the swarm (see `bodies`): signed, and opened by functions that verify before they decode.
+
+`MessageDecoder` is the way in for all that
+comes from the network; it remembers what it has verified, so that a header that arrives alone, in a record and in a
+certificate is verified once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from protocol.checks import ascending, bounded, finite, parsed, rate, text
+from protocol.directive_codec import DIRECTIVE_LIMIT, MAX_EPOCH, decode_directive, encode_directive
+from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, kind_of, open_envelope, seal
+from protocol.errors import AdmissionError, MalformedError
+from protocol.identity import Identity
+from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
+from protocol.merkle import MAX_BLOB
+from protocol.messages import (
+    MAX_ADDRESS,
+    MAX_ADDRESSES,
+    MAX_CERTIFICATE,
+    MAX_CONTRIBUTORS,
+    MAX_KNOWN,
+    MAX_LACKING,
+    MAX_NAME,
+    MAX_PARTS,
+    MAX_UNHEARD,
+    PHASES,
+    Admission,
+    Body,
+    Certificate,
+    Directive,
+    Finalization,
+    Goodbye,
+    Heartbeat,
+    RoundRecord,
+    ShardAttestation,
+    Signed,
+    UpdateHeader,
+    Vote,
+    parts_digest,
+    votes_needed,
+)
+from protocol.wire import swarm_pb2 as wire
+
+T = TypeVar("T", bound=Body)
+
+MAX_REMEMBERED = 32 * 1024 * 1024
+"""About the most memory, in bytes, that an `MessageDecoder` spends on the verified messages of one kind."""
+
+
+# -- encoding ------------------------------------------------------------------------------------------------
+
+
+def _encode_admission(b: Admission) -> Message:
+    return wire.Admission(run=b.run, peer=b.peer, not_before=b.not_before, not_after=b.not_after, name=b.name)
+
+
+def _encode_header(b: UpdateHeader) -> Message:
+    return wire.UpdateHeader(
+        run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, first_window=b.first_window,
+        end_window=b.end_window, inner_steps=b.inner_steps, blob=b.blob, blob_size=b.blob_size, loss=b.loss,
+        admission=b.admission, epoch=b.epoch,
+    )  # fmt: skip
+
+
+def _encode_record(b: RoundRecord) -> Message:
+    return wire.RoundRecord(
+        run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, attempt=b.attempt,
+        updates=[u.sent for u in b.updates], directive=b.directive.sent if b.directive is not None else b"",
+    )  # fmt: skip
+
+
+def _encode_vote(b: Vote) -> Message:
+    return wire.Vote(run=b.run, round=b.round, record=b.record, parts=b.parts or b"")
+
+
+def _encode_reduced(b: ShardAttestation) -> Message:
+    return wire.ShardAttestation(
+        run=b.run, round=b.round, record=b.record, part=b.part, blob=b.blob or b"", lacking=b.lacking
+    )  # fmt: skip
+
+
+def _encode_final(b: Finalization) -> Message:
+    return wire.Finalization(run=b.run, round=b.round, record=b.record, epoch=b.epoch)
+
+
+def _encode_heartbeat(b: Heartbeat) -> Message:
+    return wire.Heartbeat(
+        run=b.run, sequence=b.sequence, round=b.round, head=b.head, weight=b.weight, windows=b.windows, phase=b.phase,
+        tokens_per_second=b.tokens_per_second, loss=b.loss, bytes_up=b.bytes_up, bytes_down=b.bytes_down,
+        known=b.known, addresses=b.addresses, admission=b.admission, device=b.device, state=b.state or b"",
+        unheard=b.unheard, directive_sequence=b.directive_sequence,
+    )  # fmt: skip
+
+
+def _encode_goodbye(b: Goodbye) -> Message:
+    return wire.Goodbye(run=b.run, sequence=b.sequence)
+
+
+# -- decoding: every field bounded ---------------------------------------------------------------------------
+
+
+def _decode_admission(payload: bytes, _: MessageDecoder) -> Admission:
+    m = parsed(wire.Admission(), payload)
+    return Admission(
+        RunId(m.run), PeerKey(m.peer), bounded("not_before", m.not_before), bounded("not_after", m.not_after),
+        text("name", m.name, MAX_NAME),
+    )  # fmt: skip
+
+
+def _decode_header(payload: bytes, decoder: MessageDecoder) -> UpdateHeader:
+    m = parsed(wire.UpdateHeader(), payload)
+    header = UpdateHeader(
+        RunId(m.run), Round(bounded("round", m.round, MAX_ROUND)), Digest(m.parent), Digest(m.base_state),
+        bounded("first_window", m.first_window), bounded("end_window", m.end_window),
+        bounded("inner_steps", m.inner_steps), Digest(m.blob), bounded("blob_size", m.blob_size, MAX_BLOB),
+        finite("loss", m.loss), bytes(m.admission), bounded("epoch", m.epoch, MAX_EPOCH),
+    )  # fmt: skip
+    if header.windows < 1 or header.inner_steps < 1:
+        raise MalformedError("an update covers at least one window and one inner step")
+    return header
+
+
+def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
+    m = parsed(wire.RoundRecord(), payload)
+    if not 1 <= len(m.updates) <= MAX_CONTRIBUTORS:
+        raise MalformedError(f"a record lists 1 to {MAX_CONTRIBUTORS} updates, not {len(m.updates)}")
+    run, parent, base = RunId(m.run), Digest(m.parent), Digest(m.base_state)
+    number = Round(bounded("round", m.round, MAX_ROUND))
+    # Claimed authors first: else one admitted key could have thousands of headers verified in vain.
+    if not ascending([author_of(u, limit=HEADER_LIMIT) for u in m.updates]):
+        raise MalformedError("a record lists each author once, by ascending key")
+    updates = tuple(decoder.header(u) for u in m.updates)
+    for u in updates:
+        if (u.body.run, u.body.round, u.body.parent, u.body.base_state) != (run, number, parent, base):
+            raise MalformedError("a record lists an update of another run, round, parent or base")
+    directive = decoder.open(m.directive, Directive) if m.directive else None
+    return RoundRecord(run, number, parent, base, bounded("attempt", m.attempt, 2**20), updates, directive)
+
+
+def _decode_vote(payload: bytes, _: MessageDecoder) -> Vote:
+    m = parsed(wire.Vote(), payload)
+    number = Round(bounded("round", m.round, MAX_ROUND))
+    return Vote(RunId(m.run), number, Digest(m.record), Digest(m.parts) if m.parts else None)
+
+
+def _decode_reduced(payload: bytes, _: MessageDecoder) -> ShardAttestation:
+    m = parsed(wire.ShardAttestation(), payload)
+    if len(m.lacking) > MAX_LACKING or bool(m.blob) == bool(m.lacking):
+        raise MalformedError(f"a part is reduced, or 1 to {MAX_LACKING} authors are lacking")
+    lacking = tuple(PeerKey(key) for key in m.lacking)
+    if not ascending(lacking):
+        raise MalformedError("lacking authors are listed once each, by ascending key")
+    number, part = Round(bounded("round", m.round, MAX_ROUND)), bounded("part", m.part, MAX_PARTS - 1)
+    return ShardAttestation(RunId(m.run), number, Digest(m.record), part, Digest(m.blob) if m.blob else None, lacking)
+
+
+def _decode_final(payload: bytes, _: MessageDecoder) -> Finalization:
+    m = parsed(wire.Finalization(), payload)
+    number = Round(bounded("round", m.round, MAX_ROUND))
+    return Finalization(RunId(m.run), number, Digest(m.record), bounded("epoch", m.epoch, MAX_EPOCH))
+
+
+def _decode_heartbeat(payload: bytes, _: MessageDecoder) -> Heartbeat:
+    m = parsed(wire.Heartbeat(), payload)
+    if len(m.known) > MAX_KNOWN or len(m.addresses) > MAX_ADDRESSES or len(m.unheard) > MAX_UNHEARD:
+        raise MalformedError("a heartbeat lists too many headers, addresses or peers")
+    if m.phase not in PHASES:
+        raise MalformedError(f"{m.phase[:20]!r} is not a phase")
+    return Heartbeat(
+        RunId(m.run), bounded("sequence", m.sequence), Round(bounded("round", m.round, MAX_ROUND)), Digest(m.head),
+        bounded("weight", m.weight), bounded("windows", m.windows), m.phase,
+        rate("tokens_per_second", m.tokens_per_second), finite("loss", m.loss), bounded("bytes_up", m.bytes_up),
+        bounded("bytes_down", m.bytes_down), tuple(m.known),
+        tuple(text("address", a, MAX_ADDRESS) for a in m.addresses), bytes(m.admission),
+        text("device", m.device, 80), Digest(m.state) if m.state else None, tuple(m.unheard),
+        bounded("amended", m.directive_sequence),
+    )  # fmt: skip
+
+
+def _decode_goodbye(payload: bytes, _: MessageDecoder) -> Goodbye:
+    m = parsed(wire.Goodbye(), payload)
+    return Goodbye(RunId(m.run), bounded("sequence", m.sequence))
+
+
+# The limits leave room for what a field or two more would take, and no more: a record must fit MAX_ENVELOPE, and a
+# certificate MAX_CERTIFICATE, though each of MAX_CONTRIBUTORS pads its messages as far as it may.
+HEADER_LIMIT = 640
+VOTE_LIMIT = 256
+
+KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Any], Any]]] = {
+    Admission: ("admission", 320, _encode_admission, _decode_admission),
+    UpdateHeader: ("update", HEADER_LIMIT, _encode_header, _decode_header),
+    RoundRecord: ("record", MAX_ENVELOPE, _encode_record, _decode_record),
+    Vote: ("vote", VOTE_LIMIT, _encode_vote, _decode_vote),
+    ShardAttestation: ("reduced", 4096, _encode_reduced, _decode_reduced),
+    Finalization: ("final", 1024, _encode_final, _decode_final),
+    Directive: ("directive", DIRECTIVE_LIMIT, encode_directive, decode_directive),
+    Heartbeat: ("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),
+    Goodbye: ("goodbye", 1024, _encode_goodbye, _decode_goodbye),
+}
+"""For each body: its kind on the wire, the largest envelope, how it is encoded and decoded."""
+
+_BY_KIND = {kind: body for body, (kind, *_) in KINDS.items()}
+
+
+class Signer(Protocol):
+    """Whatever signs this peer's messages. Deterministic; the simulator has a cheap one."""
+
+    key: PeerKey
+
+    def sign(self, body: T) -> Signed[T]: ...
+
+
+class KeySigner:
+    """Signs with an Ed25519 identity."""
+
+    def __init__(self, identity: Identity):
+        self._identity = identity
+        self.key = identity.key
+
+    def sign(self, body: T) -> Signed[T]:
+        """The signed body, rounded as the wire rounds it. Raises MalformedError for a body that others would refuse."""
+        kind, limit, encode, decode = KINDS[type(body)]
+        e = seal(self._identity, kind, encode(body).SerializeToString(deterministic=True))
+        if len(e.sent) > limit:
+            raise MalformedError(f"a {kind} message of {len(e.sent)} bytes: at most {limit} are accepted")
+        if not isinstance(body, RoundRecord):  # whose updates are verified already
+            body = decode(e.payload, None)
+        return Signed(body, e.author, e.digest, e.sent)
+
+
+class _Memory:
+    """The verified envelopes of one kind that were used last, by SHA-256; bounded in number and in bytes."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self._used = 0
+        self._seen: OrderedDict[bytes, Signed[Any]] = OrderedDict()
+
+    def get(self, name: bytes) -> Signed[Any] | None:
+        if (known := self._seen.get(name)) is not None:
+            self._seen.move_to_end(name)
+        return known
+
+    def put(self, name: bytes, signed: Signed[Any]) -> None:
+        self._seen[name] = signed
+        self._used += self._cost(signed)
+        while len(self._seen) > self._count or self._used > MAX_REMEMBERED:
+            self._used -= self._cost(self._seen.popitem(last=False)[1])
+
+    @staticmethod
+    def _cost(signed: Signed[Any]) -> int:
+        # About what the decoded values take: 8 bytes of `known` on the wire are 40 in a tuple of ints.
+        return 1024 + 5 * len(signed.sent)
+
+
+class MessageDecoder:
+    """Verifies, then decodes. Keeps the last `remember` verified envelopes of each kind, within MAX_REMEMBERED: a flood
+    of one kind, which anybody may sign, leaves the others remembered."""
+
+    def __init__(self, run: RunId, owner: PeerKey, *, remember: int = 16_384):
+        self.run = run
+        self.owner = owner
+        self._seen = {body: _Memory(remember) for body in KINDS}
+
+    def open(self, sent: bytes, body: type[T]) -> Signed[T]:
+        """The signed body of the given type. Raises MalformedError, SignatureError, AdmissionError.
+
+        A header's author was admitted by the owner, and a heartbeat's too unless it presents no admission; at some
+        time: see `admission_at`. A vote or a record may be anybody's: whether its author is a contributor is the
+        chain's and the round machine's to say.
+        """
+        kind, limit, _, decode = KINDS[body]
+        if len(sent) > limit:
+            raise MalformedError(f"a {kind} message of {len(sent)} bytes: at most {limit} are accepted")
+        name = sha256(sent)
+        if (known := self._seen[body].get(name)) is not None:
+            return known
+        if body is Directive and kind_of(sent) == kind and author_of(sent) != self.owner:
+            raise AdmissionError("a directive that is not signed by the run's owner")  # refused before it costs much
+        envelope = open_envelope(sent, kind, limit=limit)
+        decoded = decode(envelope.payload, self)
+        if decoded.run != self.run:
+            raise MalformedError(f"a {kind} message of another run ({decoded.run.short})")
+        if body in (Admission, Finalization) and envelope.author != self.owner:
+            raise AdmissionError(f"a {kind} message that is not signed by the run's owner")
+        if body is UpdateHeader or (body is Heartbeat and decoded.admission):
+            self.admission_of(decoded.admission, envelope.author)
+        signed = Signed(decoded, envelope.author, envelope.digest, envelope.sent)
+        self._seen[body].put(name, signed)
+        return signed
+
+    def open_any(self, sent: bytes, kind: str) -> Signed[Any]:
+        """As `open`, for a kind by its name on the wire."""
+        body = _BY_KIND.get(kind)
+        if body is None:
+            raise MalformedError(f"a message of unknown kind {kind[:32]!r}")
+        return self.open(sent, body)
+
+    def header(self, sent: bytes) -> Signed[UpdateHeader]:
+        """A signed header whose author the run's owner admitted (at some time: see `admission_at`)."""
+        return self.open(sent, UpdateHeader)
+
+    def admission_of(self, sent: bytes, peer: PeerKey) -> Admission:
+        """The admission of this peer in an envelope. Raises AdmissionError when it is another's."""
+        admission = self.open(sent, Admission).body
+        if admission.peer != peer:
+            raise AdmissionError(f"peer {peer.short} presents an admission of {admission.peer.short}")
+        return admission
+
+    def admission_at(self, sent: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = 600) -> Admission:
+        """The admission of this peer, valid at a time within a tolerance for clocks. Raises AdmissionError."""
+        a = self.admission_of(sent, peer)
+        if not a.not_before - tolerance <= unix_seconds <= a.not_after + tolerance:
+            raise AdmissionError(
+                f"the admission of peer {peer.short} is not valid now: it lasts from {a.not_before} to {a.not_after}, "
+                f"and this clock says {unix_seconds:.0f}; a wrong clock, or a renewal that did not happen, is the cause"
+            )
+        return a
+
+    def certificate(self, sent: bytes) -> Certificate:
+        """A certificate: every header and vote verified, votes by more than two thirds of its contributors."""
+        if len(sent) > MAX_CERTIFICATE:
+            raise MalformedError(f"a certificate of {len(sent)} bytes: at most {MAX_CERTIFICATE} are accepted")
+        m = parsed(wire.Certificate(), sent)
+        if len(m.votes) > MAX_CONTRIBUTORS or len(m.parts) > MAX_PARTS:
+            raise MalformedError("a certificate with too many votes or parts")
+        record = self.open(m.record, RoundRecord)
+        # Claimed authors and the count before any signature is looked at.
+        _check_voters(record.body, [author_of(v, limit=VOTE_LIMIT) for v in m.votes])
+        votes = tuple(self.open(v, Vote) for v in m.votes)
+        return check_certificate(Certificate(record, votes, tuple(Digest(p) for p in m.parts)))
+
+
+def check_certificate(certificate: Certificate) -> Certificate:
+    """The same certificate, if its votes make it one. Raises MalformedError."""
+    record, votes = certificate.record, certificate.votes
+    _check_voters(record.body, [v.author for v in votes])
+    ballot = (record.body.run, record.body.round, record.digest)
+    if any((v.body.run, v.body.round, v.body.record) != ballot for v in votes):
+        raise MalformedError("a certificate with a vote for another record")
+    parts = parts_digest(certificate.parts)
+    if any(v.body.parts != parts for v in votes):
+        raise MalformedError("a certificate with a vote for other parts of the mean, or for none")
+    return certificate
+
+
+def _check_voters(record: RoundRecord, voters: Sequence[PeerKey]) -> None:
+    contributors = record.contributors
+    if not ascending(voters):
+        raise MalformedError("a certificate lists each vote once, by ascending key")
+    if not set(voters) <= set(contributors):
+        raise MalformedError("a certificate with a vote by no contributor of its record")
+    if len(voters) < votes_needed(len(contributors)):
+        raise MalformedError(f"{len(voters)} votes of {len(contributors)} contributors are not more than two thirds")
+
+
+def encode_certificate(certificate: Certificate) -> bytes:
+    """A certificate's bytes for the wire and the disk."""
+    return wire.Certificate(
+        record=certificate.record.sent, votes=[v.sent for v in certificate.votes], parts=certificate.parts
+    ).SerializeToString(deterministic=True)
+
+
+def body_digest(author: PeerKey, body: Body) -> Digest:
+    """The digest that a body signed by the author has."""
+    kind, _, encode, _ = KINDS[type(body)]
+    return content_digest(kind, author, encode(body).SerializeToString(deterministic=True))
