@@ -56,7 +56,7 @@ postgres:
 	  || echo "PostgreSQL is not here and could not be installed: the ledger is tested on SQLite alone"
 # The page in a real browser: tests/page. What has no browser says so and is left out.
 test-page: $(STAMP) chromium
-	$(BIN)/python -m pytest tests/page tests/test_page_api.py
+	$(BIN)/python -m pytest tests/page tests/unit/coordinator/test_page_api.py
 
 # Debian's Chromium for tests/page; Playwright brings none of its own here.
 .PHONY: chromium

@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import postgres_world
+from tests.support import postgres_world
 
 # Before torch is imported by anybody: small tensors on shared cores gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
@@ -71,14 +71,14 @@ FIRST = (
     "tests/e2e/test_end",
     "tests/e2e/test_device",
     "tests/e2e/",
-    "tests/test_parallel_trainer.py",
+    "tests/integration/test_parallel_trainer.py",
     "tests/scenarios/",
     "tests/wan/",
-    "tests/test_trainer_process.py",
-    "tests/test_trainer_saving_process.py",
-    "tests/test_parallel_",
-    "tests/test_layers.py",
-    "tests/test_node_reduced_rounds.py",
+    "tests/integration/test_trainer_process.py",
+    "tests/integration/test_trainer_saving_process.py",
+    "tests/integration/test_parallel_",
+    "tests/unit/peer/test_layers.py",
+    "tests/unit/peer/test_node_reduced_rounds.py",
 )
 """What takes longest, the longest first."""
 

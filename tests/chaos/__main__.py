@@ -10,8 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests import postgres_world
 from tests.chaos.kills import files_in, kill_often
+from tests.support import postgres_world
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
         "CAIRN_CHAOS_CUTS": str(options.cuts), "CAIRN_LEDGER_EXAMPLES": str(options.steps), "CAIRN_LEDGER_STEPS": "40",
     }  # fmt: skip
     long = [sys.executable, "-m", "pytest", "-q", "--timeout", "3600"]
-    suites = ["tests/chaos/test_disk.py", "tests/chaos/test_kills.py", "tests/test_ledger_machine.py"]
+    suites = ["tests/chaos/test_disk.py", "tests/chaos/test_kills.py", "tests/unit/protocol/test_ledger_machine.py"]
     return 0 if subprocess.run([*long, *suites], env=environment).returncode == 0 and good else 1
 
 

@@ -22,9 +22,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests import postgres_world
 from tests.chaos import worker
 from tests.chaos.verdict import problems
+from tests.support import postgres_world
 
 PER_LEDGER = 25
 """Kills of one ledger before a new one is begun: checking all of it each time stays quick."""

@@ -9,8 +9,8 @@ from coordinator.ledger import Admitted, Refusal
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round, sha256
 from protocol.ledger.verdicts import Verdict, seal_verdict
-from tests.coordinator_fakes import make_spec, peer
-from tests.specs import OWNER
+from tests.support.coordinator_fakes import make_spec, peer
+from tests.support.specs import OWNER
 
 SPEC = make_spec(credit={"hold_rounds": 3})
 RULE = CreditRule.of(SPEC)

@@ -15,7 +15,7 @@ from protocol.ids import PeerKey, sha256
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.wire import ledger_pb2 as wire
 from tests.page.world import peer
-from tests.specs import OWNER
+from tests.support.specs import OWNER
 
 ROUNDS, PEERS = 21, 5
 

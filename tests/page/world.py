@@ -24,8 +24,8 @@ from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
 from protocol.spec import sign_spec
-from tests.coordinator_fakes import ChainMaker, FakeSwarm, make_spec, peer, state
-from tests.specs import OWNER, spec_fields
+from tests.support.coordinator_fakes import ChainMaker, FakeSwarm, make_spec, peer, state
+from tests.support.specs import OWNER, spec_fields
 
 T = TypeVar("T")
 DEVICES = ("NVIDIA H200", "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "cpu, 8 threads", "Apple M3 Max")

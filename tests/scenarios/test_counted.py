@@ -17,14 +17,14 @@ from protocol.codec import make_codec
 from protocol.merkle import CHUNK, blob_digest
 from protocol.outer import Contribution, apply
 from protocol.state import state_digest, state_layout, tensors_from_checkpoint
-from tests.coordinator_fakes import ChainMaker, make_spec, peer
 from tests.e2e.chains import Branch, check_windows, longest_side, read_branch
 from tests.e2e.world import write_run
 from tests.scenarios.counted import Counted, Goodput
 from tests.scenarios.faulty import Faulty
 from tests.scenarios.history import make_history
 from tests.scenarios.metered import Downloaded
-from tests.specs import OWNER, digest
+from tests.support.coordinator_fakes import ChainMaker, make_spec, peer
+from tests.support.specs import OWNER, digest
 
 ADA = peer(1)
 SHOWN = Snapshot(

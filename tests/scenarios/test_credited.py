@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.coordinator_fakes import PARAMETERS, ChainMaker, make_spec, peer
 from tests.e2e.chains import Branch
 from tests.scenarios.credited import credits_apart
+from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_spec, peer
 
 SPEC = make_spec()
 A, B = str(peer(1).key), str(peer(2).key)

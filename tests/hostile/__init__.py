@@ -1,0 +1,1 @@
+"""Garbage and lies from the network."""

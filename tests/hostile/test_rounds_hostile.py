@@ -1,0 +1,163 @@
+"""Who floods the round machine, with keys of its own making or a few admitted ones, keeps nobody else's word out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.messages import RoundRecord, Vote
+from protocol.rounds import actions as do
+from protocol.rounds import events as ev
+from protocol.rounds.ballot import MAX_RECORDS, RECORDS_PER_AUTHOR
+from protocol.rounds.early import MAX_STRANGE_BYTES, Early
+from protocol.rounds.follower import STRANGERS
+from tests.simulation.signer import FakeSigner
+from tests.unit.rounds.test_rounds import ME, OTHERS, POLICY, RUN, Bench
+
+MEMBER = OTHERS[0]
+
+
+def stranger(i: int) -> PeerKey:
+    return PeerKey(sha256(b"stranger", i.to_bytes(4, "big")))
+
+
+def head(label: str) -> Digest:
+    return Digest(sha256(label.encode()))
+
+
+def three_announced():
+    """We, a liar and another have announced, and all is held: also their headers, and the order of the turns."""
+    b = Bench()
+    liar, other = OTHERS[1], OTHERS[2]
+    theirs = [b.header(liar), b.header(other)]
+    for key in (liar, other):
+        b.beat(key)
+    b.announce()
+    b.hold(*theirs)
+    ranks = sorted((ME, liar, other), key=lambda key: sha256(b.chain.genesis, key))
+    return b, liar, other, theirs, ranks
+
+
+def test_strangers_who_claim_chains_keep_no_member_from_being_asked():
+    b = Bench()
+    for i in range(400):
+        b.beat(stranger(i), head=head(f"none {i}"), admission=b"")
+        assert not b.of(do.RequestChain)
+    b.beat(MEMBER, head=head("the chain"), weight=100)
+    b.step(ev.Tick(), 1.0)
+    assert [a.to for a in b.of(do.RequestChain)] == [MEMBER]
+    held, bound = b.machine.sizes()["claims"]
+    assert held == STRANGERS + 1 <= bound
+
+
+def test_members_are_asked_before_strangers_however_much_these_claim():
+    b = Bench()
+    for i in range(30):
+        b.beat(stranger(i), head=head(f"none {i}"), weight=2**50, admission=b"")
+    b.beat(MEMBER, head=head("the chain"), weight=100)
+    asked = []
+    for t in range(2, 400):
+        b.now = t / 4
+        b.beat(MEMBER, sequence=t, head=head("the chain"), weight=100)
+        while b.of(do.RequestChain):
+            asked += [a.to for a in b.of(do.RequestChain)]
+            b.step(ev.ChainSilent(asked[-1]))
+    assert asked[0] == MEMBER and asked.count(MEMBER) >= 3 and len(set(asked)) > 1, "strangers too, in their turn"
+
+
+def test_a_stranger_that_is_silent_makes_room_for_another():
+    b = Bench()
+    for i in range(STRANGERS):
+        b.beat(stranger(i), head=head("x"), admission=b"")
+    claims = b.machine._follower._claims
+    b.beat(stranger(99), head=head("y"), weight=9, admission=b"")
+    assert stranger(99) not in claims
+    b.now = 60.0
+    b.beat(stranger(99), sequence=2, head=head("y"), weight=9, admission=b"")
+    assert stranger(99) in claims and len(claims) == STRANGERS
+
+
+def test_a_stranger_that_was_asked_in_vain_makes_room_for_another():
+    b = Bench()
+    for i in range(STRANGERS):
+        b.beat(stranger(i), head=head(f"none {i}"), weight=9, admission=b"")
+    b.step(ev.Tick(), 1.0)
+    (asked,) = (a.to for a in b.of(do.RequestChain))
+    b.step(ev.ChainSilent(asked))
+    b.beat(stranger(99), head=head("the chain"), weight=9, admission=b"")
+    claims = b.machine._follower._claims
+    assert stranger(99) in claims and asked not in claims
+
+
+def test_who_always_skips_to_its_own_turn_does_not_keep_others_from_theirs():
+    b, liar, other, theirs, ranks = three_announced()
+    attempt, mine = ranks.index(liar), []
+    for t in range(1, 200):
+        b.now = t / 4
+        if t % 11 == 1:  # before its own turn is over
+            attempt += 3
+            b.step(ev.Heard(b.record(liar, [theirs[0]], attempt=attempt)))
+        else:
+            b.step(ev.Tick())
+        mine += b.said(RoundRecord)
+    assert mine, "our turn never came"
+
+
+def test_a_record_of_an_attempt_that_is_far_off_takes_no_vote_from_those_whose_turn_it_is():
+    b, liar, other, theirs, ranks = three_announced()
+    far = 30_000 + ranks.index(liar)  # a multiple of three, and its own
+    b.step(ev.Heard(b.record(liar, [b.mine, theirs[0]], attempt=far)))
+    honest = {attempt: b.record(other, [b.mine, *theirs], attempt=attempt) for attempt in range(60)}
+    voted = []
+    for t in range(1, 300):
+        b.now = t / 4
+        attempt = b.machine._deciding.ballot.attempt(b.now)  # type: ignore[union-attr]
+        if attempt >= 0 and ranks[attempt % 3] == other:
+            b.step(ev.Heard(honest[attempt]))
+        else:
+            b.step(ev.Tick())
+        voted += [v.record for v in b.said(Vote)]
+    assert {r.digest for r in honest.values()} & set(voted), "all our votes went to the liar's, or our own"
+
+
+def test_a_few_with_many_records_do_not_keep_out_the_one_whose_turn_it_is():
+    policy = replace(POLICY, max_members=64)
+    b = Bench(policy=policy)
+    liars, honest = OTHERS[:16], OTHERS[20]
+    b.beat(honest)
+    b.announce()
+    real = b.header(honest)
+    b.hold(real)
+    for liar in liars:
+        for attempt in range(RECORDS_PER_AUTHOR):
+            b.step(ev.Heard(b.record(liar, [b.header(liar)], attempt=1000 + attempt)))
+    assert b.machine.sizes()["proposals"][0] >= MAX_RECORDS
+    ballot = b.machine._deciding.ballot
+    assert ballot is not None
+    record = b.record(honest, [b.mine, real])
+    b.step(ev.Heard(record))
+    assert record.digest in ballot.proposals
+    attempts = set()
+    while len(attempts) < 2:
+        b.step(ev.Tick(), b.machine.next_tick)
+        attempts |= {r.attempt for r in b.said(RoundRecord)}
+        newest = ballot.proposed
+        assert newest is not None and newest.digest in ballot.proposals, "and our own"
+    assert all(size <= bound for size, bound in b.machine.sizes().values())
+
+
+def test_early_words_of_strangers_make_room_for_those_of_members():
+    early = Early(4)
+    for i in range(4):
+        early.keep(vote(stranger(i)), False)
+    early.keep(vote(stranger(5)), False)
+    assert not early.sizes()["early"][0] > 4
+    early.keep(vote(MEMBER), True)
+    kept = early.take(1)
+    assert [m.author for m in kept].count(MEMBER) == 1 and len(kept) == 4
+    assert early.sizes()["early bytes"][0] == 0
+    assert MAX_STRANGE_BYTES < early.sizes()["early bytes"][1]
+
+
+def vote(by: PeerKey):
+    return FakeSigner(by).sign(Vote(RUN, Round(1), head("a record")))

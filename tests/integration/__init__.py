@@ -1,0 +1,1 @@
+"""Real processes, sockets and servers on this machine."""

@@ -1,0 +1,632 @@
+"""`cairn audit` and `cairn account` against a coordinator, honest and not: what a stranger finds on its own machine."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import sqlite3
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from starlette.applications import Starlette
+
+from cairn.auditing import Audited, _lines, _plain, audited, head_file, receipt_problem
+from cairn.main import main
+from cairn.reaching import Reached
+from coordinator import rpc
+from coordinator.credit_log import LedgerLog
+from coordinator.credits import CreditRule, account_for
+from coordinator.ledger_thread import LedgerThread
+from coordinator.page.log_routes import FOR_EVER, leaderboard_of, log_routes
+from coordinator.swarm import Announced
+from peer.coordinator_client import CoordinatorRefused
+from peer.keyfile import load_or_make
+from peer.log_client import LogClient
+from peer.swarm.errors import PeerRefused, PeerUnreachable
+from protocol.chain import Chain, UnknownParent
+from protocol.ids import Digest, PeerKey, Round
+from protocol.ledger.entries import decode_entry, decode_line, encode_entry, encode_line, lines_root
+from protocol.ledger.statements import TreeHead, open_receipt, sign
+from protocol.merkle import leaf_hash, tree_hash
+from protocol.message_codec import KeySigner, encode_certificate
+from protocol.messages import Directive, Finalization, Rollback, UpdateHeader
+from protocol.rounds.policy import Policy
+from protocol.wire import swarm_pb2 as wire
+from tests.integration.test_coordinator_service import running, settled
+from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer, state
+from tests.support.specs import OWNER, digest, identity
+
+SPEC = make_spec(
+    credit={"hold_rounds": 2, "flops_per_parameter_token": 1000}, genesis={"digest": state(0).hex(), "size": 524_288}
+)
+RULE = CreditRule.of(SPEC)
+
+
+class Asker:
+    """Members of a swarm, each with the chain that it keeps: `asking_chain.ChainAsker` without a network."""
+
+    def __init__(self, chains: dict[PeerKey, Chain | None]):
+        self._chains = chains
+        self.members = list(chains)
+
+    async def ask(self, member: PeerKey, have: Sequence[Digest]) -> wire.ChainReply:
+        chain = self._chains[member]
+        if chain is None:
+            raise PeerUnreachable(f"peer {member.short} does not answer")
+        try:
+            found, more = chain.after(have, count=3)
+        except UnknownParent as e:
+            raise PeerRefused(str(e)) from None
+        final = chain.final.sent if chain.final is not None else b""
+        word = chain.newest.sent if chain.newest is not None else b""
+        sent = [encode_certificate(c) for c in found]
+        return wire.ChainReply(certificates=sent, final=final, more=more, directive=word)
+
+
+class Backend:
+    """A coordinator's log behind its real calls, without a network."""
+
+    def __init__(self, log: LedgerLog):
+        self.run = SPEC.run_id
+        self.credit_log = log
+
+
+class World:
+    """A run of some rounds, its ledger on disk, and who audits it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.folder = folder
+        self.monkeypatch = monkeypatch
+        self.clock = [1_700_000_000.0]
+        self.swarm = FakeSwarm(SPEC)
+        self.chains: dict[PeerKey, Chain | None] = {}
+        self.ledger = LedgerThread()
+
+    def chain(self, first: int = 0) -> Chain:
+        """What a member keeps: from a round on."""
+        limits = Policy.of(SPEC).chain_limits
+        if first:
+            limits = replace(limits, max_records=1, keep_at_least=len(self.swarm.chain.certificates) - first)
+        chain = Chain(SPEC.run_id, SPEC.genesis.name, limits)
+        for certificate in self.swarm.chain.certificates:
+            chain.add(certificate)
+        assert (chain.root == chain.genesis) == (first == 0)
+        return chain
+
+    async def rollback(self, record: Digest, *, told: bool = True) -> None:
+        """To round 5, in the ledger; and, when it is told, the next record carries it."""
+        if told:
+            word = Directive(SPEC.run_id, 1, rollback=Rollback(1, record, Round(6), state(6)))
+            self.swarm.chain.carry(KeySigner(OWNER).sign(word))
+        directive = back_to(SPEC, record, 5)
+        await self.ledger.run(lambda ledger: ledger.rollback(record, 5, directive))  # type: ignore[arg-type]
+
+    async def open(self) -> None:
+        # What an owner who falsifies the database does first: no look at it when it is opened.
+        self.monkeypatch.setattr("coordinator.ledger.store.check_opened", lambda *_: None)
+        self.ledger = LedgerThread()
+        await self.ledger.open(self.folder / "ledger.sqlite", SPEC, lambda: self.clock[0])
+        admitter: Any = SimpleNamespace(name_of=lambda k: k.short, knows=lambda k: True)
+        self.log = LedgerLog(SPEC, OWNER, self.swarm, self.ledger, admitter, lambda: self.clock[0])
+        await self.log.start()
+
+    async def post(self, rounds: int) -> None:
+        for _ in range(rounds):
+            account = account_for(self.swarm.chain.add({1: 40, 2: 30, 3: 20}), RULE)
+            self.clock[0] += 61
+            await self.ledger.run(lambda ledger, a=account: ledger.post(a))
+            await self.log.heads(None, 1)
+        await self.log._standings.refresh()
+
+    def falsify(self, *statements: str) -> None:
+        """In the database itself, behind its triggers."""
+        with sqlite3.connect(self.folder / "ledger.sqlite") as db:
+            for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+                db.execute(f"DROP TRIGGER {name}")
+            for statement in statements:
+                db.execute(statement)
+        db.close()
+
+    async def falsified(self, *statements: str) -> None:
+        """The same, and the coordinator goes on with it."""
+        await self.ledger.close()
+        self.falsify(*statements)
+        await self.open()
+
+    def reached(self) -> Reached:
+        log = self.log
+        service = rpc.Service(Backend(log), lambda *_: None)  # type: ignore[arg-type]
+
+        async def abort(code: Any, message: str) -> None:
+            raise CoordinatorRefused(f"{code}: {message}")
+
+        context = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:1", abort=abort)
+
+        class Stub:
+            def __getattr__(self, name: str):
+                return lambda request, timeout: getattr(service, name)(request, context)
+
+        class Client:
+            run = SPEC.run_id
+
+            async def call(self, ask: Any) -> Any:
+                return await ask(Stub(), 10.0)
+
+        client: Any = Client()
+        invite: Any = None
+        return Reached(invite, client, LogClient(client, OWNER.key), SPEC, ("somewhere",), ())
+
+    async def audit(self, home: str = "home") -> Audited:
+        chains = self.chains or {peer(1).key: self.chain()}
+
+        @asynccontextmanager
+        async def asker(*_: Any, **__: Any):
+            yield Asker(chains)
+
+        self.monkeypatch.setattr("peer.swarm.asking_chain.chain_asker", asker)
+        return await audited(self.reached(), self.folder / home)
+
+    async def found(self) -> list[str]:
+        return [d.words for d in (await self.audit()).report.differences]
+
+
+@asynccontextmanager
+async def made(folder: Path, monkeypatch: pytest.MonkeyPatch, rounds: int = 8):
+    world = World(folder, monkeypatch)
+    await world.open()
+    await world.post(rounds)
+    try:
+        yield world
+    finally:
+        await world.ledger.close()
+
+
+# -- honest ----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_honest_ledger_is_clean_and_its_head_is_remembered(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        first = await w.audit()
+        assert first.clean and first.seen_before is None and first.heads == 8
+        assert (first.report.rounds, first.from_members, first.from_coordinator) == (8, {peer(1).key: 8}, 0)
+        await w.post(2)
+        second = await w.audit()
+        assert second.clean and second.seen_before is not None and second.seen_before.size == first.head.size
+        assert second.report.issued == 10 * sum(RULE.micro_credits(n) for n in (40, 30, 20))
+        text = "\n".join(_lines(second))
+        assert "clean" in text and "10 certificates from 1 members" in text
+        assert json.loads(json.dumps(_plain(second)))["clean"] is True
+
+
+async def test_what_members_no_longer_keep_comes_from_the_coordinator_and_is_said(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        monkeypatch.setattr("cairn.auditing_chain.PAGE", 2)
+        w.chains = {peer(1).key: w.chain(first=5), peer(2).key: None}
+        found = await w.audit()
+        assert found.clean and found.from_coordinator == 6 and found.from_members == {peer(1).key: 2}
+        assert any("6 certificates that members no longer keep" in x for x in found.warnings)
+
+
+async def test_a_swarm_where_nobody_answers_is_said(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        w.chains = {peer(2).key: None}
+        found = await w.audit()
+        assert found.clean and found.from_coordinator == 8
+        assert any("no member of the swarm" in x for x in found.warnings)
+
+
+async def test_receipts_are_proved(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        r = w.reached()
+        (head,) = await r.log.heads()
+        receipts, _ = await r.log.receipts(peer(1).key)
+        assert len(receipts) == 8
+        for item in receipts:
+            assert await receipt_problem(r, item.word.body, head.body) == ""
+        good = receipts[3].word.body
+        for changes, words in (
+            ({"micro_credits": 10**6}, "says otherwise"),
+            ({"entry": good.entry + 1}, "not the round"),
+            ({"peer": peer(2).key}, "says otherwise"),
+            ({"line": 77}, "says otherwise"),
+            ({"entry": 9999}, "no entry"),
+        ):
+            assert words in await receipt_problem(r, replace(good, **changes), head.body)
+        refused = replace(
+            good, accepted=False, reason="no", windows=0, tokens=0, micro_credits=0, line=0, pending_until=0
+        )
+        assert "was not accepted" in await receipt_problem(r, refused, head.body)
+        assert await receipt_problem(r, replace(refused, update=digest("other")), head.body) == ""
+
+
+# -- falsified in the database ---------------------------------------------------------------------------------------
+
+
+def row(w: World, query: str) -> Any:
+    db = sqlite3.connect(w.folder / "ledger.sqlite")
+    try:
+        return db.execute(query).fetchone()
+    finally:
+        db.close()
+
+
+async def test_a_changed_amount_is_named(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        entry = row(w, "SELECT entry FROM rounds WHERE round = 3")[0]
+        line = decode_line(row(w, f"SELECT sent FROM lines WHERE entry = {entry} AND line = 1")[0])
+        more = encode_line(replace(line, micro_credits=10**9))
+        await w.falsified(f"UPDATE lines SET sent = x'{more.hex()}' WHERE entry = {entry} AND line = 1")
+        found = await w.found()
+        assert f"line 1 of entry {entry} (round 3)" in found[0] and "1000000000" in found[0]
+
+
+async def test_a_credit_moved_to_another_peer_is_named_though_its_hashes_were_made_anew(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        entry = row(w, "SELECT entry FROM rounds WHERE round = 7")[0]
+        lines = [
+            decode_line(row(w, f"SELECT sent FROM lines WHERE entry = {entry} AND line = {i}")[0]) for i in (0, 1, 2)
+        ]
+        thief = next(i for i in map(identity, range(1000)) if lines[0].peer < i.key < lines[2].peer)
+        lines[1] = replace(lines[1], peer=thief.key)
+        old = decode_entry(row(w, f"SELECT sent FROM entries WHERE sequence = {entry}")[0])
+        new = encode_entry(replace(old, what=replace(old.what, lines_root=lines_root(lines))))  # type: ignore[arg-type]
+        await w.falsified(
+            f"UPDATE lines SET sent = x'{encode_line(lines[1]).hex()}' WHERE entry = {entry} AND line = 1",
+            f"UPDATE entries SET sent = x'{new.hex()}', leaf = x'{leaf_hash(new).hex()}' WHERE sequence = {entry}",
+        )
+        found = await w.found()
+        assert any(f"line 1 of entry {entry}" in f and f"to peer {thief.key.short}" in f for f in found)
+        assert any(f"entry {entry} commits to other lines" in f for f in found)
+        assert any("tree head" in f for f in found)
+
+
+async def test_a_deleted_entry_is_named(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        entry = row(w, "SELECT entry FROM rounds WHERE round = 3")[0]
+        await w.falsified(f"DELETE FROM entries WHERE sequence = {entry}")
+        found = await w.found()
+        assert any(f"entry {entry} is missing" in f for f in found)
+        assert any("round 3 (record" in f and "is not credited" in f for f in found)
+
+
+async def test_reordered_entries_are_named(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        entry = row(w, "SELECT entry FROM rounds WHERE round = 3")[0]
+        await w.falsified(
+            f"UPDATE entries SET sequence = -1 WHERE sequence = {entry}".replace("-1", "100000"),
+            f"UPDATE entries SET sequence = {entry} WHERE sequence = {entry + 1}",
+            f"UPDATE entries SET sequence = {entry + 1} WHERE sequence = 100000",
+        )
+        found = await w.found()
+        assert any(f"place {entry} holds entry {entry + 1}" in f for f in found)
+
+
+async def test_the_end_cut_off_is_named_by_what_this_machine_saw(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        assert (await w.audit()).clean
+        size = row(w, "SELECT count(*) FROM entries")[0]
+        cut = [row(w, f"SELECT leaf FROM entries WHERE sequence = {n}")[0] for n in range(size - 2)]
+        head = sign(OWNER, TreeHead(SPEC.run_id, size - 2, tree_hash(cut), int(w.clock[0] * 1000))).sent
+        await w.falsified(
+            f"DELETE FROM entries WHERE sequence >= {size - 2}", f"DELETE FROM lines WHERE entry >= {size - 2}",
+            f"DELETE FROM rounds WHERE entry >= {size - 2}", "DELETE FROM branch WHERE round >= 7", "DELETE FROM heads",
+            f"INSERT INTO heads (id, size, root, time, sent) VALUES (1, 0, x'{'00' * 32}', 5, x'{head.hex()}')",
+        )  # fmt: skip
+        found = await w.found()
+        assert any("seen by this machine" in f and "entries were removed" in f for f in found)
+        assert head_file(tmp_path / "home", SPEC.run_id).exists()
+
+
+async def test_a_forged_head_is_named(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        forged = sign(OWNER, TreeHead(SPEC.run_id, 5, digest("forged"), 1_700_000_000_000)).sent
+        stranger = sign(identity("s"), TreeHead(SPEC.run_id, 3, digest("forged"), 1_700_000_000_000)).sent
+        await w.falsified(
+            f"INSERT INTO heads (id, size, root, time, sent) VALUES (0, 5, x'{'00' * 32}', 5, x'{forged.hex()}')",
+            f"INSERT INTO heads (id, size, root, time, sent) VALUES (-1, 3, x'{'00' * 32}', 5, x'{stranger.hex()}')",
+        )
+        found = await w.found()
+        assert any("over 5 entries" in f and digest("forged").short in f for f in found)
+        assert any("was not signed by the owner" in f for f in found)
+
+
+async def test_an_invented_round_is_named(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        invented = account_for(w.swarm.chain.fork(8).add({1: 500, 9: 500}), RULE)
+        w.clock[0] += 61
+        await w.ledger.run(lambda ledger: ledger.post(invented))
+        found = await w.found()
+        assert any("credits round 8" in f and "not in the chain" in f for f in found)
+
+
+async def test_a_branch_that_the_swarm_does_not_follow_is_named(tmp_path, monkeypatch):
+    """The owner's own peers certified a lighter branch, and the coordinator gives its certificates."""
+    async with made(tmp_path, monkeypatch, rounds=5) as w:
+        theirs = w.swarm.chain
+        lighter = theirs.fork(5)
+        for _ in range(3):
+            theirs.add({1: 40, 2: 30, 3: 20})
+        chain = w.chain()
+        w.chains = {peer(1).key: chain}
+        w.swarm.chain = lighter
+        for _ in range(2):
+            account = account_for(lighter.add({8: 5}), RULE)
+            w.clock[0] += 61
+            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+        found = await w.found()
+        assert any("not in the chain" in f or "not on the chain that the swarm follows" in f for f in found)
+
+
+async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        old = w.swarm.chain
+        w.swarm.chain = old.fork(6)
+        await w.rollback(old.certificates[5].digest)
+        for _ in range(4):
+            account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)
+            w.clock[0] += 61
+            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+        found = await w.audit()
+        assert len(found.report.unproved) == 2 and found.report.differences == []
+        w.swarm.left = old.certificates[6:]
+        found = await w.audit()
+        assert found.clean, _lines(found)
+
+
+async def test_a_rollback_that_no_member_has_heard_of_is_unproved(tmp_path, monkeypatch):
+    """As of a branch of the owner's own, which the swarm never knew."""
+    async with made(tmp_path, monkeypatch) as w:
+        await w.rollback(w.swarm.chain.certificates[5].digest, told=False)
+        w.clock[0] += 61
+        await w.log.heads(None, 1)
+        found = await w.audit()
+        assert any("no member that was asked has heard of this rollback" in d.words for d in found.report.unproved)
+
+
+async def test_what_the_coordinator_alone_tells_of_a_rollback_is_not_what_members_have_heard(tmp_path, monkeypatch):
+    """It gives a certificate, of peers of its own, that carries the word."""
+    async with made(tmp_path, monkeypatch) as w:
+        members, record = w.swarm.chain, w.swarm.chain.certificates[5].digest
+        w.chains = {peer(1).key: w.chain()}
+        w.swarm.chain = members.fork(6)
+        await w.rollback(record)
+        account = account_for(w.swarm.chain.add({8: 5}), RULE)
+        w.clock[0] += 61
+        await w.ledger.run(lambda ledger: ledger.post(account))
+        w.swarm.left = members.certificates[6:]
+        w.clock[0] += 61
+        await w.log.heads(None, 1)
+        found = await w.audit()
+        assert any("no member that was asked has heard of this rollback" in d.words for d in found.report.unproved)
+
+
+async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_looked_for(tmp_path, monkeypatch):
+    """The auditor reads to the end of the chain for a record of the branch that was left, and forgets what it read."""
+    async with made(tmp_path, monkeypatch) as w:
+        monkeypatch.setattr("cairn.auditing_chain.KEPT", 4)
+        old = w.swarm.chain
+        w.swarm.chain = old.fork(6)
+        await w.rollback(old.certificates[5].digest)
+        w.swarm.left = old.certificates[6:]
+        for _ in range(12):
+            account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)
+            w.clock[0] += 61
+            await w.ledger.run(lambda ledger, a=account: ledger.post(a))
+        found = await w.audit()
+        assert found.clean, _lines(found)
+
+
+async def test_an_old_final_that_was_rolled_back_is_no_reason_to_blame_the_log(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch, rounds=5) as w:
+        record = w.swarm.chain.certificates[4].digest
+        word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, rollback=Rollback(1, record, Round(5), state(5))))
+        stale, knowing = w.chain(), w.chain()
+        for _ in range(3):
+            w.swarm.chain.add({1: 40, 2: 30, 3: 20})
+            stale.add(w.swarm.chain.certificates[-1])
+        stale.add_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, Round(7), w.swarm.chain.head)))
+        assert knowing.take(word)
+        w.swarm.chain = w.swarm.chain.fork(5)
+        w.chains = {peer(1).key: knowing, peer(2).key: stale}
+        assert await w.found() == []
+
+
+async def test_a_branch_of_the_owners_own_is_named_though_its_certificates_are_given(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch, rounds=5) as w:
+        lighter = w.swarm.chain.fork(5)
+        w.swarm.chain.add({1: 40, 2: 30, 3: 20})
+        account = account_for(lighter.add({8: 5}), RULE)
+        w.swarm.left = lighter.certificates[5:]
+        await w.ledger.run(lambda ledger: ledger.post(account))
+        found = await w.found()
+        assert any("credits round 5" in f and "the swarm follows another" in f for f in found)
+
+
+async def test_what_is_final_and_not_credited_is_named(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch, rounds=5) as w:
+        for _ in range(3):
+            w.swarm.chain.add({1: 40, 2: 30, 3: 20})
+        chain = w.chain()
+        chain.add_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, 6, w.swarm.chain.certificates[6].digest)))  # type: ignore
+        w.chains = {peer(1).key: chain}
+        found = await w.found()
+        assert found == ["the log ends before rounds 5 to 6: final by the owner's word, and not credited"]
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+class Source:
+    def __init__(self, log: LedgerLog):
+        self.credit_log = log
+
+    def export_credits(self, form: str):
+        return self.credit_log.export(form)
+
+
+async def test_the_routes_give_the_same(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        app = Starlette(routes=log_routes(Source(w.log)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as web:
+            head = (await web.get("/api/log/head")).json()["heads"]
+            assert len(head) == 1
+            entries = await web.get("/api/log/entries?first=0&limit=5")
+            assert len(entries.json()["entries"]) == 5 and entries.headers["cache-control"] == FOR_EVER
+            assert (await web.get("/api/log/entries?first=0")).headers["cache-control"] == "no-store"
+            assert len((await web.get("/api/log/lines?entry=0")).json()["lines"]) == 3
+            assert (await web.get("/api/log/lines?entry=3")).status_code == 404  # a settlement
+            size = entries.json()["size"]
+            assert (await web.get(f"/api/log/inclusion?entry=2&size={size}")).json()["hashes"]
+            assert (await web.get(f"/api/log/consistency?first=2&second={size}")).json()["hashes"]
+            key = peer(1).key
+            page = (await web.get(f"/api/receipts?peer={key}&limit=3")).json()
+            assert len(page["receipts"]) == 3 and page["next"] and page["receipts"][0]["status"] == "pending"
+            older = (await web.get(f"/api/receipts?peer={key}&limit=100&before={page['next']}")).json()
+            assert len(older["receipts"]) == 5 and older["next"] is None
+            account = (await web.get(f"/api/accounts/{key}")).json()
+            assert account["rounds"] == 8 and account["rounds_in_all"] == 8
+            for bad in (
+                "/api/log/inclusion?entry=2", "/api/log/inclusion?entry=2&size=9999", "/api/log/entries?limit=100000",
+                "/api/receipts?peer=zz", "/api/accounts/zz", "/api/log/consistency?first=-1&second=3",
+                "/api/log/entries?first=99999999999999999999",
+            ):  # fmt: skip
+                answer = await web.get(bad)
+                assert answer.status_code == 400 and len(answer.text) < 300, bad
+            assert (await web.get("/api/export/credits.exe")).status_code == 404
+        rows = await leaderboard_of(w.log)("peer", 2, "")
+        assert [r["key"] for r in rows] == [str(peer(n).key) for n in (1, 2)]
+
+
+async def test_all_credits_come_as_csv_and_parquet(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        monkeypatch.setattr("coordinator.credit_export.MAX_ENTRIES", 4)  # page by page
+        monkeypatch.setattr("coordinator.credit_export.ROW_GROUP", 5)
+        app = Starlette(routes=log_routes(Source(w.log)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as web:
+            text = await web.get("/api/export/credits.csv")
+            assert "attachment" in text.headers["content-disposition"]
+            rows = list(csv.DictReader(io.StringIO(text.text)))
+            assert len(rows) == 24 and [r["round"] for r in rows[::3]] == [str(n) for n in range(8)]
+            assert [r["status"] for r in rows[::3]] == ["settled"] * 6 + ["pending"] * 2
+            total = sum(int(r["micro_credits"]) for r in rows)
+            assert total == 8 * sum(RULE.micro_credits(n) for n in (40, 30, 20))
+            pyarrow = pytest.importorskip("pyarrow.parquet")
+            data = (await web.get("/api/export/credits.parquet")).content
+            table = pyarrow.read_table(io.BytesIO(data))
+            assert [{k: str(v) for k, v in r.items()} for r in table.to_pylist()] == rows
+            monkeypatch.setattr("coordinator.credit_log.MAX_EXPORTS", 0)
+            assert (await web.get("/api/export/credits.csv")).status_code == 503
+
+
+# -- the commands, over gRPC -----------------------------------------------------------------------------------------
+
+
+async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkeypatch):
+    async with running(tmp_path, spec=SPEC, swarm=FakeSwarm(SPEC)) as (c, swarm):
+        for n in (1, 2):
+            await c._admitter.admit(admit_request(n))
+        swarm.headers.append(Announced(late_header(swarm), True, ""))
+        for _ in range(7):
+            swarm.round({1: 40, 2: 30})
+        await settled(c, 7)
+        await until(lambda: c.credit_log.rounds == 4)
+        invite = str(replace(c.invite(), addresses=()))
+        home = tmp_path / "home"
+        home.mkdir()
+        write_key(home / "identity.key", peer(1))
+
+        def cairn(*args: str) -> Any:
+            return CliRunner().invoke(main, [*args, "--home", str(home)])
+
+        async def run(*args: str) -> str:
+            done = await asyncio.to_thread(cairn, *args)
+            assert done.exit_code == 0, done.output
+            return done.output
+
+        assert "a new account" in await run("account", "new")
+        account = load_or_make(home / "account.key")
+        assert "which has 1 peers now" in await run("account", "bind", invite, "--name", "ada", "--team", "engines")
+        # Another machine's peer, whose owner keeps the account's key here.
+        other = tmp_path / "other"
+        other.mkdir()
+        write_key(other / "identity.key", peer(2))
+        word = CliRunner().invoke(main, ["account", "word", invite, str(account.key), "--home", str(other)]).output
+        assert "2 peers now" in await run("account", "bind", invite, "--name", "ada", "--word", word.strip())
+        shown = json.loads(await run("account", "show", invite, "--json"))
+        assert (shown["kind"], shown["name"], len(shown["peers"]), len(shown["receipts"])) == ("account", "ada", 2, 8)
+        text = await run("account", "show", invite, "--peer", str(peer(1).key))
+        assert "pending: settles" in text and "settled" in text and "credits" in text
+        text = await run("account", "show", invite, "--peer", str(peer(3).key))
+        assert "not accepted: it was announced when" in " ".join(text.split())
+        out = tmp_path / "credits.csv"
+        done = await asyncio.to_thread(CliRunner().invoke, main, ["account", "export", invite, str(out)])
+        assert done.exit_code == 0 and len(out.read_text().splitlines()) == 9, done.output
+        assert "no signed head yet" in await run("audit", "receipt", invite)  # the first was signed at the start
+        monkeypatch.setattr("coordinator.treeheads.EVERY", 0)
+        assert "good: entry" in await run("audit", "receipt", invite)
+        file = tmp_path / "one.receipt"
+        file.write_text(shown["receipts"][0]["bytes"])
+        assert "good: entry" in await run("audit", "receipt", invite, str(file))
+        open_receipt((await receipts_of(c, 1))[0], SPEC.run_id, OWNER.key)
+        # A ledger without a swarm to ask: clean, and said. The demo's swarm is not on the network.
+        done = await asyncio.to_thread(cairn, "audit", "ledger", invite)
+        assert done.exit_code == 0 and "no member of the swarm" in done.output, done.output
+
+
+async def test_the_commands_say_in_one_line_what_is_missing(tmp_path):
+    async with running(tmp_path, spec=SPEC, swarm=FakeSwarm(SPEC)) as (c, _):
+        invite = str(replace(c.invite(), addresses=()))
+        for args, words in (
+            (("account", "show", invite), "no peer yet"),
+            (("account", "bind", invite, "--name", "ada"), "cairn account new"),
+            (("account", "word", invite, "zz"), "ACCOUNT"),
+            (("account", "show", invite, "--peer", "a", "--account", "b"), "not both"),
+            (("audit", "receipt", invite), "--peer"),
+        ):
+            done = await asyncio.to_thread(CliRunner().invoke, main, [*args, "--home", str(tmp_path)])
+            assert done.exit_code == 1 and words in done.output and done.output.count("\n") == 1, done.output
+
+
+def admit_request(number: int) -> bytes:
+    import time
+
+    from protocol.envelope import seal
+    from protocol.wire import coordinator_pb2
+
+    body = coordinator_pb2.AdmitBody(run=SPEC.run_id, time=int(time.time()), name=f"peer {number}")
+    return seal(peer(number), "admit", body.SerializeToString(deterministic=True)).sent
+
+
+def late_header(swarm: FakeSwarm) -> Any:
+    header = UpdateHeader(
+        SPEC.run_id, Round(0), swarm.chain.head, state(0), 0, 4, 1, digest(3), 100, 5.0, b""
+    )  # fmt: skip
+    return KeySigner(peer(3)).sign(header)
+
+
+async def receipts_of(c: Any, number: int) -> list[bytes]:
+    return [i.sent for i in (await c.credit_log.receipts(peer(number).key, None, 10)).items]
+
+
+async def until(done: Any) -> None:
+    for _ in range(400):
+        if done():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+def write_key(path: Path, who: Any) -> None:
+    from protocol.identity import to_key_file
+
+    path.write_text(to_key_file(who))
+    path.chmod(0o600)

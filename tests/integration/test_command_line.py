@@ -1,0 +1,303 @@
+"""Bad input gives one clear line with the remedy and a non-zero exit, never a traceback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cairn.main import main
+from protocol.ids import Digest, RunId
+from protocol.invite import Endpoint, Invite
+from tests.support.specs import digest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "sotu.toml"
+
+RUN_FILE = """
+[run]
+name = "tiny"
+[model]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 2
+tie_word_embeddings = true
+[data]
+source = "text.txt"
+vocabulary = 300
+window = 16
+[inner.schedule]
+kind = "constant"
+[round]
+target_tokens = 1024
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands set logging up for a process of their own."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in [h for h in root.handlers if h not in handlers]:
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def cairn(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
+    """A command as the console script runs it, in this process: imports cost seconds."""
+    result = CliRunner().invoke(main, list(map(str, arguments)), env=env, prog_name="cairn")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def refused(*arguments: str | Path, env: dict[str, str] | None = None) -> str:
+    """What a refused command leaves on stderr: one error, which may list several lines to mend."""
+    done = cairn(*arguments, env=env)
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    assert sum(line.lower().startswith("error") for line in done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    words = [f"the quick brown fox number {i} jumps over the lazy dog and runs away" for i in range(400)]
+    (tmp_path / "text.txt").write_text("\n".join(words))
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE)
+    return path
+
+
+def invite(port: int = 9) -> str:
+    return str(Invite(RunId(digest("run")), Digest(digest("tls")), (Endpoint("127.0.0.1", port),)))
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        yield s.getsockname()[1]
+
+
+# -- run files -----------------------------------------------------------------------------------------------
+
+
+def test_a_valid_run_file_is_described(run_file: Path):
+    done = cairn("run", "validate", run_file)
+    assert done.returncode == 0, done.stderr
+    assert "valid" in done.stdout and "parameters" in done.stdout
+
+
+def test_the_example_is_valid():
+    assert cairn("run", "validate", EXAMPLE).returncode == 0
+
+
+@pytest.mark.parametrize("command", [("run", "validate"), ("coordinator", "serve")])
+def test_a_missing_run_file_is_named(tmp_path: Path, command):
+    assert "nowhere.toml" in refused(*command, tmp_path / "nowhere.toml")
+
+
+def test_bad_toml_names_the_line(run_file: Path):
+    run_file.write_text("[run\nname = 3")
+    assert "line 1" in refused("run", "validate", run_file)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("window = 16", "windows = 16", "windows"),
+        ("window = 16", 'window = "many"', "window"),
+        ('model_type = "llama"', 'model_type = "lama"', "llama"),
+        ("target_tokens = 1024", "target_tokens = -1", "target_tokens"),
+        ('source = "text.txt"', 'source = "gone.txt"', "gone.txt"),
+        ('name = "tiny"', 'name = "/etc"', "name"),
+    ],
+)
+def test_a_mistake_in_a_run_file_names_the_field(run_file: Path, old: str, new: str, said: str):
+    run_file.write_text(RUN_FILE.replace(old, new))
+    assert said in refused("run", "validate", run_file)
+
+
+# -- invites and coordinators --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "hello", "cairn1:abc", "cairn9:abc", invite()[:-3], invite().replace("A", "B")])
+@pytest.mark.parametrize("command", [("peer", "join"), ("status",)])
+def test_what_is_no_invite_is_said_to_be_none(tmp_path: Path, command, text: str):
+    assert "invite" in refused(*command, text, env={"CAIRN_HOME": str(tmp_path)})
+
+
+def test_a_large_swarm_asks_for_its_credits_less_often():
+    from cairn.joining import CREDIT_CALLS, CREDIT_SECONDS, credit_seconds
+
+    assert credit_seconds(4) == CREDIT_SECONDS and 10_000 / credit_seconds(10_000) <= CREDIT_CALLS
+
+
+def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path):
+    said = refused("peer", "join", invite(), "--home", tmp_path)
+    assert "127.0.0.1:9" in said and "is it running" in said
+    assert "127.0.0.1:9" in refused("status", invite())
+
+
+def test_what_answers_but_is_no_coordinator_is_named(taken_port: int, tmp_path: Path):
+    assert f"127.0.0.1:{taken_port}" in refused("status", invite(taken_port))
+
+
+@pytest.mark.parametrize("option", ["--grpc", "--page", "--swarm"])
+def test_a_taken_port_is_named(run_file: Path, tmp_path: Path, taken_port: int, option: str):
+    address = f"/ip4/127.0.0.1/tcp/{taken_port}" if option == "--swarm" else f"127.0.0.1:{taken_port}"
+    rest = {"--grpc": "127.0.0.1:0", "--page": "127.0.0.1:0", "--swarm": "/ip4/127.0.0.1/tcp/0"} | {option: address}
+    said = refused("coordinator", "serve", run_file, "--home", tmp_path, *[x for pair in rest.items() for x in pair])
+    assert str(taken_port) in said
+
+
+def test_an_address_that_is_none_is_refused(run_file: Path, tmp_path: Path):
+    assert "--page" in refused("coordinator", "serve", run_file, "--home", tmp_path, "--page", "nonsense")
+
+
+def test_a_run_file_that_changed_after_the_run_began_is_refused(run_file: Path, tmp_path: Path, taken_port: int):
+    serve = ("coordinator", "serve", run_file, "--home", tmp_path, "--grpc", f"127.0.0.1:{taken_port}",
+             "--page", "127.0.0.1:0", "--swarm", "/ip4/127.0.0.1/tcp/0")  # fmt: skip
+    refused(*serve)  # begins the run, then fails at the port
+    run_file.write_text(RUN_FILE.replace("target_tokens = 1024", "target_tokens = 2048"))
+    said = refused(*serve)
+    assert "changed" in said and "target_tokens" in said
+
+
+# -- a peer's own machine ------------------------------------------------------------------------------------
+
+
+def test_a_home_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("not a folder")
+    assert str(tmp_path / "file") in refused("peer", "join", invite(), "--home", tmp_path / "file" / "home")
+
+
+def test_one_home_is_used_by_one_peer_at_a_time(tmp_path: Path):
+    from peer.node.membership import run_folder
+    from peer.store import Store
+
+    with Store(run_folder(tmp_path, RunId(digest("run"))) / "store", 10**9):
+        assert "already" in refused("peer", "join", invite(), "--home", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--disk", "none"), ("--threads", "0"), ("--name", "x" * 41), ("--device", "tpu")]
+)
+def test_an_option_out_of_range_is_named(tmp_path: Path, option: str, value: str):
+    assert option in refused("peer", "join", invite(), "--home", tmp_path, option, value)
+
+
+def test_an_unknown_command_is_named():
+    assert "fly" in refused("peer", "fly")
+
+
+# -- data and text -------------------------------------------------------------------------------------------
+
+
+def test_data_that_is_not_there_is_named(tmp_path: Path):
+    assert "gone" in refused("data", "prepare", tmp_path / "gone.txt", "--out", tmp_path / "out", "--vocab", "300")
+
+
+def test_binary_data_is_refused_by_name(tmp_path: Path):
+    (tmp_path / "noise.txt").write_bytes(bytes(range(128, 256)) * 100)
+    assert "noise.txt" in refused(
+        "data", "prepare", tmp_path / "noise.txt", "--out", tmp_path / "out", "--vocab", "300"
+    )
+
+
+def test_text_becomes_shards(run_file: Path, tmp_path: Path):
+    done = cairn("data", "prepare", tmp_path / "text.txt", "--out", tmp_path / "out", "--vocab", "300")
+    assert done.returncode == 0, done.stderr
+    assert "training" in done.stdout and (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_generating_from_what_is_no_checkpoint_names_what_is_wanted(tmp_path: Path):
+    assert "checkpoints" in refused("generate", tmp_path, "--prompt", "hello")
+
+
+def test_a_full_disk_is_said_in_one_line(run_file: Path, tmp_path: Path):
+    """A file system of a megabyte, where this user may mount one."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system needs root and the right to mount a tmpfs")
+    try:
+        (small / "filler").write_bytes(bytes(1_000_000))
+        said = refused(
+            "coordinator", "serve", run_file, "--home", small, "--grpc", "127.0.0.1:0", "--page", "127.0.0.1:0",
+            "--swarm", "/ip4/127.0.0.1/tcp/0",
+        )  # fmt: skip
+        assert "space" in said
+    finally:
+        subprocess.run(["umount", "--lazy", str(small)], check=True)
+
+
+def test_the_demo_does_not_empty_a_folder_that_is_not_its_own(tmp_path: Path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    assert "not empty" in refused("demo", "--folder", tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_ctrl_c_while_entering_ends_at_once(tmp_path: Path):
+    """A coordinator that accepts the connection and says nothing: the volunteer gives up."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        peer = subprocess.Popen(
+            [sys.executable, "-m", "cairn", "peer", "join", invite(s.getsockname()[1]), "--home", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        s.settimeout(60)
+        connection, _ = s.accept()
+        time.sleep(0.5)
+        peer.send_signal(2)
+        _, errors = peer.communicate(timeout=10)
+        connection.close()
+        assert "Traceback" not in errors
+
+
+def an_invite() -> Invite:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return Invite(RunId(digest("run")), Digest(bytes(32)), (Endpoint("127.0.0.1", port),))
+
+
+@pytest.mark.parametrize("command", [("peer", "join"), ("status",)])
+def test_a_member_to_ask_that_is_no_address_is_named(command):
+    said = refused(*command, str(an_invite()), "--via", "192.0.2.1:4001")
+    assert "--via" in said and "/p2p/" in said
+
+
+def test_without_coordinator_and_members_it_says_whom_to_ask_for_a_current_invite(tmp_path):
+    said = refused("peer", "join", str(an_invite()), "--home", tmp_path, "--plain")
+    assert "does not answer" in said and "cairn peer invite" in said
+
+
+def test_who_never_was_in_a_run_prints_no_invite_to_it(tmp_path):
+    assert "join it first" in refused("peer", "invite", str(an_invite()), "--home", tmp_path)

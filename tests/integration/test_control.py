@@ -1,0 +1,258 @@
+"""The owner's orders at the coordinator: on disk before they are told; what is not the owner's or newer is refused."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from coordinator import control
+from coordinator.errors import RefusedError
+from peer.coordinator_client import CoordinatorRefused
+from protocol.errors import CairnError
+from protocol.ids import Round
+from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.messages import Directive, Rollback, RoundChanges
+from tests.integration.test_coordinator_service import client, running, settled, web
+from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
+from tests.support.specs import OWNER
+
+SPEC = make_spec()
+RUN = SPEC.run_id
+
+
+def word(sequence: int, signer=OWNER, **fields):
+    return KeySigner(signer).sign(Directive(RUN, sequence, **fields))
+
+
+async def until(true) -> None:
+    for _ in range(300):
+        if true():
+            return
+        await control.asyncio.sleep(0.02)
+    raise AssertionError("it did not come to that")
+
+
+@pytest.mark.asyncio
+async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
+    first = word(5, order="paused", reason="moving")
+    async with running(tmp_path) as (coordinator, swarm):
+        async with client(coordinator) as c:
+            assert not (await c.publish_directive()).directive
+            reply = await c.publish_directive(first.sent)
+        assert reply.directive == first.sent and swarm.directives == [first]
+        async with client(coordinator) as c:
+            assert (await c.publish_directive(first.sent)).directive == first.sent  # once more: the same
+            with pytest.raises(CoordinatorRefused, match="newer word"):
+                await c.publish_directive(word(4).sent)
+            with pytest.raises(CairnError, match="owner"):
+                await c.publish_directive(word(9, peer(1)).sent)
+        assert swarm.directives == [first]
+    async with running(tmp_path, swarm=FakeSwarm(SPEC)) as (coordinator, swarm):
+        assert swarm.directives == [first] == [coordinator.control.newest]
+
+
+@pytest.mark.asyncio
+async def test_whoever_looks_is_told_of_pauses_ends_and_bans_in_words(tmp_path):
+    async with running(tmp_path) as (coordinator, swarm):
+        swarm.round({0: 10, 1: 10})
+        await settled(coordinator, 1)
+        async with client(coordinator) as c:
+            await c.publish_directive(word(1, order="paused", reason="moving", since=0, banned=(peer(1).key,)).sent)
+            swarm.beat(0, phase="paused")
+            swarm.beat(1, phase="training")
+            coordinator._overview = None
+            o = coordinator.overview()
+            assert (o.health, o.words) == ("paused", "paused by the run's owner since 1970-01-01 00:00 UTC: moving")
+            assert o.rests and [(p.peer, p.phase) for p in o.peers] == [
+                (peer(0).key, "paused"), (peer(1).key, "banned"),
+            ]  # fmt: skip
+            assert {p.phase for p in (await c.status()).peers} == {"paused", "banned"}
+        async with web(coordinator) as get:
+            shown = (await get.get("/api/peers")).json()["peers"]
+            assert [p["phase"] for p in shown] == ["paused", "banned"]
+            said = (await get.get("/metrics")).text
+            assert 'cairn_peers{phase="paused"} 1.0' in said and 'cairn_state{state="paused"} 1.0' in said
+        async with client(coordinator) as c:
+            await c.publish_directive(word(2, order="running", since=0).sent)
+            coordinator._overview = None
+            assert {p.phase for p in coordinator.overview().peers} == {"paused", "training"}
+
+
+@pytest.mark.asyncio
+async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
+    clock = [time.time()]
+    slower = RoundChanges(max_seconds=5000.0, member_seconds=300.0, exchange_seconds=700.0)
+    async with running(tmp_path, now=lambda: clock[0]) as (coordinator, swarm):
+
+        async def after(seconds: float) -> str:
+            swarm.beat(0)
+            coordinator._overview = None
+            coordinator.overview()
+            clock[0] += seconds
+            swarm.beat(0)
+            coordinator._overview = None
+            return coordinator.overview().health
+
+        assert await after(4000) == "stalled"
+        swarm.round({0: 10})
+        await settled(coordinator, 1)
+        async with client(coordinator) as c:
+            await c.publish_directive(word(1, changes=slower, from_round=2).sent)
+        assert coordinator._follower.rules == SPEC.round, "not yet"
+        swarm.round({0: 10})
+        await settled(coordinator, 2)
+        assert await after(4000) == "healthy"
+        sight = coordinator._sight()
+        assert sight.limit == 5000 + 700 + SPEC.round.patience_seconds
+        assert coordinator._book.member_seconds == coordinator._sightings.member_seconds == 300
+        async with client(coordinator) as c:
+            await c.publish_directive(word(2, from_round=0).sent)
+        assert coordinator._follower.rules == SPEC.round, "as in the spec again"
+
+
+@pytest.mark.asyncio
+async def test_the_banned_and_newcomers_of_an_ended_run_are_refused_with_the_reason(tmp_path):
+    async with running(tmp_path) as (coordinator, _):
+        async with client(coordinator) as c:
+            await c.publish_directive(word(1, banned=(peer(1).key,), reason="wrong updates").sent)
+            with pytest.raises(CoordinatorRefused, match=r"banned this key \(wrong updates\)"):
+                await c.admit(peer(1), "one")
+            await c.admit(peer(2), "two")
+            await c.publish_directive(word(2, order="ended").sent)
+            with pytest.raises(CoordinatorRefused, match="ended by its owner"):
+                await c.admit(peer(3), "three")
+
+
+@pytest.mark.asyncio
+async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is_archived(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    for i in range(8):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        follower = coordinator._follower
+        for _ in range(200):
+            if follower.settled is not None and follower.settled[0] >= 4:
+                break
+            await control.asyncio.sleep(0.02)
+        assert follower.settled is not None and follower.settled[0] >= 4
+        to = swarm.chain.certificates[2]
+        back = word(3, rollback=Rollback(1, to.digest, Round(3), state(3)))
+        async with client(coordinator) as c:
+            with pytest.raises(CairnError):
+                await c.publish_directive(back.sent)
+            assert swarm.directives == [] and coordinator.control.newest is None
+            swarm.blobs.add(state(3))
+            swarm.chain = swarm.chain.fork(3)
+            await c.publish_directive(back.sent)
+        assert follower.settled == (2, to.digest) and follower.epoch == 1 and swarm.offered == [state(3)]
+        later = word(4, rollback=back.body.rollback, order="paused")
+        async with client(coordinator) as c:
+            await c.publish_directive(later.sent)
+        assert follower.settled == (2, to.digest)
+    lines = (tmp_path / control.FILE).read_text().splitlines()
+    assert lines == [control.line_of(back), "done 1", control.line_of(later)]
+
+
+@pytest.mark.asyncio
+async def test_a_word_that_the_swarm_has_from_elsewhere_is_heeded_and_no_order_is_given_on_top_of_less(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    for i in range(8):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        follower = coordinator._follower
+        await until(lambda: follower.settled is not None and follower.settled[0] >= 4)
+        to = swarm.chain.certificates[2]
+        back = Rollback(1, to.digest, Round(3), state(3))
+        theirs = word(7, banned=(peer(1).key,), rollback=back)
+        swarm.directives.append(theirs)
+        async with client(coordinator) as c:
+            with pytest.raises(CoordinatorRefused, match="the swarm knows a newer word"):
+                await c.publish_directive(word(8, order="paused").sent)  # by who knows nothing of the ban
+        swarm.turn_to(swarm.chain.fork(3))
+        await until(lambda: follower.epoch == 1 and follower.settled == (2, to.digest))
+        async with client(coordinator) as c:
+            assert (await c.publish_directive()).directive == theirs.sent
+            with pytest.raises(CoordinatorRefused, match="banned"):
+                await c.admit(peer(1), "one")
+            await c.publish_directive(word(9, banned=(peer(1).key,), rollback=back, order="paused").sent)
+    assert control.read_words(tmp_path / control.FILE, MessageDecoder(RUN, OWNER.key, remember=4))[1] == {1}
+
+
+@pytest.mark.asyncio
+async def test_two_rollbacks_that_were_ordered_at_once_are_not_both_taken(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    for i in range(4):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    swarm.blobs |= {state(1), state(2)}
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        first, second = (
+            word(n, rollback=Rollback(1, swarm.chain.certificates[n - 1].digest, Round(n), state(n))) for n in (1, 2)
+        )
+        async with client(coordinator) as c:
+            await c.publish_directive(first.sent)
+            with pytest.raises(CoordinatorRefused, match="rolled back meanwhile"):
+                await c.publish_directive(second.sent)
+        assert swarm.directives == [first] and swarm.offered == [state(1)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("posted", [2, 8])
+async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_ledger_was_not(tmp_path, posted):
+    """As with a ledger in PostgreSQL: whether the ledger had followed it, or had not come so far before."""
+    swarm = FakeSwarm(SPEC)
+    for i in range(posted):
+        swarm.chain.add({0: 1, 1: 1 + i})
+
+    async def settled(follower, round_):
+        for _ in range(300):
+            if follower.settled is not None and follower.settled[0] >= round_:
+                return
+            await control.asyncio.sleep(0.02)
+        raise AssertionError(follower.problem)
+
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        if posted == 8:
+            await settled(coordinator._follower, 4)
+        to = swarm.chain.certificates[1]
+        back = word(3, rollback=Rollback(1, to.digest, Round(2), state(2)))
+        swarm.blobs.add(state(2))
+        swarm.chain = swarm.chain.fork(2)
+        async with client(coordinator) as c:
+            await c.publish_directive(back.sent)
+        for i in range(8):
+            swarm.chain.add({2: 5 + i}, attempt=1)
+        coordinator._follower._wake.set()
+        await settled(coordinator._follower, 6)
+        last = coordinator._follower.settled
+    (tmp_path / control.FILE).unlink()
+    swarm.directives = [word(4, rollback=back.body.rollback, order="paused")]
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        await control.asyncio.sleep(0.1)
+        assert coordinator._follower.settled == last and not coordinator.problem
+
+
+def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
+    path, decoder = tmp_path / control.FILE, MessageDecoder(RUN, OWNER.key, remember=4)
+    control.append_line(path, control.line_of(word(1)))
+    with open(path, "a") as file:
+        file.write(control.line_of(word(2))[:50])
+    control.append_line(path, control.line_of(word(3)))
+    control.append_line(path, "done 2")
+    words, done = control.read_words(path, decoder)
+    assert [w.body.sequence for w in words] == [1, 3] and done == {2}
+
+
+def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
+    from cairn.ordering import _setting, check_changes
+
+    check_changes(SPEC, RoundChanges(target_tokens=10_000_000))
+    with pytest.raises(CairnError, match="member_seconds"):
+        check_changes(SPEC, RoundChanges(member_seconds=SPEC.round.heartbeat_seconds))
+    with pytest.raises(CairnError, match="max_update_tokens"):
+        check_changes(SPEC, replace(RoundChanges(), max_update_tokens=1))
+    assert _setting("max_members=12") == ("max_members", 12) and _setting("max_seconds=spec") == ("max_seconds", None)
+    with pytest.raises(CairnError, match="FIELD=VALUE"):
+        _setting("heartbeat_seconds=1")
+    assert issubclass(RefusedError, CairnError)

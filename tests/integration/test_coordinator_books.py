@@ -1,0 +1,60 @@
+"""The coordinator over its books: the same on both databases, and trouble when the ledger is not what it was."""
+
+from __future__ import annotations
+
+import asyncio
+
+from coordinator import service
+from coordinator.credits import CreditRule, account_for, pending
+from coordinator.ledger.store import connect
+from tests.integration.test_coordinator_service import client, running, settled
+from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
+
+SPEC = make_spec(credit={"hold_rounds": 2})
+DEPTH = SPEC.checkpoint.final_depth
+
+
+async def test_what_a_peer_is_told_is_the_same_on_both_databases_and_after_a_restart(tmp_path, ledger_place):
+    swarm = FakeSwarm(SPEC)
+    where = {"ledger": ledger_place} if "://" in ledger_place else {}
+    for more in (4, 3):
+        for _ in range(more):
+            swarm.round({0: 6000, 1: 7000})
+        async with running(tmp_path, SPEC, swarm, **where) as (c, _), client(c) as ask:
+            await settled(c, len(swarm.chain.certificates))
+            account = await ask.account(peer(1).key)
+    accounts = [account_for(a, CreditRule.of(SPEC)) for a in swarm.chain.certificates]
+    posted = len(accounts) - DEPTH
+    has, waits = pending(accounts[: posted - 2])[peer(1).key], pending(accounts[posted - 2 :])[peer(1).key]
+    assert (account.micro_credits_settled, account.micro_credits_pending) == (has.micro_credits, waits.micro_credits)
+    assert account.rounds == len(accounts)
+    assert [(e.round, e.settled) for e in account.newest] == [(r, r < posted - 2) for r in reversed(range(7))]
+
+
+async def test_a_ledger_that_changes_under_a_coordinator_is_trouble_and_nothing_is_posted_on_it(
+    tmp_path, ledger_place, monkeypatch
+):
+    monkeypatch.setattr(service, "FIRST_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(service, "CHECK_SECONDS", 0.05)
+    swarm = FakeSwarm(SPEC)
+    where = {"ledger": ledger_place} if "://" in ledger_place else {}
+    async with running(tmp_path, SPEC, swarm, **where) as (c, _):
+        for _ in range(DEPTH + 3):
+            swarm.round({0: 6000, 1: 7000})
+        await settled(c, DEPTH + 3)
+        assert c.overview().health != "trouble"
+        at = ledger_place if where else tmp_path / service.LEDGER_FILE
+        db = connect(at, SPEC)
+        db.query("UPDATE standings SET settled_micro = settled_micro + 1 WHERE peer = 1")
+        db.close()
+        for _ in range(400):
+            if c.problem:
+                break
+            await asyncio.sleep(0.05)
+            swarm.changed()
+        assert "the ledger is damaged: the balances of 1 peers" in c.problem
+        swarm.round({0: 6000})
+        await asyncio.sleep(0.2)
+        db = connect(at, SPEC, reader=True)
+        assert db.query("SELECT count(*) FROM rounds") == [(3,)]
+        db.close()

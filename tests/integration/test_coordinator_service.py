@@ -1,0 +1,643 @@
+"""The coordinator as it is asked: over gRPC by its client, over HTTP by browsers, by friends and by strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from cairn import status
+from coordinator import admission, announcing, rpc
+from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
+from coordinator.limits import Rate, RateLimit, caller_of
+from coordinator.overview import amount, duration
+from coordinator.page.app import STATIC
+from coordinator.service import Coordinator, CoordinatorConfig
+from peer.coordinator_client import (
+    CoordinatorClient,
+    CoordinatorRefused,
+    CoordinatorUnreachable,
+    WrongCoordinator,
+    _certificate_of,
+)
+from peer.node import finding
+from protocol.coordinator_address import CoordinatorAddress
+from protocol.envelope import seal
+from protocol.errors import CairnError
+from protocol.ids import Digest
+from protocol.invite import TLS_NAME, Endpoint, Invite
+from protocol.spec import sign_spec
+from protocol.wire import coordinator_pb2 as wire
+from protocol.wire import coordinator_pb2_grpc as stubs
+from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
+from tests.support.specs import OWNER
+
+SPEC = make_spec()
+
+
+@asynccontextmanager
+async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
+    swarm = swarm or FakeSwarm(spec)
+    places = dict(listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
+    coordinator = Coordinator(
+        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm, now=now
+    )
+    await coordinator.start()
+    try:
+        yield coordinator, swarm
+    finally:
+        await coordinator.stop()
+
+
+async def test_a_fault_in_what_is_shown_does_not_silence_the_page_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("coordinator.service.AGAIN_SECONDS", 0.05)
+    async with running(tmp_path) as (coordinator, swarm):
+        real, fails = coordinator._showing.event, [True]
+
+        def event():
+            if fails:
+                raise ValueError("out of range")
+            return real()
+
+        monkeypatch.setattr(coordinator._showing, "event", event)
+        swarm.round({0: 10})
+        for _ in range(300):
+            if "publisher: a fault of the coordinator" in caplog.text and fails:
+                fails.clear()
+                coordinator.feed._latest = None
+            if not fails and coordinator.feed._latest is not None:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("nothing is shown any more")
+
+
+def client(coordinator, **changes) -> CoordinatorClient:
+    return CoordinatorClient(replace(coordinator.invite(), **changes), attempts=1)
+
+
+async def settled(coordinator, rounds: int) -> None:
+    """Waits until the coordinator has followed so many rounds."""
+    for _ in range(200):
+        if coordinator.overview().round == rounds:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"round {rounds} was not reached")
+
+
+# -- the four calls ----------------------------------------------------------------------------------------------
+
+
+async def test_a_peer_gets_the_spec_and_an_admission_that_the_owner_signed(tmp_path):
+    async with running(tmp_path) as (c, _), client(c) as ask:
+        run = await ask.get_run()
+        assert run.spec == SPEC and run.addresses
+        got = await ask.admit(peer(1), "ada")
+        body = got.admission.body
+        assert (got.admission.author, body.peer, body.name, body.run) == (OWNER.key, peer(1).key, "ada", SPEC.run_id)
+        assert body.not_after - body.not_before == SPEC.admission.seconds
+        assert abs(got.clock_ahead) < 5
+
+
+async def test_asking_again_gives_the_same_admission_and_later_a_newer_one(tmp_path):
+    clock = [time.time()]
+    async with running(tmp_path, now=lambda: clock[0]) as (c, _), client(c) as ask:
+        first = (await ask.admit(peer(1), "ada")).admission.body
+        assert (await ask.admit(peer(1), "ada")).admission.body == first
+        clock[0] += 500
+        other_name = (await ask.admit(peer(1), "grace")).admission.body
+        assert other_name.name == "grace" and other_name.not_after > first.not_after
+
+
+async def test_an_admission_outlives_a_restart_of_the_coordinator(tmp_path):
+    async with running(tmp_path) as (c, _), client(c) as ask:
+        first = await ask.admit(peer(1), "ada")
+        fingerprint = c.fingerprint
+    async with running(tmp_path) as (c, _), client(c) as ask:
+        assert c.fingerprint == fingerprint
+        assert (await ask.admit(peer(1), "ada")).admission.body == first.admission.body
+
+
+@pytest.mark.parametrize("offset, says", [(3600, "3(600|599) s ahead of"), (-3600, "360[01] s behind")])
+async def test_a_wrong_clock_is_refused_with_the_offset(tmp_path, offset, says):
+    async with running(tmp_path, now=lambda: time.time() - offset) as (c, _), client(c) as ask:
+        with pytest.raises(CoordinatorRefused, match=f"your clock is {says}.*NTP"):
+            await ask.admit(peer(1))
+
+
+async def test_a_run_by_invite_takes_its_codes_only(tmp_path):
+    spec = make_spec(admission={"mode": "invite"})
+    async with running(tmp_path, spec, codes=("alpha", "beta")) as (c, _):
+        async with client(c, code="beta") as ask:
+            assert (await ask.admit(peer(1))).admission.body.peer == peer(1).key
+            with pytest.raises(CoordinatorRefused, match="not valid.*ask the run's owner"):
+                await ask.admit(peer(2), code="alph")
+        async with client(c) as ask:
+            with pytest.raises(CoordinatorRefused, match="has no code"):
+                await ask.admit(peer(2))
+    with pytest.raises(RefusedError, match="at least one code"):
+        async with running(tmp_path, spec):
+            pass
+
+
+async def test_a_run_with_an_allow_list_takes_those_on_it_only(tmp_path):
+    spec = make_spec(admission={"mode": "allow", "allow": [str(peer(1).key)]})
+    async with running(tmp_path, spec) as (c, _), client(c) as ask:
+        assert (await ask.admit(peer(1))).admission.body.peer == peer(1).key
+        with pytest.raises(CoordinatorRefused, match="only the keys on its list"):
+            await ask.admit(peer(2))
+
+
+async def test_status_and_account_say_what_the_chain_says(tmp_path):
+    async with running(tmp_path) as (c, swarm), client(c) as ask:
+        await ask.admit(peer(0), "ada")
+        swarm.blobs.add(swarm.spec.genesis.name)
+        for n in (0, 1):
+            swarm.beat(n, loss=4.5, device="NVIDIA H200")
+        for _ in range(6):
+            swarm.round({0: 600, 1: 700}, loss=3.25)
+        await settled(c, 6)
+        s = await ask.status()
+        assert (s.name, s.round, s.state_round, s.final_round) == ("tiny", 6, 5, 2)
+        assert s.tokens == 6 * 1300 * SPEC.data.window and s.loss == 3.25
+        assert s.head == swarm.head and s.page == c.page_url
+        assert (s.checkpoint, s.checkpoint_round) == (SPEC.genesis.name, 0)
+        shown = {p.name: p for p in s.peers}
+        assert shown["ada"].device == "NVIDIA H200" and shown["ada"].loss == 4.5
+        account = await ask.account(peer(0).key)
+        assert (account.name, account.rounds, account.tokens) == ("ada", 6, 6 * 600 * SPEC.data.window)
+        assert account.micro_credits_settled == account.micro_credits_pending > 0
+        assert [(e.round, e.settled) for e in account.newest] == [(5, False), (4, False), (3, False), (2, True), (1, True), (0, True)]  # fmt: skip  # noqa: E501
+        assert sum(e.micro_credits for e in account.newest) == account.micro_credits_settled + account.micro_credits_pending  # fmt: skip  # noqa: E501
+        nobody = await ask.account(peer(99).key)
+        assert (nobody.rounds, nobody.tokens, nobody.newest) == (0, 0, ())
+
+
+# -- who is not who they should be -------------------------------------------------------------------------------
+
+
+async def test_another_certificate_than_the_invites_is_refused_before_anything_is_said(tmp_path):
+    async with running(tmp_path) as (c, _), client(c, fingerprint=Digest(bytes(32))) as ask:
+        with pytest.raises(WrongCoordinator, match="another certificate than the invite"):
+            await ask.get_run()
+
+
+async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(tmp_path):
+    """A server put in the coordinator's place after the certificate was fetched is stopped by TLS itself."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    async with running(tmp_path / "a") as (a, _), running(tmp_path / "b") as (b, _):
+        ask = client(a)
+        channel = await ask._channel(ask._places[0])
+        pem = await asyncio.to_thread(_certificate_of, Endpoint("127.0.0.1", a.grpc_port))
+        import ssl
+
+        credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(pem).encode())
+        wrong = grpc.aio.secure_channel(
+            f"127.0.0.1:{b.grpc_port}", credentials, options=[("grpc.ssl_target_name_override", TLS_NAME)]
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as e:
+            await stubs.CoordinatorStub(wrong).GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=20)
+        assert e.value.code() is grpc.StatusCode.UNAVAILABLE
+        await wrong.close()
+        assert channel is await ask._channel(ask._places[0])
+        await ask.close()
+
+
+async def test_nobody_there_and_no_coordinator_there_are_told_apart(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        free = s.getsockname()[1]
+    async with running(tmp_path) as (c, _):
+        async with client(c, coordinators=(Endpoint("127.0.0.1", free),)) as ask:
+            with pytest.raises(CoordinatorUnreachable, match=f"127.0.0.1:{free} does not answer.*is it running"):
+                await ask.status()
+        async with client(c, coordinators=(Endpoint("127.0.0.1", c.page_port),)) as ask:
+            with pytest.raises(WrongCoordinator, match="does not speak TLS"):
+                await ask.status()
+        # The second address of the invite is tried when the first is silent.
+        both = (Endpoint("127.0.0.1", free), Endpoint("127.0.0.1", c.grpc_port))
+        async with client(c, coordinators=both) as ask:
+            assert (await ask.status()).name == "tiny"
+
+
+async def test_a_client_finds_its_coordinator_again_after_a_restart(tmp_path):
+    async with running(tmp_path) as (c, _):
+        invite, port = c.invite(), c.grpc_port
+        ask = CoordinatorClient(invite, attempts=3)
+        await ask.status()
+    with pytest.raises(CoordinatorUnreachable):
+        await CoordinatorClient(invite, attempts=1).status()
+    async with running(tmp_path, listen_port=port):
+        assert (await ask.status()).name == "tiny"
+    await ask.close()
+
+
+# -- it moves ----------------------------------------------------------------------------------------------------
+
+
+async def told(swarm: FakeSwarm, count: int) -> CoordinatorAddress:
+    """What the swarm is told of the coordinator, once it has been told so often."""
+    for _ in range(200):
+        if len(swarm.words) >= count:
+            return swarm.words[-1].body
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"the swarm was told {len(swarm.words)} times")
+
+
+async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(announcing, "AGAIN_SECONDS", 0.05)
+    swarm = FakeSwarm(SPEC)
+    async with running(tmp_path, swarm=swarm) as (c, _):
+        first = await told(swarm, 3)
+        assert first.coordinators == c.invite().coordinators and first.fingerprint == c.fingerprint
+        assert first.addresses == tuple(swarm.own_addresses()) and len({w.digest for w in swarm.words}) == 1
+        port = c.grpc_port
+    swarm.words = swarm.words[:1]
+    async with running(tmp_path, swarm=swarm, listen_port=port):
+        assert await told(swarm, 3) == first
+    swarm.words = swarm.words[:1]
+    public = (Endpoint("new.example", 1),)
+    # Its clock was set back meanwhile: what it says is newer all the same.
+    async with running(tmp_path, swarm=swarm, public=public, now=lambda: 1000.0):
+        moved = await told(swarm, 2)
+    assert moved.coordinators == public and moved.sequence == first.sequence + 1
+    (tmp_path / "tls.pem").unlink()
+    async with running(tmp_path, swarm=swarm, public=public):
+        again = await told(swarm, len(swarm.words) + 1)
+    assert again.fingerprint != moved.fingerprint and again.sequence > moved.sequence
+
+
+async def test_a_client_goes_where_the_owner_says_and_back_to_the_invites_address_when_that_is_old(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    async with running(tmp_path, swarm=swarm) as (c, _):
+        old, before = c.invite(), await told(swarm, 1)
+    async with CoordinatorClient(old, attempts=1) as ask:
+        with pytest.raises(CoordinatorUnreachable):
+            await ask.status()
+        (tmp_path / "tls.pem").unlink()  # and the certificate that the old invite names is lost
+        async with running(tmp_path, swarm=swarm) as (c, _):
+            ask.moved(await told(swarm, len(swarm.words) + 1))
+            assert (await ask.get_run()).spec == SPEC and (await ask.admit(peer(1))).admission.body.peer == peer(1).key
+            now = c.invite()
+            async with CoordinatorClient(now, attempts=1) as later:
+                later.moved(before)  # an old word, which a member replays: nobody is there any more
+                assert (await later.status()).name == "tiny"
+        with pytest.raises(CairnError, match=str(now.coordinators[0].port)):
+            await ask.status()
+
+
+async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, monkeypatch):
+    async with running(tmp_path) as (c, swarm):
+        old = replace(c.invite(), coordinators=(Endpoint("127.0.0.1", 1),))
+        await told(swarm, 1)
+        asked: list[list[str]] = []
+        known = finding.Found(sign_spec(OWNER, SPEC).sent, swarm.words[0], (), 1)
+
+        async def find(run, addresses):
+            asked.append(list(addresses))
+            return known
+
+        monkeypatch.setattr(finding, "find", find)
+        monkeypatch.setattr(asyncio, "sleep", lambda _, sleep=asyncio.sleep: sleep(0))
+        assert (await status._ask(old, ["/via"])).name == "tiny"
+        assert asked == [["/via", *old.addresses]]
+        known = replace(known, coordinator_address=None)
+        with pytest.raises(CairnError, match="1 members answer, and know of no other address"):
+            await status._ask(old, [])
+
+
+async def test_at_the_place_that_the_owner_names_another_certificate_is_refused(tmp_path):
+    async with running(tmp_path) as (c, swarm), client(c, coordinators=(Endpoint("127.0.0.1", 1),)) as ask:
+        ask.moved(replace(await told(swarm, 1), fingerprint=Digest(bytes(32))))
+        with pytest.raises(WrongCoordinator):
+            await ask.get_run()
+
+
+async def test_a_silent_server_is_given_up_in_time(tmp_path):
+    async with running(tmp_path) as (c, _):
+        server = await asyncio.start_server(lambda r, w: asyncio.sleep(60), "127.0.0.1", 0)
+        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+        async with client(c, coordinators=(endpoint,)) as ask:
+            began = time.monotonic()
+            with pytest.raises(CairnError):
+                await ask.status()
+            assert time.monotonic() - began < 20
+        server.close()
+
+
+# -- what strangers send -----------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def raw_stub(coordinator):
+    import ssl
+
+    der = await asyncio.to_thread(_certificate_of, Endpoint("127.0.0.1", coordinator.grpc_port))
+    channel = grpc.aio.secure_channel(
+        f"127.0.0.1:{coordinator.grpc_port}",
+        grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode()),
+        options=[("grpc.ssl_target_name_override", TLS_NAME)],
+    )
+    try:
+        yield stubs.CoordinatorStub(channel)
+    finally:
+        await channel.close()
+
+
+async def refusal(call) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as e:
+        await call
+    return e.value.code(), e.value.details() or ""
+
+
+async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
+    code = grpc.StatusCode
+    async with running(tmp_path) as (c, _), raw_stub(c) as stub:
+        body = wire.AdmitBody(run=bytes(SPEC.run_id), time=int(time.time()), name="x")
+        good = seal(peer(1), "admit", body.SerializeToString(deterministic=True))
+        forged = bytearray(good.sent)
+        forged[-1] ^= 1
+        other_kind = seal(peer(1), "vote", good.payload).sent
+        long_name = seal(peer(1), "admit", wire.AdmitBody(run=bytes(SPEC.run_id), time=int(time.time()), name="n" * 41).SerializeToString())  # fmt: skip  # noqa: E501
+        other_run = seal(peer(1), "admit", wire.AdmitBody(run=bytes(32), time=int(time.time())).SerializeToString())
+        for request, expected in [
+            (b"", code.INVALID_ARGUMENT),
+            (b"\xff" * 200, code.INVALID_ARGUMENT),
+            (bytes(forged), code.UNAUTHENTICATED),
+            (other_kind, code.UNAUTHENTICATED),
+            (long_name.sent, code.INVALID_ARGUMENT),
+            (other_run.sent, code.NOT_FOUND),
+            (b"x" * 2000, code.INVALID_ARGUMENT),
+        ]:
+            got, said = await refusal(stub.Admit(wire.AdmitRequest(request=request), timeout=20))
+            assert got is expected and said, (request[:20], got, said)
+        assert (await refusal(stub.Status(wire.StatusRequest(run=b"nope"), timeout=20)))[0] is code.NOT_FOUND
+        run = bytes(SPEC.run_id)
+        assert (await refusal(stub.Account(wire.AccountRequest(run=run, peer=b"x"), timeout=20)))[
+            0
+        ] is code.INVALID_ARGUMENT
+        too_big = await refusal(stub.Admit(wire.AdmitRequest(request=b"x" * 100_000), timeout=20))
+        assert too_big[0] is code.RESOURCE_EXHAUSTED
+        assert (await stub.Admit(wire.AdmitRequest(request=good.sent), timeout=20)).admission
+
+
+async def test_one_who_asks_too_much_is_told_to_wait_and_the_table_of_callers_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(rpc, "ADMISSIONS_OF_ONE", Rate(0.1, 3))
+    async with running(tmp_path) as (c, _), client(c) as ask:
+        for _ in range(3):
+            await ask.admit(peer(1))
+        with pytest.raises(CoordinatorUnreachable, match="too many requests: try again in"):
+            await ask.admit(peer(1))
+        await ask.admit(peer(2))
+    limit = RateLimit(Rate(1, 2), callers=5)
+    for i in range(100):
+        limit.take(i, 0.0)
+    assert len(limit) == 5
+    limit.take(99, 0.0)
+    with pytest.raises(TooManyError):
+        limit.take(99, 0.0)
+    limit.take(99, 1.5)
+
+
+def test_callers_are_counted_by_network():
+    assert caller_of("ipv4:203.0.113.7:55") == "203.0.113.7"
+    assert caller_of("ipv6:%5B2001:db8::1%5D:55") == caller_of("ipv6:[2001:db8::2]:7") == "2001:db8::/64"
+    assert caller_of("ipv6:[::ffff:203.0.113.7]:1") == "203.0.113.7"
+    assert caller_of("unix:/tmp/x") == "unix:/tmp/x"
+
+
+async def test_a_call_that_takes_too_long_is_ended_by_the_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(rpc, "DEADLINE", 0.2)
+    async with running(tmp_path) as (c, _), raw_stub(c) as stub:
+
+        async def slow():
+            await asyncio.sleep(30)
+
+        monkeypatch.setattr(c, "run_reply", slow)
+        code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id))))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "busy" in said
+
+
+async def test_a_flood_of_new_keys_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(admission, "MAX_ADMISSIONS", 2)
+    async with running(tmp_path) as (c, _), client(c) as ask:
+        for n in (1, 2, 1):
+            await ask.admit(peer(n))
+        with pytest.raises(CoordinatorUnreachable, match="as many peers as it takes"):
+            await ask.admit(peer(3))
+
+
+# -- starting and stopping ---------------------------------------------------------------------------------------
+
+
+async def test_a_port_that_is_taken_is_named_with_the_remedy_and_nothing_is_left_running(tmp_path):
+    (tmp_path / "second").mkdir()
+    async with running(tmp_path) as (c, _):
+        for place in ({"listen_port": c.grpc_port}, {"page_port": c.page_port}):
+            with pytest.raises(PortTakenError, match=f"{next(iter(place.values()))}.*choose another"):
+                async with running(tmp_path / "second", **place):
+                    pass
+        assert not [t for t in asyncio.all_tasks() if t.get_name() == "follower"][1:]
+
+
+async def test_a_missing_folder_and_a_foreign_key_are_named(tmp_path):
+    with pytest.raises(CoordinatorError, match="check that the folder exists"):
+        async with running(tmp_path / "missing"):
+            pass
+    with pytest.raises(CoordinatorError, match="does not own run"):
+        Coordinator(CoordinatorConfig(tmp_path), SPEC, b"", peer(1), FakeSwarm(SPEC))
+
+
+async def test_it_stops_within_seconds_though_viewers_watch(tmp_path):
+    async with running(tmp_path) as (c, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.page_port)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"data: ")
+        idle = await asyncio.open_connection("127.0.0.1", c.page_port)
+        began = time.monotonic()
+        await c.stop()
+        assert time.monotonic() - began < 20
+        writer.close()
+        idle[1].close()
+
+
+def test_numbers_are_written_for_people():
+    assert [amount(n) for n in (0, 999, 8123, 2_500_000, 3e12)] == ["0", "999", "8.1k", "2.5M", "3.0T"]
+    assert [duration(s) for s in (5, 75, 600, 7200)] == ["5 s", "75 s", "10 min", "2.0 h"]
+
+
+# -- the page ----------------------------------------------------------------------------------------------------
+
+
+def web(coordinator) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{coordinator.page_port}", timeout=10, trust_env=False)
+
+
+async def test_the_page_and_all_that_it_names_is_served_with_a_strict_policy(tmp_path):
+    async with running(tmp_path) as (c, _), web(c) as get:
+        page = await get.get("/")
+        assert page.status_code == 200 and "script-src 'self'" in page.headers["content-security-policy"]
+        assert "unsafe" not in page.headers["content-security-policy"]
+        import re
+
+        for link in set(re.findall(r'(?:href|src)="(/[^"]*)"', page.text)) | {"/favicon.ico"}:
+            answer = await get.get(link.replace("&amp;", "&"))
+            assert answer.status_code == 200 and answer.content, link
+        assert not re.search(r"<[^>]+ (on\w+|style)=", page.text)
+        scripts, found = ["main.js"], {}
+        while scripts:  # the modules, each by what imports it
+            name = scripts.pop()
+            script = found[name] = (await get.get(f"/static/js/{name}")).raise_for_status().text
+            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", script), name
+            scripts += set(re.findall(r'from "\./([a-z]+\.js)"', script)) - found.keys()
+        assert found.keys() == {p.name for p in (STATIC / "js").iterdir()}, "one that nothing imports"
+        for licence in ("uPlot.LICENSE.txt", "pico.LICENSE.txt"):
+            assert "Permission is hereby granted" in (await get.get(f"/static/vendor/{licence}")).text
+        for bad in ("/static/../service.py", "/static/%2e%2e/app.py", "/nothing"):
+            assert (await get.get(bad)).status_code == 404
+        assert (await get.post("/api/status")).status_code == 405
+
+
+async def test_the_api_gives_every_round_with_its_credits(tmp_path):
+    async with running(tmp_path) as (c, swarm), web(c) as get:
+        for _ in range(7):
+            swarm.round({0: 600, 1: 700})
+        await settled(c, 7)
+        rounds = (await get.get("/api/rounds?after=-1&limit=200")).json()
+        assert [(r["round"], r["final"]) for r in rounds] == [(r, r < 4) for r in range(7)]
+        assert [r["record"] for r in rounds] == [str(x.record.digest) for x in swarm.chain.certificates]
+        assert [r["round"] for r in (await get.get("/api/rounds?after=2&limit=3")).json()] == [3, 4, 5]
+        assert (
+            sum(e["micro_credits"] for r in rounds if r["final"] for e in r["entries"])
+            == ((await get.get("/api/status")).json()["micro_credits_settled"])
+        )
+        for bad in ("after=x", "limit=0", "limit=100000", "after=1e3", "limit=²", "after=" + "9" * 50):
+            assert (await get.get(f"/api/rounds?{bad}")).status_code == 400
+        assert len((await get.get("/api/charts")).json()["loss"]) == 7
+
+
+async def test_the_state_comes_first_and_in_words(tmp_path):
+    clock = [1e9]
+    spec = make_spec(total_tokens=200_000)
+    async with running(tmp_path, spec, now=lambda: clock[0]) as (c, swarm):
+
+        async def says(health, words=""):
+            for _ in range(100):
+                clock[0] += 0.3
+                o = c.overview()
+                if o.health == health and words in o.words:
+                    return
+                await asyncio.sleep(0.02)
+            raise AssertionError(f"{o.health}: {o.words}")
+
+        await says("waiting", "no peer is training yet")
+        for n in range(4):
+            swarm.beat(n)
+        await says("healthy", "4 peers training in round 0")
+        swarm.round({0: 600, 1: 700}, loss=5.314)
+        await says("healthy", "4 peers training, round 1, loss 5.31")
+        clock[0] += 1000
+        await says("stalled", "round 1 has not ended for")
+        for n in (1, 2):
+            swarm.beat(n, head=Digest(bytes(32)))
+        swarm.round({0: 10, 1: 10})
+        for n in (0, 3):
+            swarm.beat(n)
+        await says("split", "2 of 4 training peers")
+        for n in range(4):
+            swarm.beat(n, seconds_since=30)
+        await says("idle", "no peer is training")
+        swarm.round({0: 6000, 1: 6000})
+        await says("finished", "tokens are trained")
+
+
+async def test_names_and_devices_of_strangers_reach_the_page_as_data_only(tmp_path):
+    async with running(tmp_path) as (c, swarm), client(c) as ask, web(c) as get:
+        await ask.admit(peer(1), "<img src=x onerror=alert(1)>")
+        swarm.beat(1, device="<script>alert(1)</script>")
+        await asyncio.sleep(0.4)
+        assert "onerror" not in (await get.get("/")).text
+        status = await get.get("/api/status")
+        assert status.headers["content-type"] == "application/json"
+        assert status.headers["x-content-type-options"] == "nosniff"
+        assert status.json()["peers"][0]["name"] == "<img src=x onerror=alert(1)>"
+        with pytest.raises(CoordinatorRefused, match="printable"):
+            await ask.admit(peer(2), "a\x1b[2Jb")
+
+
+async def test_a_viewer_is_told_of_a_round_at_once_and_viewers_are_bounded(tmp_path):
+    async with running(tmp_path) as (c, swarm), web(c) as get:
+        async with get.stream("GET", "/events") as events:
+            lines = events.aiter_lines()
+
+            async def round_shown():
+                async for line in lines:
+                    if line.startswith("data: "):
+                        return json.loads(line[6:])["round"]
+
+            assert await round_shown() == 0
+            began = time.monotonic()
+            swarm.round({0: 600})
+            while await round_shown() != 1:
+                pass
+            assert time.monotonic() - began < 10
+            c.feed._limit = 1
+            assert (await get.get("/events")).status_code == 503
+        for _ in range(100):
+            if not len(c.feed):
+                break
+            await asyncio.sleep(0.05)
+        assert len(c.feed) == 0
+
+
+async def test_metrics_are_prometheus_text_without_labels_that_strangers_choose(tmp_path):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    async with running(tmp_path) as (c, swarm), client(c) as ask, web(c) as get:
+        await ask.status()
+        swarm.beat(0, device="mine")
+        swarm.round({0: 600}, loss=4.0)
+        await settled(c, 1)
+        text = (await get.get("/metrics")).text
+        found = {f.name: f for f in text_string_to_metric_families(text)}
+        assert found["cairn_round"].samples[0].value == 1 and found["cairn_loss"].samples[0].value == 4.0
+        calls = {s.labels["method"]: s.value for s in found["cairn_grpc_calls"].samples if s.name.endswith("_total")}
+        assert calls == {"Status": 1.0}
+        assert "mine" not in text and str(peer(0).key) not in text
+
+
+async def test_a_connection_that_sends_nothing_is_cut(tmp_path, monkeypatch):
+    from coordinator.page import server
+
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.2)
+    async with running(tmp_path) as (c, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.page_port)
+        writer.write(b"GET / HT")
+        assert await asyncio.wait_for(_until_closed(reader), 20) == b""
+        writer.close()
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+def test_an_invite_made_by_the_coordinator_is_read_by_its_client(tmp_path):
+    async def check():
+        async with running(tmp_path, public=(Endpoint("run.example.org", 7100),)) as (c, _):
+            invite = c.invite("otter")
+            assert Invite.parse(str(invite)) == invite
+            assert invite.coordinators == (Endpoint("run.example.org", 7100),) and invite.code == "otter"
+            assert c.page_url.startswith("http://127.0.0.1:")
+
+    asyncio.run(check())

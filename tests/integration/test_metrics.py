@@ -1,0 +1,186 @@
+"""What /metrics exports, and that the dashboard and the alert rules name nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.alerts.rules import RULES
+from coordinator.measuring import MAX_BYTES_PER_SECOND, RoundClock, Traffic
+from coordinator.metrics import HEALTHS
+from coordinator.overview import Overview, PeerView
+from coordinator.peers import PHASES
+from protocol.ids import Digest, Round
+from protocol.messages import Heartbeat
+from tests.integration.test_coordinator_service import client, running, settled, web
+from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+SPEC = make_spec()
+LATER = {"cairn_tree_head_age_seconds"}
+"""Exported once there is something to tell: here, a signed tree head."""
+
+UNITS = re.compile(r"_(total|seconds|bytes|created|info)$")
+COUNTED = {
+    "healthy", "state", "round", "rounds_final", "loss", "tokens_goal", "tokens_per_second", "peers", "peers_differing",
+    "peers_admitted", "round_contributors", "round_absent", "micro_credits", "chain_problem", "page_viewers", "alert",
+    "ledger_entries",
+}  # fmt: skip
+"""Names without a unit at the end: numbers of things."""
+
+
+async def exported(tmp_path) -> str:
+    """After a call of each kind."""
+    swarm = FakeSwarm(SPEC)
+    async with running(tmp_path, SPEC, swarm) as (c, _), client(c) as ask, web(c) as get:
+        await ask.status()
+        swarm.beat(0, device="mine")
+        swarm.round({0: 600}, loss=4.0)
+        await settled(c, 1)
+        for path in ("/", "/api/status", "/nothing/at/all?x=mine", "/static/page.js", "/metrics"):
+            await get.get(path)
+        return (await get.get("/metrics")).text
+
+
+def names_in(expression: str) -> set[str]:
+    """Metrics that a PromQL expression names: words that are no function, label or word of the language."""
+    bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^\]]*\]', " ", expression)
+    bare = re.sub(r"\b(by|on|without|ignoring)\s*\([^)]*\)", " ", bare)
+    words = re.findall(r"\b[a-z_][a-z0-9_]*\b(?!\s*\()", bare)
+    return {w for w in words if w not in ("and", "or", "unless", "by", "on", "job", "le", "e9")} - {"bool", "offset"}
+
+
+def expressions(kind: str) -> list[str]:
+    """Of the dashboard, or of the alert rules."""
+    if kind == "rules":
+        return [r["expr"] for g in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"] for r in g["rules"]]
+    board = json.loads((DOCKER / "grafana" / "cairn.json").read_text())
+    return [t["expr"] for p in board["panels"] for t in p.get("targets", ())]
+
+
+@pytest.mark.parametrize("kind", ["rules", "dashboard"])
+async def test_what_the_dashboard_and_the_rules_name_is_exported(tmp_path, kind):
+    text = await exported(tmp_path)
+    there = {s.name for f in text_string_to_metric_families(text) for s in f.samples} | LATER | {"up"}
+    named = set().union(*map(names_in, expressions(kind)))
+    assert named - there == set() and len(named) >= 10
+    if kind == "dashboard":  # and nothing that operators need is missing from it
+        missing = {
+            n for n in there if n.startswith("cairn_") and not n.endswith(("_sum", "_count", "_created"))
+        } - named
+        assert missing <= {"cairn_healthy", "cairn_chain_problem", "cairn_peers_admitted"}
+
+
+async def test_names_have_units_and_labels_are_few_and_never_a_strangers(tmp_path):
+    text = await exported(tmp_path)
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    for name, f in families.items():
+        assert f.documentation, name
+        if name.startswith("cairn_"):
+            assert f.type == "counter" or UNITS.search(name) or name.removeprefix("cairn_") in COUNTED, name
+    assert "mine" not in text and str(peer(0).key) not in text and "nothing" not in text
+    assert {s.labels["handler"] for s in families["cairn_http_requests"].samples} == {"page", "api", "other", "static", "metrics"}  # fmt: skip  # noqa: E501
+    assert {s.labels["phase"] for s in families["cairn_peers"].samples} == set(PHASES)
+    states = {s.labels["state"]: s.value for s in families["cairn_state"].samples}
+    assert set(states) == set(HEALTHS) and sum(states.values()) == 1
+    assert {s.labels["name"] for s in families["cairn_alert"].samples} == {r.name for r in RULES}
+    assert families["process_resident_memory_bytes"].samples[0].value > 1e6
+    assert families["cairn_disk_free_bytes"].samples[0].value > 0
+    assert "cairn_ledger_entries" in families
+
+
+def test_the_rules_and_the_dashboard_are_well_formed():
+    prometheus = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    assert prometheus["rule_files"] == ["alerts.yml"] and prometheus["scrape_configs"][0]["job_name"] == "cairn"
+    (group,) = yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"]
+    seen = set()
+    for rule in group["rules"]:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"} and re.match(r"Cairn\w+$", rule["alert"])
+        assert rule["labels"]["severity"] in ("critical", "warning", "info") and rule["annotations"]["summary"]
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s"))
+        seen.add(rule["alert"])
+    assert len(seen) == len(group["rules"])
+    for expression in expressions("rules") + expressions("dashboard"):
+        for a, b in ("()", "{}", "[]"):
+            assert expression.count(a) == expression.count(b), expression
+        assert expression.count('"') % 2 == 0
+        # A counter is looked at by its rate; a histogram by its buckets.
+        for name in names_in(expression):
+            if name.endswith("_bucket"):
+                assert "histogram_quantile" in expression and "le" in expression + "le"
+    board = json.loads((DOCKER / "grafana" / "cairn.json").read_text())
+    assert board["schemaVersion"] >= 36 and board["uid"] == "cairn-run"
+    ids = [p["id"] for p in board["panels"]]
+    assert len(ids) == len(set(ids))
+    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
+    assert len(places) == len(set(places)) and all(p["gridPos"]["x"] + p["gridPos"]["w"] <= 24 for p in board["panels"])
+    for p in board["panels"]:
+        assert p["type"] in ("row", "stat", "timeseries") and p["title"]
+        assert all('job="$job"' in t["expr"] for t in p.get("targets", ()))
+
+
+def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
+    """Peers by number: phase, and bytes that they say they have sent."""
+    run = SPEC.run_id
+    views = tuple(
+        PeerView(
+            peer(n).key, str(n), phase,
+            Heartbeat(run, 1, Round(round_), Digest(bytes(32)), 0, 0, phase, 1.0, 1.0, up, 2 * up, (), (), b"", ""),
+            0.0, 0, 0,
+        ) for n, (phase, up) in peers.items()
+    )  # fmt: skip
+    nothing = Digest(bytes(32))
+    return Overview(
+        "", "", "healthy", "", round_, nothing, nothing, 0, 0, 0, 0.0, None, len(views), views, (), 0, 0, None, "", None
+    )  # fmt: skip
+
+
+def test_a_rounds_parts_are_told_apart_and_rounds_that_were_slept_through_have_no_time():
+    took: list[tuple[str, float]] = []
+    clock = RoundClock(lambda phase, seconds: took.append((phase, seconds)))
+    training, exchanging = ("training", 0), ("exchanging", 0)
+    clock.look(overview(4, {1: training, 2: training}), 0)
+    clock.look(overview(5, {1: training, 2: training}), 10)
+    assert took == []  # nobody saw round 4 begin
+    clock.look(overview(5, {1: exchanging, 2: training, 3: training}), 30)
+    clock.look(overview(5, {1: exchanging, 2: exchanging, 3: training}), 40)
+    clock.look(overview(6, {1: training}), 45)
+    assert took == [("all", 35), ("train", 30), ("exchange", 5)]
+    clock.look(overview(9, {1: training}), 50)
+    clock.look(overview(10, {1: training}), 60)
+    assert len(took) == 3
+    clock.look(overview(11, {1: training}), 65)
+    assert took[3:] == [("all", 5)]
+
+
+def test_a_pause_is_no_part_of_a_round():
+    took: list[tuple[str, float]] = []
+    clock = RoundClock(lambda phase, seconds: took.append((phase, seconds)))
+    clock.look(overview(4, {1: ("training", 0)}), 0)
+    clock.look(overview(5, {1: ("training", 0)}), 10)
+    for now in range(20, 5000, 500):
+        clock.look(replace(overview(5, {1: ("paused", 0)}), health="paused", working=0), now)
+    clock.look(overview(5, {1: ("training", 0)}), 4530)
+    clock.look(overview(6, {1: ("training", 0)}), 4560)
+    assert took == [("all", 40)]  # since it was last seen to rest
+
+
+def test_bytes_only_grow_also_when_peers_start_again_leave_or_lie():
+    traffic = Traffic()
+    traffic.look(overview(1, {1: ("training", 1000), 2: ("training", 500)}), 0)
+    assert (traffic.up, traffic.down) == (0, 0)  # what was before one looked is not known
+    traffic.look(overview(1, {1: ("training", 1500), 2: ("training", 100)}), 10)
+    assert (traffic.up, traffic.down) == (600, 1200)
+    traffic.look(overview(1, {1: ("training", 1600)}), 20)
+    traffic.look(overview(1, {1: ("training", 1600), 2: ("training", 9999)}), 30)
+    assert traffic.up == 700
+    traffic.look(overview(1, {1: ("training", 2**63)}), 31)
+    assert traffic.up == 700 + MAX_BYTES_PER_SECOND
+    traffic.look(replace(overview(1, {}), peers=()), 40)
+    assert traffic.up == 700 + MAX_BYTES_PER_SECOND

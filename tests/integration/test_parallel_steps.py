@@ -1,0 +1,166 @@
+"""An inner step is the same step on one process and over any layout of ranks: gradients, norm, loss, parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from peer.training import layers
+from peer.training.inner import Inner
+from peer.training.layers import LayerOptions, decoder_layers
+from peer.training.parallel.degrees import Degrees
+from peer.training.parallel.inner import RankInner
+from peer.training.parallel.model import RankModel, build_rank_model, make_mesh
+from protocol.model import build_model, parameters_of, plain_config
+from protocol.spec import InnerSpec, Schedule
+from tests.support.parallel_world import join, run_ranks, write_json
+from tests.support.specs import TINY_LLAMA
+
+LAYOUTS = {
+    2: [
+        "dp=2",
+        "fsdp=2",
+        "fsdp=2,zero=2",
+        "tp=2",
+        "pp=2",
+        "dp=2;muon",
+        "pp=2;muon",
+        "tp=2;muon",
+        "dp=2;recompute",
+        "fsdp=2;recompute",
+        "tp=2;recompute",
+        "pp=2;recompute",
+        "dp=2;recompute;compile",
+        "fsdp=2;recompute;compile",
+        "tp=2;recompute;compile",
+        "pp=2;recompute;compile",
+    ],
+    4: [
+        "fsdp=2,tp=2",
+        "dp=2,fsdp=2",
+        "dp=2,tp=2",
+        "fsdp=4",
+        "pp=2,fsdp=2",
+        "pp=2,dp=2",
+        "pp=2,tp=2",
+        "fsdp=4;muon",
+        "fsdp=2,tp=2;muon",
+        "fsdp=2,tp=2;recompute",
+        "pp=2,fsdp=2;recompute",
+    ],
+}
+TIED = {"dp=2", "tp=2", "fsdp=4"}
+"""Layouts that are tried with tied embeddings; the others have a head of their own."""
+
+MOST = 5e-7
+"""How far relative to a tensor's norm (measured for DDP and FSDP2: 0 to 5e-7)."""
+
+FURTHER, BY_MUON = 5e-6, 1e-3
+"""Parameters after a step, and gradients after those; Muon computes in bf16."""
+
+BATCH, STEPS = 5, 3
+
+
+def config(layout: str) -> dict:
+    return plain_config(TINY_LLAMA | {"tie_word_embeddings": layout in TIED, "intermediate_size": 66})
+
+
+def spec(layout: str) -> InnerSpec:
+    optimiser = "muon" if "muon" in layout else "adamw"
+    return InnerSpec(lr=1e-3, batch=BATCH, clip_norm=0.5, optimiser=optimiser, schedule=Schedule(kind="constant"))
+
+
+def windows(step: int) -> Tensor:
+    made = torch.Generator().manual_seed(step)
+    return torch.randint(0, TINY_LLAMA["vocab_size"], (BATCH, 17), generator=made, dtype=torch.int32)
+
+
+def one_process(layout: str) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
+    """Gradients of each step and parameters after it, and each step's loss and norm."""
+    model = build_model(config(layout), seed=3)
+    inner = Inner(spec(layout), model, torch.device("cpu"))
+    tensors, steps = {}, []
+    for n in range(STEPS):
+        step = inner.look(windows(n))
+        assert step is not None
+        tensors |= {
+            f"{n}/gradient/{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
+        inner.take(step)
+        tensors |= {f"{n}/value/{name}": p.clone() for name, p in parameters_of(model).items()}
+        steps.append((step.loss, step.gradient_norm))
+    return tensors, steps
+
+
+def calls_of_mlps(built: RankModel) -> list[str]:
+    """Filled at each forward call of a layer's MLP."""
+    seen: list[str] = []
+    for name, layer in decoder_layers(built.body).items():
+        layer.get_submodule("mlp").register_forward_pre_hook(lambda *_, name=name: seen.append(name))
+    return seen
+
+
+def rank(me: int, world: int, folder: Path) -> None:
+    """The same, on each layout."""
+    layers.BACKEND = "aot_eager"  # all of torch.compile but the machine's code, which takes long to make
+    for layout in LAYOUTS[world]:
+        join(me, world, folder / f"meet-{layout}")
+        degrees = Degrees.parse(layout.partition(";")[0])
+        mesh = make_mesh(degrees, torch.device("cpu"))
+        built = build_rank_model(config(layout), degrees, mesh, torch.device("cpu"))
+        start = parameters_of(build_model(config(layout), seed=3))
+        for name in built.parameters:
+            built.local(name).copy_(built.part_of(name, start[name]))
+        compiled = ";compile" in layout
+        options = LayerOptions("on" if ";recompute" in layout else "off", compiled)
+        calls = [] if compiled else calls_of_mlps(built)
+        inner = RankInner(spec(layout), built, piece=1, layers=options)
+        tensors, steps = {}, []
+        for n in range(STEPS):
+            pieces = inner.begin(windows(n))
+            for piece in range(pieces):
+                inner.piece(piece)
+            step = inner.end()
+            tensors |= {f"{n}/gradient/{name}": built.whole(name, p.grad).clone() for name, p in inner._shards.items()}
+            inner.take(step)
+            tensors |= {f"{n}/value/{name}": built.whole(name).clone() for name in built.parameters}
+            steps.append((step.loss, step.gradient_norm))
+            most = [torch.zeros((), dtype=torch.int64) for _ in range(world)]
+            dist.all_gather(most, torch.tensor(inner.most_memory))
+            assert 10**7 < inner.most_memory < 2**50 and len(set(map(int, most))) == 1
+        save_file(tensors, folder / f"{layout}.{me}.safetensors")
+        write_json(folder / f"{layout}.{me}.json", steps)
+        assert inner.layers.compiled == compiled
+        if degrees.pp == 1 and not compiled:
+            passes = STEPS * pieces * len(decoder_layers(built.body))
+            assert len(calls) == passes * (2 if inner.layers.recompute else 1)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_a_step_is_the_same_on_one_process_and_on_many(world, tmp_path):
+    run_ranks(world, f"{__name__}:rank", tmp_path)
+    for layout in LAYOUTS[world]:
+        expected, steps = one_process(layout)
+        held = [load_file(tmp_path / f"{layout}.{me}.safetensors") for me in range(world)]
+        assert {name for found in held for name in found} == expected.keys()
+        assert "pp" in layout or all(found.keys() == expected.keys() for found in held)
+        for me, found in enumerate(held):
+            for name, tensor in found.items():
+                step = int(name.split("/")[0])
+                far = float((tensor - expected[name]).norm() / expected[name].norm())
+                # Later steps start from parameters that differ already, and AdamW divides by small numbers.
+                later = BY_MUON if "muon" in layout else FURTHER
+                most = MOST if step == 0 and "gradient" in name else later
+                assert far <= most, f"rank {me} of {layout} {name}: {far}"
+            for (loss, norm), (want_loss, want_norm) in zip(
+                json.loads((tmp_path / f"{layout}.{me}.json").read_text()), steps, strict=True
+            ):
+                assert loss == pytest.approx(want_loss, rel=1e-5) and norm == pytest.approx(want_norm, rel=1e-5)

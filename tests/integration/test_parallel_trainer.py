@@ -1,0 +1,413 @@
+"""A trainer with many ranks is a trainer: it agrees on every bit, saves, restarts, and ends with its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from cairn.main import main
+from peer.channel import Applied, Apply, Failed, MakeUpdate, Note, Progress, Ready, Stop, Stopped, TrainerLink
+from peer.channel.messages import from_line, to_line
+from peer.errors import TrainingError
+from peer.node.assets import start_message
+from peer.store import Store
+from peer.training.layers import USUAL, LayerOptions
+from peer.training.parallel.crew import Crew
+from peer.training.parallel.degrees import Degrees
+from peer.training.parallel.group import Group
+from peer.training.parallel.passes import NAME, Pass, Passes
+from peer.training.parallel.setup import resolve
+from peer.training.saved import SHEET
+from peer.training.trainer import Trainer
+from protocol.codec import make_codec
+from protocol.errors import CodecError, MalformedError
+from protocol.merkle import blob_digest
+from protocol.spec import CodecSpec, OuterSpec
+from tests.integration.test_trainer_process import Node
+from tests.support import trainer_world
+from tests.support.parallel_world import run_ranks
+from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, apply, record_digest
+from tests.unit.peer.test_trainer_state import Heard, same, train, update
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def born(world: World, n: int, parallel: str) -> tuple[Trainer, Heard]:
+    heard = Heard()
+    return Trainer(replace(world.start(n), parallel=parallel), heard), heard
+
+
+def two_layers(monkeypatch) -> None:
+    """A model that makes two stages."""
+    plain = trainer_world.plain_config
+    monkeypatch.setattr(trainer_world, "plain_config", lambda config: plain(config | {"num_hidden_layers": 2}))
+
+
+def learnt(world: World, blob: Path) -> dict[str, torch.Tensor]:
+    """What an update says, dense."""
+    layout = world.spec.model.layout
+    into = {t.name: torch.zeros(t.shape) for t in layout.tensors}
+    make_codec(world.spec.codec, layout).add_to(blob.read_bytes(), into)
+    return into
+
+
+@pytest.mark.parametrize("parallel", ["fsdp=2,tp=2", "fsdp=2,pp=2"])
+def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_save_fits_all_layouts(
+    parallel, tmp_path, monkeypatch
+):
+    two_layers(monkeypatch)
+    world = World.make(tmp_path, outer=OuterSpec(optimiser="nesterov", lr=0.7), codec=CodecSpec(kind="none", beta=0.9))
+    one, _ = born(world, 1, "dp=1")
+    many, heard = born(world, 2, parallel)
+    twin, _ = born(world, 2, "dp=1")  # what the second peer would be with one process
+    twin.folder.folder = tmp_path / "twin"
+    assert heard == [("info", "parallel", f"--parallel {Degrees.parse(parallel)}, as asked")]
+    try:
+        assert "4 x CPU" in many.ready().device and str(Degrees.parse(parallel)) in many.ready().device
+        loads = [t.load(world.load()).state_digest for t in (one, many, twin)]
+        assert set(loads) == {world.spec.genesis.name}
+        rounds = []
+        for r in range(2):
+            for trainer in (one, many, twin):
+                train(trainer, 3)
+            made = [(1, update(one, tmp_path / f"1-{r}")), (2, update(many, tmp_path / f"2-{r}"))]
+            other = update(twin, tmp_path / f"twin-{r}")
+            same(learnt(world, made[1][1].blob_path), learnt(world, other.blob_path), atol=2e-4)
+            assert made[1][1].loss == pytest.approx(other.loss, rel=1e-3)
+            for trainer in (one, many, twin):
+                train(trainer, 1)  # while the updates travel
+            checkpoint = tmp_path / f"state-{r}"
+            rounds.append(accepted_round(r, *made))
+            end = made[0][1].end_window
+            ask = Apply(rounds[r], (), True, end, 2 * end, checkpoint)
+            applied = [apply(t, ask) for t in (many, one, twin)]
+            assert len({a.state_digest for a in applied}) == 1
+            assert blob_digest(checkpoint.read_bytes()) == applied[0].state_digest
+        # Work that missed its round comes back.
+        missed = update(many, tmp_path / "missed")
+        rounds.append(accepted_round(2))
+        apply(many, Apply(rounds[2], (missed.blob_path,), False, end, 2 * end))
+        with pytest.raises(MalformedError, match="fetch it again"):
+            many.load(replace(world.load(), base_state=record_digest(0)))
+        assert many.may_train
+        train(many, 1)
+        many.save()
+        sheet = json.loads((many.folder.folder / SHEET).read_text())
+        saved = load_file(many.folder.folder / sheet["file"])
+        assert sheet["optimiser_steps"] == 9 and {n.split("/")[0] for n in saved} == {
+            "exp_avg", "exp_avg_sq", "feedback", "progress",
+        }  # fmt: skip
+    finally:
+        many.close(in_order=True)
+    load = world.load(*rounds, next_window=end)
+    # The next one may have another layout, or one process: all take up the same.
+    found = []
+    for parallel in ("dp=1", "fsdp=2"):
+        again, heard = born(world, 2, parallel)
+        try:
+            digest = again.load(load).state_digest
+            assert again.claims.counter == 9 * BATCH and "saved-state" not in heard.kinds()
+            assert again.inner.learning_rate == many.inner.learning_rate
+            again.save()
+            sheet = json.loads((again.folder.folder / SHEET).read_text())
+            found.append((digest, load_file(again.folder.folder / sheet["file"])))
+            train(again, 1)
+        finally:
+            again.close(in_order=True)
+    for digest, tensors in found:
+        assert digest == found[0][0]
+        same({n: t for n, t in tensors.items() if "progress" not in n}, saved, atol=0)
+        same({n: t for n, t in tensors.items() if "progress" in n}, saved, atol=1e-6)
+    one.close()
+    twin.close()
+
+
+# -- the processes -------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def node(world: World, parallel: str):
+    """A real trainer's process with ranks of its own."""
+    link = await TrainerLink.start(threads=1)
+    try:
+        made = Node(link)
+        await made.ask(replace(world.start(1), parallel=parallel), Ready)
+        yield made
+    finally:
+        link.kill()
+        await link.stop()
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def gone(pids: list[int], seconds: float = 10.0) -> bool:
+    for _ in range(int(seconds / 0.05)):
+        if not any(map(alive, pids)):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+needs_proc = pytest.mark.skipif(
+    not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="no /proc: a process's ranks are not known"
+)
+
+
+@needs_proc
+async def test_a_life_with_ranks_from_start_to_stop_and_after_the_death_of_one(tmp_path):
+    world = World.make(tmp_path)
+    async with node(world, "fsdp=2") as n:
+        assert (await n.ask(world.load(), Applied)).state_digest == world.spec.genesis.name
+        await n.trained(3 * BATCH)
+        note = next(m for m in n.heard if isinstance(m, Note))
+        assert note.text == "--parallel fsdp=2, as asked"
+        made = await n.update(0, GENESIS, tmp_path / "u0")
+        await n.trained(2 * BATCH)
+        checkpoint = tmp_path / "state-1"
+        apply = Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window, checkpoint)
+        applied = await n.ask(apply, Applied)
+        assert blob_digest(checkpoint.read_bytes()) == applied.state_digest
+        await n.trained(4 * BATCH)
+        assert (await n.ask(Stop(), Stopped)).saved
+        assert (await asyncio.wait_for(n.link.wait(), 20)).code == 0
+    load = world.load(accepted_round(0, (1, made)), next_window=made.end_window)
+    async with node(world, "fsdp=2") as n:
+        assert (await n.ask(load, Applied)).state_digest == applied.state_digest
+        await n.until(Progress, lambda p: p.windows >= 5 * BATCH)  # what was saved, and more
+        ranks = ranks_of(n.link.pid)
+        assert len(ranks) == 1
+        os.kill(ranks[0], signal.SIGKILL)
+        await n.link.send(MakeUpdate(1, record_digest(0), tmp_path / "u1"))
+        # Who sees it first, the update or the watch over the ranks, is a race. The trainer ends, and says why.
+        said = await n.failures()
+        assert all("rank 1 of 2 ended with code -9" in f.reason for f in said)
+        assert [f.what for f in said if f.fatal] == ["train"] and {f.what for f in said} <= {"update", "train"}
+        assert (await asyncio.wait_for(n.link.wait(), 10)).code == 1
+    async with node(world, "tp=2") as n:  # the node starts another: here even with another layout
+        assert (await n.ask(load, Applied)).state_digest == applied.state_digest
+        ranks = ranks_of(n.link.pid)
+        n.link.kill()
+        assert await gone([n.link.pid, *ranks])
+
+
+async def test_a_layout_that_cannot_be_is_refused_with_those_that_can(tmp_path):
+    world = World.make(tmp_path)
+    link = await TrainerLink.start(threads=1)
+    try:
+        n = Node(link)
+        await link.send(replace(world.start(1), parallel="tp=4"))
+        failed = await n.until(Failed)
+        assert failed.what == "start" and failed.fatal
+        assert "tp must divide 2; on 4 ranks these work: dp=4; fsdp=4;" in failed.reason
+        assert (await asyncio.wait_for(link.wait(), 10)).code == 1
+    finally:
+        link.kill()
+        await link.stop()
+
+
+# -- what goes wrong: rank 0 in a process of its own, for torch knows one group of ranks a process -----------------
+
+
+@contextmanager
+def crew(folder: Path, seconds: float, layers: LayerOptions = USUAL):
+    """A crew of two ranks, the run, and what the crew said when it was lost."""
+    world, said = World.make(folder), []
+    degrees = Degrees.parse("dp=2")
+    made = Crew(
+        world.spec, folder / "spec.json", degrees, "cpu", 1, aside=lambda: None, lost=said.append,
+        passes=Passes(folder, "dp=2", "this one"), folder=folder / "ranks", seconds=seconds,
+        layers=layers,
+    )  # fmt: skip
+    try:
+        yield made, world, said
+    finally:
+        made.close(in_order=not said)  # one that is lost cannot be left in order
+    assert all(r.poll() is not None for r in made._ranks)
+
+
+def not_started(me: int, world: int, folder: Path) -> None:
+    sys.executable = "/bin/false"
+    met = Group.join
+
+    def later(*given) -> Group:
+        """When the watch over the ranks has seen the end of rank 1, and told it."""
+        time.sleep(1.0)
+        return met(*given)
+
+    Group.join = later
+    with pytest.raises(TrainingError, match="rank 1 of 2 ended with code 1"):
+        with crew(folder, 3.0) as (_, _, said):
+            pass
+
+
+def hanging(me: int, world: int, folder: Path) -> None:
+    with crew(folder, 100.0) as (many, run, said):
+        many.open(run.genesis)
+        many.outer.rebase()
+        for group in (dist.group.WORLD, many._group.orders):  # from here on: to start took as long as it took
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), group)
+        os.kill(many._ranks[0].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(TrainingError, match="do not hear each other"):
+            many.store(1, None)
+        assert time.monotonic() - began < 60
+        assert len(said) == 1
+
+
+def spoilt_for_one(me: int, world: int, folder: Path) -> None:
+    with crew(folder, 60.0) as (many, run, said):
+        many.open(run.genesis)
+        many.outer.rebase()
+        spoilt = bytearray(many.outer.announce())
+        spoilt[-40:] = b"\xff" * 40  # of records that the last rank owns
+        with pytest.raises(CodecError, match="chunk"):
+            many.outer.restore(bytes(spoilt))
+        with pytest.raises(OSError, match="nowhere"):
+            many.store(1, folder / "nowhere" / "state")
+        assert many.store(1, None) == run.spec.genesis.name
+        assert not said
+
+
+def without_memory(me: int, world: int, folder: Path) -> None:
+    with crew(folder, 60.0) as (many, run, said):
+        many.open(run.genesis)
+        many.outer.rebase()
+
+        def full(number: int) -> None:
+            raise torch.OutOfMemoryError("a GPU's")
+
+        many.hands.inner.piece = full
+        with pytest.raises(TrainingError, match="memory of .* does not suffice"):
+            many.inner.look(torch.zeros((8, 17), dtype=torch.int32))
+        assert len(said) == 1 and said[0].endswith("after a restart a pass has 2 windows instead of 4")
+
+
+OUT_OF_MEMORY_ON_RANK_1 = f"""#!{sys.executable}
+import runpy, sys, torch
+from peer.training.parallel.inner import RankInner
+
+def piece(self, number):
+    if not self.layers.recompute:
+        raise torch.OutOfMemoryError("a GPU's")
+    whole(self, number)
+
+whole, RankInner.piece = RankInner.piece, piece
+sys.argv = sys.argv[2:]  # after -m
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
+    """A start whose passes need memory that rank 1 does not have, unless activations are recomputed."""
+    script = folder / "python"
+    script.write_text(OUT_OF_MEMORY_ON_RANK_1)
+    script.chmod(0o700)
+    sys.executable = str(script)
+    with crew(folder, 60.0) as (many, run, said):
+        many.open(run.genesis)
+        many.outer.rebase()
+        windows = torch.zeros((8, 17), dtype=torch.int32)
+        if many.hands.inner.layers.recompute:
+            assert many.inner.look(windows) is not None and many.hands.inner.in_a_pass == 4
+            return
+        with pytest.raises(TrainingError, match="memory of .* does not suffice|rank 1 of 2 ended with code 3"):
+            many.inner.look(windows)
+        # Who sees it first says it: the look that failed, or the watch over the ranks, which may be at it still.
+        end = time.monotonic() + 20
+        while not said and time.monotonic() < end:
+            time.sleep(0.02)
+        assert len(said) == 1 and said[0].startswith("rank 1 of 2 ended with code 3"), said
+        assert said[0].endswith(
+            "after a restart activations are computed again in the backward pass (a third more work)"
+        )
+
+
+@pytest.mark.parametrize("what", [not_started, hanging, spoilt_for_one, without_memory])
+def test_what_goes_wrong_on_one_rank_is_told_on_rank_0_in_time(what, tmp_path):
+    run_ranks(1, f"{__name__}:{what.__name__}", tmp_path)
+    if what is without_memory:
+        assert Passes(tmp_path, "dp=2", "this one").known("auto") == Pass(2, False)
+
+
+def test_when_one_window_is_too_much_for_any_rank_the_next_start_recomputes_on_all(tmp_path):
+    passes = Passes(tmp_path, "dp=2", "this one")
+    passes.easier(Pass(2, False), "auto")
+    run_ranks(1, f"{__name__}:{without_memory_on_rank_1.__name__}", tmp_path)
+    assert passes.known("auto") == Pass(None, True)
+    run_ranks(1, f"{__name__}:{without_memory_on_rank_1.__name__}", tmp_path)
+
+
+def test_what_fits_into_a_pass_is_of_one_layout_and_device_and_never_nothing(tmp_path):
+    passes = Passes(tmp_path / "new", "dp=2", "A")
+    assert passes.known("auto") == passes.known("off") == Pass(None, False) and passes.known("on") == Pass(None, True)
+    assert "2 windows instead of 5" in passes.easier(Pass(5, False), "auto")
+    assert passes.known("auto") == passes.known("off") == Pass(2, False) and passes.known("on") == Pass(None, True)
+    assert "--recompute off forbids" in passes.easier(Pass(1, False), "off") and passes.known("off") == Pass(2, False)
+    assert "computed again" in passes.easier(Pass(1, False), "auto")
+    assert passes.known("auto") == passes.known("on") == Pass(None, True) and passes.known("off") == Pass(1, False)
+    assert "1 windows instead of 3" in passes.easier(Pass(3, True), "auto") and passes.known("auto") == Pass(1, True)
+    assert passes.easier(Pass(1, True), "auto") == "" and passes.known("on") == Pass(1, True)
+    assert Passes(tmp_path / "new", "dp=4", "A").known("auto") == Pass(None, False)
+    assert Passes(tmp_path / "new", "dp=2", "B").known("auto") == Pass(None, False)
+    for spoilt in ("[rubbish", "[]", '{"layout": "dp=2", "device": "A", "windows": 0, "recompute": 1}'):
+        (tmp_path / "new" / NAME).write_text(spoilt)
+        assert passes.known("auto") == Pass(None, False)
+
+
+# -- from the command line to the trainer ------------------------------------------------------------------------
+
+
+def test_the_command_line_s_layout_and_what_is_done_to_layers_reach_the_trainer(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("cairn.joining.join_run", asked.append)
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "tp=2, fsdp=4"])
+    assert done.exit_code == 0, done.output
+    assert asked[0].parallel == "fsdp=4,tp=2"
+    assert asked[0].recompute == asked[0].compile == "auto"
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--recompute", "on", "--compile", "off"])
+    assert done.exit_code == 0 and (asked[1].recompute, asked[1].compile) == ("on", "off")
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--compile", "always"])
+    assert done.exit_code == 2 and "'auto', 'on', 'off'" in done.output
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "fsdp=4,ep=2"])
+    assert done.exit_code == 2 and "'ep=2' is no degree" in done.output
+    world = World.make(tmp_path)
+    with Store(tmp_path / "store", 2**30) as store:
+        start = start_message(
+            world.spec, store, tmp_path, world.start(1).identity_key, "auto", 1, asked[0].parallel, "on", "off"
+        )
+    assert start.parallel == "fsdp=4,tp=2" and from_line(to_line(start)[:-1]) == start
+    assert (start.recompute, start.compile) == ("on", "off")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_gpus_that_are_not_there_and_one_gpu_for_many_ranks_are_refused(tmp_path):
+    spec = World.make(tmp_path).spec
+    assert resolve("auto", "auto", spec)[0].world == resolve("dp=1", "cpu", spec)[0].world == 1
+    with pytest.raises(TrainingError, match=r"makes 2 ranks, and there are 1; on 1 ranks these work: dp=1$"):
+        resolve("dp=2", "cuda", spec)
+    with pytest.raises(TrainingError, match=r"--device cuda:0 is one GPU and --parallel dp=2 asks for 2"):
+        resolve("dp=2", "cuda:0", spec)

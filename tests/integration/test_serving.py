@@ -1,0 +1,144 @@
+"""What the commands do around their services: codes, addresses, locks, and the blobs that a run begins with."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cairn import serving
+from cairn.demo.story import MARK, _clear
+from cairn.serving import ServeOptions, _codes, _public, _put, _write_private
+from peer.store import Store
+from protocol.errors import CairnError, MalformedError
+from protocol.ids import Digest
+from protocol.invite import Endpoint, Invite
+from protocol.merkle import blob_digest
+from protocol.spec import RunSpec
+from tests.support.specs import tiny_spec
+
+
+def options(public: str, *, grpc: str = "0.0.0.0:7410", swarm: str = "/ip4/0.0.0.0/tcp/7412") -> ServeOptions:
+    return ServeOptions(Path("run.toml"), Path("home"), grpc, "0.0.0.0:7411", swarm, public, "")
+
+
+@pytest.mark.parametrize(
+    "public, endpoint, address",
+    [
+        ("run.example.org", "run.example.org:7410", "/dns4/run.example.org/tcp/7412"),
+        ("192.0.2.7", "192.0.2.7:7410", "/ip4/192.0.2.7/tcp/7412"),
+        ("2001:db8::1", "[2001:db8::1]:7410", "/ip6/2001:db8::1/tcp/7412"),
+        ("[2001:db8::1]", "[2001:db8::1]:7410", "/ip6/2001:db8::1/tcp/7412"),
+    ],
+)
+def test_a_public_name_or_address_of_any_kind_gives_the_invite_and_the_swarms_address(public, endpoint, address):
+    (where,), announced = _public(options(public), 7410)
+    assert str(where) == endpoint and announced == (address,)
+
+
+def test_without_a_public_name_nothing_is_announced():
+    assert _public(options(""), 7410) == ((), ())
+
+
+@pytest.mark.parametrize("public", ["http://run.example.org", "run.example.org:80", "a b", ":::"])
+def test_a_public_name_that_is_none_is_refused_with_the_option(public):
+    with pytest.raises(CairnError, match="--public"):
+        _public(options(public), 7410)
+
+
+@pytest.mark.parametrize("port, swarm", [(0, "/ip4/0.0.0.0/tcp/7412"), (7410, "/ip4/0.0.0.0/tcp/0")])
+def test_a_public_name_needs_ports_that_stay(port, swarm):
+    with pytest.raises(CairnError, match="ports that stay"):
+        _public(options("run.example.org", swarm=swarm), port)
+
+
+async def until(look: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if look():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not in time")
+
+
+def by_invite() -> RunSpec:
+    return tiny_spec(admission={"mode": "invite"})
+
+
+def test_a_code_is_made_once_and_is_nobody_elses_to_read(tmp_path):
+    (code,) = _codes("", tmp_path, by_invite())
+    assert len(code) >= 16 and _codes("", tmp_path, by_invite()) == (code,)
+    assert stat.S_IMODE((tmp_path / "invite-code").stat().st_mode) == 0o600
+    assert _codes("given", tmp_path, by_invite()) == ("given",)
+    assert _codes("given", tmp_path, tiny_spec()) == ()
+
+
+def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    old = os.umask(0)
+    try:
+        _write_private(tmp_path / "invite", "one")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "invite").stat().st_mode) == 0o600
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CairnError, match="no space left"):
+        _write_private(tmp_path / "invite", "two")
+    assert (tmp_path / "invite").read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["invite"]
+
+
+async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_when_that_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "INVITE_SECONDS", 0.01)
+    made = Invite(tiny_spec().run_id, Digest(bytes(32)), (Endpoint("c.example", 1),), addresses=("/a",))
+    codes: list[str] = []
+    coordinator: Any = SimpleNamespace(invite=lambda code: codes.append(code) or made)
+    config: Any = SimpleNamespace(folder=tmp_path, codes=("the-code",))
+    keeping = asyncio.create_task(serving._keep_invite(coordinator, config))
+    file = tmp_path / "invite"
+    await until(file.exists)
+    assert Invite.parse(file.read_text()) == made and set(codes) == {"the-code"}
+    first = file.stat().st_ino
+    made = replace(made, addresses=("/b", "/a"))
+    await until(lambda: file.stat().st_ino != first)
+    second, made = file.stat().st_ino, replace(made, addresses=("/a", "/b"))
+    await asyncio.sleep(0.1)
+    assert file.stat().st_ino == second
+    keeping.cancel()
+
+
+def test_a_blob_is_copied_into_the_store_only_when_it_is_the_one_that_the_run_names(tmp_path):
+    file = tmp_path / "shard"
+    file.write_bytes(b"tokens" * 1000)
+    with Store(tmp_path / "store", 1 << 30) as store:
+        _put(store, blob_digest(file.read_bytes()), file)
+        assert store.has(blob_digest(file.read_bytes())) and file.exists()
+        with pytest.raises(MalformedError, match="is not blob"):
+            _put(store, blob_digest(b"other"), file)
+        with pytest.raises(CairnError, match="copying"):
+            _put(store, blob_digest(b"other"), tmp_path / "missing")
+        assert list(store.scratch.iterdir()) == []
+
+
+def test_two_demos_at_once_do_not_share_a_folder(tmp_path):
+    folder = tmp_path / "demo"
+    lock = _clear(folder)
+    (folder / "ada").mkdir()
+    with pytest.raises(CairnError, match="another demo is running"):
+        _clear(folder)
+    assert (folder / "ada").exists()
+    os.close(lock)
+    again = _clear(folder)
+    assert [p.name for p in folder.iterdir()] == [MARK]
+    with pytest.raises(BlockingIOError), open(folder / MARK) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(again)

@@ -1,0 +1,196 @@
+"""Members find each other in the DHT by signed heartbeats; forged, foreign, stale and oversized records get nowhere."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hivemind.dht.crypto import DHTRecord
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+
+from peer.swarm import presence
+from peer.swarm.presence import MAX_MEMBERS, HeartbeatValidator, members_key, unpack
+from protocol.identity import Identity
+from protocol.ids import RunId, sha256
+from protocol.message_codec import KeySigner
+from protocol.messages import Goodbye
+from tests.support.swarm_world import RUN, Member, identity, members
+
+KEY = DHTID.generate(members_key(RUN))
+
+
+class Author(Member):
+    """Signs heartbeats; no store, no network."""
+
+    def __init__(self, who: Identity):
+        self.identity = who
+        self.key = who.key
+
+
+def record(author: Author, *, sequence: int = 1, life: float = 60, now: float = 1000.0, **changes: Any) -> DHTRecord:
+    fields: dict[str, Any] = {
+        "key": KEY.to_bytes(),
+        "subkey": MSGPackSerializer.dumps(author.key.hex()),
+        "value": MSGPackSerializer.dumps(author.heartbeat(sequence)),
+        "expiration_time": now + life,
+    }
+    return DHTRecord(**(fields | changes))
+
+
+def validator(now: float = 1000.0) -> HeartbeatValidator:
+    return HeartbeatValidator(RUN, now=lambda: now)
+
+
+def test_a_members_own_heartbeat_is_accepted_again_and_again():
+    v = validator()
+    assert v.validate(record(Author(identity(1))))
+    assert v.validate(record(Author(identity(1))))
+    assert v.validate(record(Author(identity(1)), sequence=2))
+
+
+def forgeries() -> dict[str, DHTRecord]:
+    a, b = Author(identity(1)), Author(identity(2))
+    good = a.heartbeat()
+    other_run = RunId(b"o" * 32)
+    goodbye = KeySigner(a.identity).sign(Goodbye(RUN, 1)).sent
+    dumps = MSGPackSerializer.dumps
+    return {
+        "another's key": record(a, subkey=dumps(b.key.hex())),
+        "no subkey": record(a, subkey=b""),
+        "a subkey that is bytes": record(a, subkey=dumps(a.key.hex().encode())),
+        "an endless subkey": record(a, subkey=b"\xa1" * 5000),
+        "a changed byte": record(a, value=dumps(good[:-1] + bytes([good[-1] ^ 1]))),
+        "another DHT key": record(a, key=DHTID.generate("x").to_bytes()),
+        "another run": record(a, value=dumps(a.heartbeat(run=other_run))),
+        "another kind": record(a, value=dumps(goodbye)),
+        "too long a life": record(a, life=121),
+        "decades": record(a, life=1e9),
+        "infinity": record(a, expiration_time=float("inf")),
+        "no time": record(a, expiration_time=float("nan")),
+        "expired": record(a, life=-10),
+        "too big": record(a, value=dumps(a.heartbeat(addresses=["x" * 199] * 16, known=tuple(range(2000))))),
+        "nothing": record(a, value=b""),
+        "text": record(a, value=dumps("x")),
+        "a map": record(a, value=dumps({"a": 1})),
+        "a wrong length": record(a, value=b"\xc5\xff\xff" + good),
+        "bin 32": record(a, value=b"\xc6\x00\x00" + len(good).to_bytes(2, "big") + good),
+        "deep nesting": record(a, value=b"\x91" * 10_000),
+    }
+
+
+@pytest.mark.parametrize("what", forgeries())
+def test_a_forged_record_is_refused(what):
+    v = validator()
+    assert not v.validate(forgeries()[what])
+    assert v.validate(record(Author(identity(1))))  # and the real one is still taken
+
+
+def test_an_older_heartbeat_does_not_replace_a_newer_one_until_that_has_gone():
+    clock = [1000.0]
+    v = HeartbeatValidator(RUN, now=lambda: clock[0])
+    a = Author(identity(1))
+    assert v.validate(record(a, sequence=5))
+    assert not v.validate(record(a, sequence=4, life=119))
+    clock[0] = 1100.0
+    assert v.validate(record(a, sequence=4, now=1100.0))
+
+
+def test_the_table_is_bounded_and_has_room_again_when_records_expire(monkeypatch):
+    monkeypatch.setattr(presence, "MAX_MEMBERS", 20)
+    clock = [1000.0]
+    v = HeartbeatValidator(RUN, now=lambda: clock[0])
+    crowd = [Author(Identity(sha256(b"%d" % n))) for n in range(25)]
+    assert [v.validate(record(a)) for a in crowd] == [True] * 20 + [False] * 5
+    assert v.validate(record(crowd[0], sequence=2))
+    clock[0] = 1200.0
+    assert v.validate(record(crowd[-1], now=1200.0))
+    assert len(v._live) == 1 and v._total == len(record(crowd[-1]).value)
+    assert MAX_MEMBERS * 700 > 2**21  # at the usual size of a heartbeat it is the bytes that bound the table
+
+
+def test_unpack_takes_bytes_and_nothing_else():
+    for data in (b"", b"x", b"x" * 255, b"x" * 256, b"x" * 65535):
+        assert unpack(MSGPackSerializer.dumps(data)) == data
+
+
+async def test_members_publish_and_everyone_discovers_all_of_them(tmp_path):
+    async with members(4, tmp_path) as all_four:
+        for m in all_four:
+            assert await m.swarm.publish(m.heartbeat(), 60)
+        expected = sorted(m.heartbeat() for m in all_four)
+        for m in all_four:
+            assert sorted(await m.swarm.discover()) == expected
+            assert m.warnings == []
+        a, b = all_four[:2]
+        assert await a.swarm.publish(a.heartbeat(2), 60)
+        assert a.heartbeat(2) in await b.swarm.discover() and a.heartbeat(1) not in await b.swarm.discover()
+
+
+async def test_a_lone_peer_publishes_to_itself_without_a_warning(tmp_path):
+    async with members(1, tmp_path) as (a,):
+        assert await a.swarm.publish(a.heartbeat(), 60)
+        assert await a.swarm.discover() == [a.heartbeat()]
+        assert a.warnings == []
+
+
+async def test_a_hostile_node_can_neither_store_forgeries_nor_hide_members(tmp_path):
+    async with members(3, tmp_path) as (a, b, liar):
+        for m in (a, b):
+            assert await m.swarm.publish(m.heartbeat(3), 60)
+        dht = liar.swarm._presence._node
+        now = time.time()
+        dumps = MSGPackSerializer.dumps
+        big = Author(identity(77))
+        for subkey, value, until in [
+            (a.key.hex(), dumps(liar.heartbeat(9)), now + 60),
+            (a.key.hex(), dumps(a.heartbeat(9)[:-1] + b"x"), now + 60),
+            (a.key.hex(), dumps(a.heartbeat(2)), now + 100),  # replayed, to outlive the newer one
+            (liar.key.hex(), dumps(liar.heartbeat()), now + 1e9),
+            (liar.key.hex(), b"\x00" * 100_000, now + 60),
+            (big.key.hex(), dumps(b"x" * 20_000), now + 60),
+            (None, dumps(liar.heartbeat()), now + 60),
+        ]:
+            for victim in (a, b):
+                answer = await dht.protocol.call_store(
+                    PeerID(victim.key.libp2p_id), keys=[KEY], values=[value], expiration_time=until, subkeys=[subkey]
+                )
+                assert not answer or not any(answer)
+        # What the liar keeps in its own storage, unchecked, and hands out with a far later expiration:
+        for subkey, value in [(a.key.hex(), dumps(a.heartbeat(1))), (b.key.hex(), dumps(b"rubbish")), ("x", b"\xff")]:
+            dht.protocol.storage.store(KEY, value, now + 1e8, subkey=subkey)
+        assert sorted(await a.swarm.discover()) == sorted([a.heartbeat(3), b.heartbeat(3)])
+        dht.protocol.storage.store(KEY, b"\xd4" * 1000, now + 1e9)  # and what is no dictionary at all
+        assert sorted(await b.swarm.discover()) == sorted([a.heartbeat(3), b.heartbeat(3)])
+
+
+def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):
+    monkeypatch.setattr(presence, "NEW_OF_A_NODE", 5)
+    values = [record(Author(identity(100 + i))).value for i in range(50)]
+    checks = validator()
+    checks.author(values[49])
+    here = presence.Presence(cast(Any, None), checks, RUN, lambda text: None)
+    some = here._some(values)
+    assert values[49] in some and len(some) == 6
+    assert len({v for _ in range(100) for v in here._some(values)}) > 40, "not always the same"
+
+
+async def test_a_wrong_clock_is_told_to_the_user_with_its_offset(tmp_path, monkeypatch):
+    async with members(3, tmp_path) as (a, b, c):
+        monkeypatch.setattr(presence, "time", SimpleNamespace(time=lambda: time.time() - 600))
+        assert not await c.swarm.publish(c.heartbeat(), 60)
+        assert len(c.warnings) == 1 and "600 s behind" in c.warnings[0] and "NTP" in c.warnings[0]
+        assert c.swarm.clock_offset == pytest.approx(600, abs=1)
+        monkeypatch.undo()
+        assert await c.swarm.publish(c.heartbeat(), 60)
+
+
+async def test_members_that_do_not_answer_are_a_warning_not_an_error(tmp_path):
+    async with members(2, tmp_path) as (a, b):
+        await b.swarm.stop()
+        assert not await a.swarm.publish(a.heartbeat(), 60)
+        assert "others may not find this peer" in a.warnings[0]
+        assert await a.swarm.discover() == [a.heartbeat()]

@@ -1,0 +1,1 @@
+"""How the repository is built: imports, stubs, packages."""

@@ -1,0 +1,305 @@
+"""Who may depend on what, read from the source: rules that a reader can rely on without reading everything."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("protocol", "peer", "coordinator", "cairn")
+MAX_LINES = {"tests": 700}
+"""Lines of a file, by its package; 500 elsewhere."""
+
+MAY_IMPORT = {
+    "protocol": {"protocol"},
+    "peer": {"protocol", "peer"},
+    "coordinator": {"protocol", "coordinator"},
+    "cairn": set(PACKAGES),
+    "benchmarks": {*PACKAGES, "benchmarks"},
+}
+"""`cairn -> peer, coordinator -> protocol`: peer and coordinator never know each other."""
+
+OF_TESTS = {"benchmarks": "tests.wan"}
+"""What of the tests a package may import: benchmarks run over the emulated internet, which knows nothing of Cairn."""
+
+WORLD = {
+    "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "fsspec", "glob", "grpc", "hivemind", "http", "httpx", "io",
+    "logging", "mmap", "multiprocessing", "numpy.random", "os", "pathlib", "random", "requests", "secrets", "select",
+    "shutil", "signal", "socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading", "time", "torch.distributed",
+    "torch.multiprocessing", "urllib", "uuid",
+}  # fmt: skip
+"""Sockets, files, clocks, processes, chance: none of it in `protocol`."""
+
+PURE_EXCEPTIONS = {
+    ("protocol/state.py", "concurrent"): "hashing in threads (hashlib frees the GIL); the order of results is kept",
+    ("protocol/state.py", "os"): "cpu_count, for the number of those threads",
+    ("protocol/state.py", "mmap"): "the type of an argument: a checkpoint that the caller has mapped",
+}
+
+NEVER = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+"""Nothing that arrives is ever unpickled, so nothing is pickled either."""
+
+NEVER_CALLED = {"eval", "exec", "torch.load", "torch.save", "np.load", "numpy.load", "yaml.load", "__import__"}
+WORLD_CALLS = {"open", "input", "print", "breakpoint", "torch.rand", "torch.randn", "torch.randint", "torch.randperm"}
+
+INTERNAL_ERRORS = {
+    "RecordError": "within the codec, which turns it into a CodecError that names the place",
+    "Stopping": "within the trainer's service: how a request to stop leaves a step",
+    **dict.fromkeys(("Dropped", "Later", "WrongSize"), "within a fetch: what its worker does next"),
+}
+"""Exceptions beside the tree of CairnError that never leave their package. Those named _So are a file's own."""
+
+BAD_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the project: its path from the root, its text and its syntax tree."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        return self.path.split("/")[0]
+
+    @property
+    def generated(self) -> bool:
+        return "_pb2" in self.path
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of the tree: many rules look at each."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> tuple[str, ...]:
+        """Every module that is imported, at the top or in a function, as a dotted name."""
+        return tuple(self._imports())
+
+    @cached_property
+    def calls(self) -> tuple[str, ...]:
+        """The dotted name of everything that is called, where it has one."""
+        called = (node.func for node in self.nodes if isinstance(node, ast.Call))
+        return tuple(ast.unparse(what) for what in called if isinstance(what, ast.Name | ast.Attribute))
+
+    def _imports(self) -> Iterator[str]:
+        here = self.path.removesuffix(".py").split("/")
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = here[: len(here) - node.level] if node.level else []
+                module = ".".join([*base, *([node.module] if node.module else [])])
+                # `from torch import distributed` is an import of torch.distributed.
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def read(path: Path) -> Source:
+    text = path.read_text()
+    return Source(str(path.relative_to(ROOT)), text, ast.parse(text, str(path)))
+
+
+@cache
+def sources(*folders: str) -> tuple[Source, ...]:
+    paths = [p for f in folders or (*PACKAGES, "benchmarks", "tests") for p in sorted((ROOT / f).rglob("*.py"))]
+    return tuple(read(p) for p in paths)
+
+
+def is_of(module: str, packages: set[str]) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in packages)
+
+
+def test_the_walk_sees_every_package_and_every_kind_of_import():
+    assert {s.package for s in sources()} >= {*PACKAGES, "tests"}
+    text = "import a.b\ndef f():\n from c import d\n from . import e\n from ..g import h\nx.y(z())"
+    seen = Source("peer/swarm/x.py", text, ast.parse(text))
+    assert set(seen.imports) == {"a.b", "c", "c.d", "peer.swarm", "peer.swarm.e", "peer.g", "peer.g.h"}
+    assert set(seen.calls) == {"x.y", "z"}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_dependencies_point_one_way(package: str):
+    forbidden = {*PACKAGES, "benchmarks", "tests"} - MAY_IMPORT[package]
+    wrong = [(s.path, m) for s in sources(package) for m in s.imports if is_of(m, forbidden)]
+    assert not [(p, m) for p, m in wrong if not is_of(m, {OF_TESTS.get(package, package)})]
+
+
+def test_the_emulated_internet_knows_nothing_of_the_project():
+    packages = {*PACKAGES, "benchmarks"}
+    assert not [(s.path, m) for s in sources("tests/wan") for m in s.imports if is_of(m, packages)]
+
+
+def test_the_protocol_touches_no_socket_file_clock_process_or_chance():
+    wrong = set()
+    for source in sources("protocol"):
+        if source.path.endswith("_pb2_grpc.py"):
+            continue  # generated: the service's stubs, which only peer and coordinator use
+        for module in source.imports:
+            for part in WORLD:
+                if is_of(module, {part}) and (source.path, part) not in PURE_EXCEPTIONS:
+                    wrong.add((source.path, module))
+        wrong |= {(source.path, call) for call in source.calls if call in WORLD_CALLS}
+    assert not wrong
+
+
+def test_each_exception_is_still_needed():
+    used = {(s.path, part) for s in sources("protocol") for m in s.imports for part in WORLD if is_of(m, {part})}
+    assert PURE_EXCEPTIONS.keys() <= used
+
+
+def test_chance_in_the_protocol_comes_from_the_spec():
+    # Initial weights are drawn from the spec's seed, in a forked generator: a pure function of the seed.
+    seeders = {s.path for s in sources("protocol") for call in s.calls if "manual_seed" in call or "Generator" in call}
+    assert seeders <= {"protocol/model.py"}
+
+
+def test_generated_services_are_imported_at_the_edges_alone():
+    wrong = [s.path for s in sources("protocol") for m in s.imports if m.endswith("_pb2_grpc")]
+    assert not wrong
+
+
+def test_the_round_machine_and_the_chain_know_no_tensors():
+    wrong = [
+        (s.path, m)
+        for s in sources("protocol")
+        if s.path.startswith("protocol/rounds/") or s.path == "protocol/chain.py"
+        for m in s.imports
+        if is_of(
+            m,
+            {"torch", "numpy", "transformers", "protocol.codec", "protocol.outer", "protocol.state", "protocol.model"},
+        )
+    ]
+    assert not wrong
+
+
+def test_the_codec_and_the_outer_step_know_no_network():
+    wrong = [
+        (s.path, m)
+        for s in sources("protocol")
+        if s.path.startswith(("protocol/codec/", "protocol/outer.py", "protocol/state.py"))
+        for m in s.imports
+        if is_of(m, {"protocol.rounds", "protocol.chain", "protocol.envelope", "protocol.wire", "protocol.invite"})
+    ]
+    assert not wrong
+
+
+def _modules_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module", ["protocol.rounds.machine", "protocol.chain", "protocol.spec", "protocol.message_codec"]
+)
+def test_a_node_that_follows_the_chain_never_loads_torch(module: str):
+    loaded = _modules_after(f"import {module}")
+    assert module in loaded
+    assert not loaded & {"torch", "numpy", "transformers", "hivemind", "asyncio"}
+
+
+def test_the_network_side_of_a_peer_never_loads_cuda():
+    # The node process leaves tensors to the trainer; hivemind loads torch on its own account, which is why it is named.
+    wrong = [
+        (s.path, m)
+        for s in sources("peer")
+        if s.path.startswith(("peer/node/", "peer/store/", "peer/swarm/"))
+        for m in s.imports
+        if is_of(m, {"torch.cuda", "transformers"})
+    ]
+    assert not wrong
+
+
+def test_the_trainer_knows_the_channel_and_not_the_swarm():
+    swarm = {
+        "hivemind",
+        "grpc",
+        "peer.swarm",
+        "peer.node",
+        "peer.coordinator_client",
+        "protocol.rounds",
+        "protocol.chain",
+    }
+    wrong = [
+        (s.path, m)
+        for s in sources("peer")
+        if s.path.startswith("peer/training/")
+        for m in s.imports
+        if is_of(m, swarm)
+    ]
+    assert not wrong
+
+
+def test_nothing_is_pickled_or_evaluated():
+    wrong = [(s.path, m) for s in sources() for m in s.imports if is_of(m, NEVER)]
+    wrong += [(s.path, c) for s in sources(*PACKAGES) for c in s.calls if c in NEVER_CALLED]
+    assert not wrong
+
+
+def test_no_input_is_checked_by_an_assertion():
+    # `python -O` drops assertions. One that tells the type checker that something is not None is allowed.
+    wrong = [
+        f"{s.path}:{node.lineno}"
+        for s in sources(*PACKAGES)
+        for node in s.nodes
+        if isinstance(node, ast.Assert) and not ast.unparse(node.test).endswith(" is not None")
+    ]
+    assert not wrong
+
+
+def test_every_file_opens_with_what_it_is_for():
+    wrong = [s.path for s in sources() if not s.generated and not ast.get_docstring(s.tree)]
+    assert not wrong
+
+
+def test_every_folder_of_code_is_a_package():
+    folders = {Path(s.path).parent for s in sources(*PACKAGES)}
+    assert not [str(f) for f in folders if not (ROOT / f / "__init__.py").exists()]
+
+
+def test_files_are_small():
+    lines = {s: s.text.count("\n") for s in sources() if not s.generated}
+    wrong = {s.path: count for s, count in lines.items() if count > MAX_LINES.get(s.package, 500)}
+    assert not wrong, "split it: one idea each"
+
+
+def test_files_are_named_for_what_is_in_them():
+    wrong = [
+        s.path
+        for s in sources()
+        if BAD_NAMES & {part for word in Path(s.path).with_suffix("").parts for part in word.split("_")}
+    ]
+    assert not wrong
+
+
+def test_errors_are_one_tree():
+    """Every error is a CairnError, so that a command line can print any of them as one line."""
+    ours: dict[str, list[str]] = {}
+    for source in sources(*PACKAGES):
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef):
+                ours[node.name] = [ast.unparse(base).split(".")[-1] for base in node.bases]
+
+    def roots(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
+        if name == "CairnError" or name not in ours or name in seen:
+            return {name}
+        return set().union(*(roots(base, seen | {name}) for base in ours[name])) if ours[name] else {name}
+
+    builtin_errors = {"Exception", "ValueError", "RuntimeError", "OSError", "TypeError", "KeyError", "BaseException"}
+    errors = {name for name in ours if name != "CairnError" and roots(name) & {*builtin_errors, "CairnError"}}
+    outside = {name for name in errors if "CairnError" not in roots(name) and not name.startswith("_")}
+    assert len(errors) > 10
+    assert outside == INTERNAL_ERRORS.keys()

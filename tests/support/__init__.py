@@ -1,0 +1,1 @@
+"""Fixtures, worlds and fakes that tests share."""

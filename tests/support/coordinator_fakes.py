@@ -1,0 +1,235 @@
+"""A swarm for the coordinator's tests: real keys and signatures, a chain made by hand, heartbeats that say anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coordinator.swarm import Announced, Heard
+from protocol.chain import genesis_digest
+from protocol.errors import CairnError
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.message_codec import KeySigner
+from protocol.messages import (
+    Admission,
+    Certificate,
+    Directive,
+    Finalization,
+    Heartbeat,
+    Rollback,
+    RoundRecord,
+    Signed,
+    UpdateHeader,
+    Vote,
+    votes_needed,
+)
+from protocol.spec import RunSpec
+from tests.support.specs import OWNER, tiny_spec
+
+PARAMETERS = 28_832
+"""Of the tiny run's model: see `tests.support.specs.TINY_LLAMA_TENSORS`."""
+
+
+def make_spec(**changes) -> RunSpec:
+    """The tiny run with rounds that become final soon and settle at once; `changes` replace whole top-level fields."""
+    return tiny_spec(**({"checkpoint": {"final_depth": 3, "every": 5}, "credit": {"hold_rounds": 0}} | changes))
+
+
+def peer(number: int) -> Identity:
+    """The same key for the same number, always."""
+    return Identity(sha256(b"peer", number.to_bytes(8, "big")))
+
+
+def state(round_: int) -> Digest:
+    """The digest of state[round] in these tests."""
+    return Digest(sha256(b"state", round_.to_bytes(8, "big")))
+
+
+def back_to(
+    spec: RunSpec, record: Digest, round_: int, epoch: int = 1, *, sequence: int = 1, by: Identity = OWNER
+) -> bytes:
+    """The owner's word that rolls the run back to the record of a round, for the `epoch`-th time."""
+    back = Rollback(epoch, record, Round(round_ + 1), state(round_ + 1))
+    return KeySigner(by).sign(Directive(spec.run_id, sequence, rollback=back)).sent
+
+
+class ChainMaker:
+    """Makes certificates, each the child of the one before."""
+
+    def __init__(self, spec: RunSpec):
+        self.spec = spec
+        self.run = spec.run_id
+        self.head = genesis_digest(self.run)
+        self.certificates: list[Certificate] = []
+        self._next: dict[PeerKey, int] = {}
+        self.directive: Signed[Directive] | None = None
+        """The owner's word that a record carries; headers from then on name its rollback."""
+        self._carries = -1
+
+    def fork(self, at: int) -> ChainMaker:
+        """Another chain with the same first `at` rounds."""
+        other = ChainMaker(self.spec)
+        for certificate in self.certificates[:at]:
+            other._take(certificate)
+        return other
+
+    def carry(self, directive: Signed[Directive]) -> None:
+        """The next record does."""
+        self.directive, self._carries = directive, len(self.certificates)
+
+    def _take(self, certificate: Certificate) -> None:
+        self.certificates.append(certificate)
+        self.head = certificate.record.digest
+        for u in certificate.record.body.updates:
+            self._next[u.author] = u.body.end_window
+
+    def add(self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0) -> Certificate:
+        """The next round: windows by the number of the peer."""
+        round_ = Round(len(self.certificates))
+        identities = sorted((peer(n) for n in work), key=lambda i: i.key)
+        windows = {peer(n).key: w for n, w in work.items()}
+        epoch = self.directive.body.epoch if self.directive is not None else 0
+        headers = []
+        for identity in identities:
+            admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, 0, 2**33, ""))
+            first = self._next.get(identity.key, 0)
+            header = UpdateHeader(
+                self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
+                Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent, epoch=epoch,
+            )  # fmt: skip
+            headers.append(KeySigner(identity).sign(header))
+        carried = self.directive if round_ == self._carries else None
+        body = RoundRecord(self.run, round_, self.head, state(round_), attempt, tuple(headers), carried)
+        record = KeySigner(identities[0]).sign(body)
+        votes = tuple(KeySigner(i).sign(Vote(self.run, round_, record.digest)) for i in identities)
+        assert len(votes) >= votes_needed(len(identities))
+        certificate = Certificate(record, votes)
+        self._take(certificate)
+        return certificate
+
+
+class FakeSwarm:
+    """A SwarmView over a ChainMaker."""
+
+    def __init__(self, spec: RunSpec):
+        self.spec = spec
+        self.chain = ChainMaker(spec)
+        self.finals: list[Signed[Finalization]] = []
+        self.words: list[Signed[Any]] = []
+        self.heard: dict[PeerKey, Heard] = {}
+        self.blobs: set[Digest] = set()
+        self.left: list[Certificate] = []
+        """Of branches that the chain has left."""
+        self.headers: list[Announced] = []
+        self.directives: list[Signed[Directive]] = []
+        self.offered: list[Digest] = []
+        """States that were offered to peers; asked for another than those in `blobs`, it is refused."""
+        self.held: int | None = None
+        """The newest round whose state is held; None: the newest of all."""
+        self._callbacks: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[Signed[Any]], None]] = []
+
+    @property
+    def head(self) -> Digest:
+        return self.chain.head
+
+    @property
+    def final(self) -> Signed[Finalization] | None:
+        return self.finals[-1] if self.finals else None
+
+    @property
+    def directive(self) -> Signed[Directive] | None:
+        return self.directives[-1] if self.directives else None
+
+    async def publish_directive(self, word: Signed[Directive]) -> None:
+        self.directives.append(word)
+
+    async def offer_state(self, state: Digest, record: Digest) -> None:
+        if state not in self.blobs:
+            raise CairnError("it is not archived")
+        self.offered.append(state)
+
+    async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
+        certificates = self.chain.certificates
+        if record == genesis_digest(self.chain.run):
+            return certificates[:limit]
+        for i, c in enumerate(certificates):
+            if c.record.digest == record:
+                return certificates[i + 1 : i + 1 + limit]
+        return None
+
+    def certificate(self, record: Digest) -> Certificate | None:
+        return next((c for c in [*self.chain.certificates, *self.left] if c.digest == record), None)
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
+        self._listeners.append(callback)
+
+    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+        return self.heard
+
+    def announced(self, parent: Digest) -> Sequence[Announced]:
+        return [a for a in self.headers if a.header.body.parent == parent]
+
+    def addresses(self) -> Sequence[str]:
+        return ["/ip4/127.0.0.1/tcp/4001/p2p/observer"]
+
+    async def publish_final(self, final: Signed[Finalization]) -> None:
+        self.finals.append(final)
+
+    def own_addresses(self) -> Sequence[str]:
+        return self.addresses()[:1]
+
+    @property
+    def coordinator_address(self) -> Signed[Any] | None:
+        return max(self.words, key=lambda w: w.body.sequence, default=None)
+
+    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
+        self.words.append(word)
+
+    def held_state(self) -> int:
+        return len(self.chain.certificates) if self.held is None else self.held
+
+    def has_blob(self, digest: Digest) -> bool:
+        return digest in self.blobs
+
+    # -- what happens in it ----------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        for callback in list(self._callbacks):
+            callback()
+
+    def round(self, work: Mapping[int, int], **how) -> Certificate:
+        certificate = self.chain.add(work, **how)
+        self.changed()
+        return certificate
+
+    def hear(self, *messages: Signed[Any]) -> None:
+        """The observer hears these."""
+        for message in messages:
+            for listener in self._listeners:
+                listener(message)
+
+    def announced_round(self, work: Mapping[int, int], **how) -> Certificate:
+        """A round that the observer hears all of: the updates announced, the record proposed, the certificate."""
+        certificate = self.chain.add(work, **how)
+        self.hear(*certificate.record.body.updates, certificate.record)
+        self.changed()
+        return certificate
+
+    def turn_to(self, chain: ChainMaker) -> None:
+        self.chain = chain
+        self.changed()
+
+    def beat(self, number: int, *, seconds_since: float = 0.0, **fields) -> None:
+        """A heartbeat of a peer, heard so long ago."""
+        heartbeat = Heartbeat(
+            self.chain.run, 1, Round(len(self.chain.certificates)), self.chain.head, 0, 0, "training", 2000.0, 5.0,
+            10_000, 20_000, (), (), b"", "cpu",
+        )  # fmt: skip
+        self.heard[peer(number).key] = Heard(replace(heartbeat, **fields), seconds_since)

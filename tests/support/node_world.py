@@ -1,0 +1,405 @@
+"""Whole nodes in one event loop: the real round machine, drivers, stores and training; an internet made of memory.
+
+Instead of `peer.swarm` each has a `LoopSwarm`, instead of a trainer's process a `LoopTrainer`: the same `Trainer`
+object, whose steps are taken in threads. So a swarm of four costs a second, not a minute, and no process is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import base58
+
+import peer.node.network as network_module
+import peer.node.training as training_module
+from peer.channel import (
+    Apply,
+    Failed,
+    FromTrainer,
+    Load,
+    MakeUpdate,
+    Orders,
+    Progress,
+    Start,
+    ToTrainer,
+    UpdateMade,
+)
+from peer.errors import TrainerDied
+from peer.node.membership import Membership
+from peer.node.node import Node
+from peer.node.options import NodeOptions
+from peer.store import Store
+from peer.swarm import BlobUnavailable, Handlers, PeerUnreachable
+from peer.training.trainer import Trainer
+from protocol.codec import make_codec
+from protocol.errors import CairnError
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey
+from protocol.merkle import blob_digest
+from protocol.message_codec import MessageDecoder
+from protocol.messages import Certificate
+from protocol.spec import RunSpec
+from protocol.wire import swarm_pb2 as wire
+from tests.support.specs import OWNER, admission, identity
+from tests.support.trainer_world import World
+
+TIMERS = {
+    "max_seconds": 20,
+    "exchange_seconds": 4,
+    "propose_seconds": 1,
+    "patience_seconds": 4,
+    "heartbeat_seconds": 0.2,
+    "member_seconds": 2,
+}
+
+
+def address_of(key: PeerKey) -> str:
+    return f"/ip4/127.0.0.1/tcp/4001/p2p/{base58.b58encode(key.libp2p_id).decode()}"
+
+
+class Internet:
+    """Who is there. Every message and every byte goes through here."""
+
+    def __init__(self):
+        self.there: dict[PeerKey, LoopSwarm] = {}
+        self.withheld: Callable[[PeerKey, Digest], bool] = lambda giver, blob: False
+        """Whether a peer gives nobody a blob that it has."""
+        self.behind_nats: set[PeerKey] = set()
+        """No two of these reach each other."""
+
+        self.sends: Callable[[PeerKey, bytes], bytes] = lambda giver, chunk: chunk
+        """What a peer gives for a chunk of an update that is being made."""
+        """Such chunks: who got it, of whom, by which name, its index."""
+        self.fetched: list[tuple[PeerKey, Digest, int]] = []
+        """Chunks of blobs that have a digest: who got it, of which blob, its index."""
+
+    def reach(self, a: PeerKey, b: PeerKey) -> bool:
+        return not {a, b} <= self.behind_nats
+
+
+class LoopSwarm:
+    """What `peer.swarm.Swarm` offers a node."""
+
+    internet: Internet
+
+    def __init__(self, key: PeerKey, store: Store, handlers: Handlers):
+        self.key = key
+        self.store = store
+        self.handlers = handlers
+        self.addresses = [address_of(key)]
+        self.clock_offset = 0.0
+        self.bytes_up = self.bytes_down = 0
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    async def start(cls, identity: Identity, run: Any, *, store: Store, handlers: Handlers, **_: Any) -> LoopSwarm:
+        swarm = cls(identity.key, store, handlers)
+        cls.internet.there[identity.key] = swarm
+        return swarm
+
+    @property
+    def alive(self) -> bool:
+        return self.internet.there.get(self.key) is self
+
+    def _other(self, key: PeerKey) -> LoopSwarm:
+        other = self.internet.there.get(key)
+        if other is None or not self.alive or not self.internet.reach(self.key, key):
+            raise PeerUnreachable(f"peer {key.short} is not there")
+        return other
+
+    async def refresh_addresses(self) -> list[str]:
+        return self.addresses
+
+    async def connect(self, addresses: Sequence[str], *, soon: bool = False) -> list[PeerKey]:
+        there = self.internet.there.items()
+        return [k for k, s in there if set(s.addresses) & set(addresses) and self.internet.reach(self.key, k)]
+
+    async def publish(self, heartbeat: bytes, seconds: float = 60) -> bool:
+        return True
+
+    async def discover(self) -> list[bytes]:
+        return []
+
+    async def send(self, to: PeerKey, packet: wire.Packet, timeout: float = 10) -> None:
+        await asyncio.sleep(0.002)
+        done = self._other(to).handlers.on_packet(self.key, wire.Packet.FromString(packet.SerializeToString()))
+        if done is not None:
+            await done
+
+    async def request_chain(self, to: PeerKey, request: wire.ChainRequest, timeout: float = 20) -> wire.ChainReply:
+        reply = self._other(to).handlers.on_chain_request(self.key, request)
+        return reply if isinstance(reply, wire.ChainReply) else await reply
+
+    async def fetch_blob(
+        self,
+        digest: Digest,
+        size: int | None,
+        holders: Sequence[PeerKey],
+        *,
+        deadline_seconds: float,
+        chunks: Collection[int] | None = None,
+        **_: Any,
+    ) -> None:
+        async def fetch() -> None:
+            while not self.store.has(digest) and not self._fetch_from_all(digest, holders, chunks):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+        try:
+            await asyncio.wait_for(fetch(), deadline_seconds)
+        except asyncio.TimeoutError:
+            raise BlobUnavailable(digest, f"not in {deadline_seconds:g} s", {}) from None
+
+    def _fetch_from_all(self, digest: Digest, holders: Sequence[PeerKey], chunks: Collection[int] | None) -> bool:
+        for key in holders:
+            with suppress(PeerUnreachable):
+                other = self._other(key)
+                if other is not self and self._fetch_from(other, digest, chunks):
+                    return True
+        return False
+
+    def _fetch_from(self, other: LoopSwarm, digest: Digest, chunks: Collection[int] | None) -> bool:
+        """Whether all is here now."""
+        if self.internet.withheld(other.key, digest):
+            return False
+        arriving = None if other.store.has(digest) else other.store.arriving(digest)
+        if other.handlers.may_serve(digest, self.key) is not None or not (arriving or other.store.has(digest)):
+            return False
+        size = arriving.size if arriving else other.store.size(digest)
+        leaves = arriving.leaves if arriving else other.store.leaves(digest)
+        partial = self.store.partial(digest, size, leaves, chunks)
+        try:
+            for index in partial.missing(chunks):
+                if arriving is None or arriving.has(index):
+                    data = arriving.read_chunk(index) if arriving else other.store.read_chunk(digest, index)
+                    partial.write(index, data)
+                    self.internet.fetched.append((self.key, digest, index))
+                    other.bytes_up += len(data)
+                    self.bytes_down += len(data)
+            if not partial.left:
+                partial.finish()
+            return not partial.lacks(chunks)
+        finally:
+            partial.close()
+
+    async def wait_lost(self) -> str:
+        return await asyncio.Future()
+
+    async def stop(self) -> None:
+        if self.alive:
+            del self.internet.there[self.key]
+
+
+class LoopTrainer:
+    """What `peer.node.trainer.Trainer` offers a node."""
+
+    link = None
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        on_message: Callable[[FromTrainer], None],
+        on_lost: Callable[[str], None],
+        command: None = None,
+    ):
+        self._start = start
+        self._say = on_message
+        self._asked: asyncio.Queue[ToTrainer] = asyncio.Queue()
+        self._over = asyncio.Event()
+        self._running = False
+        self.ready: Any = None
+        self.stopping = False
+        self.crashed = False
+        self.restarts = 0
+        self.notes: list[str] = []
+        self.spoil = False
+        """Its updates break the codec's rules."""
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        self._running = True
+        trainer = await asyncio.to_thread(Trainer, self._start, lambda level, kind, text: self.notes.append(text))
+        self.ready = trainer.ready()
+        self._say(self.ready)
+        try:
+            while not self.stopping:
+                if not self._asked.empty():
+                    await self._do(trainer, self._asked.get_nowait())
+                elif trainer.may_train:
+                    batch = await asyncio.to_thread(trainer.batches.take, trainer.claims.counter)
+                    await asyncio.to_thread(trainer.step, batch)
+                    claims, loss = trainer.claims, trainer.pace.late_loss
+                    self._say(Progress(claims.uncovered, loss, 1000.0, claims.steps, 0.0, False))
+                else:
+                    await asyncio.sleep(0.01)
+        finally:
+            if not self.crashed:
+                with suppress(CairnError):
+                    await asyncio.shield(asyncio.to_thread(trainer.save))
+            trainer.close()
+            self._over.set()
+
+    async def _do(self, trainer: Trainer, ask: ToTrainer) -> None:
+        if isinstance(ask, Orders):
+            trainer.orders = ask
+            return
+        what = {MakeUpdate: "update", Apply: "apply", Load: "load"}[type(ask)]
+        move = None
+        try:
+            if isinstance(ask, MakeUpdate):
+                answer: FromTrainer = await asyncio.to_thread(trainer.make_update, ask)
+                if isinstance(answer, UpdateMade) and self.spoil:
+                    answer = _spoilt(answer)
+            elif isinstance(ask, Load):
+                answer = await asyncio.to_thread(trainer.load, ask)
+            elif not isinstance(ask, Apply):
+                raise TypeError(f"{type(ask).__name__} is not asked for here")
+            else:
+                move = await asyncio.to_thread(trainer.advance, ask)
+                answer = await asyncio.to_thread(trainer.applied, 0.0, move.record, ask.write_checkpoint)
+        except (CairnError, OSError) as e:
+            answer = Failed(what, str(e), fatal=False)  # type: ignore[arg-type]
+        self._say(answer)
+        if move is not None:
+            await asyncio.to_thread(trainer.settle, move)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready is not None
+
+    async def send(self, message: ToTrainer) -> None:
+        if self.stopping:
+            raise TrainerDied("it is stopping")
+        await self._asked.put(message)
+
+    async def stop(self, seconds: float) -> bool:
+        self.stopping = True
+        if self._running:
+            await self._over.wait()
+        return not self.crashed
+
+
+def _spoilt(made: UpdateMade) -> UpdateMade:
+    """Its last records are noise: only those who look at the end of the update see it."""
+    data = made.blob_path.read_bytes()
+    data = data[:-5000] + b"\xff" * 5000
+    made.blob_path.write_bytes(data)
+    return replace(made, digest=blob_digest(data))
+
+
+class NodeWorld:
+    """A run, and nodes of it by name. `close` at the end."""
+
+    def __init__(self, folder: Path, monkeypatch: Any, **fields: Any):
+        """`fields`: of the spec, over the tiny run's; `model`: of its model's config."""
+        LoopSwarm.internet = self.internet = Internet()
+        monkeypatch.setattr(network_module, "Swarm", LoopSwarm)
+        monkeypatch.setattr(training_module, "Trainer", LoopTrainer)
+        self.folder = folder
+        files = World.make(folder, config=fields.pop("model", {}))
+        self.tokenizer = b"a tokenizer"
+        plain = json.loads(files.spec.canonical()) | {"owner": OWNER.key.hex()} | fields
+        with Store(folder / "scratch", 1 << 30) as store:
+            plain["tokenizer"] = {"digest": store.put(self.tokenizer).hex(), "size": len(self.tokenizer)}
+        self.spec = RunSpec.model_validate(plain)
+        self.shards = [folder / f"{s.digest}.tokens" for s in self.spec.data.train]
+        self.genesis = files.genesis
+        self._update_size = make_codec(self.spec.codec, self.spec.model.layout).size
+        self.nodes: dict[str, Node] = {}
+        self.running: dict[str, asyncio.Task[None]] = {}
+
+    def key(self, name: str) -> PeerKey:
+        return identity(name).key
+
+    def start(self, name: str) -> Node:
+        """A peer, with the disk that it had when it was there before."""
+        me, home = identity(name), self.folder / name
+        home.mkdir(exist_ok=True)
+        store = Store(home / "store", 1 << 40)
+        for data in (self.tokenizer, *(s.read_bytes() for s in self.shards)):
+            store.put(data)
+        if not self.nodes:
+            store.put(self.genesis.read_bytes())
+        decoder = MessageDecoder(self.spec.run_id, OWNER.key)
+        ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
+        membership = Membership(me, self.spec, decoder, store, None, name, admission(self.spec, me).sent, ways_in)
+        node = self.nodes[name] = Node(membership, NodeOptions(home, device="cpu"))
+        self.running[name] = asyncio.create_task(self._run(node, store), name=name)
+        return node
+
+    async def _run(self, node: Node, store: Store) -> None:
+        try:
+            await node.run()
+        finally:
+            store.close()
+
+    async def kill(self, name: str) -> None:
+        """As if it lost its power: not a word more, nothing saved."""
+        self.internet.there.pop(self.key(name))
+        if (training := self.nodes[name]._training) is not None:
+            training._trainer.crashed = True  # type: ignore[attr-defined]
+        self.running[name].cancel()
+        await asyncio.gather(self.running[name], return_exceptions=True)
+
+    async def close(self) -> None:
+        for name in self.running:
+            self.nodes[name].leave()
+        await asyncio.gather(*self.running.values(), return_exceptions=True)
+
+    def path(self, name: str) -> tuple[Certificate, ...]:
+        """The chain of a node, from the oldest in memory."""
+        chain = self.nodes[name].chain
+        return chain.path(chain.root, chain.head)
+
+    async def until(self, what: str, true: Callable[[], bool], seconds: float = 60.0) -> None:
+        end = asyncio.get_running_loop().time() + seconds
+        while not true():
+            for name, task in self.running.items():
+                if task.done() and not task.cancelled():
+                    task.result()
+                    raise AssertionError(f"{name} has ended")
+            assert asyncio.get_running_loop().time() < end, f"not within {seconds:.0f} s: {what}"
+            await asyncio.sleep(0.02)
+
+    async def rounds(self, names: Sequence[str], count: int, seconds: float = 60.0) -> None:
+        """Until these hold states so many rounds further than the chain of the first is now."""
+        chain = self.nodes[names[0]].chain
+        goal = chain.height(chain.head) + count
+
+        def there() -> bool:
+            return all(self.nodes[n].snapshot().round >= goal for n in names)
+
+        await self.until(f"{', '.join(names)} in round {goal}", there, seconds)
+
+    def trainer(self, name: str) -> LoopTrainer:
+        training: Any = self.nodes[name]._training
+        return training._trainer
+
+    def announced(self, name: str) -> set[Digest]:
+        """The blobs of the round that is open at a node."""
+        return {h.body.blob for h in self.nodes[name].machine.summary(time.monotonic()).headers}
+
+    def slices(self, name: str) -> set[Digest]:
+        """The partial blobs of a node's store."""
+        return {Digest.parse(f.name) for f in (self.folder / name / "store" / "partial").glob("*") if not f.suffix}
+
+    def is_a_blob(self, name: Digest) -> bool:
+        """Whether some node has a blob of that digest."""
+        return any(s.store.has(name) for s in self.internet.there.values())
+
+    def is_a_part(self, blob: Digest) -> bool:
+        """Whether it is no update: by its size."""
+        sizes = [s.store.blobs().get(blob) for s in self.internet.there.values()]
+        return self._update_size not in sizes
+
+    def contributed(self, name: str, since: int = 0) -> int:
+        """In how many rounds, from that one on."""
+        one = next(n for n, t in self.running.items() if not t.done())
+        return sum(self.key(name) in c.record.body.contributors for c in self.path(one) if c.record.body.round >= since)

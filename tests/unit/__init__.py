@@ -1,0 +1,1 @@
+"""One class or function at a time, in this process."""

@@ -1,0 +1,1 @@
+"""Tests of benchmarks, one class or function at a time."""

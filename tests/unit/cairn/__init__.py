@@ -1,0 +1,1 @@
+"""Tests of cairn, one class or function at a time."""

@@ -1,0 +1,71 @@
+"""What a volunteer is told: where it finds itself on the run's page, once, and only where there is such an address."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cairn import joining
+from cairn.view import PeerView, own_page, progress_line
+from protocol.errors import CairnError
+from tests.support.specs import identity
+
+KEY = identity("volunteer").key
+
+
+@pytest.mark.parametrize(
+    "page, start",
+    [
+        ("http://192.0.2.1:7180/", "http://192.0.2.1:7180/#peer/"),
+        ("https://run.example.org", "https://run.example.org/#peer/"),
+        ("https://example.org/cairn/run-1", "https://example.org/cairn/run-1/#peer/"),
+        ("http://[2001:db8::1]:7180/", "http://[2001:db8::1]:7180/#peer/"),
+    ],
+)
+def test_a_peer_finds_its_own_row_by_its_key(page, start):
+    assert own_page(page, KEY) == f"{start}{KEY}"
+
+
+@pytest.mark.parametrize(
+    "page", ["", "javascript:alert(1)", "http://x/\x1b[2J", "file:///etc", "http://x/ y", "http://x/#a"]
+)
+def test_what_is_no_address_of_a_page_is_not_shown(page):
+    assert own_page(page, KEY) == ""
+
+
+async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkeypatch):
+    monkeypatch.setattr(joining, "CREDIT_SECONDS", 0.01)
+    asked, thrice = {"status": 0, "account": 0}, asyncio.Event()
+
+    class Client:
+        async def status(self):
+            asked["status"] += 1
+            if asked["status"] == 1:
+                raise CairnError("away")
+            return SimpleNamespace(page="http://192.0.2.1:7180/")
+
+        async def account(self, key):
+            asked["account"] += 1
+            if asked["account"] == 3:
+                thrice.set()
+            return SimpleNamespace(micro_credits_settled=5, micro_credits_pending=1, rounds=2)
+
+    view = PeerView(live=False)
+    membership = SimpleNamespace(client=Client(), identity=SimpleNamespace(key=KEY))
+    with caplog.at_level(logging.INFO, logger="cairn.peer"):
+        task = asyncio.create_task(joining._ask_for_credits(cast(Any, membership), view, lambda: 3))
+        await asyncio.wait_for(thrice.wait(), 10)
+        task.cancel()
+    assert [r.message for r in caplog.records] == [f"this peer on the run's page: http://192.0.2.1:7180/#peer/{KEY}"]
+    assert asked["status"] == 2 and view.earned is not None and view.earned.rounds == 2
+
+
+def test_what_the_owner_has_ordered_is_in_the_line_that_is_always_seen():
+    shown = dict(phase="paused", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="")
+    assert "owner" not in progress_line(SimpleNamespace(**shown)).plain
+    orders = "paused by the run's owner since 2026-01-02 03:04 UTC (moving house)"
+    assert progress_line(SimpleNamespace(**shown | {"orders": orders})).plain.endswith(f"3 peers  {orders}")

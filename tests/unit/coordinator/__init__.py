@@ -1,0 +1,1 @@
+"""Tests of coordinator, one class or function at a time."""

@@ -1,0 +1,282 @@
+"""The archive: whole folders or none, of the chain as it is, and only what may be made final."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cairn.observing import ObserverView
+from coordinator.archive import Archive, Archived, read_sheet
+from coordinator.errors import CoordinatorError
+from coordinator.evaluation import load_archived, validation_loss
+from coordinator.keeping.policy import Policy
+from protocol.chain import Chain, ChainLimits, genesis_digest
+from protocol.ids import Digest
+from protocol.layout import MOMENTUM
+from protocol.model import build_model, parameters_of
+from protocol.spec import DataSpec
+from tests.support.coordinator_fakes import ChainMaker, make_spec, state
+from tests.support.specs import digest
+
+SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})  # a checkpoint every 5 rounds
+LIMITS = ChainLimits(max_update_windows=64, max_members=8)
+
+
+class World:
+    def __init__(self, folder: Path):
+        self.checkpoint, self.tokenizer = folder / "checkpoint", folder / "tokenizer"
+        self.checkpoint.write_bytes(b"weights")
+        self.tokenizer.write_text("{}")
+        self.archive = Archive(folder / "checkpoints", SPEC, policy=Policy(newest=3))
+
+    def add(self, round: int, *, of: Digest | None = None, record: Digest | None = None) -> Archived:
+        return self.archive.add(
+            self.checkpoint, self.tokenizer, round=round, state=of or state(round),
+            record=record or digest(round), tokens=10 * round,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_an_archived_state_says_what_it_is_and_holds_the_checkpoint_itself(world: World):
+    made = world.add(5)
+    assert read_sheet(made.folder) == made == world.archive.newest()
+    assert {p.name for p in made.folder.iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "cairn.json",
+    }
+    assert (made.folder / "model.safetensors").read_bytes() == b"weights"
+    assert world.add(5) == made  # again: nothing happens
+
+
+def test_the_first_and_the_newest_stay(world: World):
+    for round_ in range(0, 35, 5):
+        world.add(round_)
+    assert [a.round for a in world.archive.all()] == [0, 20, 25, 30]
+
+
+def test_another_state_of_the_same_round_takes_the_place_of_the_one_of_a_branch_that_lost(world: World):
+    world.add(5)
+    world.add(5, of=digest("other"))
+    assert [a.state for a in world.archive.all()] == [digest("other")]
+
+
+def test_a_process_killed_while_it_archived_leaves_nothing_for_good(world: World):
+    left = world.archive.folder / ".round-000005.4711"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    assert world.archive.all() == []
+    world.add(10)
+    assert not left.exists() and [p.name for p in world.archive.folder.iterdir()] == ["round-000010"]
+
+
+@pytest.mark.parametrize("number, remedy", [(errno.ENOSPC, "free some disk space"), (errno.EACCES, "writable")])
+def test_a_disk_that_does_not_take_it_is_said_and_leaves_the_old_ones(world: World, monkeypatch, number, remedy):
+    world.add(5)
+    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+    with pytest.raises(CoordinatorError, match=remedy):
+        world.add(10)
+    assert [p.name for p in world.archive.folder.iterdir()] == ["round-000005"]
+
+
+def test_a_folder_that_is_something_else_is_passed_over(world: World):
+    made = world.add(5)
+    (made.folder / "cairn.json").write_text('{"run": 7}')
+    (world.archive.folder / "round-x").mkdir()
+    assert world.archive.all() == [] and world.archive.newest() is None
+
+
+# -- the observer's archive follows the chain -----------------------------------------------------------------
+
+
+class FakeNode:
+    """An observer whose members have every checkpoint in `offered`."""
+
+    def __init__(self, folder: Path, chain: Chain):
+        self.chain = chain
+        self.on_change = lambda: None
+        self.held: list[Digest] = []
+        self.folder = folder
+        self.network = SimpleNamespace(fetch_blob=self._fetch, everyone=lambda: [], directory=self, listeners=[])
+        self.store = SimpleNamespace(path=lambda d: folder / "blob", has=lambda d: True)
+        (folder / "blob").write_bytes(b"blob")
+        self.fetched: list[Digest] = []
+
+    def entries(self) -> dict:
+        return {}
+
+    async def _fetch(self, digest: Digest, size, holders, *, deadline_seconds) -> None:
+        self.fetched.append(digest)
+
+    async def hold(self, state: Digest) -> None:
+        self.held.append(state)
+
+
+class Observed:
+    def __init__(self, folder: Path):
+        self.made = ChainMaker(SPEC)
+        self.chain = Chain(SPEC.run_id, SPEC.genesis.name, LIMITS)
+        self.node = FakeNode(folder, self.chain)
+        self.archive = Archive(folder / "checkpoints", SPEC)
+        (folder / "genesis").write_bytes(b"0")
+        self.archive.add(
+            folder / "genesis", folder / "blob", round=0, state=state(0), record=genesis_digest(SPEC.run_id), tokens=0
+        )  # fmt: skip
+        self.view = ObserverView(cast(Any, self.node), SPEC, self.archive)
+
+    def rounds(self, count: int, work: dict[int, int]) -> None:
+        for _ in range(count):
+            self.chain.add(self.made.add(work))
+
+    async def archive_newest(self) -> None:
+        newest = self.view._newest_checkpoint()
+        assert newest is not None
+        await self.view.archive(*newest)
+
+
+@pytest.fixture
+def observed(tmp_path: Path) -> Observed:
+    return Observed(tmp_path)
+
+
+async def test_what_is_archived_may_be_made_final_and_the_observer_keeps_it(observed: Observed):
+    o = observed
+    o.rounds(4, {1: 2})
+    assert o.view._newest_checkpoint() is None and o.view.held_state() == 0
+    o.rounds(3, {1: 2})
+    await o.archive_newest()
+    assert o.view.held_state() == 5 and o.node.held == [state(5)] == o.node.fetched
+    assert o.view._newest_checkpoint() is None  # there already
+
+
+async def test_a_chain_that_turned_below_an_archived_state_is_archived_anew_and_the_lost_state_goes(observed: Observed):
+    o = observed
+    fork_at = 2
+    o.rounds(8, {1: 2})
+    await o.archive_newest()
+    lost = o.archive.newest()
+    assert lost is not None and o.view.held_state() == 5
+    o.made = o.made.fork(fork_at)
+    o.rounds(5, {2: 40})  # heavier, and shorter
+    assert o.chain.head == o.made.head
+    assert o.view.held_state() == 0  # what was archived is of a branch that lost
+    o.rounds(1, {2: 40})
+    await o.archive_newest()
+    assert o.view.held_state() == 5
+    assert [(a.round, a.record) for a in o.archive.all()] == [
+        (0, genesis_digest(SPEC.run_id)), (5, o.made.certificates[4].record.digest),
+    ]  # fmt: skip
+    assert lost.record not in {a.record for a in o.archive.all()}
+    assert o.view._newest_checkpoint() is None
+
+
+async def test_a_lost_state_of_a_higher_round_does_not_stand_in_the_way_of_finals(observed: Observed):
+    o = observed
+    o.rounds(6, {1: 2})
+    await o.archive_newest()
+    o.rounds(5, {1: 2})
+    await o.archive_newest()
+    assert o.view.held_state() == 10
+    o.made = o.made.fork(8)
+    o.rounds(1, {2: 60})
+    assert o.chain.height(o.chain.head) == 9
+    assert o.view.held_state() == 5  # on both branches
+
+
+# -- what a state is worth ------------------------------------------------------------------------------------
+
+
+class Uniform(torch.nn.Module):
+    """Knows nothing: every token is as likely. Notes what it was asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.firsts: list[int] = []
+
+    def forward(self, input_ids: torch.Tensor):
+        self.firsts += input_ids[:, 0].tolist()
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 256))
+
+
+def data() -> DataSpec:
+    return SPEC.data
+
+
+def shards(folder: Path, *windows: int) -> list[Path]:
+    """So many windows in each shard, each window begun by its number over all."""
+    paths, number = [], 0
+    for n, count in enumerate(windows):
+        tokens = np.zeros(count * 16 + 1, dtype="<u2")
+        for i in range(count):
+            tokens[i * 16] = number
+            number += 1
+        paths.append(folder / str(n))
+        tokens.tofile(paths[-1])
+    return paths
+
+
+def test_the_loss_of_a_model_that_knows_nothing_is_that_of_the_alphabet(tmp_path):
+    model = Uniform()
+    assert validation_loss(model, data(), shards(tmp_path, 3, 2)) == pytest.approx(np.log(256), abs=1e-5)
+    assert model.firsts == [0, 1, 2, 3, 4]
+
+
+def test_of_much_data_evenly_spaced_windows_are_taken(tmp_path):
+    model = Uniform()
+    validation_loss(model, data(), shards(tmp_path, 50, 50), max_windows=10, batch=3)
+    assert model.firsts == list(range(0, 100, 10))
+
+
+def test_no_data_or_none_that_can_be_read_is_said(tmp_path):
+    (tmp_path / "empty").touch()
+    with pytest.raises(CoordinatorError, match="no validation data"):
+        validation_loss(Uniform(), data(), [tmp_path / "empty"])
+    with pytest.raises(CoordinatorError, match="cannot be read"):
+        validation_loss(Uniform(), data(), [tmp_path / "missing"])
+
+
+def test_a_folder_that_is_no_archived_checkpoint_does_not_load(tmp_path):
+    with pytest.raises(CoordinatorError, match="not an archived checkpoint"):
+        load_archived(tmp_path)
+
+
+def archived_model(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> torch.nn.Module:
+    model = build_model(SPEC.model.config, seed=1)
+    tensors = {**parameters_of(model), **{MOMENTUM + n: torch.ones_like(p) for n, p in parameters_of(model).items()}}
+    change(tensors)
+    save_file({n: t.detach().contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SPEC.model.config))
+    return model
+
+
+def test_a_state_with_momentum_loads_as_its_model_without_a_word(tmp_path, capfd):
+    model = archived_model(tmp_path, lambda tensors: None)
+    loaded = load_archived(tmp_path)
+    assert all(torch.equal(p, parameters_of(model)[n]) for n, p in parameters_of(loaded).items())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_state_of_another_model_does_not_load(tmp_path):
+    name = next(iter(parameters_of(build_model(SPEC.model.config))))
+    archived_model(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(CoordinatorError, match=f"not its config's: .*{name.split('.')[-1]}"):
+        load_archived(tmp_path)
+    archived_model(tmp_path, lambda tensors: tensors.update(strange=torch.zeros(2)))
+    with pytest.raises(CoordinatorError, match="not its config's: strange"):
+        load_archived(tmp_path)

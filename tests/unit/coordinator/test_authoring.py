@@ -1,0 +1,296 @@
+"""From run.toml to a signed spec: the same run every time, and a sentence for everything that can be wrong."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coordinator.authoring import (
+    AuthoringError,
+    DataInputError,
+    RunChangedError,
+    RunFileError,
+    load_run,
+    prepare,
+    resolve,
+    validate,
+)
+from peer.training.data import WindowReader
+from protocol.codec import make_codec
+from protocol.errors import SpecError
+from protocol.identity import Identity
+from protocol.layout import MOMENTUM
+from protocol.merkle import blob_digest
+from protocol.model import build_model, load_state, model_layout, parameters_of
+from protocol.spec import open_spec
+from protocol.state import state_digest, state_layout, tensors_from_checkpoint
+
+OWNER = Identity(b"o" * 32)
+RUN = """
+[run]
+name = "little"
+seed = 3
+total_tokens = 100_000
+
+[model]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 4
+tie_word_embeddings = true
+max_position_embeddings = 64
+
+[data]
+source = "documents.jsonl"
+window = 16
+vocabulary = 300
+validation_every = 5
+
+[inner]
+lr = 0.002
+batch = 4
+
+[round]
+target_tokens = 1_000
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes the run file, with (pattern, replacement) edits; gives its path."""
+    texts = [f"Document {i}: the quick brown fox jumps over {i * i} lazy dogs." for i in range(40)]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+
+    def write(*edits: tuple[str, str], text: str = RUN) -> Path:
+        for pattern, replacement in edits:
+            assert re.search(pattern, text), pattern
+            text = re.sub(pattern, lambda _, r=replacement: r, text)
+        (tmp_path / "run.toml").write_text(text)
+        return tmp_path / "run.toml"
+
+    return write
+
+
+def test_a_resolved_run_is_signed_and_every_blob_that_it_names_is_there(write, tmp_path):
+    run = resolve(load_run(write()), tmp_path / "work", OWNER)
+    spec = open_spec(run.spec_envelope, run.spec.run_id)
+    assert spec == run.spec and spec.owner_key == OWNER.key and spec.name == "little"
+    named = [spec.genesis, spec.tokenizer, *spec.data.train, *spec.data.validation]
+    assert set(run.blobs) == {ref.name for ref in named}
+    for ref in named:
+        data = run.blobs[ref.name].read_bytes()
+        assert len(data) == ref.size and blob_digest(data) == ref.name
+    assert spec.model.config["vocab_size"] == 300 and spec.model.config["eos_token_id"] == 0
+    assert spec.inner.schedule.total_tokens == 100_000 and spec.round.max_update_tokens == 2_000
+
+
+def test_the_genesis_is_the_models_seeded_state_and_loads_as_safetensors(write, tmp_path):
+    plain = write((r"\[round\]", '[outer]\noptimiser = "plain"\n[round]'))
+    run = resolve(load_run(plain), tmp_path / "work", OWNER)
+    model = build_model(run.spec.model.config, seed=99)
+    layout = model_layout(model)
+    assert layout == run.spec.model.layout
+    path = run.blobs[run.spec.genesis.name]
+    tensors = tensors_from_checkpoint(layout, path.read_bytes())
+    assert state_digest(layout, tensors) == run.spec.genesis.name
+    load_state(model, tensors)
+    same = parameters_of(build_model(run.spec.model.config, seed=3))
+    assert all(torch.equal(p, same[n]) for n, p in parameters_of(model).items())
+    assert all(torch.equal(t, tensors[n]) for n, t in load_file(path).items())
+
+
+def test_the_data_of_a_resolved_run_can_be_read_and_is_what_the_model_expects(write, tmp_path):
+    run = resolve(load_run(write()), tmp_path / "work", OWNER)
+    reader = WindowReader(run.spec.data, run.blobs, vocabulary=run.spec.model.config["vocab_size"])
+    windows = reader.read(range(reader.total))
+    assert reader.total == run.spec.data.train_windows > 10
+    logits = build_model(run.spec.model.config)(input_ids=windows[:2, :-1]).logits
+    assert logits.shape == (2, 16, 300)
+    assert WindowReader(run.spec.data, run.blobs, part="validation").total > 0
+
+
+def test_an_outer_optimiser_with_momentum_has_it_in_the_genesis(write, tmp_path):
+    run = resolve(load_run(write((r"\[round\]", '[outer]\noptimiser = "nesterov"\n[round]'))), tmp_path / "work", OWNER)
+    layout = state_layout(run.spec.model.layout, run.spec.outer)
+    tensors = tensors_from_checkpoint(layout, run.blobs[run.spec.genesis.name].read_bytes())
+    momentum = [t for n, t in tensors.items() if n.startswith(MOMENTUM)]
+    assert len(momentum) == len(tensors) // 2 and not any(t.any() for t in momentum)
+
+
+def test_resolving_again_gives_the_same_run_and_the_same_in_another_folder(write, tmp_path):
+    path = write()
+    first = resolve(load_run(path), tmp_path / "work", OWNER)
+    assert resolve(load_run(path), tmp_path / "work", OWNER) == first
+    assert resolve(load_run(path), tmp_path / "other", OWNER).spec.run_id == first.spec.run_id
+
+
+@pytest.mark.parametrize(
+    ("tables", "optimiser", "lr", "momentum"),
+    [
+        ("", "nesterov", 1.0, 0.5),
+        ('[codec]\nkind = "sparse"\n', "plain", 1.0, 0.9),
+        ('[codec]\nkind = "sparse"\n[outer]\noptimiser = "nesterov"\n', "nesterov", 1.0, 0.9),
+        ('[outer]\noptimiser = "plain"\n', "plain", 1.8, 0.9),
+        ('[outer]\noptimiser = "plain"\nlr = 0.5\n', "plain", 0.5, 0.9),
+        ("[outer]\nlr = 0.5\nmomentum = 0.25\n", "nesterov", 0.5, 0.25),
+    ],
+)
+def test_what_is_left_out_of_the_outer_step_follows_the_codec(write, tables, optimiser, lr, momentum):
+    outer = load_run(write((r"\[round\]", f"{tables}[round]"))).outer
+    assert (outer.optimiser, outer.lr, outer.momentum) == (optimiser, lr, momentum)
+
+
+def test_comments_and_spelled_out_defaults_change_nothing(write, tmp_path):
+    first = resolve(load_run(write()), tmp_path / "work", OWNER)
+    spelled_out = '[codec]\nkind = "sign"\n[outer]\noptimiser = "nesterov"\nlr = 1.0\nmomentum = 0.5\n[round]'
+    again = write((r"lr = 0\.002", "lr = 2e-3  # as before"), (r"\[round\]", spelled_out))
+    assert resolve(load_run(again), tmp_path / "work", OWNER) == first
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        ((r"lr = 0\.002", "lr = 0.003"), "inner.lr was 0.002, is now 0.003"),
+        ((r"hidden_size = 32", "hidden_size = 64"), "model.hidden_size was 32, is now 64"),
+        ((r"seed = 3\n", ""), "run.seed was 3, is now 0"),
+        ((r"tie_word_embeddings = true\n", ""), "model.tie_word_embeddings was True, is now not set"),
+        ((r"vocabulary = 300", "vocabulary = 310"), "data.vocabulary was 300, is now 310"),
+    ],
+)
+def test_a_run_file_that_changed_after_the_run_began_is_refused_field_by_field(write, tmp_path, edit, says):
+    resolve(load_run(write()), tmp_path / "work", OWNER)
+    with pytest.raises(RunChangedError, match=re.escape(says) + ".*put it back, or give the run a new name"):
+        resolve(load_run(write(edit)), tmp_path / "work", OWNER)
+    resolve(load_run(write()), tmp_path / "work", OWNER)  # put back: nothing was spoiled
+
+
+def test_documents_that_changed_after_the_run_began_are_refused(write, tmp_path):
+    path = write()
+    resolve(load_run(path), tmp_path / "work", OWNER)
+    with (tmp_path / "documents.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(RunChangedError, match=r"documents\.jsonl changed"):
+        resolve(load_run(path), tmp_path / "work", OWNER)
+
+
+def test_another_owner_cannot_go_on_with_a_run(write, tmp_path):
+    path = write()
+    resolve(load_run(path), tmp_path / "work", OWNER)
+    with pytest.raises(RunChangedError, match="owner's key file"):
+        resolve(load_run(path), tmp_path / "work", Identity(b"x" * 32))
+
+
+def test_lost_files_of_a_run_are_made_again_or_named(write, tmp_path):
+    path = write()
+    first = resolve(load_run(path), tmp_path / "work", OWNER)
+    genesis = tmp_path / "work" / "genesis.safetensors"
+    genesis.write_bytes(genesis.read_bytes()[:-1] + b"x")
+    shutil.rmtree(tmp_path / "work" / "data")
+    assert resolve(load_run(path), tmp_path / "work", OWNER) == first
+    assert blob_digest(genesis.read_bytes()) == first.spec.genesis.name
+    (tmp_path / "work" / "spec.signed").write_bytes(b"rubbish")
+    with pytest.raises(AuthoringError, match=r"spec\.signed.*from a copy"):
+        resolve(load_run(path), tmp_path / "work", OWNER)
+
+
+def test_a_folder_prepared_before_can_be_named(write, tmp_path):
+    made = prepare(["documents.jsonl"], tmp_path / "ready", vocabulary=300, validation_every=5, base=tmp_path)
+    path = write(
+        (r'source = "documents.jsonl"', 'prepared = "ready"'), (r"vocabulary = 300\nvalidation_every = 5\n", "")
+    )
+    run = resolve(load_run(path), tmp_path / "work", OWNER)
+    assert run.spec.data.train == made.manifest.train.shards and not (tmp_path / "work" / "data").exists()
+    assert any("windows to train on" in line and "about" not in line for line in validate(path))
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        ((r"target_tokens = 1_000", ""), r"run\.toml:\d+: round\.target_tokens: is missing"),
+        ((r"lr = 0\.002", "lrr = 0.002"), r"run\.toml:23: inner\.lrr: is not a field; did you mean lr\?"),
+        ((r"lr = 0\.002", "lr = -1"), r"run\.toml:23: inner\.lr: .*greater than 0 \(found '-1'\)"),
+        ((r"lr = 0\.002", "lr = nan"), r"inner\.lr: .*finite"),
+        ((r"\[inner\]", "[iner]"), r"run\.toml:22: iner: is not a field; did you mean inner\?"),
+        ((r'name = "little"', 'name = ""'), r"run\.toml:3: run\.name: "),
+        ((r"window = 16", 'window = "16 tokens"'), r"data\.window: .*integer"),
+        ((r"total_tokens = 100_000", ""), r"run\.total_tokens: a schedule that decays needs an end"),
+        ((r'model_type = "llama"', ""), r"model\.model_type: is missing"),
+        ((r"vocabulary = 300", ""), r"data: write either vocabulary"),
+        ((r'source = "documents.jsonl"', ""), r"data: write either source"),
+        ((r'source = "documents.jsonl"', 'prepared = "x"'), r"vocabulary, validation_every: settled when"),
+        ((r"target_tokens = 1_000", "target_tokens = 1_000\nmax_update_tokens = 8"), r"round\.max_update_tokens: must"),
+        ((r"\[inner\]", "[inner.schedule]\nkind = 'steep'\n[inner]"), r"inner\.schedule\.kind: .*'cosine'"),
+        (
+            (r"window = 16", 'window = 16\naddresses = ["ssh://h/x"]'),
+            r"data: addresses: 'ssh://h/x' is no address of data",
+        ),
+        ((r"\[run\]", "[run"), r"run\.toml: not TOML: .*line 2"),
+        ((r"seed = 3", "seed = 3\nseed = 4"), r"not TOML: .*line 5"),
+    ],
+)
+def test_a_bad_run_file_names_file_line_field_and_remedy(write, edit, says):
+    with pytest.raises(RunFileError, match=says):
+        load_run(write(edit))
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "says"),
+    [
+        (
+            (r"hidden_size = 32", "hiden_size = 32"),
+            SpecError,
+            r"run\.toml: model: hiden_size: .*did you mean hidden_size",
+        ),
+        ((r'"llama"', '"lama"'), SpecError, r"run\.toml: model: model_type is 'lama'.*llama"),
+        ((r"num_attention_heads = 4", "num_attention_heads = 5"), SpecError, r"run\.toml: model: .*attention heads"),
+        ((r"\[data\]", "vocab_size = 200\n[data]"), RunFileError, r"model\.vocab_size: 200 is less than .* 300"),
+        ((r"window = 16", "window = 128"), RunFileError, r"do not fit model\.max_position_embeddings = 64"),
+        ((r"documents\.jsonl", "none.jsonl"), DataInputError, r"run\.toml: data: none\.jsonl: no such file"),
+        ((r"window = 16", 'window = 16\nfield = "body"'), DataInputError, r"line 1: no field 'body': there is 'text'"),
+    ],
+)
+def test_what_only_shows_when_resolving_names_the_run_file_too_and_begins_nothing(write, tmp_path, edit, error, says):
+    run_file = load_run(write(edit))
+    with pytest.raises(error, match=says) as e:
+        resolve(run_file, tmp_path / "work", OWNER)
+    assert "\n" not in str(e.value)
+    assert not (tmp_path / "work" / "spec.signed").exists()
+
+
+def test_a_mistake_mended_before_the_run_began_leaves_no_trace(write, tmp_path):
+    with pytest.raises(SpecError):
+        resolve(load_run(write((r"hidden_size = 32", "hiden_size = 32"))), tmp_path / "work", OWNER)
+    resolve(load_run(write((r"vocabulary = 300", "vocabulary = 290"))), tmp_path / "work", OWNER)
+
+
+def test_a_run_file_that_is_not_there_or_not_text_is_named(tmp_path):
+    with pytest.raises(RunFileError, match=r"no such file: examples/sotu\.toml"):
+        load_run(tmp_path / "none.toml")
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(RunFileError, match="UTF-8"):
+        load_run(tmp_path / "x.toml")
+    with pytest.raises(RunFileError, match="cannot be read"):
+        load_run(tmp_path)
+
+
+def test_the_summary_states_what_the_spec_will_say(write, tmp_path):
+    path = write((r"\[round\]", '[codec]\nkind = "sparse"\n[round]'))
+    text = "\n".join(validate(path))
+    spec = resolve(load_run(path), tmp_path / "work", OWNER).spec
+    assert f"{spec.model.layout.numel:,} parameters" in text
+    size = make_codec(spec.codec, spec.model.layout).size
+    assert f"update: {size} B" in text
+    (stated,) = re.findall(r"about ([\d,]+) windows", text)
+    windows = int(stated.replace(",", ""))
+    assert 0.3 < windows / spec.data.train_windows < 3
+    assert "about 100 rounds" in text
+
+
+def test_the_example_that_is_shipped_is_valid():
+    lines = validate(Path(__file__).resolve().parents[3] / "examples" / "sotu.toml")
+    assert "sotu" in lines[0]

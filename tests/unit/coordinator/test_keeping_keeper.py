@@ -1,0 +1,423 @@
+"""The keeper: what is final is signed, copied and judged, and whatever fails holds up nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cairn.checkpoints import verify_checkpoint
+from coordinator.errors import CoordinatorError
+from coordinator.evaluation import measure
+from coordinator.keeping import evaluating
+from coordinator.keeping import keeper as keeping
+from coordinator.keeping.copying import Place
+from coordinator.keeping.errand import ErrandError, run_errand
+from coordinator.keeping.evaluating import free_device, plain
+from coordinator.keeping.evaluations import Evaluations
+from coordinator.keeping.keeper import Keeper
+from protocol.errors import CairnError
+from tests.support.keeping_world import KeptWorld, nan
+from tests.unit.coordinator.test_archive import SPEC, Uniform, shards
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptWorld:
+    monkeypatch.setattr(keeping, "POLL", 0.05)
+    return KeptWorld(tmp_path, monkeypatch)
+
+
+async def until(look: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not look():
+        assert time.monotonic() < end, "not in time"
+        await asyncio.sleep(0.02)
+
+
+class Kept:
+    """A keeper at work."""
+
+    def __init__(self, world: KeptWorld, **settings: Any):
+        self.world = world
+        self.keeper = world.keeper(**settings)
+
+    async def __aenter__(self) -> Keeper:
+        self.keeper.start(self.world.is_settled)
+        return self.keeper
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.keeper.stop()
+
+
+# -- final ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_names_it(world: KeptWorld):
+    world.rounds(7)
+    made = world.add(5)
+    world.settled = 4
+    async with Kept(world) as keeper:
+        await asyncio.sleep(0.3)
+        assert world.archive.newest_final() is None
+        world.settled = 5
+        await until(world.archive.newest_final)
+        assert keeper.checkpoints()[0]["final"] is True
+    assert verify_checkpoint(str(made.folder), world.spec.owner).signed == world.swarm.chain.certificates[5].digest
+
+
+async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(world: KeptWorld):
+    world.rounds(7)
+    world.state(99)
+    world.files[5], world.digests[5] = world.files[99], world.digests[99]
+    world.add(5)
+    world.settled = 6
+    async with Kept(world) as keeper:
+        await until(lambda: "is not the one that the chain names" in keeper.problem)
+        assert world.archive.newest_final() is None
+        assert dict((n, v) for n, _, v in keeper.facts())["cairn_archive_problem"] == 1
+
+
+def test_the_newest_final_state_and_an_open_one_outlive_the_policy(world: KeptWorld):
+    world.archive.policy = replace(world.archive.policy, newest=1)
+    opened = world.final(5)
+    assert world.archive.state_for(world.swarm.chain.certificates[4].digest) == opened
+    with world.archive.reading(opened):
+        for r in range(10, 45, 5):
+            world.rounds(5)
+            world.add(r)
+        assert [a.round for a in world.archive.all()] == [5, 35, 40]
+        world.finalise(world.archive.all()[1])
+        world.archive.prune()
+        assert [a.round for a in world.archive.all()] == [5, 35, 40]
+    world.archive.prune()
+    assert [a.round for a in world.archive.all()] == [35, 40]
+
+
+def test_a_removal_that_was_cut_off_leaves_nothing_that_looks_whole(world: KeptWorld, monkeypatch):
+    made = world.final(5)
+    with monkeypatch.context() as m:
+        m.setattr("shutil.rmtree", lambda *a, **k: None)  # killed just before the files go
+        world.archive.drop([made])
+    assert world.archive.all() == []
+    world.final(10)
+    assert [p.name for p in world.archive.folder.iterdir()] == ["round-000010"]
+
+
+def test_a_full_disk_takes_what_is_merely_new_and_then_says_so(world: KeptWorld, monkeypatch):
+    for r in (0, 5, 10, 15):
+        world.final(r)
+    free = {"bytes": 0}
+
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=free["bytes"] + 100 * (4 - len(list(world.archive.folder.glob("round-*")))))
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    world.archive.make_room(100)
+    assert [a.round for a in world.archive.all()] == [0, 10, 15]
+    with pytest.raises(CoordinatorError, match=r"the disk of .* is full.*free some disk space, or keep fewer"):
+        world.archive.make_room(10**6)
+    assert [a.round for a in world.archive.all()] == [0, 15]  # the first and the newest final one
+
+
+# -- copies -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_final_is_copied_and_verifies_there(world: KeptWorld):
+    address = world.folder / "copies"
+    world.rounds(12)
+    world.add(0), world.add(5), world.add(10)
+    world.settled = 5
+    async with Kept(world, archive={"address": str(address)}) as keeper:
+        await until(lambda: len(list(address.glob("round-*/cairn.json"))) == 2)
+        assert sorted(p.name[:12] for p in address.iterdir()) == ["round-000000", "round-000005"]
+        world.settled = 11
+        world.swarm.changed()
+        await until(lambda: len(list(address.glob("round-*/cairn.json"))) == 3)
+        await until(lambda: not keeper.to_copy())
+        assert all(c["copied"] for c in keeper.checkpoints()) and keeper.problem == ""
+    for folder in address.iterdir():
+        verify_checkpoint(str(folder), world.spec.owner)
+
+
+async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothing(
+    world: KeptWorld, monkeypatch, caplog
+):
+    monkeypatch.setattr(keeping, "WAITS", (0.05,))
+    blocked = world.folder / "copies"
+    blocked.write_text("a file, where a folder should be")
+    world.rounds(12)
+    world.add(5)
+    world.settled = 5
+    async with Kept(world, archive={"address": str(blocked / "there")}) as keeper:
+        await until(lambda: keeper._counts["copies_failed"] >= 2)
+        assert "checkpoints are not copied" in keeper.problem and "the local ones are whole" in keeper.problem
+        assert sum("are not copied" in r.message for r in caplog.records) == 1
+        world.add(10)
+        world.settled = 11
+        await until(lambda: all(a.final for a in world.archive.all()))  # signing goes on meanwhile
+        blocked.unlink()
+        await until(lambda: not keeper.to_copy() and keeper.problem == "")
+    assert len(list((blocked / "there").glob("round-*/cairn.json"))) == 2
+
+
+async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_ends_it(world: KeptWorld):
+    made, address = world.final(5), world.folder / "copies"
+    job = world.keeper(archive={"address": str(address), "mbits": 0.2})._copy_job([made], set())
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coordinator.keeping.copying", stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(job).encode())
+    process.stdin.close()
+    await until(
+        lambda: (
+            any(p.stat().st_size for p in address.glob("round-*/model.safetensors"))
+            or any(address.glob("round-*/model.safetensors"))
+        )
+    )
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    place = Place(str(address), world.spec.run_id)
+    assert place.list() == []
+    with pytest.raises(CairnError, match="cairn.json is not there"):
+        verify_checkpoint(str(next(address.iterdir())), world.spec.owner)
+    place.keep([made.folder], world.archive.policy, {}, set())
+    verify_checkpoint(str(next(address.iterdir())), world.spec.owner)
+
+
+def test_a_process_killed_at_any_step_of_archiving_leaves_whole_states_only(world: KeptWorld, monkeypatch):
+    """Power goes at each durable step in turn: what has a name is whole and verifies."""
+    from coordinator import archive as archiving
+
+    world.rounds(7)
+
+    class Power(BaseException):
+        pass
+
+    flush = archiving._flush
+    for step in range(1, 12):
+        left = [step]
+
+        def cut(path: Path, left=left) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise Power
+            flush(path)
+
+        with monkeypatch.context() as m:
+            m.setattr(archiving, "_flush", cut)
+            try:
+                world.finalise(world.add(5))
+            except Power:
+                pass
+        for found in world.archive.all():
+            assert found.state == world.digests[5]
+            if found.final:
+                verify_checkpoint(str(found.folder), world.spec.owner)
+            else:
+                with pytest.raises(CairnError, match="not final when"):
+                    verify_checkpoint(str(found.folder), world.spec.owner)
+        if left[0] > 0:
+            break
+        world.archive.drop(world.archive.all())
+    else:
+        raise AssertionError("there are more steps than were tried")
+    assert step > 4
+
+
+# -- evaluation and texts -----------------------------------------------------------------------------------------
+
+
+async def _here(module: str, job: dict, heard: Callable[[dict], None], **limits: Any) -> None:
+    """The evaluation without its process."""
+    await asyncio.to_thread(evaluating._work, job, heard)
+
+
+async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkeypatch):
+    monkeypatch.setattr(keeping, "run_errand", _here)
+    monkeypatch.setattr(evaluating, "bound_memory", lambda size: None)
+    world.rounds(7)
+    world.add(0)
+    async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 6}) as keeper:
+        await until(lambda: keeper.validation)
+        world.add(5)
+        world.swarm.changed()
+        await until(lambda: len(keeper.judged()) == 2 and len(keeper.samples(None, 100)) == 12)
+        losses = keeper.judged()
+        found = keeper.samples(None, 100)
+        assert keeper.samples(5, 100) == [s for s in found if s["round"] == 0]
+        assert keeper.checkpoints()[0]["validation_loss"] == losses[0]
+        assert [p[:2] for p in keeper.validation_points()] == [(0, 0), (5, 240)]
+    assert all(abs(loss - math.log(256)) < 1 for loss in losses)
+    assert len(found) == 12 and found[0]["round"] == 5
+    assert all(1 <= len(s["prompt"]) <= 16 for s in found)
+    again = Evaluations(world.folder / "run")
+    assert again.rows() == keeper.evaluations.rows()
+    assert again.samples(None, 100) == keeper.evaluations.samples(None, 100)
+    row = again.rows()[0]
+    assert (row["windows"], row["device"]) == (20, free_device("auto", 0))
+    assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    again.leave([world.digests[5]])
+    assert [r["round"] for r in again.rows()] == [0] and {s["round"] for s in again.samples(None, 100)} == {0}
+    assert Evaluations(world.folder / "run").newest() == row
+
+
+async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: KeptWorld, caplog):
+    world.rounds(7)
+    world.state(5, nan)
+    world.add(5)
+    async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 0}) as keeper:
+        await until(keeper.judged)
+        assert math.isnan(keeper.judged()[0]) and keeper.validation == (5, None) and keeper.validation_points() == []
+        assert math.isnan(dict((n, v) for n, _, v in keeper.facts())["cairn_validation_loss"])
+    assert "the run has diverged" in caplog.text
+
+
+async def test_rounds_between_are_passed_over_and_what_fails_is_tried_twice(world: KeptWorld, monkeypatch, caplog):
+    asked: list[str] = []
+
+    async def fails(module, job, heard, **limits):
+        asked.append(Path(job["folder"]).name)
+        if len(asked) <= 2:
+            raise ErrandError("its process was killed: most likely memory ran out")
+        heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+
+    monkeypatch.setattr(keeping, "run_errand", fails)
+    world.rounds(22)
+    world.add(0)
+    async with Kept(world, evaluation={"every": 10}) as keeper:
+        await until(lambda: len(asked) == 2)
+        await asyncio.sleep(0.2)
+        assert len(asked) == 2 and "memory ran out; the next one is tried" in keeper.problem
+        for r in (5, 10, 15, 20):
+            world.add(r)
+            await asyncio.sleep(0.2)
+        await until(lambda: len(asked) == 4)
+        assert asked[2:] == ["round-000005", "round-000015"] and keeper.problem == ""
+        assert keeper._job(world.archive.all()[-1])["most"] == 4  # a slow machine: the same few windows each time
+
+
+async def test_without_validation_data_a_state_writes_once_from_the_owners_prompts(world: KeptWorld, monkeypatch):
+    asked: list[dict] = []
+
+    async def writes(module, job, heard, **limits):
+        asked.append(job)
+        heard({"prompt": "Hello", "text": " world", "temperature": 0.0})
+
+    monkeypatch.setattr(keeping, "run_errand", writes)
+    world.rounds(7)
+    world.add(5)
+    kept = Kept(world, evaluation={}, samples={"prompts": ["Hello"]})
+    kept.keeper._shards = []
+    async with kept as keeper:
+        await until(lambda: keeper.samples(None, 9))
+        await asyncio.sleep(0.3)
+    assert len(asked) == 1 and asked[0]["prompts"] == ["Hello"] and keeper.validation is None
+
+
+def test_the_same_few_windows_judge_on_a_slow_machine(tmp_path):
+    first, second = Uniform(), Uniform()
+    ticks = iter(range(100))
+    found = measure(first, SPEC.data, shards(tmp_path, 64), batch=4, seconds=2.5, clock=lambda: float(next(ticks)))
+    assert found.windows == 12 and sorted(first.firsts)[:3] != [0, 1, 2]
+    assert max(b - a for a, b in zip(sorted(first.firsts), sorted(first.firsts)[1:], strict=False)) <= 8
+    assert measure(second, SPEC.data, shards(tmp_path, 64), batch=4, most=12).windows == 12
+    assert first.firsts == second.firsts
+
+
+def test_text_of_strangers_is_plain_and_short():
+    assert plain("a\x00b\x1b[31m\u202ec\r\n\td\u2028e\ud800") == "ab[31mc\n d e"
+    assert plain("x" * 5000) == "x" * 999 + "…"
+    assert plain("e" + "\u0301" * 50) == "e" + "\u0301" * 4
+    assert plain("<script>") == "<script>"
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_free_is_taken_and_a_busy_one_is_left():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    free, total = torch.cuda.mem_get_info(0)
+    assert free_device("auto", 10**6).startswith("cuda") == (free >= 0.8 * total)
+    assert free_device("auto", total) == "cpu"
+
+
+# -- errands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def errand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A module that does this work."""
+
+    def write(body: str) -> str:
+        text = "from coordinator.keeping.errand import *\nimport os, time, signal\n" + f"def work(job, say):\n {body}\n"
+        (tmp_path / "an_errand.py").write_text(text + "serve_errand(work)\n")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", os.getcwd())]))
+        return "an_errand"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ("time.sleep(60)", "longer than 3 s"),
+        ("raise CoordinatorError('the disk is full')", "the disk is full"),
+        ("raise KeyError('spam')", "code 1.*spam"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "memory ran out"),
+        ("print('x' * 10**7); say({'a': 'x' * 2 * 10**6})", "more in a line"),
+        ("bound_memory(10**9); bytearray(2 * 10**9)", "memory did not suffice"),
+    ],
+)
+async def test_an_errand_that_fails_says_why(errand, body, said):
+    with pytest.raises(ErrandError, match=said):
+        await run_errand(errand(body), {}, lambda row: None, deadline=3 if "sleep" in body else 30)
+
+
+async def test_an_errand_answers_line_by_line_at_low_priority_and_ends_with_the_one_who_asked(errand):
+    rows: list[dict] = []
+    work = "print('noise'); say({'pid': os.getpid(), 'nice': os.nice(0), 'got': job['x']}); time.sleep(60)"
+    running = asyncio.create_task(run_errand(errand(work), {"x": 7}, rows.append, deadline=60))
+    await until(lambda: rows)
+    assert rows[0]["nice"] == 19 and rows[0]["got"] == 7
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await until(lambda: not _runs(rows[0]["pid"]))
+
+
+async def test_an_errand_dies_with_a_coordinator_that_is_killed(errand, tmp_path):
+    work = "open(job['file'], 'w').write(str(os.getpid())); time.sleep(60)"
+    file, module = tmp_path / "pid", errand(work)
+    ask = "import asyncio, sys; from coordinator.keeping.errand import run_errand; "
+    ask += "asyncio.run(run_errand(sys.argv[1], {'file': sys.argv[2]}, print, deadline=60))"
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", ask, module, str(file))
+    await until(lambda: file.exists() and file.read_text())
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not _runs(int(file.read_text())))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_silence_is_taken_for_a_hang(errand):
+    rows: list[dict] = []
+    with pytest.raises(ErrandError, match="nothing came of it for 2 s"):
+        await run_errand(errand("say({'a': 1}); time.sleep(60)"), {}, rows.append, deadline=60, silence=2)
+    assert rows == [{"a": 1}]

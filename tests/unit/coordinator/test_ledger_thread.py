@@ -1,0 +1,164 @@
+"""The ledger's threads: what waits is committed together, and nobody hears of it before it is on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from coordinator.errors import LedgerConflictError, LedgerError, TooManyError
+from coordinator.ledger import Admitted, Ledger
+from coordinator.ledger_thread import MAX_WAITING, LedgerThread
+from tests.support.coordinator_fakes import make_spec, peer
+from tests.unit.coordinator.test_ledger import make_accounts
+
+SPEC = make_spec()
+
+
+@pytest.fixture
+async def thread(ledger_place):
+    opened = LedgerThread()
+    await opened.open(ledger_place, SPEC)
+    yield opened
+    await opened.close()
+
+
+def admitted(n: int) -> Admitted:
+    return Admitted(peer(n).key, f"p{n}", 1, 1, 10, b"x")
+
+
+class Held:
+    """Holds the writer until told, so that what is asked meanwhile waits for one group."""
+
+    def __init__(self, thread: LedgerThread):
+        self._go = threading.Event()
+        self.task = asyncio.ensure_future(thread.run(lambda _: self._go.wait(10)))
+
+    async def release(self) -> None:
+        await asyncio.sleep(0)
+        self._go.set()
+        await self.task
+
+
+async def test_writes_that_wait_are_one_transaction(thread: LedgerThread):
+    ledger, begun = thread._ledger, 0
+    assert ledger is not None
+    begin = ledger._db.begin
+
+    def counted() -> None:
+        nonlocal begun
+        begun += 1
+        begin()
+
+    ledger._db.begin = counted
+    held = Held(thread)
+    await asyncio.sleep(0.05)
+    writes = [asyncio.ensure_future(thread.run(lambda db, n=n: db.admit(admitted(n)))) for n in range(100)]
+    await held.release()
+    await asyncio.gather(*writes)
+    assert begun == 2  # the one that was held, and all that waited
+    assert len(await thread.read(lambda db: db.admissions())) == 100
+
+
+async def test_one_that_fails_takes_no_other_with_it(thread: LedgerThread):
+    accounts = make_accounts(3)
+    held = Held(thread)
+    good = [asyncio.ensure_future(thread.run(lambda db, a=a: db.post(a))) for a in accounts[:1]]
+    gap = asyncio.ensure_future(thread.run(lambda db: db.post(accounts[2])))
+    fault = asyncio.ensure_future(thread.run(lambda db: (db.post(accounts[1]), 1 / 0)))
+    good += [asyncio.ensure_future(thread.run(lambda db, a=a: db.post(a))) for a in accounts[1:]]
+    await held.release()
+    assert await asyncio.gather(*good) == [True] * 3
+    with pytest.raises(LedgerConflictError):
+        await gap
+    with pytest.raises(ZeroDivisionError):
+        await fault
+    assert await thread.run(lambda db: db.check()) == []
+
+
+async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread):
+    ledger = thread._ledger
+    assert ledger is not None
+    query, full = ledger._db.query, True
+
+    def failing(sql: str, values=()):
+        if full and sql == "COMMIT":
+            raise LedgerError("the disk is full")
+        return query(sql, values)
+
+    ledger._db.query = failing
+    results = await asyncio.gather(
+        thread.run(lambda db: db.post(make_accounts(1)[0])), thread.run(lambda db: db.admit(admitted(1))),
+        return_exceptions=True,
+    )  # fmt: skip
+    assert all(isinstance(r, LedgerError) for r in results)
+    assert await thread.read(lambda db: (db.size(), db.admissions())) == (0, [])
+    full = False
+    assert await thread.run(lambda db: db.post(make_accounts(1)[0]))
+    assert await thread.run(lambda db: db.check()) == []
+
+
+async def test_a_database_that_ends_the_transaction_by_itself_fails_all_of_the_group(thread: LedgerThread):
+    def lost(db: Ledger) -> None:
+        db.admit(admitted(2))
+        db._db.query("ROLLBACK")  # as SQLite does when the disk is full
+        raise LedgerError("the disk is full")
+
+    held = Held(thread)
+    jobs = [
+        thread.run(lambda db: db.admit(admitted(1))),
+        thread.run(lost),
+        thread.run(lambda db: db.admit(admitted(3))),
+    ]
+    told = asyncio.ensure_future(asyncio.gather(*jobs, return_exceptions=True))
+    await asyncio.sleep(0.05)
+    await asyncio.gather(held.release(), return_exceptions=True)
+    assert [type(r) for r in await told] == [LedgerError] * 3
+    assert await thread.read(lambda db: db.admissions()) == []
+
+
+async def test_a_reader_sees_what_is_committed_and_waits_for_no_write(thread: LedgerThread):
+    await thread.run(lambda db: db.admit(admitted(1)))
+    held = Held(thread)
+    assert len(await asyncio.wait_for(thread.read(lambda db: db.admissions()), 5)) == 1
+    with pytest.raises(LedgerError):
+        await thread.read(lambda db: db.admit(admitted(2)))
+    await held.release()
+
+
+async def test_it_is_not_closed_under_a_read_whose_asker_has_left(ledger_place):
+    opened, go, seen = LedgerThread(), threading.Event(), []
+    await opened.open(ledger_place, SPEC)
+
+    def slow(db: Ledger) -> None:
+        go.wait(10)
+        seen.append(db.size())
+
+    gone = asyncio.ensure_future(opened.read(slow))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    closing = asyncio.ensure_future(opened.close())
+    await asyncio.sleep(0.1)
+    go.set()
+    await asyncio.wait_for(closing, 10)
+    assert len(seen) == 1  # it was read, not refused by a closed database
+
+
+async def test_too_much_that_waits_is_refused(thread: LedgerThread):
+    held = Held(thread)
+    waiting = [asyncio.ensure_future(thread.run(lambda _: None)) for _ in range(MAX_WAITING - 1)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyError):
+        await thread.run(lambda _: None)
+    await held.release()
+    await asyncio.gather(*waiting)
+
+
+async def test_a_caller_that_is_gone_leaves_the_work_to_be_done(thread: LedgerThread):
+    held = Held(thread)
+    gone = asyncio.ensure_future(thread.run(lambda db: db.admit(admitted(1))))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await held.release()
+    assert len(await thread.run(lambda db: db.admissions())) == 1

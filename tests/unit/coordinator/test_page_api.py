@@ -1,0 +1,395 @@
+"""The page's API: described whole and truly, asked about anything, and its answers kept for a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from coordinator.alerts.journal import Alert
+from coordinator.archive import SHEET
+from coordinator.keeping.shown import Kept
+from coordinator.page import downloads, json_view, openapi, schemas
+from coordinator.page.answers import MAX_KEPT, Answers, Body
+from coordinator.page.app import make_app
+from coordinator.page.endpoints import ENDPOINTS, SORTS
+from coordinator.page.log_paths import LOG_PATHS
+from coordinator.peers import PHASES
+from coordinator.service import Coordinator
+from protocol.ids import Digest
+from tests.integration.test_metrics import overview
+from tests.page.log_fakes import FakeLog
+from tests.page.world import World
+from tests.support.coordinator_fakes import FakeSwarm, peer
+
+ROUNDS = 9
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("run")
+    checkpoint(folder, 5)
+    world = World(folder)
+    world.start()
+    world.name_peers()
+    world.play(ROUNDS)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def get(world: World):
+    with httpx.Client(base_url=world.url, timeout=20, trust_env=False) as client:
+        yield client
+
+
+def checkpoint(folder: Path, round_: int, **more) -> bytes:
+    """An archived state, as the coordinator's archive leaves it; its weights."""
+    place = folder / "checkpoints" / f"round-{round_:06d}"
+    place.mkdir(parents=True)
+    weights = bytes(range(256)) * 4000
+    (place / "model.safetensors").write_bytes(weights)
+    (place / "config.json").write_text("{}")
+    names = dict.fromkeys(("run", "state", "record"), str(Digest(bytes(32))))
+    (place / SHEET).write_text(json.dumps(names | {"round": round_, "tokens": 99} | more))
+    return weights
+
+
+QUESTIONS = {
+    "/api/peers": ["", "?sort=credits&order=down&limit=3", "?q=h200", "?q=nobody", "?offset=5000", f"?q={peer(3).key}"],
+    "/api/peers/{key}": [str(peer(5).key)],
+    "/api/rounds": ["", "?after=3&limit=2", "?after=1000"],
+    "/api/rounds/newest": ["", "?limit=3", "?before=4", "?before=0"],
+    "/api/rounds/{number}": ["0", str(ROUNDS - 1)],
+    "/api/rounds/{number}/certificate": ["0", str(ROUNDS - 1)],
+    "/api/leaderboard": ["", "?by=account", "?by=team", f"?limit=2&after={peer(1).key}"],
+}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda e: e.path)
+def test_every_answer_is_what_the_document_says(endpoint, get):
+    schema = get.get("/api/openapi.json").json()["paths"][endpoint.path]["get"]["responses"]["200"]
+    check = jsonschema.Draft202012Validator(schema["content"]["application/json"]["schema"])
+    check.check_schema(check.schema)
+    for question in QUESTIONS.get(endpoint.path, [""]):
+        path = re.sub("{.*}", question, endpoint.path) if "{" in endpoint.path else endpoint.path + question
+        answer = get.get(path)
+        assert answer.status_code == 200, path
+        check.validate(answer.json())
+
+
+def test_every_route_is_in_the_document_and_nothing_else_is(world, get):
+    document = get.get("/api/openapi.json").json()
+    assert document["openapi"] == "3.1.0"
+    routes = {r.path for r in _routes(world.coordinator)} | {"/events"}  # a stream, which is no route of Starlette's
+    pages = {"/", "/api", "/static/{name:path}", "/favicon.svg", "/favicon.ico"}
+    assert routes - pages == set(document["paths"])
+    for path, ways in document["paths"].items():
+        named = {p["name"] for p in ways["get"].get("parameters", ()) if p["in"] == "path"}
+        assert named == set(re.findall("{(.*?)}", path))
+    human = get.get("/api").text
+    assert all(path in human for path in document["paths"]) and "<script" not in human
+
+
+def _routes(coordinator: Coordinator):
+    found = []
+    todo = [coordinator._page._server.config.app]
+    while todo:  # the application is wrapped twice
+        this = todo.pop()
+        for cell in getattr(this, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "routes"):
+                found += cell.cell_contents.routes
+            elif callable(cell.cell_contents):
+                todo.append(cell.cell_contents)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_peers_and_alerts_of_any_kind_are_what_the_document_says(phase):
+    o = overview(4, {1: (phase, 0)})
+    o = replace(o, run="0" * 64, health="paused", alerts=(Alert("loss", 99.5, "the loss is nan"),))
+    shown = json_view.status(o, str, 100.0)
+    jsonschema.validate(shown, schemas.STATUS)
+    assert shown["alerts"] == [{"name": "loss", "since": 100, "words": "the loss is nan"}]
+
+
+def test_events_are_what_the_document_says(world, get):
+    schema = openapi.document(ENDPOINTS)["paths"]["/events"]["get"]["responses"]["200"]["content"]
+    with get.stream("GET", "/events") as events:
+        line = next(line for line in events.iter_lines() if line.startswith("data: "))
+    jsonschema.validate(json.loads(line[6:]), schema["text/event-stream"]["schema"])
+
+
+@pytest.mark.parametrize(
+    "path, code",
+    [
+        ("/api/peers?sort=evil", 400), ("/api/peers?limit=0", 400), ("/api/peers?limit=9999", 400),
+        ("/api/peers?q=" + "x" * 65, 400), ("/api/peers?offset=-1", 400), ("/api/peers/abc", 400),
+        ("/api/peers/" + "0" * 64, 404), ("/api/rounds/x", 400), ("/api/rounds/-1", 400), ("/api/rounds/999", 404),
+        ("/api/rounds/999/certificate", 404), ("/api/rounds/newest?before=²", 400), ("/api/leaderboard?by=luck", 400),
+        ("/checkpoints/round-000005/owner.key", 404), ("/checkpoints/..%2f..%2f/ledger.sqlite", 404),
+        ("/checkpoints/round-000009/model.safetensors", 404), ("/api/nothing", 404),
+    ],
+)  # fmt: skip
+def test_questions_that_make_no_sense_are_answered_with_words(path, code, get):
+    answer = get.get(path)
+    assert answer.status_code == code and answer.text.strip() and "text/plain" in answer.headers["content-type"]
+
+
+def test_peers_are_sorted_filtered_and_paged(get):
+    def keys(query: str) -> list[str]:
+        return [p["peer"] for p in get.get(f"/api/peers?{query}").json()["peers"]]
+
+    every = keys("limit=200")
+    assert len(every) == 12
+    assert keys("limit=5&offset=5") == every[5:10]
+    for sort in SORTS:
+        assert sorted(keys(f"sort={sort}&limit=200")) == sorted(every)
+    speeds = [p["tokens_per_second"] for p in get.get("/api/peers?sort=speed&order=down").json()["peers"]]
+    assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) > 5
+    found = get.get("/api/peers?q=H200").json()
+    assert 0 < found["matching"] < found["total"] == 12
+    assert all("H200" in p["device"] for p in found["peers"])
+
+
+def test_a_round_says_who_was_in_who_was_not_and_why_and_how_long_it_took(get):
+    rows = get.get("/api/rounds/newest?limit=100").json()
+    assert [r["round"] for r in rows["rounds"]] == list(range(ROUNDS))[::-1] and rows["next"] is None
+    missed = {a["reason"] for r in rows["rounds"] for a in r["absent"] or ()}
+    assert missed >= {"late", "syncing", "nothing yet"}
+    seen = [r["seen"] for r in rows["rounds"] if r["seen"]["whole"]]
+    assert len(seen) >= ROUNDS - 2
+    for s in seen:
+        assert s["train"] + s["exchange"] + s["commit"] == pytest.approx(s["whole"], abs=0.05)
+    late = next(r for r in rows["rounds"] if any(a["reason"] == "late" for a in r["absent"]))
+    whole = get.get(f"/api/rounds/{late['round']}").json()
+    assert len(whole["contributors"]) == late["contributors_in_all"] == 11
+    assert all(c["announced_seconds"] is not None for c in whole["contributors"])
+    absent = whole["absent"][0]
+    peer_page = get.get(f"/api/peers/{absent['peer']}").json()
+    assert {r["round"]: r["absence"] for r in peer_page["newest"]}[late["round"]]["words"] == absent["words"]
+
+
+def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
+    import base64
+
+    from protocol.message_codec import MessageDecoder
+    from protocol.messages import RoundRecord, Vote
+    from tests.support.specs import OWNER
+
+    given = get.get("/api/rounds/4/certificate").json()
+    decoder = MessageDecoder(world.swarm.spec.run_id, OWNER.key)
+    record = decoder.open(base64.b64decode(given["bytes"]["record"]), RoundRecord)
+    assert str(record.digest) == given["record"] and record.body.round == 4
+    votes = [decoder.open(base64.b64decode(v), Vote) for v in given["bytes"]["votes"]]
+    assert {v.body.record for v in votes} == {record.digest} and len(votes) == len(given["votes"])
+
+
+async def test_what_is_told_of_credits_is_what_the_document_says(world):
+    log = FakeLog()
+    app = make_app(world.coordinator._showing, log.routes(), LOG_PATHS)
+    key, asked = str(peer(1).key), {"/api/log/entries": "?first=3", "/api/log/lines": "?entry=3"}
+    asked |= {"/api/log/inclusion": "?entry=3&size=21", "/api/receipts": f"?peer={key}&limit=30"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
+        document = (await get.get("/api/openapi.json")).json()["paths"]
+        assert document.keys() >= LOG_PATHS.keys() | {e.path for e in ENDPOINTS}
+        for route in log.routes():
+            schema = document[route.path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+            path = route.path.replace("{key}", key) + asked.get(route.path, "")
+            jsonschema.validate((await get.get(path)).json(), schema)
+        human = await get.get("/api")
+        assert all(path in human.text for path in LOG_PATHS)
+
+
+# -- kept for a moment --------------------------------------------------------------------------------------------
+
+
+def test_what_a_browser_has_is_not_sent_again(get):
+    for path in ("/api/rounds/0", "/api/openapi.json", "/", "/static/js/main.js"):
+        first = get.get(path)
+        again = get.get(path, headers={"if-none-match": first.headers["etag"]})
+        assert first.status_code == 200 and again.status_code == 304 and not again.content
+    assert get.get("/static/js/main.js").headers["content-type"].startswith("text/javascript")
+    assert get.get("/api/charts").headers["content-encoding"] == "gzip"
+
+
+async def test_many_who_ask_the_same_cost_one_making():
+    clock, made = [0.0], []
+
+    async def make() -> Body:
+        made.append(1)
+        await asyncio.sleep(0.01)
+        clock[0] += 0.2
+        return Body.of(b"[]")
+
+    answers = Answers(lambda: clock[0])
+    await asyncio.gather(*(answers.get("x", 1.0, make) for _ in range(50)))
+    assert len(made) == 1
+    clock[0] += 1.5
+    await answers.get("x", 1.0, make)
+    assert len(made) == 1, "what took long is kept longer"
+    clock[0] += 0.6
+    await answers.get("x", 1.0, make)
+    assert len(made) == 2
+    for n in range(200):
+        await answers.get(n, 1.0, make)
+    assert len(answers._kept) == MAX_KEPT
+
+
+async def test_one_who_leaves_does_not_end_the_making_for_others_and_a_failure_is_not_kept():
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def make() -> Body:
+        begun.set()
+        await go.wait()
+        return Body.of(b"[]")
+
+    answers = Answers()
+    first = asyncio.create_task(answers.get("x", 1.0, make))
+    await begun.wait()
+    second = asyncio.create_task(answers.get("x", 1.0, make))
+    first.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    assert await second is not None
+
+    async def fail() -> Body:
+        raise ValueError("no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            await answers.get("y", 1.0, fail)
+
+
+async def test_one_address_that_asks_too_much_is_told_to_wait_and_others_are_not(world, monkeypatch):
+    from coordinator.limits import Rate
+    from coordinator.page import app
+
+    monkeypatch.setattr(app, "REQUESTS_OF_ONE", Rate(0.1, 3))
+    made = make_app(world.coordinator._showing)
+
+    async def asks(host: str) -> int:
+        transport = httpx.ASGITransport(app=made, client=(host, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as get:
+            return (await get.get("/favicon.svg")).status_code
+
+    assert [await asks("192.0.2.7") for _ in range(4)] == [200, 200, 200, 429]
+    assert await asks("192.0.2.8") == 200
+    assert {await asks("127.0.0.1") for _ in range(9)} == {200}
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_downloaded_whole_or_by_range(get):
+    (row,) = get.get("/api/checkpoints").json()
+    assert row["round"] == 5 and {f["name"] for f in row["files"]} == {"model.safetensors", "config.json", SHEET}
+    place, weights = "/checkpoints/round-000005/model.safetensors", bytes(range(256)) * 4000
+    whole = get.get(place)
+    assert whole.content == weights and whole.headers["accept-ranges"] == "bytes"
+    for asked, start, end in (
+        ("0-0", 0, 1),
+        ("100-", 100, None),
+        ("-5", -5, None),
+        ("1000000-99999999", 1000000, None),
+    ):
+        part = get.get(place, headers={"range": f"bytes={asked}"})
+        assert part.status_code == 206 and part.content == weights[start:end], asked
+        assert part.headers["content-range"].endswith(f"/{len(weights)}")
+    assert get.get(place, headers={"range": "bytes=99999999-"}).status_code == 416
+    for ignored in ("bytes=5-3", "lines=1-2", "bytes=0-1,4-5"):
+        assert get.get(place, headers={"range": ignored}).status_code == 200
+    changed = {"range": "bytes=0-9", "if-range": '"another"'}
+    assert get.get(place, headers=changed).content == weights
+    assert get.head(place).headers["content-length"] == str(len(weights)) and not get.head(place).content
+
+
+async def test_downloads_are_few_and_no_faster_than_agreed(tmp_path, monkeypatch):
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(downloads.PIECE * 4))
+    found = downloads.Downloads(lambda folder, name: path, rate=downloads.PIECE * 10)
+    app = Starlette(routes=[Route("/{folder}/{file}", found.answer)])
+    monkeypatch.setattr(downloads, "MAX_DOWNLOADS", 2)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
+        began = asyncio.get_running_loop().time()
+        two = [asyncio.create_task(get.get("/a/b")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert (await get.get("/a/b")).status_code == 503
+        assert [len(r.content) for r in await asyncio.gather(*two)] == [path.stat().st_size] * 2
+        assert asyncio.get_running_loop().time() - began > 0.65, "eight pieces, ten a second"
+        assert (await get.get("/a/b")).status_code == 200
+
+
+# -- samples and checkpoints that are made elsewhere --------------------------------------------------------------
+
+
+@asynccontextmanager
+async def serving(source):
+    transport = httpx.ASGITransport(app=make_app(source))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as get:
+        yield get
+
+
+async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world):
+    showing = world.coordinator._showing
+
+    class Keeper:
+        def validation_points(self):
+            return [(0, 0, 10.5), (5, 7, 3.1), (900, 9, 2.0)]
+
+        def samples(self, before, limit):
+            assert before > 5 and limit == 50
+            about = {"round": 5, "state": "0" * 64, "temperature": 0.7, "validation_loss": 3.1}
+            return [about | {"prompt": "Once", "text": " upon a time"}]
+
+        def checkpoints(self):
+            row = {"round": 5, "state": "0" * 64, "record": "0" * 64, "tokens": 7, "bytes": 9, "files": []}
+            return [row | {"final": True, "copied": False, "validation_loss": 3.1}]
+
+    keeper: Any = Keeper()
+
+    async def standings(by, limit, after):
+        return [{"by": by, "limit": limit, "after": after}]
+
+    showing._model, showing._standings = Kept(keeper), standings
+    try:
+        async with serving(showing) as get:
+            assert (await get.get("/api/samples")).json()[0]["prompt"] == "Once"
+            row = (await get.get("/api/leaderboard?by=team&after=x")).json()
+            assert row == [{"by": "team", "limit": 25, "after": "x"}]
+            charts = (await get.get("/api/charts")).json()
+            begin, point, ahead = charts["validation"]
+            assert point["loss"] == 3.1 and point["tokens"] == charts["tokens"][4] and point["seen"]
+            assert begin["tokens"] == 0 and ahead["tokens"] is ahead["seen"] is None
+            document = openapi.document(ENDPOINTS)["paths"]
+            for path in ("/api/samples", "/api/checkpoints", "/api/charts"):
+                schema = document[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+                jsonschema.validate((await get.get(path)).json(), schema)
+    finally:
+        showing._model = showing._standings = None
+
+
+def test_a_swarm_that_has_not_begun_has_all_the_answers(tmp_path):
+    world = World(tmp_path, FakeSwarm(World(tmp_path).swarm.spec)).start()
+    try:
+        with httpx.Client(base_url=world.url, timeout=20, trust_env=False) as get:
+            document = get.get("/api/openapi.json").json()["paths"]
+            for e in ENDPOINTS:
+                if "{" not in e.path:
+                    schema = document[e.path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+                    jsonschema.validate(get.get(e.path).json(), schema)
+            assert "no peer is training" in get.get("/api/status").json()["words"]
+    finally:
+        world.close()

@@ -1,0 +1,482 @@
+"""What `cairn run plan` advises holds what it promises, and the template that it writes is a valid run.toml."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from cairn.main import main
+from cairn.planning import parse_count
+from coordinator.authoring import findings, load_run
+from coordinator.authoring.findings import MEASURED, Measured
+from coordinator.authoring.plan import Plan, PlanError, Question, plan
+from coordinator.authoring.runfile import RunFile, tomllib
+from coordinator.authoring.shape import LEAST_PARAMETERS, llama_of, parameters_of_table, read_model
+from coordinator.authoring.template import fill
+from protocol.codec import make_codec
+from protocol.errors import CairnError
+from protocol.layout import CODEC_CHUNK, Layout
+from protocol.model import build_model, model_layout, plain_config
+from protocol.spec import CodecSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "examples" / "sotu.toml"
+
+questions = st.builds(
+    Question,
+    model=st.integers(10**6, 10**11),
+    peers=st.integers(2, 300),
+    uplink=st.floats(1, 10_000),
+    downlink=st.none() | st.floats(1, 10_000),
+    rtt=st.floats(0, 1000),
+    tokens_per_second=st.floats(100, 1e7),
+    window=st.sampled_from([64, 512, 4096]),
+    batch=st.integers(1, 256),
+    total_tokens=st.just(10**14),
+    share=st.floats(0.001, 1),
+    relays=st.booleans(),
+)
+
+
+def sparse(k: int, inner_steps: int, loss: float) -> Measured:
+    return Measured(CodecSpec(kind="sparse", k=k), inner_steps, loss)
+
+
+def made(question: Question) -> Plan:
+    """The plan, of a question whose rounds are not absurdly long."""
+    try:
+        return plan(question)
+    except PlanError as e:
+        assume(e.field != "tokens_per_second")
+        raise
+
+
+# -- the rule ------------------------------------------------------------------------------------------------
+
+
+@given(questions)
+def test_the_exchange_keeps_its_share_or_the_plan_says_that_it_does_not(question: Question):
+    p = made(question)
+    assert p.fits == (p.cost.exchange_seconds <= question.share * p.cost.training_seconds)
+    assert p.fits == (p.too_slow is None)
+    assert p.setting in MEASURED
+
+
+@given(questions)
+def test_no_measured_setting_that_fits_has_less_loss(question: Question):
+    p = made(question)
+    for m in MEASURED:
+        seconds = question.exchange_seconds(question.update_bytes(m.codec))
+        share = seconds / question.training_seconds(m.inner_steps)
+        if share <= question.share:
+            assert p.fits and p.cost.loss <= m.loss * (1 + findings.OVERLAP_LOSS * share)
+
+
+@given(questions, st.floats(1, 50))
+def test_a_faster_uplink_never_means_more_loss(question: Question, faster: float):
+    slow, fast = made(question), made(dataclasses.replace(question, uplink=question.uplink * faster))
+    assert fast.fits or not slow.fits
+    if slow.fits:
+        assert fast.cost.loss <= slow.cost.loss
+
+
+@example(
+    Question(model=224415314, peers=300, uplink=1.0, downlink=None, rtt=160.0, tokens_per_second=374.0, window=4096,
+             batch=256, total_tokens=10**14, share=0.03125, relays=False)
+)  # fmt: skip
+@given(questions)
+def test_the_uplink_that_is_said_to_be_enough_is_enough_and_less_is_not(question: Question):
+    p = made(question)
+    for cost in filter(None, (p.better, p.cost)):
+        if cost.uplink_needed == math.inf or not 0.01 < cost.uplink_needed < 1e5:
+            continue
+        for factor, fits in ((1.001, True), (0.999, False)):
+            link = dataclasses.replace(question, uplink=cost.uplink_needed * factor)
+            again = plan(link, [cost.setting])
+            # Receiving over a slower downlink of its own can bind before sending does.
+            assert again.fits == fits or (not fits and question.downlink is not None and again.fits)
+    if p.better:
+        assert p.better.setting.loss < p.setting.loss and p.better.uplink_needed > question.uplink * 0.999
+
+
+@given(questions)
+def test_each_remedy_alone_makes_the_plan_fit(question: Question):
+    p = made(question)
+    assume(p.too_slow is not None)
+    assert p.too_slow is not None
+    question = dataclasses.replace(question, batch=question.windows)
+    if p.too_slow.inner_steps:
+        seconds = question.exchange_seconds(p.cost.update_bytes)
+        assert seconds <= question.share * question.training_seconds(p.too_slow.inner_steps) * (1 + 1e-9)
+        shorter = question.training_seconds(p.too_slow.inner_steps - 1)
+        assert seconds > question.share * shorter * (1 - 1e-9)
+    if p.too_slow.share:
+        assert plan(dataclasses.replace(question, share=min(1, p.too_slow.share))).fits
+    if p.too_slow.peers:
+        fewer = dataclasses.replace(question, peers=p.too_slow.peers, share=min(1, question.share * (1 + 1e-9)))
+        assert plan(fewer, [p.setting]).fits
+
+
+@given(questions)
+def test_one_peer_more_than_the_most_does_not_fit(question: Question):
+    needed = plan(dataclasses.replace(question, rtt=0, downlink=None, tokens_per_second=1e5)).cost.uplink_needed
+    question = dataclasses.replace(question, rtt=0, tokens_per_second=1e5, uplink=min(4e5, max(1, 1.3 * needed)))
+    question = dataclasses.replace(question, downlink=question.downlink and 2 * question.uplink)
+    p = made(question)
+    assume(p.most_peers is not None and p.most_peers < 4096)
+    assert p.most_peers is not None
+    for peers, fits in ((p.most_peers, True), (p.most_peers + 1, False)):
+        nearly = min(1, question.share * (1 + (1e-9 if fits else -1e-9)))
+        assert plan(dataclasses.replace(question, peers=peers, share=nearly), [p.setting]).fits == fits
+
+
+def test_ties_go_to_the_fewer_bytes():
+    tied = [sparse(256, 20, 1.05), sparse(64, 20, 1.05), sparse(64, 30, 1.05), sparse(512, 30, 1.06)]
+    assert plan(Question(10**9, uplink=10_000), tied).setting == sparse(64, 30, 1.05)
+
+
+def test_a_round_is_the_planned_inner_steps_of_all_peers():
+    p = plan(Question(10**9, peers=10, batch=8, window=1024))
+    assert p.target_tokens == p.setting.inner_steps * 10 * 8 * 1024
+    assert (p.rounds - 1) * p.target_tokens < 20 * 10**9 <= p.rounds * p.target_tokens
+
+
+def test_a_question_without_a_speed_takes_the_stated_gpu():
+    q = Question(10**9)
+    assert q.speed == pytest.approx(0.4 * 100e12 / (6 * 10**9))
+    assert Question(10**9, tokens_per_second=5).speed == 5
+
+
+def test_a_batch_that_is_not_given_leaves_the_run_enough_steps():
+    for n in (10**6, 10**8, 10**9, 7 * 10**9):
+        q = Question(n)
+        assert q.windows == 1 or q.total / q.step_tokens >= 4000
+        assert q.windows == 64 or q.total / (2 * q.step_tokens) < 4000
+
+
+def test_updates_are_sent_to_all_others_unless_members_relay():
+    q = Question(10**9, peers=9, downlink=10_000)
+    relayed = dataclasses.replace(q, relays=True)
+    p, r = plan(q, [sparse(256, 17, 1.1)]), plan(relayed, [sparse(256, 17, 1.1)])
+    assert p.up_bytes == 8 * p.cost.update_bytes and r.up_bytes == r.cost.update_bytes
+    assert p.down_bytes == r.down_bytes == 8 * p.cost.update_bytes
+    assert p.cost.exchange_seconds == pytest.approx(8 * p.cost.update_bytes * 8 / 100e6 + 0.2)
+    assert r.cost.exchange_seconds == pytest.approx(p.cost.update_bytes * 8 / 100e6 + 0.2)
+
+
+def test_a_relay_does_not_widen_a_downlink():
+    q = Question(10**9)
+    assert plan(dataclasses.replace(q, relays=True)).cost.exchange_seconds == plan(q).cost.exchange_seconds
+
+
+# -- sizes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_planned_bytes_are_the_bytes_of_a_real_update(measured: Measured):
+    config = plain_config({"model_type": "llama", **_small(), "vocab_size": 300})
+    layout = model_layout(build_model(config, device="meta"))
+    codec = make_codec(measured.codec, layout)
+    blob = codec.encode({t.name: torch.randn(t.shape) for t in layout.tensors})
+    assert Question(layout, tokens_per_second=1000).update_bytes(measured.codec) == codec.size == len(blob)
+
+
+def test_bytes_of_a_number_of_parameters_are_those_of_full_chunks():
+    layout = Layout.of({"a": (CODEC_CHUNK, 10), "b": (3, CODEC_CHUNK)})
+    assert Question(layout.numel).update_bytes(CodecSpec()) == make_codec(CodecSpec(), layout).size
+    assert Question(layout.numel - 1).update_bytes(CodecSpec()) == Question(layout.numel).update_bytes(CodecSpec())
+
+
+def test_data_parallel_bytes_are_two_bf16_gradients_a_step_less_the_ring_s_share():
+    p = plan(Question(10**6, peers=4, batch=2, window=50, total_tokens=400 * 1000, tokens_per_second=100))
+    assert p.data_parallel_bytes == 1000 * 2 * 3 * 2 * 10**6 // 4
+
+
+# -- findings ------------------------------------------------------------------------------------------------
+
+
+def test_each_finding_is_one_that_a_run_can_have():
+    assert len({str(m) for m in MEASURED}) == len(MEASURED)
+    for m in MEASURED:
+        assert m.inner_steps >= 1 and 0.9 < m.loss < 2
+
+
+def test_findings_have_their_source_in_the_project():
+    assert (ROOT / findings.SOURCE).exists()
+
+
+# -- the template --------------------------------------------------------------------------------------------
+
+
+def _small() -> dict:
+    return {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "tie_word_embeddings": True, "max_position_embeddings": 64,
+    }  # fmt: skip
+
+
+def _filled(question: Question) -> str:
+    table = llama_of(question.parameters, question.window)
+    return fill(plan(question), table, table["vocab_size"], "A note.")
+
+
+def _fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    """Every field that an owner can write, [model] aside, as (table, ..., field)."""
+    found: set[tuple[str, ...]] = set()
+    for name, field in model.model_fields.items():
+        inner = [a for a in (field.annotation, *get_args(field.annotation)) if isinstance(a, type)]
+        section = next((a for a in inner if issubclass(a, BaseModel)), None)
+        if section:
+            found |= _fields(section, (*prefix, name))
+        elif (*prefix, name) != ("model",):
+            found.add((*prefix, name))
+    return found
+
+
+def _written(text: str) -> dict[tuple[str, ...], list[str]]:
+    """The fields in a run file, written or behind a #, [model] aside, each with the lines of prose right above it."""
+    table, prose, found = (), [], {}
+    for line in text.splitlines():
+        if heading := re.fullmatch(r"\[([a-z.]+)\]", line):
+            table, prose = tuple(heading[1].split(".")), []
+        elif field := re.match(r"#?([a-z_]+) = ", line):
+            if table != ("model",):
+                found[(*table, field[1])] = prose
+            prose = []
+        elif line.startswith("# "):
+            prose = [*prose, line]
+        elif not line:
+            prose = []
+    return found
+
+
+def test_the_template_has_every_field_that_an_owner_can_write_with_its_meaning():
+    written = _written(_filled(Question(10**9)))
+    wanted = _fields(RunFile)
+    assert ("inner", "schedule", "kind") in wanted and ("data", "source") in wanted and len(wanted) > 45
+    assert not wanted - written.keys()
+    assert not written.keys() - wanted
+    assert not [field for field in wanted if not written[field]]
+
+
+def test_the_template_s_comments_name_the_defaults_of_the_spec():
+    for field, prose in _written(_filled(Question(10**9))).items():
+        model: type[BaseModel] = RunFile
+        for part in field[:-1]:
+            annotation = model.model_fields[part].annotation
+            assert isinstance(annotation, type)
+            model = annotation
+        default = model.model_fields[field[-1]].get_default()
+        said = re.search(r"Default ([^ ]+?(?:, [0-9.]+\])?)\.(?= |$)", " ".join(prose))
+        if said:
+            value = tomllib.loads(f"x = {said[1]}")["x"]
+            assert tuple(value) == default if isinstance(default, tuple) else value == default, field
+        else:
+            undecided = {"source", "prepared", "window", "vocabulary", "tokenizer", "end_of_text", "name"}
+            assert field[-1] in undecided | {"target_tokens", "max_update_tokens", "total_tokens"}, field
+
+
+@pytest.mark.parametrize("question", [Question(10**9), Question(LEAST_PARAMETERS, window=64), Question(7 * 10**10)])
+def test_what_stands_behind_a_hash_changes_nothing(tmp_path: Path, question: Question):
+    text = _filled(question)
+    # What can only be written instead of something else stays behind its hash.
+    uncommented, count = re.subn(
+        r"^#(?!prepared|tokenizer|end_of_text|validation )([a-z_]+ = )", r"\1", text, flags=re.M
+    )
+    assert count > 20
+    (tmp_path / "a.toml").write_text(text)
+    (tmp_path / "b.toml").write_text(uncommented)
+    assert load_run(tmp_path / "a.toml").model_dump() == load_run(tmp_path / "b.toml").model_dump()
+
+
+@settings(max_examples=30)
+@given(questions)
+def test_every_plan_fills_a_valid_run_file(tmp_path_factory: pytest.TempPathFactory, question: Question):
+    p = made(question)
+    path = tmp_path_factory.mktemp("plan") / "run.toml"
+    table = llama_of(question.parameters, question.window)
+    path.write_text(fill(p, table, table["vocab_size"], "A note."))
+    run_file = load_run(path)
+    assert run_file.codec == p.setting.codec and run_file.inner.optimiser == findings.INNER.value
+    assert run_file.outer == p.setting.outer
+    assert run_file.round.target_tokens == p.target_tokens and run_file.run.total_tokens == question.total
+    assert run_file.round.exchange_seconds >= min(p.cost.exchange_seconds, 7 * 86_400)
+    assert run_file.round.max_seconds >= p.cost.training_seconds
+    assert run_file.round.max_members >= question.peers and run_file.model == table
+
+
+@pytest.mark.parametrize("n", [10**6, 5 * 10**6, 2 * 10**7, 13 * 10**7, 10**9, 7 * 10**9, 7 * 10**10])
+def test_a_llama_of_so_many_parameters_has_about_so_many(n: int):
+    table = llama_of(n, 1024)
+    layout = model_layout(build_model(plain_config(table), device="meta"))
+    assert layout.numel == parameters_of_table(table)
+    assert abs(layout.numel / n - 1) < 0.05
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+def test_a_config_json_becomes_a_model_table_that_gives_the_same_model(tmp_path: Path):
+    config = {
+        "model_type": "llama", **_small(), "vocab_size": 320, "architectures": ["LlamaForCausalLM"], "use_cache": True,
+        "pad_token_id": None, "bos_token_id": 1, "rms_norm_eps": 1e-06, "torch_dtype": "bfloat16",
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    model = read_model(path)
+    assert model.vocabulary == 320 and model.positions == 64
+    question = Question(model.layout, window=64, tokens_per_second=100)
+    (tmp_path / "run.toml").write_text(fill(plan(question), model.table, model.vocabulary, "From config.json."))
+    run_file = load_run(tmp_path / "run.toml")
+    ids = ("bos_token_id", "eos_token_id")
+    a, b = plain_config(config), plain_config(run_file.model)
+    assert {k: v for k, v in a.items() if k not in ids} == {k: v for k, v in b.items() if k not in ids}
+    assert not run_file.model.keys() & {*ids, "architectures", "torch_dtype"}
+
+
+def test_a_run_file_s_model_takes_its_vocabulary_from_the_data():
+    model = read_model(EXAMPLE)
+    assert model.vocabulary == 1024 and model.positions == 256 and "vocab_size" not in model.table
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", "{", "not JSON"),
+        ("config.json", "[" * 100_000, "not JSON"),
+        ("config.json", "{}", "model_type"),
+        ("config.json", '{"model_type": "lama"}', "llama"),
+        ("config.json", '{"model_type": "llama", "hiden_size": 3}', "hidden_size"),
+        ("config.json", '{"model_type": "llama", "vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 1}', "10"),
+        ("config.json", '{"model_type": "llama", "rms_norm_eps": NaN}', "error"),
+        ("config.json", '{"model_type": "mistral", "num_hidden_layers": 1, "sliding_window": null}', "sliding_window"),
+        ("run.toml", "[run]\nname = 3", "[model]"),
+        ("run.toml", "model = ", "not TOML"),
+        ("config.json", "\x00\x01", "not JSON"),
+    ],
+)
+def test_a_file_without_a_model_is_refused_by_name(tmp_path: Path, name: str, text: str, said: str):
+    (tmp_path / name).write_text(text)
+    error = refused("--model", str(tmp_path / name))
+    assert said in error and name in error
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def cairn(*arguments: str):
+    result = CliRunner().invoke(main, ["run", *arguments], prog_name="cairn")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refused(*arguments: str) -> str:
+    result = cairn("plan", *arguments)
+    assert result.exit_code != 0, result.stdout
+    assert sum(line.lower().startswith("error") for line in result.stderr.splitlines()) == 1, result.stderr
+    return result.stderr
+
+
+def test_a_plan_says_what_to_write_why_and_what_it_costs():
+    said = cairn("plan", "--peers", "4", "--uplink", "400").stdout
+    for word in (
+        "codec.kind",
+        "inner.optimiser",
+        "round.target_tokens",
+        findings.SOURCE,
+        "assumed: 40%",
+        "rounds",
+        "data-parallel",
+        "Mbit/s",
+    ):
+        assert word in said
+    assert "TOO SLOW" not in said
+
+
+def test_links_too_slow_for_any_setting_are_said_to_be_with_remedies():
+    result = cairn("plan", "--uplink", "5", "--parameters", "7B")
+    assert result.exit_code == 0
+    assert "TOO SLOW" in result.stdout and "target_tokens = " in result.stdout
+    assert "--share" not in result.stdout.split("TOO SLOW")[0]
+    share = re.search(r"--share ([0-9.]+)", result.stdout)
+    assert share and "TOO SLOW" not in cairn("plan", "--uplink", "5", "--parameters", "7B", "--share", share[1]).stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--parameters", "many"), ("--parameters", "-1B"), ("--parameters", "nan"), ("--parameters", "10"),
+        ("--parameters", "9e15"), ("--parameters", "9" * 400), ("--peers", "1"), ("--peers", "100000"),
+        ("--peers", "x"), ("--uplink", "0"), ("--uplink", "nan"), ("--uplink", "inf"), ("--uplink", "-3"),
+        ("--downlink", "0"), ("--rtt", "-1"), ("--rtt", "nan"), ("--tokens-per-second", "0"),
+        ("--tokens-per-second", "1"), ("--window", "1"), ("--window", "99999999"), ("--batch", "0"),
+        ("--batch", "65537"), ("--total-tokens", "12"), ("--total-tokens", "1e15"), ("--share", "0"),
+        ("--share", "1.5"), ("--share", "nan"), ("--model", "/nowhere/config.json"),
+    ],
+)  # fmt: skip
+def test_a_number_that_will_not_do_is_named_with_its_option(option: str, value: str):
+    error = refused(option, value)
+    assert option in error or value in error
+
+
+def test_a_model_and_a_number_of_parameters_are_one_too_many():
+    assert "--parameters" in refused("--model", str(EXAMPLE), "--parameters", "1B")
+
+
+def test_a_window_that_the_model_does_not_take_is_refused():
+    assert "--window" in refused("--model", str(EXAMPLE), "--window", "512")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("130M", 130_000_000), ("1B", 10**9), ("1b", 10**9), ("7e9", 7 * 10**9), ("1.5K", 1500), ("20_000", 20_000)],
+)
+def test_numbers_may_be_written_as_people_do(text: str, number: int):
+    assert parse_count(text, "--parameters") == number
+
+
+@pytest.mark.parametrize("model", [None, EXAMPLE])
+def test_the_written_template_validates_once_its_data_are_named(tmp_path: Path, model: Path | None):
+    out = tmp_path / "run.toml"
+    given_model = ("--model", str(model)) if model else ("--parameters", "20M")
+    result = cairn("plan", *given_model, "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    unfilled = cairn("validate", str(out))
+    assert unfilled.exit_code == 1 and "EDIT-ME" in unfilled.stderr and "data" in unfilled.stderr
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 3000)
+    out.write_text(out.read_text().replace("EDIT-ME/documents.jsonl", "text.txt"))
+    filled = cairn("validate", str(out))
+    assert filled.exit_code == 0, filled.stderr
+    planned = re.search(r"length +([0-9,]+) rounds", result.stdout)
+    assert planned and f"about {planned[1]} rounds" in filled.stdout
+
+
+def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path):
+    out = tmp_path / "run.toml"
+    out.write_text("mine")
+    assert "--force" in refused("--out", str(out))
+    assert out.read_text() == "mine"
+    assert cairn("plan", "--out", str(out), "--force").exit_code == 0
+    assert "[codec]" in out.read_text() and [p.name for p in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
+    assert "gone" in refused("--out", str(tmp_path / "gone" / "run.toml"))
+
+
+def test_what_is_wrong_with_a_question_is_an_error_of_the_project():
+    with pytest.raises(CairnError, match="uplink"):
+        Question(10**9, uplink=math.nan)

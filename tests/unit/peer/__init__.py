@@ -1,0 +1,1 @@
+"""Tests of peer, one class or function at a time."""

@@ -1,0 +1,287 @@
+"""Large records go as names of headers: put together to the byte, asked for where lacking, bounded against liars."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from peer.node import briefs as module
+from peer.node.briefs import IN_PACKET, PER_AUTHOR, Briefs, Held
+from peer.swarm.errors import PeerUnreachable
+from protocol.compact_record import (
+    BRIEF_LIMIT,
+    NAME_BYTES,
+    check_headers,
+    check_names,
+    compact,
+    is_compact_record,
+    name_of,
+    parse_compact_record,
+)
+from protocol.errors import MalformedError, SignatureError
+from protocol.ids import PeerKey
+from protocol.messages import MAX_CONTRIBUTORS, RoundRecord
+from protocol.wire import swarm_pb2 as wire
+from tests.support.signed import HEADERS, PEERS, RECORD, decoder, header, heartbeat, record
+
+A, B = PEERS[1].key, PEERS[2].key
+SENT = [h.sent for h in HEADERS]
+
+
+def brief_of(of=RECORD) -> bytes:
+    sent = compact(of)
+    assert sent is not None
+    return sent
+
+
+def changed(**changes) -> bytes:
+    """A brief of RECORD with other names, or another signature."""
+    envelope = wire.Envelope.FromString(brief_of())
+    body = wire.RoundRecord.FromString(envelope.payload)
+    if "names" in changes:
+        del body.updates[:]
+        body.updates.extend(changes.pop("names"))
+        envelope.payload = body.SerializeToString(deterministic=True)
+    for field, value in changes.items():
+        setattr(envelope, field, value)
+    return envelope.SerializeToString(deterministic=True)
+
+
+# -- the form -------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_put_together_to_the_byte_and_opened_as_ever():
+    sent = brief_of()
+    brief = parse_compact_record(sent)
+    assert is_compact_record(sent) and not is_compact_record(RECORD.sent) and brief.author == RECORD.author
+    assert len(sent) < len(RECORD.sent) / 10
+    assert brief.complete(SENT) == RECORD.sent
+    assert decoder().open(brief.complete(SENT), RoundRecord) == RECORD
+
+
+@pytest.mark.parametrize("headers", [SENT[:-1], SENT[::-1], [*SENT, SENT[0]], [*SENT[:-1], header(PEERS[0]).sent[:-1]]])
+def test_other_headers_than_are_named_are_refused(headers):
+    with pytest.raises(MalformedError, match="other headers"):
+        parse_compact_record(brief_of()).complete(headers)
+
+
+def test_a_brief_that_its_author_did_not_sign_comes_to_nothing():
+    for sent in (changed(key=bytes(A)), changed(signature=bytes(64)), changed(names=[name_of(SENT[0])])):
+        brief = parse_compact_record(sent)
+        with pytest.raises(SignatureError):
+            decoder().open(brief.complete([h for h in SENT if name_of(h) in brief.names]), RoundRecord)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"", b"rubbish", RECORD.sent, changed(signature=b"x" * 63), changed(key=b"x"), changed(names=[]),
+        changed(names=[b"x" * (NAME_BYTES + 1)]), changed(names=[b"x" * NAME_BYTES] * 2), changed(payload=b"\xff\xff"),
+        changed(names=[i.to_bytes(NAME_BYTES, "big") for i in range(MAX_CONTRIBUTORS + 1)]), bytes(BRIEF_LIMIT + 1),
+    ],
+)  # fmt: skip
+def test_what_is_no_brief_is_refused(sent):
+    with pytest.raises(MalformedError):
+        parse_compact_record(sent)
+
+
+def test_a_brief_of_the_most_contributors_fits():
+    names = [i.to_bytes(NAME_BYTES, "big") for i in range(MAX_CONTRIBUTORS)]
+    assert len(parse_compact_record(changed(names=names)).names) == MAX_CONTRIBUTORS
+
+
+def test_what_is_asked_for_and_given_is_bounded():
+    names = [name_of(h) for h in SENT]
+    assert check_headers(names, SENT) == dict(zip(names, SENT, strict=True))
+    for headers in ([*SENT, SENT[0]], [b"x" * 700], [b"something else"]):
+        with pytest.raises(MalformedError):
+            check_headers(names, headers)
+    for wanted in ([b"short"], [bytes(NAME_BYTES)] * (MAX_CONTRIBUTORS + 1)):
+        with pytest.raises(MalformedError):
+            check_names(wanted)
+
+
+# -- between nodes --------------------------------------------------------------------------------------------
+
+
+class Side:
+    """One node's briefs; `other` answers what it asks."""
+
+    def __init__(self, other: Side | None = None):
+        self.other = other
+        self.asked: list[int] = []
+        self.taken: list[bytes] = []
+        self.charged = 0
+        self.tasks: list[asyncio.Task[None]] = []
+        self.error: Exception | None = None
+        self.gate: asyncio.Event | None = None
+        self.briefs = Briefs(
+            ask=self.ask,
+            take=self.take,
+            spawn=lambda work: self.tasks.append(asyncio.ensure_future(work)),
+            is_member=lambda key: key in (A, B),
+            charge=self.charge,
+        )
+
+    async def ask(self, of: PeerKey, names: wire.Packet) -> wire.Packet:
+        self.asked.append(len(names.messages))
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.other is not None
+        return self.other.briefs.answer(names)
+
+    async def take(self, sender: PeerKey, packet: wire.Packet) -> None:
+        self.taken += packet.messages
+
+    def charge(self, sender: PeerKey, size: int) -> None:
+        self.charged += size
+
+    async def receive(self, *messages: bytes, sender: PeerKey = A) -> list[bytes]:
+        """What a packet comes to at once; then what is asked for is waited for."""
+        found = list(self.briefs.unfold(sender, wire.Packet(messages=messages)).messages)
+        if self.gate is None:
+            await asyncio.gather(*self.tasks)
+        return found
+
+
+@pytest.fixture
+def sides(monkeypatch):
+    monkeypatch.setattr(module, "BRIEF_FROM", 0)
+    sender = Side()
+    return sender, Side(sender)
+
+
+async def test_who_holds_the_headers_has_the_record_at_once(sides):
+    sender, receiver = sides
+    for h in HEADERS:
+        receiver.briefs.heard(h)
+    beat = heartbeat(PEERS[3]).sent
+    assert await receiver.receive(beat, sender.briefs.encode(RECORD)) == [beat, RECORD.sent]
+    assert not receiver.asked and receiver.charged == len(RECORD.sent)
+
+
+async def test_who_lacks_some_asks_the_sender_for_those_alone(sides):
+    sender, receiver = sides
+    for h in HEADERS[:-2]:
+        receiver.briefs.heard(h)
+    sent = sender.briefs.encode(RECORD)
+    assert await receiver.receive(sent) == [] and receiver.asked == [2] and receiver.taken == [RECORD.sent]
+    # What came with a record is held like what came alone.
+    receiver.briefs.heard(RECORD)
+    assert await receiver.receive(sent) == [RECORD.sent] and receiver.asked == [2]
+
+
+async def test_small_records_and_all_else_go_as_they_are(monkeypatch):
+    side = Side()
+    assert [side.briefs.encode(m) for m in (RECORD, HEADERS[1])] == [RECORD.sent, HEADERS[1].sent]
+    monkeypatch.setattr(module, "BRIEF_FROM", 0)
+    assert is_compact_record(side.briefs.encode(RECORD)) and side.briefs.encode(HEADERS[1]) == HEADERS[1].sent
+
+
+async def test_headers_are_given_of_records_that_went_out_and_of_no_others(sides):
+    sender, _ = sides
+    names = wire.Packet(messages=[name_of(h) for h in SENT])
+    assert not sender.briefs.answer(names).messages
+    sender.briefs.encode(RECORD)
+    assert list(sender.briefs.answer(names).messages) == SENT
+    with pytest.raises(MalformedError):
+        sender.briefs.answer(wire.Packet(messages=[b"x"]))
+
+
+async def test_an_author_of_many_headers_pushes_out_its_own_only_and_the_record_still_comes(sides):
+    sender, receiver = sides
+    for h in HEADERS:
+        receiver.briefs.heard(h)
+    for i in range(2 * PER_AUTHOR):
+        more = header(PEERS[4], inner_steps=100 + i)
+        receiver.briefs.heard(more)
+        sender.briefs.heard(more)
+    assert await receiver.receive(sender.briefs.encode(RECORD)) == []
+    assert receiver.asked == [1] and receiver.taken == [RECORD.sent]
+
+
+@pytest.mark.parametrize("error", [PeerUnreachable("gone"), MalformedError("rubbish"), asyncio.TimeoutError()])
+async def test_a_sender_that_does_not_give_headers_costs_the_record_and_nothing_else(sides, error):
+    sender, receiver = sides
+    sent = sender.briefs.encode(RECORD)
+    receiver.error = error
+    assert await receiver.receive(sent) == [] and not receiver.taken
+    receiver.error = None
+    receiver.tasks.clear()
+    assert await receiver.receive(sent) == [] and receiver.taken == [RECORD.sent]
+
+
+async def test_a_sender_that_knows_its_headers_no_more_leads_to_nothing(sides):
+    sender, receiver = sides
+    sent = sender.briefs.encode(RECORD)
+    sender.briefs._made.clear()
+    assert await receiver.receive(sent) == [] and not receiver.taken and not receiver.briefs._asking
+
+
+async def test_strangers_briefs_are_not_looked_at(sides):
+    sender, receiver = sides
+    receiver.briefs.heard(RECORD)
+    assert await receiver.receive(sender.briefs.encode(RECORD), sender=PEERS[5].key) == []
+    assert not receiver.asked and not receiver.charged
+
+
+async def test_of_one_packet_some_briefs_are_looked_at_and_each_is_charged(sides):
+    sender, receiver = sides
+    receiver.briefs.heard(RECORD)
+    found = await receiver.receive(*[sender.briefs.encode(RECORD)] * (2 * IN_PACKET))
+    assert len(found) == IN_PACKET and receiver.charged == IN_PACKET * len(RECORD.sent)
+
+
+async def test_one_request_is_under_way_for_a_sender_and_so_many_in_all(sides, monkeypatch):
+    monkeypatch.setattr(module, "ASKED", 2)
+    _, receiver = sides
+    receiver.gate = asyncio.Event()
+    receiver.briefs._is_member = lambda key: True
+    for sender in [A, A, B, *(p.key for p in PEERS[3:])]:
+        await receiver.receive(changed(names=[bytes([sender[0]]) * NAME_BYTES]), sender=sender)
+    await asyncio.sleep(0)
+    assert receiver.asked == [1, 1] and receiver.briefs._asking == {A, B}
+    for task in receiver.tasks:
+        task.cancel()
+    await asyncio.gather(*receiver.tasks, return_exceptions=True)
+    assert not receiver.briefs._asking
+
+
+def test_headers_that_are_held_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "AUTHORS", 3)
+    held = Held()
+    for i in range(2 * PER_AUTHOR):
+        for p in PEERS:
+            held.add(header(p, inner_steps=1 + i))
+    assert len(held) <= 3 * PER_AUTHOR and len(held._by_author) == 3
+    assert held.get(name_of(header(PEERS[-1], inner_steps=2 * PER_AUTHOR).sent)) is not None
+    assert held.get(name_of(header(PEERS[0], inner_steps=1).sent)) is None
+
+
+async def test_records_that_others_may_ask_about_are_bounded(sides, monkeypatch):
+    monkeypatch.setattr(module, "RECORDS", 2)
+    sender, _ = sides
+    for attempt in range(5):
+        sender.briefs.encode(record(HEADERS, attempt=attempt))
+    assert len(sender.briefs._made) == 2
+
+
+def test_old_headers_that_are_replayed_push_out_nothing():
+    held, now = Held(), header(PEERS[0], round=9)
+    held.add(now)
+    for i in range(2 * PER_AUTHOR):
+        held.add(header(PEERS[0], round=i))
+    assert held.get(name_of(now.sent)) is not None and len(held) == PER_AUTHOR
+
+
+def test_a_record_that_is_sent_again_is_still_answered_for(monkeypatch):
+    monkeypatch.setattr(module, "BRIEF_FROM", 0)
+    monkeypatch.setattr(module, "RECORDS", 2)
+    briefs = Side().briefs
+    for attempt in range(1, 4):
+        briefs.encode(RECORD)
+        briefs.encode(record(HEADERS[:2], attempt=attempt))
+    assert len(briefs.answer(wire.Packet(messages=[name_of(h.sent) for h in HEADERS])).messages) == len(HEADERS)

@@ -1,0 +1,146 @@
+"""A node ends soon whenever it is told to, and at once, with the cause, when it cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer.node import node as node_module
+from peer.node.membership import Membership
+from peer.node.network import Network
+from peer.node.node import Node
+from peer.node.options import NodeOptions
+from peer.node.snapshot import read_snapshot
+from peer.store import Store, StoreFull
+from protocol.message_codec import MessageDecoder
+from protocol.rounds.events import CertificateHeard
+from tests.support.coordinator_fakes import ChainMaker, make_spec, state
+from tests.support.specs import OWNER, identity
+
+SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})
+
+
+async def forever(*_: Any, **__: Any) -> None:
+    await asyncio.Event().wait()
+
+
+async def at_once(*_: Any, **__: Any) -> None:
+    return
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    """No daemon is started here: the network side neither finds nor loses anybody."""
+    for name in ("start", "stop"):
+        monkeypatch.setattr(Network, name, at_once)
+    for name in ("discover", "mend"):
+        monkeypatch.setattr(Network, name, forever)
+    return tmp_path
+
+
+def node(folder: Path, store: Store, *, observer: bool = True) -> Node:
+    decoder = MessageDecoder(SPEC.run_id, OWNER.key)
+    membership = Membership(identity("me"), SPEC, decoder, store, None, "me", b"")
+    return Node(membership, NodeOptions(folder, observer=observer))
+
+
+@pytest.mark.parametrize("slow", ["the swarm", "the run's assets"])
+async def test_told_to_leave_while_it_starts_it_does_not_finish_starting_first(folder, monkeypatch, slow):
+    if slow == "the swarm":
+        monkeypatch.setattr(Network, "start", forever)
+    monkeypatch.setattr(node_module, "fetch_assets", forever)
+    monkeypatch.setattr(node_module, "LEAVE_SECONDS", 100.0)
+    with Store(folder / "store", 1 << 30) as store:
+        n = node(folder, store, observer=False)
+        running = asyncio.create_task(n.run())
+        await asyncio.sleep(0.05)
+        n.leave()
+        await asyncio.wait_for(running, 30)
+        assert n.snapshot().finished and (shown := read_snapshot(folder)) is not None and shown.finished
+
+
+async def test_an_observer_leaves_with_a_goodbye(folder, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(Network, "broadcast", lambda self, message: said.append(type(message.body).__name__))
+    with Store(folder / "store", 1 << 30) as store:
+        n = node(folder, store)
+        running = asyncio.create_task(n.run())
+        await asyncio.wait_for(n.started(running), 30)
+        n.leave()
+        await asyncio.wait_for(running, 30)
+    assert said[0] == "Heartbeat" and said[-1] == "Goodbye"
+
+
+async def test_a_certificate_that_the_disk_does_not_take_ends_the_node_with_that(folder, monkeypatch):
+    with Store(folder / "store", 1 << 30) as store:
+        n = node(folder, store)
+
+        def full(*_: Any) -> None:
+            raise StoreFull("writing the certificate: no space left; free some disk space")
+
+        monkeypatch.setattr(store, "append_certificate", full)
+        running = asyncio.create_task(n.run())
+        await asyncio.wait_for(n.started(running), 30)
+        n.post(CertificateHeard(ChainMaker(SPEC).add({1: 1}), identity("other").key))
+        with pytest.raises(StoreFull, match="no space left"):
+            await asyncio.wait_for(running, 30)
+
+
+async def test_a_task_that_fails_ends_the_node_with_its_error_and_the_rest_is_stopped(folder, monkeypatch):
+    ended: list[bool] = []
+
+    async def until_cancelled(self) -> None:
+        try:
+            await forever()
+        finally:
+            ended.append(True)
+
+    async def fails(self) -> None:
+        await asyncio.sleep(0.05)
+        raise StoreFull("no room")
+
+    monkeypatch.setattr(Network, "discover", until_cancelled)
+    monkeypatch.setattr(Network, "mend", fails)
+    with Store(folder / "store", 1 << 30) as store:
+        with pytest.raises(StoreFull, match="no room"):
+            await asyncio.wait_for(node(folder, store).run(), 30)
+    assert ended == [True]
+
+
+async def test_a_cancellation_that_was_swallowed_does_not_keep_the_node(folder, monkeypatch):
+    swallowed: list[bool] = []
+
+    async def swallows_one(self) -> None:
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            swallowed.append(True)  # as `asyncio.wait_for` before Python 3.12 may
+        await forever()
+
+    monkeypatch.setattr(Network, "discover", swallows_one)
+    with Store(folder / "store", 1 << 30) as store:
+        n = node(folder, store)
+        running = asyncio.create_task(n.run())
+        await asyncio.wait_for(n.started(running), 30)
+        n.leave()
+        await asyncio.wait_for(running, 30)
+    assert swallowed == [True]
+
+
+async def test_a_status_file_that_cannot_be_written_is_said_once(folder, monkeypatch, caplog):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(node_module, "write_snapshot", full)
+    monkeypatch.setattr(node_module, "SNAPSHOT_SECONDS", 0.01)
+    with Store(folder / "store", 1 << 30) as store:
+        n = node(folder, store)
+        running = asyncio.create_task(n.run())
+        await asyncio.wait_for(n.started(running), 30)
+        await asyncio.sleep(0.1)
+        n.leave()
+        await asyncio.wait_for(running, 30)
+    assert caplog.text.count("status.json is not written: no space left") == 1

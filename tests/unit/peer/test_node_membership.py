@@ -1,0 +1,288 @@
+"""How a peer gets into its run and stays there, whatever becomes of the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from peer.coordinator_client import Admitted, CoordinatorRefused, CoordinatorUnreachable, RunInfo, WrongCoordinator
+from peer.errors import PeerError
+from peer.node import membership as membership_module
+from peer.node.finding import Found
+from peer.node.locator import SPEC
+from peer.node.membership import ADMISSION, Membership, known_addresses
+from peer.store import Store, StoreFull
+from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
+from protocol.errors import CairnError
+from protocol.ids import Digest
+from protocol.invite import Endpoint, Invite
+from protocol.spec import sign_spec
+from tests.support.specs import OWNER, admission, identity, tiny_spec
+
+RUN = tiny_spec()
+INVITE = Invite(RUN.run_id, Digest(bytes(32)), (Endpoint("c.example", 7410),), addresses=("/ip4/1.1.1.1/tcp/1",))
+ME = identity("me")
+AWAY = CoordinatorUnreachable("the coordinator does not answer")
+OTHER = WrongCoordinator("another certificate")
+
+
+class Client:
+    """A coordinator's answers, as a test says."""
+
+    def __init__(self):
+        self.run: CairnError | None = None
+        self.admission: CairnError | None = None
+        self.seconds = 86_400
+        self.ahead = 0.0
+        self.asked = 0
+        self.closed = False
+        self.places: list[Any] = []
+        self.found: Found | None = None
+
+    async def get_run(self, *, attempts=None) -> RunInfo:
+        if self.run is not None:
+            raise self.run
+        return RunInfo(RUN, sign_spec(OWNER, RUN).sent, ("/ip4/2.2.2.2/tcp/2",))
+
+    async def admit(self, who, name: str) -> Admitted:
+        self.asked += 1
+        if self.admission is not None:
+            raise self.admission
+        given = admission(RUN, who, not_after=int(time.time()) + self.seconds)
+        return Admitted(given, ("/ip4/3.3.3.3/tcp/3",), self.ahead)
+
+    def moved(self, to) -> None:
+        self.places.append(to)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with Store(tmp_path / "store", 1 << 30) as s:
+        yield s
+
+
+@pytest.fixture
+def client(monkeypatch) -> Client:
+    c = Client()
+    monkeypatch.setattr(membership_module, "CoordinatorClient", lambda invite: c)
+    monkeypatch.setattr(membership_module, "load_or_make", lambda path: ME)
+    return c
+
+
+async def enter(store: Store, tmp_path: Path) -> Membership:
+    return await Membership.enter(INVITE, tmp_path, store, name="me")
+
+
+async def until(look: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not look():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+async def visit(store: Store, seconds: int = 86_400) -> None:
+    """What an earlier visit left."""
+    store.write_value(SPEC, sign_spec(OWNER, RUN).sent)
+    store.write_value(ADMISSION, admission(RUN, ME, not_after=int(time.time()) + seconds).sent)
+
+
+async def test_who_enters_has_the_spec_an_admission_and_every_address_also_for_the_next_time(store, client, tmp_path):
+    m = await enter(store, tmp_path)
+    assert m.spec == RUN and 23 < m.hours_left <= 24
+    want = {"/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/2", "/ip4/3.3.3.3/tcp/3"}
+    assert set(m.addresses) == want == set(known_addresses(store))
+    assert store.read_value(ADMISSION) == m.admission
+
+
+@pytest.mark.parametrize("run, admitted", [(AWAY, None), (OTHER, None), (None, AWAY), (None, OTHER)])
+async def test_without_the_coordinator_the_admission_of_an_earlier_visit_will_do(
+    store, client, tmp_path, caplog, run, admitted
+):
+    await visit(store)
+    client.run, client.admission = run, admitted
+    m = await enter(store, tmp_path)
+    assert m.spec == RUN and m.hours_left > 23 and "earlier visit" in caplog.text
+
+
+@pytest.mark.parametrize("run, admitted", [(AWAY, None), (None, AWAY)])
+async def test_one_that_has_ended_will_not(store, client, tmp_path, run, admitted):
+    await visit(store, seconds=-10)
+    client.run, client.admission = run, admitted
+    with pytest.raises(PeerError, match="no valid admission left"):
+        await enter(store, tmp_path)
+    assert client.closed
+
+
+async def test_a_refusal_is_a_refusal_also_with_a_valid_admission(store, client, tmp_path):
+    await visit(store)
+    client.admission = CoordinatorRefused("your clock is 3600 s ahead: set it")
+    with pytest.raises(CoordinatorRefused, match="3600 s ahead"):
+        await enter(store, tmp_path)
+
+
+async def test_the_first_visit_needs_the_coordinator(store, client, tmp_path):
+    client.run = AWAY
+    with pytest.raises(CoordinatorUnreachable):
+        await enter(store, tmp_path)
+
+
+async def test_a_spec_of_another_run_is_not_taken(store, client, tmp_path, monkeypatch):
+    other = tiny_spec(seed=2)
+
+    async def get_run(*, attempts=None) -> RunInfo:
+        return RunInfo(other, sign_spec(OWNER, other).sent, ())
+
+    monkeypatch.setattr(client, "get_run", get_run)
+    with pytest.raises(CairnError):
+        await enter(store, tmp_path)
+    assert store.read_value(SPEC) is None
+
+
+@pytest.mark.parametrize("ahead, words", [(120.0, "120 s ahead of"), (-30.0, "30 s behind"), (1.0, "")])
+async def test_a_clock_that_is_off_is_said_with_its_offset(store, client, tmp_path, caplog, ahead, words):
+    client.ahead = ahead
+    await enter(store, tmp_path)
+    assert (words in caplog.text) if words else not caplog.text
+
+
+async def test_addresses_are_written_only_when_they_are_news(store, client, tmp_path, monkeypatch):
+    m = await enter(store, tmp_path)
+    written: list[bytes] = []
+    monkeypatch.setattr(store, "write_value", lambda name, data: written.append(data))
+    m.learn(list(reversed(m.addresses)))
+    assert written == []
+    m.learn(["/ip4/9.9.9.9/tcp/9"])
+    assert len(written) == 1 and m.addresses[0] == "/ip4/9.9.9.9/tcp/9"
+    m.learn([f"/ip4/9.9.9.9/tcp/{i}" for i in range(500)])
+    assert len(m.addresses) == 64
+
+
+async def test_an_admission_is_renewed_before_it_ends_and_an_outage_is_said_louder_near_the_end(
+    store, client, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(membership_module, "RENEW_SECONDS", 0.01)
+    client.seconds = 2  # of the day that the policy gives: renewal is due at once
+    m = await enter(store, tmp_path)
+    keeping = asyncio.create_task(m.keep_valid())
+    try:
+        client.admission = AWAY
+        await until(lambda: client.asked >= 3)
+        assert "0.0 h left" in caplog.text and m.seconds_left() > 0
+        m.admission = admission(RUN, ME, not_after=int(time.time()) - 1).sent
+        asked = client.asked
+        await until(lambda: client.asked >= asked + 2)
+        assert "it has ended: the others refuse" in caplog.text
+        client.admission, client.seconds = None, 86_400
+        await until(lambda: m.hours_left > 1)
+        assert not keeping.done()
+    finally:
+        keeping.cancel()
+
+
+async def test_a_full_disk_at_a_renewal_costs_no_admission(store, client, tmp_path, monkeypatch):
+    m = await enter(store, tmp_path)
+
+    def full(name: str, data: bytes) -> None:
+        raise StoreFull("no space left: free some")
+
+    monkeypatch.setattr(cast(Any, store), "write_value", full)
+    client.seconds = 90_000
+    with pytest.raises(StoreFull):
+        await m.renew()
+    assert m.seconds_left() > 86_400
+
+
+# -- the coordinator has moved --------------------------------------------------------------------------------
+
+THERE = Endpoint("d.example", 7410)
+
+
+def word(sequence: int = 5):
+    return sign_coordinator_address(OWNER, CoordinatorAddress(RUN.run_id, sequence, (THERE,), Digest(bytes(32))))
+
+
+@pytest.fixture
+def members(client, monkeypatch):
+    """Members who know where the coordinator is (`found`), and who were asked."""
+    asked: list[list[str]] = []
+
+    async def find(run, addresses):
+        asked.append(list(addresses))
+        if client.found is not None and client.found.coordinator_address is not None:
+            client.run = client.admission = None
+        return client.found
+
+    monkeypatch.setattr(membership_module, "find", find)
+    return asked
+
+
+def found(coordinator_address=None) -> Found:
+    return Found(sign_spec(OWNER, RUN).sent, coordinator_address, ("/ip4/5.5.5.5/tcp/5",), 2)
+
+
+async def test_with_an_old_invite_members_say_where_the_coordinator_is_and_it_admits(store, client, members, tmp_path):
+    client.run, client.found = AWAY, found(word())
+    m = await Membership.enter(INVITE, tmp_path, store, name="me", via=["/ip4/6.6.6.6/tcp/6"])
+    assert members == [["/ip4/6.6.6.6/tcp/6", "/ip4/1.1.1.1/tcp/1"]]
+    assert client.places[0] == word().body and m.hours_left > 23
+    assert m.locator.newest == word() and {"/ip4/5.5.5.5/tcp/5", "/ip4/2.2.2.2/tcp/2"} <= set(m.addresses)
+    # The next time it is looked for there first, and no member need be asked.
+    client.places.clear()
+    await enter(store, tmp_path)
+    assert client.places[0] == word().body and len(members) == 1
+
+
+async def test_while_it_is_nowhere_a_newcomer_is_in_without_an_admission(store, client, members, tmp_path, caplog):
+    client.run, client.found = AWAY, found()
+    m = await enter(store, tmp_path)
+    assert not m.seconds_left() and m.spec == RUN and "waiting in the swarm" in caplog.text
+    assert "/ip4/5.5.5.5/tcp/5" in known_addresses(store)
+    client.run = client.admission = None
+    await m.renew()
+    assert m.hours_left > 23
+
+
+async def test_who_has_a_valid_admission_asks_nobody_and_goes_on(store, client, members, tmp_path):
+    await visit(store)
+    client.run = AWAY
+    await enter(store, tmp_path)
+    assert members == []
+
+
+async def test_when_no_member_answers_either_it_says_what_to_do(store, client, members, tmp_path):
+    client.run = AWAY
+    with pytest.raises(CoordinatorUnreachable, match="cairn peer invite"):
+        await enter(store, tmp_path)
+    assert len(members) == 1 and client.closed
+
+
+async def test_a_renewal_asks_members_only_when_nobody_answers_and_goes_where_they_say(store, client, tmp_path):
+    m = await enter(store, tmp_path)
+    asked: list[int] = []
+
+    async def ask() -> None:
+        asked.append(1)
+        if len(asked) == 2:
+            m.locator.take(word().sent)
+            client.admission = None
+
+    await m.renew_wherever(ask)
+    assert not asked
+    client.admission = AWAY
+    with pytest.raises(CoordinatorUnreachable):
+        await m.renew_wherever(ask)
+    await m.renew_wherever(ask)
+    assert client.places == [word().body] and len(asked) == 2
+    client.admission = CoordinatorRefused("no")
+    with pytest.raises(CoordinatorRefused):
+        await m.renew_wherever(ask)
+    assert len(asked) == 2

@@ -1,0 +1,616 @@
+"""What a node sends to whom: every queue bounded, nothing left lying, members introduced and strangers not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any, cast
+
+import base58
+import pytest
+
+from peer.node import network as network_module
+from peer.node import outbox as outbox_module
+from peer.node.exchange import Exchange, ExchangeTimes, RoundTimes
+from peer.node.inbox import MAX_KINDS_OF_REFUSAL, Inbox
+from peer.node.network import PASSED_ON, SEARCHED_FOR, Network
+from peer.node.outbox import MAX_WAITING, Outbox
+from peer.store import StoreError
+from peer.swarm import Handlers
+from protocol.errors import MalformedError
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey, Round, short_id
+from protocol.message_codec import KeySigner, encode_certificate
+from protocol.messages import Goodbye, Signed
+from protocol.rounds.events import CertificateHeard, Heard
+from protocol.wire import swarm_pb2 as wire
+from tests.support.signed import CERTIFICATE, HEADERS, PEERS, RECORD, RUN, SPEC, VOTES, decoder, heartbeat, raw, vote
+from tests.support.specs import admission, identity
+
+A, B, C = (p.key for p in PEERS[1:4])
+
+
+class Wire:
+    """A transport that notes what went out, and fails or waits as told."""
+
+    def __init__(self):
+        self.sent: list[tuple[PeerKey, wire.Packet]] = []
+        self.gate: asyncio.Event | None = None
+        self.error: BaseException | None = None
+
+    async def __call__(self, to: PeerKey, packet: wire.Packet, seconds: float) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.sent.append((to, packet))
+
+    def messages(self, to: PeerKey) -> list[bytes]:
+        return [m for t, p in self.sent if t == to for m in p.messages]
+
+
+# -- the outbox -----------------------------------------------------------------------------------------------
+
+
+async def test_what_is_queued_together_goes_together_and_in_order():
+    w = Wire()
+    box = Outbox(w)
+    box.send(A, HEADERS[:2])
+    box.send(A, VOTES[:1], [CERTIFICATE])
+    await box.flush(1)
+    ((to, packet),) = w.sent
+    assert to == A and list(packet.messages) == [h.sent for h in [*HEADERS[:2], VOTES[0]]]
+    assert list(packet.certificates) == [encode_certificate(CERTIFICATE)]
+
+
+async def test_a_peer_that_does_not_answer_holds_up_nobody_else_and_its_queue_is_bounded():
+    w = Wire()
+    w.gate = asyncio.Event()
+    box = Outbox(w)
+    box.send(A, HEADERS[:1])
+    await asyncio.sleep(0)
+    for _ in range(2 * MAX_WAITING):
+        box.send(A, VOTES[:1])
+    assert len(box._waiting[A]) == MAX_WAITING
+    w.gate = None
+    box.send(B, HEADERS[1:2])
+    await asyncio.sleep(0.01)
+    assert w.messages(B) == [HEADERS[1].sent]
+    await box.close()
+
+
+async def test_a_newer_heartbeat_takes_the_place_of_one_that_waits():
+    w = Wire()
+    w.gate = asyncio.Event()
+    box = Outbox(w)
+    box.send(A, HEADERS[:1])
+    await asyncio.sleep(0)
+    for sequence in range(1, 6):
+        box.send(A, [heartbeat(PEERS[5], sequence=sequence), heartbeat(PEERS[6], sequence=sequence)])
+    w.gate.set()
+    await box.flush(1)
+    assert w.messages(A) == [HEADERS[0].sent] + [heartbeat(PEERS[i], sequence=5).sent for i in (5, 6)]
+
+
+async def test_what_is_sent_in_the_very_moment_in_which_the_queue_ran_dry_is_not_left_lying():
+    w = Wire()
+    box = Outbox(w)
+    box.send(A, HEADERS[:1])
+    task = box._tasks[A]
+    task.add_done_callback(lambda _: box.send(A, HEADERS[1:2]))  # after the drain ended, before anything else
+    await asyncio.sleep(0.01)
+    assert w.messages(A) == [h.sent for h in HEADERS[:2]]
+    assert not box._tasks and not box._waiting
+
+
+@pytest.mark.parametrize("error", [StoreError("x"), asyncio.TimeoutError(), ConnectionResetError(), EOFError()])
+async def test_who_cannot_be_reached_is_named_once_and_tried_again(error, caplog):
+    caplog.set_level("INFO")
+    w = Wire()
+    w.error = error
+    box = Outbox(w)
+    for _ in range(3):
+        box.send(A, HEADERS[:1])
+        await box.flush(1)
+    assert caplog.text.count("cannot reach") == 1 and list(box.failures) == [A]
+    w.error = None
+    box.send(A, HEADERS[:1])
+    await box.flush(1)
+    assert w.messages(A) == [HEADERS[0].sent] and not box.failures
+
+
+async def test_failures_remembered_are_bounded(monkeypatch):
+    monkeypatch.setattr(outbox_module, "MAX_FAILURES", 3)
+    w = Wire()
+    w.error = StoreError("x")
+    box = Outbox(w)
+    for i in range(10):
+        box.send(identity(i).key, HEADERS[:1])
+    await box.flush(1)
+    assert len(box.failures) == 3
+
+
+async def test_a_packet_has_a_size(monkeypatch):
+    monkeypatch.setattr(outbox_module, "MAX_PACKET", 2 * len(HEADERS[0].sent) + 50)
+    w = Wire()
+    box = Outbox(w)
+    box.send(A, HEADERS[:5])
+    await box.flush(1)
+    assert [len(p.messages) for _, p in w.sent] == [2, 2, 1]
+
+
+# -- the inbox ------------------------------------------------------------------------------------------------
+
+
+def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by_name(caplog):
+    inbox = Inbox(decoder())
+    forged = HEADERS[2].sent[:-1] + bytes([HEADERS[2].sent[-1] ^ 1])
+    packet = wire.Packet(messages=[HEADERS[1].sent, forged, b"rubbish", HEADERS[3].sent])
+    packet.certificates.append(encode_certificate(CERTIFICATE))
+    found = list(inbox.packet(A, packet, 1e9))
+    assert [f.message.author for f in found if isinstance(f, Heard)] == [HEADERS[1].author, HEADERS[3].author]
+    assert [f.source for f in found if isinstance(f, CertificateHeard)] == [A]
+    assert len(inbox.refused) == 2 and A.short in caplog.text
+
+
+def test_what_does_not_belong_in_the_swarm_is_refused():
+    inbox = Inbox(decoder())
+    with pytest.raises(MalformedError, match="does not belong"):
+        inbox.message(admission(SPEC, PEERS[1]).sent, 0.0)
+    with pytest.raises(MalformedError):
+        inbox.message(raw(PEERS[1], "no such kind", wire.Goodbye()), 0.0)
+
+
+def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news_each_second(caplog):
+    inbox = Inbox(decoder())
+    late = 2.0**33 + 601
+    for i in range(50):
+        packet = wire.Packet(messages=[heartbeat(PEERS[1], sequence=i).sent])
+        assert not any(inbox.packet(A, packet, late + i))
+    assert sum(inbox.refused.values()) == 50 and len(inbox.refused) == 1
+    assert caplog.text.count("is not valid now") == 2  # the first and the tenth
+
+
+def test_refusals_remembered_are_bounded():
+    inbox = Inbox(decoder())
+    for i in range(MAX_KINDS_OF_REFUSAL + 50):
+        list(inbox.packet(identity(i).key, wire.Packet(messages=[b"rubbish"]), 0.0))
+    assert len(inbox.refused) == MAX_KINDS_OF_REFUSAL
+
+
+async def test_a_chain_reply_is_taken_whole_or_not_at_all():
+    inbox = Inbox(decoder())
+    good = encode_certificate(CERTIFICATE)
+    heard = await inbox.chain(A, wire.ChainReply(certificates=[good], more=True))
+    assert [c.record.digest for c in heard.certificates] == [CERTIFICATE.record.digest] and heard.more
+    with pytest.raises(MalformedError):
+        await inbox.chain(A, wire.ChainReply(certificates=[good, b"rubbish"]))
+    with pytest.raises(MalformedError, match="too many"):
+        await inbox.chain(A, wire.ChainReply(certificates=[good] * 300))
+
+
+def test_what_was_refused_takes_its_turn_too_and_a_heartbeat_that_came_before_is_no_news():
+    inbox = Inbox(decoder())
+    beat = heartbeat(PEERS[1])
+    found = list(inbox.packet(A, wire.Packet(messages=[b"rubbish", beat.sent, beat.sent, HEADERS[1].sent] * 2), 1e9))
+    assert [f is None for f in found] == [True, False, False, False] * 2
+    assert [inbox.is_repeat(f) for f in found if f is not None] == [False, True, False, True, True, False]
+
+
+# -- introductions --------------------------------------------------------------------------------------------
+
+
+OBSERVER = identity("the coordinator's observer")
+
+
+def coordinator_address() -> Signed[Any]:
+    """The owner's word, as far as the network looks at it."""
+    body = SimpleNamespace(addresses=(way(OBSERVER, 7412),))
+    return Signed(cast(Any, body), VOTES[3].author, VOTES[3].digest, VOTES[3].sent)
+
+
+class FakeSwarm:
+    def __init__(self):
+        self.dialled: list[tuple[str, ...]] = []
+        self.addresses: list[str] = []
+        self.wire = Wire()
+        self.bytes_up, self.bytes_down = 5, 7
+        self.stopped = False
+        self.error: Exception | None = None
+        self.found: list[PeerKey] = []
+        self.fetch_blob: Any = None
+
+    async def connect(self, addresses, soon=False) -> list[PeerKey]:
+        if self.error is not None:
+            raise self.error
+        self.dialled.append(tuple(addresses))
+        return self.found
+
+    async def send(self, to, packet, seconds) -> None:
+        await self.wire(to, packet, seconds)
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+class FakeMembership:
+    def __init__(self, me=PEERS[0]):
+        self.spec = SPEC
+        self.identity = me
+        self.addresses: list[str] = []
+        self.learnt: list[str] = []
+        self.locator = SimpleNamespace(newest=None)
+
+    def learn(self, addresses, own=()) -> None:
+        self.learnt = list(addresses)
+
+
+def network(me=PEERS[0], banned: Collection[PeerKey] = ()) -> tuple[Network, FakeSwarm]:
+    handlers = Handlers(on_packet=cast(Any, None), on_chain_request=cast(Any, None), may_serve=cast(Any, None))
+    net = Network(
+        cast(Any, FakeMembership(me)), handlers, listen=(), announce=(), discovered=cast(Any, SimpleNamespace()),
+        refused=lambda key: key in banned,
+    )  # fmt: skip
+    swarm = FakeSwarm()
+    net._swarm = cast(Any, swarm)
+    return net, swarm
+
+
+def hear(net: Network, message: Signed) -> None:
+    """First-hand."""
+    net.note(message, message.author)
+
+
+async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_dialled():
+    net, swarm = network()
+    theirs = [way(p, 1) for p in PEERS[:3]]
+    first, second = heartbeat(PEERS[1], addresses=theirs[:2]), heartbeat(PEERS[2], addresses=theirs)
+    hear(net, first)
+    hear(net, second)
+    await net.outbox.flush(1)
+    assert swarm.wire.messages(B) == [first.sent, second.sent]
+    assert second.sent in swarm.wire.messages(A)
+    assert swarm.dialled == [(theirs[1],), (theirs[2],)], "where each itself is, not whom it names"
+    swarm.wire.sent.clear()
+    hear(net, heartbeat(PEERS[2], sequence=2))
+    await net.outbox.flush(1)
+    assert swarm.wire.sent == []
+    await net.stop(0.1)
+
+
+async def test_a_newcomer_is_told_where_the_coordinator_is_as_far_as_that_is_known():
+    net, swarm = network()
+    hear(net, heartbeat(PEERS[1]))
+    net._membership.locator.newest = word = coordinator_address()
+    hear(net, heartbeat(PEERS[2]))
+    hear(net, heartbeat(PEERS[2], sequence=2))
+    await net.outbox.flush(1)
+    assert swarm.wire.messages(B).count(word.sent) == 1 and word.sent not in swarm.wire.messages(A)
+    await net.stop(0.1)
+
+
+async def test_there_is_always_room_for_the_coordinators_observer_and_it_is_no_stranger():
+    net, swarm = network()
+    net.directory._observers = 2
+    for i in range(4):
+        hear(net, heartbeat(identity(f"stranger {i}"), admission=b""))
+    assert len(net.directory.peers()) == 2
+    watcher = heartbeat(OBSERVER, admission=b"")
+    hear(net, watcher)
+    assert OBSERVER.key not in net.directory.peers() and not net.is_known(OBSERVER.key)
+    net._membership.locator.newest = coordinator_address()
+    hear(net, watcher)
+    assert OBSERVER.key in net.directory.peers() and net.is_known(OBSERVER.key)
+    assert not net.is_known(identity("stranger 0").key)
+    await net.stop(0.1)
+
+
+async def test_strangers_who_take_calls_and_do_not_answer_hold_up_no_member():
+    net, swarm = network()
+    net._to_strangers = asyncio.Semaphore(2)
+    under_way: list[PeerKey] = []
+    answers = asyncio.Event()
+
+    async def send(to, packet, seconds) -> None:
+        under_way.append(to)
+        if not net.is_known(to):
+            await answers.wait()
+
+    swarm.send = send
+    for i in range(8):
+        hear(net, heartbeat(identity(f"stranger {i}"), admission=b""))
+    hear(net, heartbeat(PEERS[1]))
+    await asyncio.sleep(0.05)
+    assert A in under_way and len([k for k in under_way if k != A]) == 2
+    answers.set()
+    await asyncio.sleep(0.05)
+    assert len(set(under_way)) == 9
+    await net.stop(0.1)
+
+
+async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_introduced_now_and_then(monkeypatch):
+    net, swarm = network()
+    hear(net, heartbeat(PEERS[2]))
+    dialled: list[str] = []
+
+    async def connect(addresses) -> list[PeerKey]:
+        dialled.extend(addresses)
+        await asyncio.sleep(3600)
+        return []
+
+    swarm.connect = connect
+    for i in range(50):
+        hear(net, heartbeat(PEERS[1], sequence=2 * i, addresses=[way(PEERS[1], i)]))
+        hear(net, KeySigner(PEERS[1]).sign(Goodbye(RUN, 2 * i + 1)))
+        await asyncio.sleep(0)
+    assert len(dialled) == 1
+    await net.outbox.flush(1)
+    told = [m for m in swarm.wire.messages(B) if m != heartbeat(PEERS[2]).sent]
+    assert len(told) == 1, "of a newcomer"
+    monkeypatch.setattr(network_module, "STRANGERS_DIALLED", 3)
+    for word, there in ((b"", 3), (b"a member", 13)):
+        for i in range(10):
+            other = identity(f"other {i} {word!r}")
+            hear(net, heartbeat(other, addresses=[way(other, 1)], admission=word))
+        await asyncio.sleep(0)
+        assert len(dialled) == there
+    await net.stop(0.1)
+
+
+async def test_more_than_fits_a_packet_is_taken_from_the_dht(monkeypatch):
+    monkeypatch.setattr(network_module, "MAX_MESSAGES", 3)
+    net, swarm = network()
+    taken: list[int] = []
+
+    async def discovered(packet) -> None:
+        taken.append(len(packet.messages))
+
+    async def discover() -> list[bytes]:
+        return [b"x"] * 7
+
+    net._discovered, swarm.discover = discovered, discover
+    await net._ask_the_dht(cast(Any, swarm))
+    assert taken == [3, 3, 1]
+    await net.stop(0.1)
+
+
+async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else():
+    net, swarm = network()
+    deaf = heartbeat(PEERS[1], unheard=(short_id(PEERS[2].key),))
+    for beat in (deaf, heartbeat(PEERS[2]), heartbeat(PEERS[3])):
+        hear(net, beat)
+    net.broadcast(heartbeat(PEERS[0]))
+    await net.outbox.flush(1)
+    swarm.wire.sent.clear()
+    net._relaying_due = 0.0  # a heartbeat's time has passed
+    for message in (heartbeat(PEERS[2], sequence=2), HEADERS[2], VOTES[2]):
+        hear(net, message)
+    for _ in range(3):
+        hear(net, HEADERS[2])  # it has been passed on
+    hear(net, HEADERS[3])  # that is heard
+    net.note(heartbeat(PEERS[2], sequence=3), PEERS[3].key)  # not first-hand: who passed it on passes it on to all
+    await net.outbox.flush(1)
+    assert [to for to, _ in swarm.wire.sent] == [A] * len(swarm.wire.sent)
+    passed_on = swarm.wire.messages(A)
+    assert len(passed_on) == 3
+    assert {heartbeat(PEERS[2], sequence=2).sent, HEADERS[2].sent, VOTES[2].sent} <= set(passed_on)
+    assert not {heartbeat(PEERS[2], sequence=3).sent, HEADERS[3].sent} & set(passed_on)
+    await net.stop(0.1)
+
+
+async def test_who_says_too_much_is_passed_on_no_further_until_the_next_heartbeat():
+    net, swarm = network()
+    for beat in (heartbeat(PEERS[1], unheard=(short_id(PEERS[2].key),)), heartbeat(PEERS[2]), heartbeat(PEERS[3])):
+        hear(net, beat)
+    net.broadcast(heartbeat(PEERS[0]))
+    await net.outbox.flush(1)
+    swarm.wire.sent.clear()
+    net._relaying_due = 0.0
+    for i in range(100):
+        hear(net, vote(PEERS[2], HEADERS[i % 3], round=Round(i)))
+    await net.outbox.flush(1)
+    assert len(swarm.wire.messages(A)) == PASSED_ON
+    await net.stop(0.1)
+
+
+async def test_strangers_are_not_introduced_to_everybody_but_hear_of_everybody():
+    net, swarm = network()
+    hear(net, heartbeat(PEERS[1]))
+    watcher = heartbeat(PEERS[2], admission=b"")
+    hear(net, watcher)
+    await net.outbox.flush(1)
+    assert watcher.sent not in swarm.wire.messages(A)
+    assert heartbeat(PEERS[1]).sent in swarm.wire.messages(B)
+    await net.stop(0.1)
+
+
+async def test_in_a_crowd_a_few_introduce_whom_others_tell_of(monkeypatch):
+    monkeypatch.setattr(network_module, "CROWD", 2)
+    monkeypatch.setattr(network_module, "INTRODUCERS", 2)
+    newcomer = heartbeat(PEERS[6], addresses=[way(PEERS[6], 1)])
+    introducers = 0
+    for me in PEERS[:6]:
+        net, swarm = network(me)
+        for other in PEERS[:6]:
+            if other is not me:
+                hear(net, heartbeat(other))
+        await net.outbox.flush(1)
+        swarm.wire.sent.clear()
+        net.note(newcomer, next(p.key for p in PEERS if p is not me))
+        await asyncio.sleep(0)
+        await net.outbox.flush(1)
+        told = {to for to, p in swarm.wire.sent if newcomer.sent in p.messages} - {newcomer.author}
+        assert len(told) in (0, 5) and bool(told) == bool(swarm.wire.messages(newcomer.author))
+        assert (way(PEERS[6], 1),) in swarm.dialled
+        introducers += bool(told)
+        await net.stop(0.1)
+    assert introducers == 2
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+async def test_in_a_crowd_who_enters_by_us_is_introduced_unless_two_others_do_it(monkeypatch, others):
+    monkeypatch.setattr(network_module, "CROWD", 2)
+    monkeypatch.setattr(network_module, "INTRODUCERS", 0)
+    net, swarm = network()
+    soon = SPEC.model_copy(update={"round": SPEC.round.model_copy(update={"heartbeat_seconds": 0.05})})
+    cast(Any, net._membership).spec = soon
+    for other in PEERS[1:5]:
+        hear(net, heartbeat(other))
+    newcomer = heartbeat(PEERS[6])
+    hear(net, newcomer)
+    for other in PEERS[1 : 1 + others]:
+        net.note(heartbeat(PEERS[6], sequence=2), other.key)
+    assert newcomer.sent not in swarm.wire.messages(A)
+    await asyncio.sleep(0.1)
+    await net.outbox.flush(1)
+    assert (newcomer.sent in swarm.wire.messages(A)) == (others < 2)
+    await net.stop(0.1)
+
+
+def test_whom_others_told_of_is_remembered_within_a_bound(monkeypatch):
+    monkeypatch.setattr(network_module, "PASSED_ON_REMEMBERED", 3)
+    net = network()[0]
+    for i in range(10):
+        net._told[identity(i).key] = set()
+    net.note(vote(PEERS[1], RECORD), PEERS[2].key)
+    assert len(net._told) == 10  # only a heartbeat introduces
+    net.directory.limit = 0  # nobody is taken in: no task is started
+    for other in PEERS[2:]:
+        net.note(heartbeat(PEERS[1]), other.key)
+    assert len(net._told) == 3 and len(net._told[PEERS[1].key]) == 2
+
+
+async def test_who_said_goodbye_is_sent_nothing_more():
+    net, swarm = network()
+    hear(net, heartbeat(PEERS[1]))
+    hear(net, KeySigner(PEERS[1]).sign(Goodbye(RUN, 9)))
+    await net.outbox.flush(1)
+    swarm.wire.sent.clear()
+    net.broadcast(HEADERS[3])
+    await net.outbox.flush(1)
+    assert swarm.wire.sent == []
+    await net.stop(0.1)
+    assert swarm.stopped
+
+
+def way(peer: Identity, port: int) -> str:
+    return f"/ip4/192.0.2.1/tcp/{port}/p2p/{base58.b58encode(peer.key.libp2p_id).decode()}"
+
+
+async def test_who_is_out_of_sight_is_dialled_a_few_at_a_time_and_hears_of_us_and_all_while_we_are_alone():
+    net, swarm = network()
+    mine, there = heartbeat(PEERS[0]), heartbeat(PEERS[1], addresses=(way(PEERS[1], 1),))
+    net.broadcast(mine)
+    net._membership.addresses = [way(p, 100 + i) for i, p in enumerate(PEERS[:5])]
+    await net._search(cast(Any, swarm))
+    assert sorted(swarm.dialled.pop()) == sorted(net._membership.addresses[1:]), "all but ourselves"
+    lost = [identity(50 + i) for i in range(3 * SEARCHED_FOR)]
+    now = time.monotonic()
+    for i, peer in enumerate(lost):
+        net.directory.hear(heartbeat(peer, addresses=(way(peer, i),), admission=b"a member"), now - 1000.0)
+    net.directory.forget_silent(now)
+    hear(net, there)
+    await asyncio.sleep(0)
+    swarm.dialled.clear()
+    seen: set[str] = set()
+    for _ in range(100):
+        await net._search(cast(Any, swarm))
+        dialled = swarm.dialled.pop()
+        assert len(dialled) == SEARCHED_FOR
+        seen.update(dialled)
+    assert seen == {way(p, i) for i, p in enumerate(lost)} | set(net._membership.addresses[2:])
+    swarm.found = [lost[0].key]
+    swarm.wire.sent.clear()
+    assert await net._search(cast(Any, swarm)) == [lost[0].key]
+    await net.outbox.flush(1)
+    assert swarm.wire.messages(lost[0].key) == [mine.sent]
+    await net.stop(0.1)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_who_is_banned_is_not_looked_for_and_who_left_only_while_we_are_alone(alone):
+    banned, left, lost = identity("banned"), identity("left"), identity("lost")
+    net, swarm = network(banned=[banned.key])
+    net._membership.addresses = [way(p, 1) for p in (banned, left, lost)]
+    silent = time.monotonic() - 1000.0
+    for peer in (banned, left, lost):
+        net.directory.hear(heartbeat(peer, addresses=(way(peer, 2),), admission=b"a member"), silent)
+    net.directory.goodbye(left.key, 2**40)
+    net.directory.forget_silent(time.monotonic())
+    if not alone:
+        hear(net, heartbeat(PEERS[1]))
+        await asyncio.sleep(0)
+        swarm.dialled.clear()
+    await net._search(cast(Any, swarm))
+    expected = {way(lost, 1), way(lost, 2)} | ({way(left, 1)} if alone else set())
+    assert set(swarm.dialled.pop()) == expected
+    await net.stop(0.1)
+
+
+async def test_nobody_has_us_dial_or_keep_whom_it_likes():
+    net, swarm = network()
+    other, victim = identity("other"), identity("victim")
+    said = (way(other, 1), *(way(identity(f"victim {i}"), 443) for i in range(5)), way(victim, 443))
+    net.directory.hear(heartbeat(other, addresses=said, admission=b"a member"), time.monotonic() - 1000.0)
+    hear(net, heartbeat(PEERS[1], addresses=(way(PEERS[1], 2), way(victim, 443))))
+    net._save_addresses(net.directory.addresses())
+    assert cast(Any, net._membership).learnt == [way(PEERS[1], 2), way(other, 1)]
+    net.directory.forget_silent(time.monotonic())
+    await asyncio.sleep(0)
+    swarm.dialled.clear()
+    await net._search(cast(Any, swarm))
+    assert swarm.dialled == [(way(other, 1),)]
+    await net.stop(0.1)
+
+
+async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):
+    caplog.set_level("DEBUG")
+    net, swarm = network()
+    swarm.error = ConnectionResetError("libp2p is gone")
+    hear(net, heartbeat(PEERS[1], addresses=[way(PEERS[1], 1)]))
+    await asyncio.sleep(0.01)
+    assert "cannot dial: libp2p is gone" in caplog.text
+    await net.stop(0.1)
+
+
+async def test_who_served_wrong_bytes_of_one_blob_is_asked_last_for_the_next(caplog):
+    net, swarm = network()
+    asked: list[list[PeerKey]] = []
+
+    async def fetch(digest, size, holders, *, deadline_seconds, on_bad, chunks) -> None:
+        asked.append(list(holders))
+        on_bad(A, "sent a chunk 3 that is not the blob's")
+
+    swarm.fetch_blob = fetch
+    for _ in range(2):
+        await net.fetch_blob(Digest(bytes(32)), 1, [A, B, C], deadline_seconds=1)
+    assert asked == [[A, B, C], [B, C, A]]
+    assert f"{A.short} served wrong bytes" in caplog.text
+
+
+def test_traffic_of_a_daemon_that_died_still_counts():
+    net = network()[0]
+    net._bytes = (100, 200)
+    assert (net.bytes_up, net.bytes_down) == (105, 207)
+
+
+# -- how long an exchange takes -------------------------------------------------------------------------------
+
+
+def test_times_are_medians_since_our_own_announcement():
+    e = Exchange(remembered=3)
+    assert e.times == ExchangeTimes()
+    for n, (blobs, certified, applied) in enumerate([(1, 2, 3), (2, 4, 6), (3, 6, 9), (9, 9, 9)]):
+        parent, start = Digest(bytes([n]) * 32), 100.0 * n
+        e.announced(parent, n, start)
+        e.announced(parent, n, start + 50)  # a repeat
+        e.held(start + blobs)
+        e.certified(Digest(b"x" * 32), start + 1)  # of a round that we were not in
+        e.certified(parent, start + certified)
+        e.held(start + 99)  # late, for the next round
+        e.applied(Digest(b"x" * 32), start + 1)
+        e.applied(parent, start + applied)
+    assert e.times == ExchangeTimes(3.0, 6.0, 9.0)
+    assert e.rounds == [RoundTimes(1, 2, 4, 6), RoundTimes(2, 3, 6, 9), RoundTimes(3, 9, 9, 9)]

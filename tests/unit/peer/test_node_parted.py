@@ -1,0 +1,50 @@
+"""Two halves that have forgotten each other find each other again when the line between them heals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peer.node import network as network_module
+from protocol.ids import PeerKey
+from tests.support.node_world import TIMERS, NodeWorld
+
+NORTH, SOUTH = ("ada", "alan"), ("grace", "edsger")
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(network_module, "DISCOVER_SECONDS", 0.2)
+    w = NodeWorld(tmp_path, monkeypatch, round={"target_tokens": 1024, "max_update_tokens": 8192, **TIMERS})
+    yield w
+    await w.close()
+
+
+def cut(w: NodeWorld) -> None:
+    """Between north and south."""
+    north = {w.key(n) for n in NORTH}
+    w.internet.reach = lambda a, b: (a in north) == (b in north)  # type: ignore[method-assign]
+
+
+async def test_halves_that_forgot_each_other_are_one_swarm_again(world):
+    w, everyone = world, (*NORTH, *SOUTH)
+    for name in everyone:
+        w.start(name)
+    await w.rounds(everyone, 1)
+
+    def known(name: str) -> set[PeerKey]:
+        return set(w.nodes[name].network.directory.peers())
+
+    for node in w.nodes.values():
+        node.network.directory._forget = 2.0
+        node.network._membership.addresses.clear()  # as in a swarm whose newest addresses are all of one's own side
+    cut(w)
+    for side in (NORTH, SOUTH):
+        for name in side:
+            there = {w.key(n) for n in side if n != name}
+            await w.until(f"{name} has forgotten the other side", lambda n=name, t=there: known(n) == t)
+    del w.internet.reach
+    await w.until("all have heard of all", lambda: all(len(known(n)) == 3 for n in everyone))
+    await w.rounds(everyone, 2)
+    assert len({w.nodes[n].chain.on_main(w.nodes["ada"].snapshot().round - 1) for n in everyone}) == 1

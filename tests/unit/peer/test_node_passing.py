@@ -1,0 +1,120 @@
+"""A member passes slices on where an author and a whole committee have no other way to each other, and only there."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from peer.node.passing import TIMES_OWN_WORK, Passing
+from peer.node.relaying import Relaying
+from protocol.ids import Digest, short_id
+from protocol.messages import RoundRecord, Signed
+from tests.support.coordinator_fakes import peer
+from tests.support.signed import heartbeat
+from tests.unit.peer.test_node_reducing import SIZE, SPEC, Sums, World, _with_blob
+
+AUTHOR, ASKER, SEATED = (peer(n) for n in (1, 2, 3))
+OTHERS = [peer(n) for n in range(4, 8)]
+
+
+class Swarm:
+    """The source of a `World`, and who hears whom."""
+
+    def __init__(self, world: World, relaying: Relaying):
+        self.fetch_blob = world.source.fetch_blob
+        self.relaying = relaying
+
+
+def relaying(*, asker_hears=(), seated_hears=()) -> Relaying:
+    """Author, asker and the third are behind NATs, but for what is said; the others hear all."""
+    nats = [AUTHOR, ASKER, SEATED]
+    unheard = {p.key: {o for o in nats if o is not p} for p in nats}
+    unheard[ASKER.key] -= set(asker_hears)
+    unheard[SEATED.key] -= set(seated_hears)
+    said = {p: tuple(short_id(o.key) for o in unheard[p.key]) for p in nats}
+    beats = {p.key: heartbeat(p, admission=b"a", unheard=said.get(p, ())) for p in (*nats, *OTHERS)}
+    return Relaying(beats)
+
+
+@pytest.fixture
+async def world(tmp_path):
+    w = World(tmp_path / "store", 3)
+    yield w
+    await w.close()
+
+
+def listing(record: Signed[RoundRecord], blob: Digest) -> Signed[RoundRecord]:
+    """The same, with this as the author's update."""
+    updates = tuple(_with_blob(u, blob) if u.author == AUTHOR.key else u for u in record.body.updates)
+    return replace(record, body=replace(record.body, updates=updates))
+
+
+def passing(w: World, who: Relaying, *, me=None, parts=(1,), committee=(ASKER, SEATED), known=True) -> Passing:
+    """Asked for the author's update by the asker; `me`: by default one of its relays."""
+    me = me or who.relays(AUTHOR.key, ASKER.key)[0]
+    keys = tuple(sorted(p.key for p in committee))
+
+    def slices(blob, by):
+        return [(listing(w.record, blob), part, keys) for part in parts] if known else []
+
+    network = cast(Any, Swarm(w, who))
+    made = Passing(me, w.store, network, cast(Any, Sums()), SIZE, SPEC.round, slices, w._spawn)
+    made.asked(w.blobs[AUTHOR.key], ASKER.key)
+    return made
+
+
+async def test_a_relay_that_is_asked_gets_the_chunks_that_the_asker_needs_from_the_author(world):
+    who = relaying()
+    again = passing(world, who)
+    await asyncio.gather(*world.tasks)
+    blob = world.blobs[AUTHOR.key]
+    assert world.source.asked == [(blob, (AUTHOR.key,), (0, 2, 3))]
+    partial = world.store.arriving(blob)
+    assert not partial.lacks((0, 2, 3)) and partial.lacks((1,))
+    for _ in range(20):
+        again.asked(blob, ASKER.key)  # one question comes with each chunk
+    passing(world, who)  # nor is that got which is here
+    await asyncio.gather(*world.tasks)
+    assert len(world.source.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "why, how, others",
+    [
+        ("the asker hears the author", {"asker_hears": [AUTHOR]}, {}),
+        ("the slate is not known, or has no seat for the asker", {}, {"known": False}),
+        ("somebody else is its relay", {}, {"me": SEATED.key}),
+        ("another of the committee hears both", {}, {"committee": (ASKER, OTHERS[0])}),
+        ("another of the committee came to hear both", {"asker_hears": [SEATED], "seated_hears": [AUTHOR, ASKER]}, {}),
+    ],
+)
+async def test_nothing_is_passed_on_where_there_is_another_way_or_nobody_needs_it(world, why, how, others):
+    passing(world, relaying(**how), **others)
+    await asyncio.gather(*world.tasks)
+    assert not world.source.asked, why
+
+
+async def test_no_more_is_passed_on_in_a_round_than_a_few_times_the_own_work(world):
+    most = TIMES_OWN_WORK * SPEC.round.committee * 3
+    made = passing(world, relaying(), parts=range(6))
+    for blob in [world.source.add(bytes([i]) * SIZE) for i in range(most)]:
+        made.asked(blob, ASKER.key)
+    await asyncio.gather(*world.tasks)
+    assert len(world.source.asked) == most and world.source.most_at_once <= 4
+
+
+async def test_a_store_that_is_nearly_full_is_for_its_own_node(world, monkeypatch):
+    monkeypatch.setattr("peer.node.passing.FULL", -1.0)
+    passing(world, relaying())
+    await asyncio.gather(*world.tasks)
+    assert not world.source.asked
+
+
+async def test_a_slate_that_was_decided_while_others_had_their_turn_is_not_worked_on(world):
+    made = passing(world, relaying())
+    made._slices = lambda blob, by: ()
+    await asyncio.gather(*world.tasks)
+    assert not world.source.asked

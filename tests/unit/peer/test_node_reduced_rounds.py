@@ -1,0 +1,126 @@
+"""Whole nodes whose rounds are reduced: they go on when one dies, let others in, and hold the same bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.reduce_plan import part_count
+from tests.support.node_world import TIMERS, NodeWorld
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+"""Updates of 1.3 MB in 8 bits: six chunks."""
+
+REDUCE = {"target_tokens": 1024, "max_update_tokens": 8192, "exchange": "reduce", **TIMERS}
+PATIENT = {"max_seconds": 60, "exchange_seconds": 20, "patience_seconds": 20, "member_seconds": 10}
+"""Nobody is late on a busy machine."""
+
+
+@pytest.fixture
+async def world(tmp_path, monkeypatch):
+    made: list[NodeWorld] = []
+
+    def make(**fields) -> NodeWorld:
+        made.append(NodeWorld(tmp_path, monkeypatch, **fields))
+        return made[-1]
+
+    yield make
+    for w in made:
+        await w.close()
+
+
+def states(w: NodeWorld) -> dict[str, dict[str, str]]:
+    """By record: the state that each node holds after it."""
+    found: dict[str, dict[str, str]] = {}
+    for name, task in w.running.items():
+        if not task.done() and (s := w.nodes[name].snapshot()).state:
+            found.setdefault(s.head, {})[name] = s.state
+    return found
+
+
+async def test_rounds_are_reduced_by_committees_also_while_peers_come_and_go(world):
+    w = world(model=WIDE, codec={"kind": "int8"}, round=REDUCE | {"committee": 2}, checkpoint={"every": 3, "keep": 1})
+    four = ["ada", "alan", "grace", "edsger"]
+    for name in four[:3]:
+        w.start(name)
+    await w.rounds(four[:3], 4)
+    for c in w.path("ada"):
+        updates = c.record.body.updates
+        assert len(c.parts) == part_count(len(updates), updates[0].body.blob_size)
+    assert max(len(c.parts) for c in w.path("ada")) == 3
+    await w.kill("alan")
+    await w.rounds(["ada", "grace"], 2)
+    w.start("alan")
+    w.start("edsger")
+    now = w.nodes["ada"].snapshot().round
+    await w.rounds(four, 4, 90)
+    assert all(w.contributed(name, now) for name in four)
+    for same in states(w).values():
+        assert len(set(same.values())) == 1
+    # What was fetched of others' updates is gone when their round is over; the parts stay.
+    for name in four:
+        store = w.nodes[name].store
+        foreign = {u.body.blob for c in w.path(name) for u in c.record.body.updates if u.author != w.key(name)}
+        await w.until(
+            f"{name} keeps nothing of others' updates",
+            lambda n=name, f=foreign, s=store: not (f - w.announced(n)) & (w.slices(n) | s.blobs().keys()),
+        )
+        assert {part for c in w.path(name)[-2:] for part in c.parts} <= store.blobs().keys()
+
+
+@pytest.mark.parametrize("codec", [{"kind": "sign"}, {"kind": "sparse", "k": 256}, {"kind": "none"}])
+async def test_small_updates_have_one_part_which_a_committee_makes_for_all(world, codec):
+    w = world(codec=codec, round=REDUCE)
+    names = ["ada", "alan", "grace", "edsger"]
+    for name in names:
+        w.start(name)
+    await w.rounds(names, 3)
+    await w.until(
+        "a round of all four", lambda: max(len(c.record.body.updates) for c in w.path("ada")) == 4, seconds=90
+    )
+    await w.rounds(names, 1)
+    assert all(len(c.parts) == 1 for c in w.path("ada"))
+    assert all(len(set(same.values())) == 1 for same in states(w).values())
+
+
+async def test_who_withholds_its_updates_is_left_out_and_the_others_go_on(world):
+    w = world(round=REDUCE | {"exchange_seconds": 2})
+    for name in ("ada", "alan", "grace"):
+        w.start(name)
+    await w.rounds(["ada", "alan", "grace"], 1)
+    w.internet.withheld = lambda giver, blob: giver == w.key("grace") and not w.is_a_part(blob)
+    now = w.nodes["ada"].snapshot().round + 1
+    await w.rounds(["ada", "alan"], 4)
+    assert w.contributed("grace", now) == 0 and w.contributed("ada", now) >= 2
+
+
+async def test_authors_and_committees_behind_nats_reach_each_other_by_who_hears_both(world, caplog):
+    """Three behind NATs, one that all reach: half of the committees are behind NATs, and so is who they need."""
+    w = world(model=WIDE, codec={"kind": "int8"}, round=REDUCE | PATIENT | {"committee": 2})
+    names = ["ada", "alan", "grace", "edsger"]
+    w.internet.behind_nats = {w.key(name) for name in names[1:]}
+    for name in names:
+        w.start(name)
+    await w.rounds(names, 3)
+    await w.until("a round of all four", lambda: len(w.path("ada")[-1].record.body.updates) == 4, seconds=30)
+    caplog.clear()
+    now = w.nodes["ada"].snapshot().round
+    await w.rounds(names, 5, 90)
+    assert "cannot get, or use, the update" not in caplog.text
+    since = [c.record.body for c in w.path("ada") if c.record.body.round >= now]
+    assert sum(len(body.updates) for body in since) >= 3.5 * len(since)
+    alone = [c for b in since for c in w.nodes["ada"].machine._c.policy.exchange.committees(b) if w.key("ada") not in c]
+    assert len(alone) >= 3  # else nobody was put to the test
+    assert all(len(set(same.values())) == 1 for same in states(w).values())
+
+
+async def test_an_update_that_breaks_the_rules_where_only_some_look_is_in_no_record(world, caplog):
+    w = world(model=WIDE, codec={"kind": "int8"}, round=REDUCE)
+    for name in ("ada", "alan", "grace", "edsger"):
+        w.start(name)
+    await w.until("edsger has a trainer", lambda: w.nodes["edsger"]._training is not None)
+    w.trainer("edsger").spoil = True
+    others = ["ada", "alan", "grace"]
+    await w.rounds(others, 3)
+    assert w.contributed("edsger") == 0 and all(w.contributed(name) for name in others)
+    assert "breaks the codec's rules" in caplog.text
+    assert all(len(set(same.values())) == 1 for same in states(w).values())

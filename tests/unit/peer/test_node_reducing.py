@@ -1,0 +1,295 @@
+"""A committee member makes its part of what comes in time, says who is lacking, and holds no more than the slices."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from peer.errors import PeerError
+from peer.node.reducing import AT_ONCE, KEPT_ROUNDS, Reducing
+from peer.node.updates import Updates
+from peer.store import Store
+from protocol.errors import CodecError
+from protocol.ids import Digest, PeerKey
+from protocol.merkle import CHUNK, blob_digest, blob_leaves
+from protocol.rounds.events import BlobBad, BlobHeld, BlobMissing, PartLacking, PartReduced
+from tests.support.coordinator_fakes import ChainMaker, make_spec, peer
+from tests.unit.peer.test_mapped import few_files
+
+SPEC = make_spec()
+SIZE = 8 * CHUNK + 100
+PART_SIZE = 300
+BAD = b"\xbb"
+
+
+class Sums:
+    """A stand-in for `Reduction`: part p needs the chunks 0, p + 1 and p + 2; its blob is a byte from each update."""
+
+    def size(self, count: int, part: int) -> int:
+        return PART_SIZE
+
+    def chunks(self, count: int, part: int) -> tuple[int, ...]:
+        return (0, part + 1, part + 2)
+
+    def check_slice(self, blob: memoryview, count: int, part: int) -> None:
+        if bytes(blob[(part + 1) * CHUNK : (part + 1) * CHUNK + 1]) == BAD:
+            raise CodecError("a value that is not finite")
+
+    def reduce(self, contributions: list[Any], outer: Any, count: int, part: int) -> bytes:
+        found = b"".join(bytes(c.blob[i * CHUNK : i * CHUNK + 1]) for c in contributions for i in self.chunks(0, part))
+        return found.ljust(PART_SIZE, b"=")
+
+    def check(self, blob: memoryview, count: int, part: int) -> None:
+        if not bytes(blob).endswith(b"="):
+            raise CodecError("no part")
+
+
+class Source:
+    """A swarm in which each author gives its update unless it is silent, as real chunks in the real store."""
+
+    def __init__(self, store: Store):
+        self.store = store
+        self.blobs: dict[Digest, bytes] = {}
+        self.silent: set[Digest] = set()
+        self.asked: list[tuple[Digest, tuple[PeerKey, ...], tuple[int, ...]]] = []
+        self.gate: asyncio.Event | None = None
+        self.at_once = self.most_at_once = 0
+
+    def add(self, data: bytes) -> Digest:
+        digest = blob_digest(data)
+        self.blobs[digest] = data
+        return digest
+
+    async def fetch_blob(
+        self,
+        digest: Digest,
+        size: int | None,
+        holders,
+        *,
+        deadline_seconds: float,
+        chunks: Collection[int] | None = None,
+    ) -> None:
+        self.asked.append((digest, tuple(holders), tuple(chunks or ())))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            if self.gate is not None:
+                await asyncio.wait_for(self.gate.wait(), deadline_seconds)
+            await asyncio.sleep(0)
+            if digest in self.silent or digest not in self.blobs:
+                raise PeerError("nobody gives it")
+            data = self.blobs[digest]
+            assert size == len(data)
+            partial = self.store.partial(digest, len(data), blob_leaves(data), chunks)
+            for i in partial.missing(chunks):
+                partial.write(i, data[i * CHUNK : (i + 1) * CHUNK])
+            if not partial.left:
+                partial.finish()
+            partial.close()
+        finally:
+            self.at_once -= 1
+
+
+class World:
+    def __init__(self, folder: Path, authors: int, seconds: float = 20.0):
+        self.store = Store(folder, 1 << 40)
+        self.source = Source(self.store)
+        self.answers: asyncio.Queue[Any] = asyncio.Queue()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.data = {n: random.Random(n).randbytes(SIZE) for n in range(1, authors + 1)}
+        chain = ChainMaker(SPEC)
+        chain.add({n: 2 for n in self.data})
+        self.record = chain.certificates[0].record
+        # The record's blobs are made up: these are what they stand for.
+        by_author = {peer(n).key: data for n, data in self.data.items()}
+        updates = tuple(_with_blob(u, self.source.add(by_author[u.author])) for u in self.record.body.updates)
+        self.record = _replace(self.record, body=_replace(self.record.body, updates=updates))
+        self.blobs = {u.author: u.body.blob for u in updates}
+        updates = Updates(
+            self.store, self.source, cast(Any, _Codec()), deadline_seconds=seconds, everyone=lambda: [],
+            answer=self.answers.put_nowait, spawn=self._spawn,
+        )  # fmt: skip
+        self.reducing = Reducing(
+            self.store, self.source, updates, cast(Any, Sums()), SIZE, SPEC.outer,
+            exchange_seconds=seconds, answer=self.answers.put_nowait, spawn=self._spawn,
+        )  # fmt: skip
+
+    def _spawn(self, work, what: str) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        return task
+
+    async def answer(self, seconds: float = 10.0) -> Any:
+        return await asyncio.wait_for(self.answers.get(), seconds)
+
+    def expected(self, part: int) -> bytes:
+        ordered = [self.source.blobs[u.body.blob] for u in self.record.body.updates]
+        return b"".join(d[i * CHUNK : i * CHUNK + 1] for d in ordered for i in (0, part + 1, part + 2)).ljust(
+            PART_SIZE, b"="
+        )
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        failed = await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.store.close()
+        for error in failed:
+            if isinstance(error, Exception):
+                raise error
+
+
+class _Codec:
+    size = SIZE
+
+    def check(self, blob: object) -> None: ...
+
+
+def _replace(value: Any, **fields: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(value, **fields)
+
+
+def _with_blob(header: Any, blob: Digest) -> Any:
+    return _replace(header, body=_replace(header.body, blob=blob, blob_size=SIZE))
+
+
+@pytest.fixture
+async def world(tmp_path):
+    made: list[World] = []
+
+    def make(authors: int, **how: Any) -> World:
+        made.append(World(tmp_path / "store", authors, **how))
+        return made[-1]
+
+    yield make
+    for w in made:
+        await w.close()
+
+
+async def test_a_part_is_made_of_the_chunks_that_cover_it_and_of_no_others(world):
+    w = world(4)
+    own = w.store.put(w.data[1])  # ours is here, whole
+    committee = (peer(2).key, peer(3).key)
+    w.reducing.reduce(w.record, 1, committee)
+    w.reducing.reduce(w.record, 1, committee)  # under way: nothing new
+    answer = await w.answer()
+    assert answer == PartReduced(w.record.digest, 1, blob_digest(w.expected(1)))
+    assert w.store.read(answer.blob) == w.expected(1)
+    assert own not in [asked[0] for asked in w.source.asked] and len(w.source.asked) == 3
+    for blob, holders, chunks in w.source.asked:
+        author = next(a for a, b in w.blobs.items() if b == blob)
+        assert chunks == (0, 2, 3) and holders[0] == author and set(holders) == {author, *committee}
+        arriving = w.store.arriving(blob)
+        assert arriving is not None and arriving.bitmap() == b"\x0d\x00"  # others of the committee can have it here
+    assert w.store.used_bytes == SIZE + 3 * 3 * CHUNK + PART_SIZE
+    assert set(w.reducing.undecided()) == {answer.blob}
+    # Another part of the record needs only what is not here yet; asked again, a part costs nothing but the sum.
+    w.reducing.reduce(w.record, 2, committee)
+    assert (await w.answer()).blob == blob_digest(w.expected(2))
+    assert w.store.used_bytes == SIZE + 3 * 4 * CHUNK + 2 * PART_SIZE
+    before = len(w.source.asked)
+    w.reducing.reduce(w.record, 1, committee)
+    assert await w.answer() == answer and len(w.source.asked) == before
+
+
+async def test_a_part_is_made_of_more_slices_than_files_can_be_open(world):
+    w = world(30)
+    with few_files(24):
+        for part in (1, 2):
+            w.reducing.reduce(w.record, part, (peer(1).key,))
+        answers = [await w.answer() for _ in range(2)]
+    assert {a.blob for a in answers} == {blob_digest(w.expected(part)) for part in (1, 2)}
+
+
+async def test_what_was_made_is_kept_for_some_rounds_also_when_its_record_is_dropped(world):
+    w = world(2)
+    first = w.record
+    w.reducing.reduce(first, 0, ())
+    made = (await w.answer()).blob
+    w.reducing.drop(first.digest)
+    assert w.reducing.undecided() == [made]
+    for number in (KEPT_ROUNDS - 1, KEPT_ROUNDS):
+        assert made in w.reducing.undecided()
+        body = _replace(first.body, round=number)
+        w.reducing.reduce(_replace(first, body=body, digest=blob_digest(bytes([number]))), 1, ())
+        await w.answer()
+    assert made not in w.reducing.undecided()
+
+
+async def test_who_gives_nothing_in_time_is_lacking_and_may_be_asked_again(world):
+    w = world(3, seconds=1.0)
+    late = w.blobs[peer(2).key]
+    w.source.silent.add(late)
+    w.reducing.reduce(w.record, 0, ())
+    assert await w.answer() == PartLacking(w.record.digest, 0, (peer(2).key,))
+    assert [asked[0] for asked in w.source.asked].count(late) > 1
+    assert w.reducing.undecided() == []
+    w.source.silent.clear()
+    w.reducing.reduce(w.record, 0, ())
+    assert await w.answer() == PartReduced(w.record.digest, 0, blob_digest(w.expected(0)))
+
+
+async def test_who_sent_what_breaks_the_rules_is_named_at_once_and_nobody_else(world):
+    w = world(3)
+    data = w.data[3][: 2 * CHUNK] + BAD + w.data[3][2 * CHUNK + 1 :]
+    bad = w.source.add(data)
+    w.source.silent.add(w.blobs[peer(2).key])  # it may still come
+    updates = tuple(_with_blob(u, bad) if u.author == peer(3).key else u for u in w.record.body.updates)
+    record = _replace(w.record, body=_replace(w.record.body, updates=updates))
+    w.reducing.reduce(record, 1, ())
+    assert await w.answer() == BlobBad(bad, "a value that is not finite")
+    assert await w.answer() == PartLacking(record.digest, 1, (peer(3).key,))
+
+
+async def test_what_is_dropped_is_not_answered(world):
+    w = world(3)
+    w.source.gate = asyncio.Event()
+    w.reducing.reduce(w.record, 0, ())
+    w.reducing.reduce(w.record, 1, ())
+    w.reducing.fetch(blob_digest(b"part"), w.record, 2, ())
+    while w.source.at_once < 7:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert w.reducing.undecided() == [blob_digest(b"part")]
+    w.reducing.drop(w.record.digest)
+    w.source.gate.set()
+    await asyncio.gather(*w.tasks, return_exceptions=True)
+    assert w.answers.empty() and w.reducing.undecided() == [] and w.source.at_once == 0
+    w.reducing.reduce(w.record, 0, ())
+    assert isinstance(await w.answer(), PartReduced)
+
+
+async def test_no_more_slices_are_fetched_at_once_than_agreed(world):
+    w = world(12)
+    w.source.gate = asyncio.Event()
+    for part in range(3):
+        w.reducing.reduce(w.record, part, ())
+    while w.source.at_once < AT_ONCE:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert w.source.most_at_once == AT_ONCE
+    w.source.gate.set()
+    answers = [await w.answer() for _ in range(3)]
+    assert {a.blob for a in answers} == {blob_digest(w.expected(p)) for p in range(3)}
+
+
+async def test_parts_that_others_made_are_fetched_and_checked_as_parts(world):
+    w = world(3, seconds=0.5)
+    good, bad = w.source.add(b"sum".ljust(PART_SIZE, b"=")), w.source.add(b"sum".ljust(PART_SIZE, b"!"))
+    w.reducing.fetch(good, w.record, 0, (peer(2).key,))
+    assert await w.answer() == BlobHeld(good)
+    assert w.source.asked[-1][1] == (peer(2).key,)
+    w.reducing.fetch(bad, w.record, 1, ())
+    assert await w.answer() == BlobBad(bad, "no part")
+    w.reducing.fetch(blob_digest(b"nobody's"), w.record, 2, ())
+    assert await w.answer() == BlobMissing(blob_digest(b"nobody's"))
+    # The blob of an update that was checked as one is not a part for that.
+    own = w.store.put(w.data[1])
+    w.reducing._updates.trust(own)
+    w.reducing.fetch(own, w.record, 0, ())
+    assert isinstance(await w.answer(), BlobBad)

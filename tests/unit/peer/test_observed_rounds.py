@@ -1,0 +1,69 @@
+"""Real nodes, a real observer, and the coordinator over it: what it says of how their rounds went."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cairn.observing import ObserverView
+from coordinator.archive import Archive
+from coordinator.service import Coordinator, CoordinatorConfig
+from peer.node.membership import Membership
+from peer.node.node import Node
+from peer.node.options import NodeOptions
+from peer.store import Store
+from protocol.message_codec import MessageDecoder
+from protocol.spec import sign_spec
+from tests.support.node_world import TIMERS, NodeWorld, address_of
+from tests.support.specs import OWNER, identity
+from tests.support.trainer_world import BATCH, WINDOW
+
+ROUND = {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH * WINDOW, **TIMERS}
+
+
+def observer(world: NodeWorld) -> Node:
+    """As `cairn coordinator serve` has one: without admission and without a trainer."""
+    home = world.folder / "observer"
+    home.mkdir()
+    store = Store(home / "store", 1 << 40)
+    decoder = MessageDecoder(world.spec.run_id, OWNER.key)
+    ways_in = [address_of(world.key(n)) for n in world.nodes]
+    me = identity("observer")
+    node = Node(
+        Membership(me, world.spec, decoder, store, None, "coordinator", b"", ways_in), NodeOptions(home, observer=True)
+    )
+    world.nodes["observer"] = node
+    world.running["observer"] = asyncio.create_task(world._run(node, store))
+    return node
+
+
+async def test_the_observer_sees_how_each_rounds_time_splits_and_who_announced(tmp_path, monkeypatch):
+    world = NodeWorld(tmp_path, monkeypatch, round=ROUND)
+    coordinator = None
+    try:
+        for name in ("ada", "grace"):
+            world.start(name)
+        node = observer(world)
+        view = ObserverView(node, world.spec, Archive(tmp_path / "archive", world.spec))
+        config = CoordinatorConfig(tmp_path, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
+        coordinator = Coordinator(config, world.spec, sign_spec(OWNER, world.spec).sent, OWNER, view)
+        await coordinator.start()
+        made = coordinator
+
+        def whole():
+            return [s for s in made._sightings if None not in (s.train, s.exchange, s.commit, s.whole)]
+
+        await world.until("two rounds seen whole", lambda: len(whole()) >= 2)
+        for seen in whole():
+            inside = {u.author for u in node.chain.certificate(seen.record).record.body.updates}
+            assert inside <= set(made._sightings.announcements(seen.record))
+            assert abs(seen.train + seen.exchange + seen.commit - seen.whole) < 1e-6 and seen.working >= len(inside)
+        await world.kill("grace")
+        await world.until(
+            "it is said that one is missing",
+            lambda: any(a.peer == world.key("grace") for s in made._sightings for a in s.absent or ()),
+        )
+    finally:
+        if coordinator is not None:
+            await coordinator.stop()
+        world.running.pop("grace", None)
+        await world.close()

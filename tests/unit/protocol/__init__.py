@@ -1,0 +1,1 @@
+"""Tests of protocol, one class or function at a time."""

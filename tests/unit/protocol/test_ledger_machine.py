@@ -1,0 +1,247 @@
+"""The ledger against a model of a few lines, under whatever Hypothesis can think of; invariants after every step.
+
+CAIRN_LEDGER_EXAMPLES=2000 CAIRN_LEDGER_STEPS=60 makes it long; CAIRN_LEDGER_URL=postgresql://... runs it on a server
+(in a database that holds nothing else).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from coordinator.credits import CreditRule, Entry, RoundAccount
+from coordinator.errors import LedgerConflictError
+from coordinator.ledger import Ledger
+from coordinator.ledger.store import connect
+from protocol.chain import genesis_digest
+from protocol.ids import Digest, Round, sha256
+from protocol.ledger.accounts import Standing
+from protocol.ledger.credits import Balance
+from protocol.ledger.entries import decode_entry, first_previous
+from protocol.ledger.verdicts import Verdict, seal_verdict
+from protocol.merkle import leaf_hash, tree_hash
+from tests.support.coordinator_fakes import back_to, make_spec, peer
+from tests.support.specs import OWNER, identity
+
+work = st.dictionaries(st.integers(0, 4), st.integers(1, 9000), min_size=1, max_size=4)
+
+
+@dataclass
+class Posted:
+    """A round that was posted, as the model knows it."""
+
+    account: RoundAccount
+    voided: set[int] = field(default_factory=set)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Rounds, verdicts and rollbacks in any order, with restarts, crashes and clocks that jump."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.mkdtemp(prefix="cairn-ledger-")
+        self.clock = 1_700_000_000.0
+        self.made = 0
+        self.posted: list[Posted] = []
+        self.branch: list[RoundAccount] = []
+        self.others = 0
+        self.gone: list[RoundAccount] = []
+
+    @initialize(hold=st.integers(0, 4), seed=st.integers(0, 2**40))
+    def begin(self, hold: int, seed: int) -> None:
+        self.spec = make_spec(credit={"hold_rounds": hold}, seed=seed)
+        self.rule_ = CreditRule.of(self.spec)
+        self.where = os.environ.get("CAIRN_LEDGER_URL") or f"{self.folder}/ledger.sqlite"
+        if "CAIRN_LEDGER_URL" in os.environ:  # what an example before this one left
+            db = connect(self.where, self.spec)
+            db.query(f"DROP SCHEMA cairn_{self.spec.run_id.hex()[:16]} CASCADE")
+            db.close()
+        self.ledger = Ledger(self.where, self.spec, now=lambda: self.clock)
+
+    def teardown(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- what is made ----------------------------------------------------------------------------------------
+
+    def account(self, round_: int, parent: Digest, windows: dict[int, int]) -> RoundAccount:
+        """A round that nobody has seen before."""
+        self.made += 1
+        record = Digest(sha256(b"record", self.made.to_bytes(8, "big")))
+        lines = tuple(
+            Entry(key, Digest(sha256(record, key)), w, w * self.rule_.window, self.rule_.micro_credits(w))
+            for key, w in sorted((peer(n).key, w) for n, w in windows.items())
+        )
+        return RoundAccount(Round(round_), record, parent, Digest(bytes(32)), 3.5, lines)
+
+    @property
+    def tip(self) -> Digest:
+        return self.branch[-1].record if self.branch else genesis_digest(self.spec.run_id)
+
+    def next(self, windows: dict[int, int]) -> RoundAccount:
+        return self.account(len(self.branch), self.tip, windows)
+
+    def verdict(self, account: RoundAccount, i: int, by=OWNER) -> bytes:
+        line = account.entries[i]
+        verdict = Verdict(self.spec.run_id, account.round, account.record, line.peer, line.update, "checked by hand")
+        return seal_verdict(by, verdict).sent
+
+    def is_settled(self, number: int) -> bool:
+        return len(self.posted) - 1 - number >= self.rule_.hold_rounds
+
+    # -- what happens ----------------------------------------------------------------------------------------
+
+    @rule(windows=work)
+    def submit(self, windows: dict[int, int]) -> None:
+        account = self.next(windows)
+        assert self.ledger.post(account)
+        self.branch.append(account)
+        self.posted.append(Posted(account))
+
+    @rule(windows=work)
+    def settle(self, windows: dict[int, int]) -> None:
+        """So many rounds that whatever was pending settles."""
+        for _ in range(self.rule_.hold_rounds):
+            self.submit(windows)
+
+    @precondition(lambda self: self.branch)
+    @rule(data=st.data())
+    def replay(self, data) -> None:
+        assert self.ledger.post(data.draw(st.sampled_from(self.branch))) is False
+
+    @precondition(lambda self: self.branch)
+    @rule(data=st.data(), windows=work)
+    def equivocate(self, data, windows: dict[int, int]) -> None:
+        """Another record for a round that is there, other lines for its record, a round that does not follow."""
+        account = data.draw(st.sampled_from(self.branch))
+        more = tuple(replace(e, micro_credits=e.micro_credits + 1) for e in account.entries)
+        follows = self.next(windows)
+        for wrong in (
+            self.account(account.round, account.parent, windows),
+            replace(account, entries=more),
+            replace(follows, round=Round(follows.round + 1)),
+            replace(follows, parent=Digest(bytes(32))),
+            replace(follows, entries=(*follows.entries, follows.entries[0])),
+            replace(follows, entries=(replace(follows.entries[0], micro_credits=10**9),)),
+        ):
+            with pytest.raises(LedgerConflictError):
+                self.ledger.post(wrong)
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data())
+    def post_what_was_rolled_back(self, data) -> None:
+        with pytest.raises(LedgerConflictError):
+            self.ledger.post(data.draw(st.sampled_from(self.gone)))
+
+    @precondition(lambda self: self.posted)
+    @rule(data=st.data())
+    def void(self, data) -> None:
+        number = data.draw(st.integers(max(0, len(self.posted) - 6), len(self.posted) - 1))
+        posted = self.posted[number]
+        i = data.draw(st.integers(0, len(posted.account.entries) - 1))
+        with pytest.raises(LedgerConflictError):
+            self.ledger.void(self.verdict(posted.account, i, by=identity("stranger")))
+        verdict = self.verdict(posted.account, i)
+        if self.is_settled(number) or i in posted.voided:
+            with pytest.raises(LedgerConflictError):
+                self.ledger.void(verdict)
+        else:
+            self.ledger.void(verdict)
+            posted.voided.add(i)
+            self.others += 1
+
+    @precondition(lambda self: self.branch)
+    @rule(data=st.data())
+    def rollback(self, data) -> None:
+        to = data.draw(st.sampled_from(self.branch))
+        self.made += 1
+        directive = back_to(self.spec, to.record, to.round, self.made)
+        assert self.ledger.rollback(to.record, to.round, directive)
+        assert self.ledger.rollback(to.record, to.round, directive) is False
+        self.gone += self.branch[to.round + 1 :]
+        del self.branch[to.round + 1 :]
+        self.others += 1
+
+    @rule()
+    def restart(self) -> None:
+        self.ledger.close()
+        self.ledger = Ledger(self.where, self.spec, now=lambda: self.clock)
+
+    @rule(windows=work, then=st.sampled_from(["fail", "part", "other process"]))
+    def crash(self, windows: dict[int, int], then: str) -> None:
+        """A transaction that does not come to its end; a part of one; another process that writes meanwhile."""
+        account = self.next(windows)
+        if then == "other process":
+            other = Ledger(self.where, self.spec, now=lambda: self.clock)
+            assert other.post(account)
+            other.close()
+        elif then == "fail":
+            with pytest.raises(RuntimeError), self.ledger.group():
+                self.ledger.post(account)
+                raise RuntimeError("the machine is gone")
+            return
+        else:
+            with self.ledger.group():
+                with pytest.raises(RuntimeError), self.ledger.part():
+                    self.ledger.post(self.next(windows))
+                    raise RuntimeError("one of many")
+                self.ledger.post(account)
+        self.branch.append(account)
+        self.posted.append(Posted(account))
+
+    @rule(seconds=st.integers(-(10**6), 10**6))
+    def clock_jumps(self, seconds: int) -> None:
+        self.clock += seconds
+
+    # -- what is always so -----------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        expected: dict[bytes, Standing] = {}
+        for number, posted in enumerate(self.posted):
+            for i, line in enumerate(posted.account.entries):
+                kind = "voided" if i in posted.voided else "settled" if self.is_settled(number) else "pending"
+                s = expected.get(line.peer, Standing())
+                expected[line.peer] = replace(s, **{kind: getattr(s, kind).plus(line)})
+        assert self.ledger.standings() == expected
+        assert self.ledger.accounts(limit=1000) == self.branch
+        assert self.ledger.last() == ((self.branch[-1].round, self.tip) if self.branch else None)
+        assert Balance() not in [s.settled for s in expected.values() if s.settled.rounds]
+
+    @invariant()
+    def all_accounts_together_are_zero(self) -> None:
+        db = connect(self.where, self.spec, reader=True)
+        sums = dict(db.query("SELECT account, micro_credits FROM account_sums"))
+        db.close()
+        issued = sum(e.micro_credits for p in self.posted for e in p.account.entries)
+        assert sum(sums.values()) == 0 and -sums.get("issuance", 0) == issued
+
+    @invariant()
+    def the_log_is_whole(self) -> None:
+        sent = self.ledger.entries(0, 10_000)
+        settled = sum(self.is_settled(n) for n in range(len(self.posted)))
+        assert len(sent) == self.ledger.size() == len(self.posted) + settled + self.others
+        before, time, leaves = bytes(first_previous(self.spec.run_id)), 0, []
+        for i, entry in enumerate(map(decode_entry, sent)):
+            assert (entry.sequence, entry.previous) == (i, before) and entry.time >= time
+            before, time = leaf_hash(sent[i]), entry.time
+            leaves.append(before)
+        assert self.ledger.root() == tree_hash(leaves)
+        assert self.ledger.check() == []
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(
+    max_examples=int(os.environ.get("CAIRN_LEDGER_EXAMPLES", 12)),
+    stateful_step_count=int(os.environ.get("CAIRN_LEDGER_STEPS", 20)),
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+)

@@ -1,0 +1,166 @@
+"""Signed words about the ledger: opened as they were signed, by whom they must be, and nothing else gets in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.envelope import seal
+from protocol.errors import AdmissionError, MalformedError, ProtocolError, SignatureError
+from protocol.ids import MAX_COUNT, Round
+from protocol.ledger import statements
+from protocol.ledger.statements import (
+    BindAccount,
+    BindPeer,
+    Receipt,
+    TreeHead,
+    bind,
+    open_bind_peer,
+    open_binding,
+    open_receipt,
+    open_tree_head,
+    sign,
+)
+from protocol.wire import ledger_pb2 as wire
+from protocol.wire import swarm_pb2
+from tests.support.mutating import mutated
+from tests.support.signed import OTHER_RUN, RUN
+from tests.support.specs import OWNER, digest, identity
+
+PEER, ACCOUNT, STRANGER = identity("a peer"), identity("an account"), identity("stranger")
+
+HEAD = TreeHead(RUN, 12, digest("root"), 1_700_000_000_000)
+RECEIPT = Receipt(
+    RUN, PEER.key, Round(3), digest("record"), digest("update"), True, "", 10, 160, 12_345, 7, 2, 15
+)  # fmt: skip
+REFUSED = dataclasses.replace(
+    RECEIPT, accepted=False, reason="it came too late", windows=0, tokens=0, micro_credits=0, line=0, pending_until=0
+)
+BINDING = bind(PEER, ACCOUNT, RUN, 1_700_000_000, "ada", "engines")
+
+SENT: dict[str, tuple[bytes, Any]] = {
+    "head": (sign(OWNER, HEAD).sent, lambda sent: open_tree_head(sent, RUN, OWNER.key)),
+    "receipt": (sign(OWNER, RECEIPT).sent, lambda sent: open_receipt(sent, RUN, OWNER.key)),
+    "refused": (sign(OWNER, REFUSED).sent, lambda sent: open_receipt(sent, RUN, OWNER.key)),
+    "peer": (sign(PEER, BindPeer(RUN, ACCOUNT.key, 5)).sent, lambda sent: open_bind_peer(sent, RUN)),
+    "binding": (BINDING.sent, lambda sent: open_binding(sent, RUN)),
+}
+OPENERS = list({id(decoder): decoder for _, decoder in SENT.values()}.values())
+
+
+def test_what_was_signed_opens_as_it_was():
+    for body, decoder in ((HEAD, "head"), (RECEIPT, "receipt"), (REFUSED, "receipt")):
+        word = sign(OWNER, body)
+        assert SENT[decoder][1](word.sent) == word
+        assert (word.body, word.author) == (body, OWNER.key)
+        assert sign(OWNER, body).sent == word.sent  # the same words, the same bytes
+
+
+def test_a_binding_is_the_word_of_both():
+    b = open_binding(BINDING.sent, RUN)
+    assert (b.peer, b.account, b.name, b.team) == (PEER.key, ACCOUNT.key, "ada", "engines")
+    assert b.order == (1_700_000_000, 1_700_000_000)
+    theirs = sign(PEER, BindPeer(RUN, STRANGER.key, 5)).sent
+    with pytest.raises(AdmissionError, match="not to"):
+        open_binding(sign(ACCOUNT, BindAccount(RUN, theirs, 5, "ada", "")).sent, RUN)
+    with pytest.raises(SignatureError):  # another word of the peer's is no binding
+        open_binding(sign(ACCOUNT, BindAccount(RUN, seal(PEER, "vote", b"").sent, 5, "ada", "")).sent, RUN)
+
+
+def test_only_the_owner_signs_heads_and_receipts():
+    for body, name in ((HEAD, "head"), (RECEIPT, "receipt")):
+        with pytest.raises(AdmissionError, match="owner"):
+            SENT[name][1](sign(STRANGER, body).sent)
+        relabelled = swarm_pb2.Envelope.FromString(sign(STRANGER, body).sent)
+        relabelled.key = OWNER.key
+        with pytest.raises(SignatureError):
+            SENT[name][1](relabelled.SerializeToString(deterministic=True))
+
+
+def test_another_runs_words_are_none():
+    for body, name in ((HEAD, "head"), (RECEIPT, "receipt")):
+        with pytest.raises(MalformedError, match="another run"):
+            SENT[name][1](sign(OWNER, dataclasses.replace(body, run=OTHER_RUN)).sent)
+    with pytest.raises(MalformedError, match="another run"):
+        open_binding(bind(PEER, ACCOUNT, OTHER_RUN, 1, "ada").sent, RUN)
+    with pytest.raises(MalformedError, match="another run"):  # the inner one
+        theirs = sign(PEER, BindPeer(OTHER_RUN, ACCOUNT.key, 5)).sent
+        open_binding(sign(ACCOUNT, BindAccount(RUN, theirs, 5, "ada", "")).sent, RUN)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dataclasses.replace(RECEIPT, reason="and yet"),
+        dataclasses.replace(REFUSED, reason=""),
+        dataclasses.replace(REFUSED, micro_credits=1),
+        dataclasses.replace(REFUSED, reason="x" * 201),
+        dataclasses.replace(RECEIPT, tokens=MAX_COUNT + 1),
+        dataclasses.replace(HEAD, size=MAX_COUNT + 1),
+        dataclasses.replace(REFUSED, reason="two\nlines"),
+        BindAccount(RUN, b"", 1, "x" * 41, ""),
+        BindAccount(RUN, b"", 1, "ada", "team\x1b[31m"),
+        BindAccount(RUN, b"", 1, " ada", ""),
+        BindAccount(RUN, b"x" * 600, 1, "ada", ""),
+    ],
+)
+def test_what_makes_no_sense_is_neither_signed_nor_opened(body: Any):
+    with pytest.raises(MalformedError):
+        sign(OWNER, body)
+    kind, _, encode, _ = statements._KINDS[type(body)]
+    sent = seal(OWNER, kind, encode(body).SerializeToString(deterministic=True)).sent
+    for decoder in OPENERS:
+        with pytest.raises(ProtocolError):
+            decoder(sent)
+
+
+def test_a_statement_is_written_in_one_way_only():
+    payload = wire.TreeHead(run=RUN, size=1, root=digest("root"), time=5).SerializeToString(deterministic=True)
+    assert open_tree_head(seal(OWNER, "tree-head", payload).sent, RUN, OWNER.key).body.size == 1
+    for other in (payload + b"\x7a\x01x", payload + payload, payload + b"\x10\x01"):
+        with pytest.raises(MalformedError, match="canonical"):
+            open_tree_head(seal(OWNER, "tree-head", other).sent, RUN, OWNER.key)
+
+
+def test_nothing_is_verified_that_is_too_long_or_of_the_wrong_author(monkeypatch: pytest.MonkeyPatch):
+    def never(*_: object, **__: object):
+        raise AssertionError("a signature was looked at")
+
+    monkeypatch.setattr(statements, "open_envelope", never)
+    with pytest.raises(MalformedError, match="at most"):
+        open_tree_head(seal(OWNER, "tree-head", b"x" * 5000).sent, RUN, OWNER.key)
+    with pytest.raises(AdmissionError):
+        open_tree_head(sign(STRANGER, HEAD).sent, RUN, OWNER.key)
+
+
+# -- fuzz -----------------------------------------------------------------------------------------------------
+
+_SEEDS = [sent for sent, _ in SENT.values()]
+
+
+@given(st.one_of(st.binary(max_size=300), mutated(_SEEDS)))
+def test_whatever_arrives_is_an_error_of_the_protocol(sent: bytes):
+    if sent not in _SEEDS:
+        for decoder in OPENERS:
+            with pytest.raises(ProtocolError):
+                decoder(sent)
+
+
+@given(st.sampled_from(list(SENT)), st.data())
+def test_whatever_its_author_signs_is_opened_or_an_error_of_the_protocol(name: str, data: st.DataObject):
+    sent, decoder = SENT[name]
+    e = swarm_pb2.Envelope.FromString(sent)
+    payload = bytearray(e.payload)
+    for _ in range(data.draw(st.integers(1, 3))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    signer = next(i for i in (OWNER, PEER, ACCOUNT) if i.key == e.key)
+    changed = seal(signer, e.kind, bytes(payload)).sent
+    try:
+        word = decoder(changed)
+        assert word.sent == changed
+    except ProtocolError as error:
+        assert str(error).isprintable()

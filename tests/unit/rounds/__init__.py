@@ -1,0 +1,1 @@
+"""Tests of rounds, one class or function at a time."""

@@ -1,0 +1,151 @@
+"""Branches that are left out of the fork choice for a while: how they come back, and what a liar can do with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from protocol.ids import Digest, Round, sha256
+from protocol.messages import Certificate, Finalization, RoundRecord
+from protocol.rounds import actions as do
+from protocol.rounds import events as ev
+from tests.simulation.signer import FakeSigner, certificate
+from tests.unit.rounds.test_rounds import OTHERS, POLICY, RUN, STATE
+from tests.unit.rounds.test_rounds_awaiting import Second
+
+LIAR, *HONEST = OTHERS[3:8]
+PATIENCE = POLICY.patience_seconds
+
+
+def state(number: int) -> Digest:
+    return Digest(sha256(b"state", bytes([number])))
+
+
+class Split(Second):
+    """Stands on a first record; others come on rival branches from the genesis, of more weight."""
+
+    def hears(self, label: bytes, by=(LIAR,), parent: Certificate | None = None, windows: int = 50) -> Certificate:
+        """A record by these, the first of a branch, or after another of theirs; its updates are not given."""
+        number = 0 if parent is None else parent.record.body.round + 1
+        base = STATE if parent is None else state(number)
+        at = self.chain.genesis if parent is None else parent.digest
+        headers = []
+        for key in by:
+            first = self.chain.next_window(key, at)
+            headers.append(
+                self.header(key, label=label, round=Round(number), parent=at, base_state=base, first_window=first,
+                            end_window=first + windows)
+            )  # fmt: skip
+        record = RoundRecord(RUN, Round(number), at, base, 0, tuple(sorted(headers, key=lambda h: h.author)))
+        made = certificate(FakeSigner(by[0]).sign(record), by)
+        self.step(ev.CertificateHeard(made, by[0]))
+        return made
+
+    def passes(self, seconds: float) -> list[do.Action]:
+        """All that is done meanwhile, half a second after the other."""
+        found = list(self.actions)
+        for _ in range(int(2 * seconds)):
+            found += self.step(ev.Tick(), self.now + 0.5)
+        return found
+
+    @property
+    def tip(self) -> Digest | None:
+        return self.machine._position.tip
+
+
+def blobs(made: Certificate) -> set[Digest]:
+    return {u.body.blob for u in made.record.body.updates}
+
+
+def test_what_nobody_gave_is_asked_for_again_and_followed_when_it_is_here():
+    b = Split()
+    made = b.hears(b"a")
+    b.passes(PATIENCE + 1)
+    assert b.chain.head == b.first and b.tip is None
+    asked = [a.blob for a in b.passes(PATIENCE) if isinstance(a, do.FetchBlob)]
+    assert set(asked) == blobs(made) and b.tip == made.digest and b.chain.head == b.first
+    for blob in blobs(made):
+        b.step(ev.BlobHeld(blob))
+    assert b.chain.head == made.digest and b.of(do.Resync)
+
+
+def test_where_a_branch_led_that_the_tree_has_dropped_nobody_looks_any_more():
+    """A tree has room for so many records beside its main branch: the lightest tips go."""
+    b = Split()
+    b.chain.limits = replace(b.chain.limits, max_side=8)
+    small = b.hears(b"b", parent=b.hears(b"a"), windows=2)
+    b.passes(2 * PATIENCE + 2)
+    assert b.tip == small.digest
+    big = b.hears(b"c", parent=b.hears(b"d"), windows=10)
+    b.passes(4)  # its author has let us down before: it is set aside soon
+    for i in range(6):
+        big = b.hears(bytes([i]), parent=big, windows=1)
+    assert small.digest not in b.chain and b.tip != small.digest
+    b.passes(PATIENCE)
+
+
+def test_one_who_makes_branch_after_branch_hides_nobody_elses():
+    b = Split()
+    for i in range(16):
+        b.hears(b"%d" % i, parent=b.hears(b"-%d" % i), windows=40 + i % 10)
+        b.passes(4)
+    theirs = b.hears(b"a", by=tuple(sorted(HONEST[:2])), windows=44)  # lighter than any of the liar's
+    b.passes(PATIENCE + 10)
+    assert b.chain.head == b.first
+    asked = [a.blob for a in b.passes(2 * PATIENCE) if isinstance(a, do.FetchBlob)]
+    assert blobs(theirs) <= set(asked)
+    for blob in blobs(theirs):
+        b.step(ev.BlobHeld(blob))
+    b.passes(2 * PATIENCE)
+    assert b.chain.head == theirs.digest
+
+
+def test_a_branch_that_has_become_final_is_aside_no_more():
+    b = Split()
+    made = b.hears(b"a")
+    b.passes(PATIENCE + 1)
+    b.step(ev.Heard(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
+    assert b.chain.head == made.digest
+    b.chain.limits = replace(b.chain.limits, keep_at_least=1, max_records=1)
+    b.hears(b"b", parent=made)
+    assert b.chain.root == made.digest and not len(b.machine._position._asides)
+    b.passes(4 * PATIENCE)
+
+
+def test_who_is_on_the_way_from_a_branch_that_is_gone_does_not_say_that_it_trains():
+    b = Split()
+    made = b.hears(b"a")
+    for blob in blobs(made):
+        b.step(ev.BlobHeld(blob))
+    b.passes(1)
+    assert b.machine._position.target == made.digest and b.machine.phase == "training"
+    b.step(ev.Heard(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
+    b.chain.limits = replace(b.chain.limits, keep_at_least=1, max_records=1)
+    b.hears(b"b", parent=made)
+    assert b.first not in b.chain and b.machine._position.applied == b.first
+    assert b.machine.phase == "syncing"
+
+
+def test_a_move_that_fails_though_all_is_held_is_tried_less_and_less():
+    b = Split()
+    made = b.hears(b"a")
+    for blob in blobs(made):
+        b.step(ev.BlobHeld(blob))
+    tried = []
+    while b.now < 60 * PATIENCE:
+        if b.of(do.Resync):
+            tried.append(b.now)
+            b.step(ev.ApplyFailed(made.digest, "nobody has a checkpoint", kept=True))
+            assert b.chain.head == b.first
+        b.step(ev.Tick(), b.now + 0.5)
+    pauses = [later - earlier for earlier, later in zip(tried, tried[1:], strict=False)]
+    assert [round(p / PATIENCE) for p in pauses] == [1, 2, 4, 8, 16]
+
+
+def test_a_bad_update_that_is_given_when_it_is_asked_for_again_drops_its_record():
+    b = Split()
+    made = b.hears(b"a")
+    b.passes(2 * PATIENCE + 1)
+    assert b.tip == made.digest
+    b.step(ev.BlobBad(next(iter(blobs(made))), "chunk 3: a scale that is not finite"))
+    assert made.digest not in b.chain and b.tip is None
+    assert [r for r in b.of(do.Report) if r.kind == "bad-record"]

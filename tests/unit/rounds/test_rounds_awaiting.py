@@ -1,0 +1,230 @@
+"""Whom a round waits for: laggards for a little, nobody for ever, and nobody on the word of one who lies."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from protocol.ids import Digest, Round, sha256
+from protocol.reduce_plan import GATHER, ReducePlan
+from protocol.rounds import actions as do
+from protocol.rounds import events as ev
+from tests.simulation.checkers import check_counted_once
+from tests.simulation.hostile import Poisoner
+from tests.simulation.network import Weather
+from tests.simulation.node import Node
+from tests.simulation.signer import certificate
+from tests.simulation.world import REDUCE, World, policy_for
+from tests.unit.rounds.test_rounds import ME, OTHERS, POLICY, Bench, blob_of
+
+NEXT = Digest(sha256(b"next"))
+LASTED = 6.0
+"""Seconds that the first round takes."""
+BUSY, SLOW = OTHERS[:2]
+
+
+class Second(Bench):
+    """The first round, of three, took LASTED seconds; the second begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.beats = 1
+        for key in (BUSY, SLOW):
+            self.beat(key)
+        self.announce()
+        headers = [self.header(BUSY), self.header(SLOW)]
+        self.hold(*headers)
+        first = certificate(self.record(BUSY, [self.mine, *headers]), [BUSY, SLOW, ME])
+        self.step(ev.CertificateHeard(first, BUSY), LASTED)
+        self.first = self.chain.head
+        self.step(ev.Applied(self.first, NEXT))
+
+    def say(self, key, head, windows=5):
+        self.beats += 1
+        self.beat(key, windows=windows, sequence=self.beats, head=head, weight=45)
+
+    def announced(self):
+        """We, and the busy one, whose update is here."""
+        theirs = self.header(BUSY, label=b"2", round=Round(1), parent=self.first, base_state=NEXT, first_window=10,
+                             end_window=20)  # fmt: skip
+        self.hold(theirs)
+        self.step(ev.Progress(25, 1.0, 1.0))
+        self.step(ev.UpdateReady(self.first, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
+
+    def waits_until(self, last=30.0):
+        """When nobody is waited for any more; both others go on saying what they said."""
+        for tenth in range(int(10 * self.now) + 1, int(10 * last)):
+            if tenth % 10 == 0:
+                self.say(BUSY, self.first)
+                self.say(SLOW, *self.slow)
+            self.step(ev.Tick(), tenth / 10)
+            if not self.machine.summary(self.now).awaited:
+                return self.now
+        return None
+
+
+@pytest.mark.parametrize("behind, longest", [(True, LASTED), (False, POLICY.heartbeat_seconds)])
+def test_who_is_a_round_behind_or_has_done_nothing_yet_is_waited_for_a_little_and_then_not_for_some_rounds(
+    behind, longest
+):
+    b = Second()
+    b.slow = (b.chain.genesis, 5) if behind else (b.first, 0)
+    b.say(SLOW, *b.slow)
+    b.announced()
+    assert b.machine.summary(b.now).awaited == (SLOW,)
+    assert b.waits_until() == pytest.approx(LASTED + longest, abs=0.2)
+    lagging = b.machine._c.members.lagging
+    assert lagging.holds(SLOW, 2) and lagging.holds(SLOW, 3) and not lagging.holds(BUSY, 2)
+
+
+def test_who_is_a_round_behind_and_comes_is_waited_for_as_anybody():
+    b = Second()
+    b.slow = (b.chain.genesis, 5)
+    b.say(SLOW, *b.slow)
+    b.announced()
+    b.now = LASTED + 2
+    b.say(SLOW, *b.slow)
+    b.step(ev.Tick(), LASTED + 3)
+    late = b.header(SLOW, label=b"2", round=Round(1), parent=b.first, base_state=NEXT, first_window=10, end_window=20)
+    b.step(ev.Heard(late))
+    b.slow = (b.first, 5)
+    assert b.machine.summary(b.now).awaited == (SLOW,) and not len(b.machine._c.members.lagging)
+    b.step(ev.BlobHeld(late.body.blob))
+    assert b.machine.summary(b.now).awaited == ()
+
+
+def test_who_is_somewhere_else_is_not_waited_for():
+    b = Second()
+    b.say(SLOW, Digest(sha256(b"another record")))
+    b.announced()
+    assert b.machine.summary(b.now).awaited == ()
+
+
+@pytest.mark.parametrize("how", ["by its header", "by its heartbeat"])
+def test_one_who_sent_a_bad_update_does_not_end_rounds_by_what_it_claims(how):
+    b = Bench()
+    liar = OTHERS[2]
+    for key in (BUSY, SLOW, liar):
+        b.beat(key)
+    b.announce()
+    bad, *good = b.header(liar), b.header(BUSY), b.header(SLOW)
+    b.step(ev.Heard(bad))
+    b.step(ev.BlobBad(bad.body.blob, "chunk 3: a scale that is not finite"))
+    b.hold(*good)
+    b.step(ev.CertificateHeard(certificate(b.record(BUSY, [b.mine, *good]), [BUSY, SLOW, ME]), BUSY))
+    first = b.chain.head
+    b.step(ev.Applied(first, NEXT))
+    b.step(ev.Progress(3, 1.0, 1.0))
+    if how == "by its header":
+        b.step(ev.Heard(b.header(liar, round=Round(1), parent=first, base_state=NEXT, windows=50)))
+    else:
+        b.beat(liar, windows=50, sequence=9, head=first, weight=45)
+    assert not b.of(do.MakeUpdate)
+    b.beat(BUSY, windows=17, sequence=9, head=first, weight=45)
+    assert b.of(do.MakeUpdate)
+
+
+def test_what_one_announces_who_was_late_before_counts_for_the_target():
+    b = Second()
+    for key in (BUSY, SLOW):
+        b.machine._c.members.strike(key, 1)
+        b.say(key, b.first, 8)
+    b.step(ev.Progress(3, 1.0, 1.0))
+    assert not b.of(do.MakeUpdate)
+    ours = dict(round=Round(1), parent=b.first, base_state=NEXT, first_window=10)
+    b.step(ev.Heard(b.header(BUSY, label=b"2", end_window=27, **ours)))
+    assert b.of(do.MakeUpdate)
+
+
+def test_who_is_in_an_applied_record_is_forgiven_however_late_it_came():
+    b = Bench()
+    members = b.machine._c.members
+    for key in (BUSY, SLOW):
+        b.beat(key)
+    b.announce()
+    for key in (BUSY, SLOW):
+        members.strike(key, 3)
+        members.lagging.strike(key, 3)
+    theirs = b.header(BUSY)
+    b.step(ev.CertificateHeard(certificate(b.record(BUSY, [b.mine, theirs]), [BUSY, ME]), BUSY))
+    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.Applied(b.chain.head, NEXT))
+    assert members.is_waited_for(BUSY, 1) and not members.lagging.holds(BUSY, 1)
+    assert not members.is_waited_for(SLOW, 1) and members.lagging.holds(SLOW, 1)
+
+
+def test_a_laggard_that_says_something_else_in_time_was_waited_for_in_vain_all_the_same():
+    b = Second()
+    b.say(BUSY, b.first)
+    b.say(SLOW, b.chain.genesis)
+    b.announced()
+    assert b.machine.summary(b.now).awaited == (SLOW,)
+    b.step(ev.Tick(), b.now + 0.5)
+    b.say(SLOW, Digest(sha256(b"nowhere")))
+    assert b.machine.summary(b.now).awaited == () and b.machine._c.members.lagging.holds(SLOW, 2)
+
+
+def test_strangers_do_not_make_a_record_that_most_announced():
+    b = Bench()
+    b.beat(BUSY)
+    b.announce()
+    stranger = b.header(OTHERS[3], 1)
+    b.step(ev.CertificateHeard(certificate(b.record(OTHERS[3], [stranger]), [OTHERS[3]]), OTHERS[3]))
+    assert b.of(do.KeepCertificate) and b.chain.head == b.chain.genesis  # nobody had heard that it announced
+
+
+def test_a_record_of_most_who_announced_is_followed_at_once_though_others_announced_more_work():
+    """Two who missed rounds announce the work of all of them: they hold back nothing."""
+    b = Bench()
+    for key in OTHERS[:6]:
+        b.beat(key)
+    small, big = [b.header(k, 5) for k in OTHERS[:4]], [b.header(k, 50) for k in OTHERS[4:6]]
+    b.announce()
+    b.hold(*small, *big)
+    few = certificate(b.record(OTHERS[0], small[:3]), OTHERS[:3])
+    b.step(ev.CertificateHeard(few, OTHERS[0]))
+    assert b.of(do.KeepCertificate) and not b.of(do.Apply)  # three of seven
+    most = certificate(b.record(OTHERS[0], small), OTHERS[:4])
+    b.step(ev.CertificateHeard(most, OTHERS[0]))
+    assert b.of(do.Apply)[0].certificate is most
+
+
+class Far(Node):
+    """All it hears, and all it says, takes longer than the others' whole rounds."""
+
+    def hear(self, message):
+        self.world.clock.after(DISTANCE, super().hear, message)
+
+    def broadcast(self, message):
+        self.world.clock.after(DISTANCE, super().broadcast, message)
+
+
+DISTANCE = 0.4
+
+
+@pytest.mark.parametrize("exchange", [GATHER, REDUCE])
+def test_who_is_far_away_is_in_the_rounds_though_exchanges_take_longer_than_training(exchange: ReducePlan):
+    """Everybody announces the moment it has a new state; two have it, and are heard, long after the others."""
+    peers = 6
+    policy = policy_for(peers, target_windows=2, exchange=exchange)
+    world = World(3, peers, Weather(delay=0.02, jitter=0.005), policy=policy)
+    for i in range(peers):
+        world.clock.at(0.0, world.add(Far if i >= peers - 2 else Node, speed=8.0).boot)
+    world.clock.run_until(90.0)
+    last = [c for c in world.records.values() if c.record.body.round >= world.height() - 15]
+    counts = Counter(world.by_key[key].index for c in last for key in c.record.body.contributors)
+    assert len(last) <= 17 and min(counts[i] for i in range(peers)) >= 13, counts
+    check_counted_once(world)
+
+
+def test_a_poisoner_does_not_hurry_the_others():
+    """Its claims never get less, for nothing of it is accepted: they could end rounds before others did anything."""
+    peers = 5
+    world = World(4, peers, Weather(delay=0.05, jitter=0.02), policy=policy_for(peers))
+    for i in range(peers):
+        world.clock.at(0.0, world.add(Poisoner if i == peers - 1 else Node, speed=2.0).boot)
+    world.clock.run_until(120.0)
+    assert world.height() >= 12 and not [r for _, _, r in world.reports if r.kind == "light"]
+    rounds = [c.record.body for c in world.records.values() if world.by_key[c.record.author].honest]
+    assert all(len(body.updates) == peers - 1 for body in rounds[2:])
