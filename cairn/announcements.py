@@ -9,8 +9,8 @@ from coordinator.swarm import Announced
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Signed, UpdateHeader
-from protocol.rounds.ballot import Ballot
-from protocol.rounds.policy import Policy
+from protocol.rounds.round_state import RoundState
+from protocol.rounds.policy import RoundPolicy
 
 PER_AUTHOR = 8
 """Rounds of an author that are remembered: one that announces nonsense pushes out its own headers only."""
@@ -21,7 +21,7 @@ AUTHORS = 8192
 class Announcements:
     """The newest headers of each author, the first for each parent, and whether each came in time."""
 
-    def __init__(self, chain: Chain, policy: Policy, size_ok: Callable[[int], bool]):
+    def __init__(self, chain: Chain, policy: RoundPolicy, size_ok: Callable[[int], bool]):
         """`size_ok`: whether an update of the run's codec may measure so many bytes."""
         self._chain = chain
         self._policy = policy
@@ -48,7 +48,7 @@ class Announcements:
         if not heard or parent not in self._chain:
             return ()
         policy = self._policy.under(self._chain.standing(parent).changes)
-        ballot = Ballot(policy, self._chain, parent, None, 0.0)
+        ballot = RoundState(policy, self._chain, parent, None, 0.0)
         found = [Announced(header, late, ballot.flaw(header, self._size_ok) or "") for header, late in heard]
         return sorted(found, key=lambda a: a.header.author)
 
