@@ -12,7 +12,7 @@ from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR
 from protocol.rounds.future_messages import MAX_STRANGER_BYTES, FutureMessages
 from protocol.rounds.chain_sync import STRANGERS
 from tests.simulation.signer import FakeSigner
-from tests.unit.rounds.test_rounds import ME, OTHERS, POLICY, RUN, Bench
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
 
 MEMBER = OTHERS[0]
 
