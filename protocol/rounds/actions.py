@@ -128,7 +128,7 @@ class StoreEpoch:
 
 @dataclass(frozen=True, slots=True)
 class DirectivesChanged:
-    """What the owner's directives mean here, from now on: after the start, and whenever it changes."""
+    """The meaning of the owner's directives for this peer: emitted after the start, and whenever it changes."""
 
     directive: Directive
     """The newest one known; a neutral one of sequence 0 where none is."""

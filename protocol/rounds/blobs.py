@@ -1,4 +1,4 @@
-"""Which blobs are held, requested, or known to be invalid, and when to request one again."""
+"""The blobs that are held, requested, or known to be invalid, and the time to request one again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
 from protocol.rounds.actions import Action, DropBlob, FetchBlob, FetchShard
-from protocol.rounds.timers import Timers
+from protocol.rounds.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from protocol.rounds.exchange import Exchange
@@ -106,7 +106,7 @@ class ShardBlob:
 
 
 BlobOrigin = UpdateBlob | ShardBlob
-"""What a blob is."""
+"""The meaning of a blob."""
 
 
 def applied_blobs(certificate: Certificate) -> dict[Digest, BlobOrigin]:
@@ -217,10 +217,10 @@ class BlobTracker:
                 actions.append(origin.fetch(blob, holders(blob, origin)))
         return actions
 
-    def is_retry_due(self, timers: Timers) -> bool:
+    def is_retry_due(self, deadlines: Deadlines) -> bool:
         """Return whether some blob is to be requested again now."""
         waiting = [self._requests[blob].retry for blob in self._retries if blob in self._requests]
-        return any([timers.due("blob retry", retry) for retry in waiting])  # a list: each deadline is registered
+        return any([deadlines.due("blob retry", retry) for retry in waiting])  # a list: each deadline is registered
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return the size and the bound of each container."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.rounds.timers import Timers
+from protocol.rounds.deadlines import Deadlines
 
 TIMES = 10
 """Maximum times its patience: a chain of thousands of rounds takes minutes, but an admitted peer can make records that
@@ -24,8 +24,8 @@ class Bootstrap:
         """Note that missing records arrived, and that their source has more."""
         self._grew = now
 
-    def is_over(self, timers: Timers, *, ahead: bool, equal: bool) -> bool:
-        """Return whether it is over. `ahead`: a peer has records that we miss. `equal`: some peer's head is in our chain."""
-        late = timers.due("bootstrap", self._late)
+    def is_over(self, deadlines: Deadlines, *, ahead: bool, equal: bool) -> bool:
+        """Return whether it is over. `ahead`: a peer has records that we miss; `equal`: one has a head that we know."""
+        late = deadlines.due("bootstrap", self._late)
         at_last = max(self._late, min(self._grew, self._late + TIMES * self._patience)) + self._patience
-        return (not ahead and (equal or late)) or timers.due("bootstrap at last", at_last)
+        return (not ahead and (equal or late)) or deadlines.due("bootstrap at last", at_last)

@@ -1,7 +1,7 @@
 """Branches that the fork choice ignores for a while: they are underweight, or their blobs are unavailable.
 
-A branch whose blobs were unavailable returns only with them: when its time is over they are requested again, and until
-they are here the branch draws nobody away from what is available.
+A branch whose blobs were unavailable returns only with them: when its time is over they are requested again. Until they
+are here, the branch draws nobody away from what is available.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BranchQuarantine:
         self._add(record, until, underweight=True, failures=0)
 
     def add(self, record: Digest, *, failed: bool = False) -> bool:
-        """Quarantine a branch for `patience_seconds`, or until somebody is back who was away; then until its blobs are here.
+        """Quarantine a branch for `patience_seconds`, or until an absent peer is back; then until its blobs are here.
 
         `failed`: a move failed though they were here; the time is twice as long after each such failure. Return False
         when there is no other branch.
@@ -126,9 +126,9 @@ class BranchQuarantine:
             elif not entry.active or entry.retried_since is not None:
                 continue
             elif entry.underweight:
-                if c.timers.due("quarantine", entry.until):
+                if c.deadlines.due("quarantine", entry.until):
                     self._release(record)
-            elif c.timers.due("quarantine", entry.until) or check and self._is_somebody_back(entry):
+            elif c.deadlines.due("quarantine", entry.until) or check and self._is_somebody_back(entry):
                 # Back from a split: most likely nobody withheld anything.
                 entry.retried_since = c.now
         while self._take_turn():
@@ -137,7 +137,7 @@ class BranchQuarantine:
                 return
             if is_here(self.tip):
                 self._release(record)
-            elif c.timers.due("quarantine turn", self._turn_since + c.policy.patience_seconds):
+            elif c.deadlines.due("quarantine turn", self._turn_since + c.policy.patience_seconds):
                 self._prolong(record)
             else:
                 return
@@ -171,7 +171,7 @@ class BranchQuarantine:
         entry = self._entries[record]
         entry.tries += 1
         entry.since, entry.until, entry.retried_since = self._c.now, self._end_of(entry.failures), None
-        self._c.timers.due("quarantine", entry.until)
+        self._c.deadlines.due("quarantine", entry.until)
         entry.absent = self._absent(record)
 
     def _release(self, record: Digest) -> None:

@@ -1,4 +1,4 @@
-"""The next peer to ask for missing certificates: one request at a time, sources in turn, longer pauses after failures."""
+"""The next source of missing certificates: one request at a time, sources in turn, longer pauses after failures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
-from protocol.rounds.timers import Timers
+from protocol.rounds.deadlines import Deadlines
 
 MAX_PAUSE = 60.0
 
@@ -27,7 +27,7 @@ class _Claim:
 
 
 class ChainSync:
-    """What others claim to have, by their heartbeats, and the request under way."""
+    """The claims of others, by their heartbeats, and the request under way."""
 
     def __init__(self, bound: int, heartbeat_seconds: float):
         self._bound = bound
@@ -103,21 +103,21 @@ class ChainSync:
         weight, head = chain.weight(chain.head), chain.head
         return [s for s, c in self._claims.items() if c.weight > weight or (c.weight == weight and c.head < head)]
 
-    def next_request(self, chain: Chain, timers: Timers, *, eager: bool) -> PeerKey | None:
+    def next_request(self, chain: Chain, deadlines: Deadlines, *, eager: bool) -> PeerKey | None:
         """Return the peer to ask now, and mark it as asked: members first, then the one asked longest ago.
 
         `eager`: do not wait for records that may arrive without a request.
         """
         if self.asked is not None:
-            if not timers.due("chain answer", self._asked_at + self._answer_within + SAFETY):
+            if not deadlines.due("chain answer", self._asked_at + self._answer_within + SAFETY):
                 return None
-            self.failed(self.asked, timers.now)
-        due = [s for s in self.wanted(chain) if timers.due("chain request", self._earliest(s, eager))]
+            self.failed(self.asked, deadlines.now)
+        due = [s for s in self.wanted(chain) if deadlines.due("chain request", self._earliest(s, eager))]
         if not due:
             return None
         source = min(due, key=lambda s: (not self._claims[s].member, self._last_asked.get(s, -1.0), s))
-        self.ask(source, timers.now)
-        timers.due("chain answer", self._asked_at + self._answer_within + SAFETY)
+        self.ask(source, deadlines.now)
+        deadlines.due("chain answer", self._asked_at + self._answer_within + SAFETY)
         return source
 
     def ask(self, source: PeerKey, now: float) -> None:

@@ -34,7 +34,7 @@ MAX_HOLDERS = 8
 
 
 class TrainerView(Protocol):
-    """What consensus reads of the trainer's place on the chain; `StateSync` is it."""
+    """The trainer's place on the chain, as consensus reads it; `StateSync` implements it."""
 
     @property
     def applied(self) -> Digest | None:
@@ -48,17 +48,17 @@ class TrainerView(Protocol):
 
     @property
     def is_moving(self) -> bool:
-        """Whether the trainer is on its way to another state."""
+        """True while the trainer is on its way to another state."""
         ...
 
     @property
     def is_making(self) -> bool:
-        """Whether the trainer makes an update."""
+        """True while the trainer makes an update."""
         ...
 
     @property
     def is_behind(self) -> bool:
-        """Whether the round after `applied` is decided already."""
+        """True when the round after `applied` is decided already."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class StateContradicted:
 
 
 Outcome = Certificate | UpdateDue | StateContradicted | None
-"""What follows from a round's progress: at most one thing at a time."""
+"""The result of a round's progress: at most one thing at a time."""
 
 
 class Consensus:
@@ -316,7 +316,7 @@ class Consensus:
 
     @property
     def is_working(self) -> bool:
-        """Whether the round is ours to decide: the trainer holds its base, and it is not decided yet."""
+        """True when the round is ours to decide: the trainer holds its base, and it is not decided yet."""
         t, r = self._trainer, self.round
         if r is None or self._c.observer:
             return False
@@ -351,7 +351,7 @@ class Consensus:
 
     def _should_announce(self, r: RoundState, hurry: bool) -> bool:
         c = self._c
-        if hurry or c.timers.due("round", r.began + c.policy.max_seconds):
+        if hurry or c.deadlines.due("round", r.began + c.policy.max_seconds):
             return True
         members, headers = c.members, r.headers
         announced = sum(h.body.windows for a, h in headers.items() if not members.distrusted.holds(a, r.number))
@@ -367,7 +367,7 @@ class Consensus:
         attempt = r.attempt(c.now)
         following = r.next_attempt_at(c.now)
         if following is not None:
-            c.timers.due("attempt", following)
+            c.deadlines.due("attempt", following)
         order = r.proposer_order
         if attempt <= r.proposed_attempt or c.me not in order or order[attempt % len(order)] != c.me:
             return None
@@ -420,7 +420,7 @@ class Consensus:
             body = p.record.body
             # Anybody can name an attempt that is far off and its own.
             ranked = bool(order) and body.attempt <= reached and order[body.attempt % len(order)] == p.record.author
-            if not ranked and not c.timers.due("out of turn", p.seen + c.policy.propose_seconds / 2):
+            if not ranked and not c.deadlines.due("out of turn", p.seen + c.policy.propose_seconds / 2):
                 continue
             key = (ranked, body.attempt, body.windows, p.record.digest)
             if best is None or key > best[0]:
@@ -443,7 +443,7 @@ class Consensus:
         c, r = self._c, self.round
         if r is None or r.first_header_at is None:
             return True
-        if c.timers.due("patience", r.first_header_at + c.policy.patience_seconds):
+        if c.deadlines.due("patience", r.first_header_at + c.policy.patience_seconds):
             return True
         windows = {h.author: h.body.windows for h in self._believed(r)}
         listed = windows.keys() & set(record.contributors)
@@ -462,11 +462,11 @@ class Consensus:
     def _repeat(self, r: RoundState, x: Exchange) -> None:
         """Broadcast again, while the round is undecided, what may have been lost; less often each time."""
         c = self._c
-        if not c.timers.due("repeat", self._repeat_at):
+        if not c.deadlines.due("repeat", self._repeat_at):
             return
         self._repeats += 1
         self._repeat_at = c.now + c.policy.heartbeat_seconds * 2 ** min(1 + self._repeats, 3)
-        c.timers.due("repeat", self._repeat_at)
+        c.deadlines.due("repeat", self._repeat_at)
         if c.me in r.headers:
             c.emit(Broadcast(r.headers[c.me]))
         x.repeat(self._repeats)

@@ -1,4 +1,4 @@
-"""What the parts of the machine share: the run's policy, the tables, the time of the step, and its actions so far.
+"""The things that the parts of the machine share: policy, tables, the time of the step, and its actions so far.
 
 Each part writes its own fields only. The tables in here (members, blobs, own updates, the chain) are services: a part
 changes them through their methods.
@@ -17,15 +17,15 @@ from protocol.rounds.blobs import BlobTracker
 from protocol.rounds.members import Members
 from protocol.rounds.own_updates import OwnUpdates
 from protocol.rounds.policy import RoundPolicy
-from protocol.rounds.timers import Timers
+from protocol.rounds.deadlines import Deadlines
 
 MAX_SYNC_PATH = 64
-"""Rounds of which blobs are held before a move to another branch. Where checkpoints are further apart, the driver
-fetches the rest during the move."""
+"""Rounds of which blobs are held before a move to another branch. If checkpoints are further apart, the driver fetches
+the rest during the move."""
 
 
 class Context:
-    """One per machine. `timers` and `actions` belong to the step under way."""
+    """One per machine. `deadlines` and `actions` belong to the step under way."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Context:
         self.members = Members(policy, self.me)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
-        self.timers = Timers(now)
+        self.deadlines = Deadlines(now)
         self.actions: list[Action] = []
         self._neutral = Directive(run, 0)
         self._banned: frozenset[PeerKey] = frozenset()
@@ -61,11 +61,11 @@ class Context:
     @property
     def now(self) -> float:
         """The time of the step, in seconds of a monotonic clock."""
-        return self.timers.now
+        return self.deadlines.now
 
     def begin_step(self, now: float) -> None:
         """Start a step: no action yet, no deadline registered."""
-        self.timers.begin(now)
+        self.deadlines.begin(now)
         self.actions = []
 
     def adopt_policy(self, parent: Digest) -> None:
@@ -81,7 +81,7 @@ class Context:
         return self._neutral if newest is None else newest.body
 
     def is_banned(self, key: PeerKey) -> bool:
-        """Return whether the newest directive bans a peer. Records that do not carry it yet may still list its updates."""
+        """Return whether the newest directive bans a peer. Records without that directive may still list its updates."""
         newest = self.chain.newest
         if newest is not self._banned_by:
             self._banned_by, self._banned = newest, frozenset(() if newest is None else newest.body.banned)
@@ -89,7 +89,7 @@ class Context:
 
     @property
     def resting(self) -> bool:
-        """Whether the owner wants no update of ours."""
+        """True when the owner wants no update of ours."""
         return self.directive.order != "running" or self.is_banned(self.me)
 
     def emit(self, action: Action) -> None:

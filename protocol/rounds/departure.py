@@ -17,7 +17,7 @@ MAX_STAY_SECONDS = 600.0
 
 
 class LeaveStep(Enum):
-    """What a leaver does next."""
+    """The next step of a leaver."""
 
     STAY = "stay"
     ANNOUNCE = "announce"
@@ -64,7 +64,7 @@ class Departure:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the user wants to stop."""
+        """True when the user wants to stop."""
         return self._leave_at is not None
 
     def leave(self, seconds: float) -> None:
@@ -79,7 +79,7 @@ class Departure:
         """
         if self._leave_at is None:
             return LeaveStep.STAY
-        if self._c.timers.due("leave", self._leave_at) or number is None or self._c.observer or self.is_over:
+        if self._c.deadlines.due("leave", self._leave_at) or number is None or self._c.observer or self.is_over:
             return LeaveStep.GO
         undecided = self._last_round is None or number <= self._last_round
         if busy or (announced and undecided):
@@ -121,11 +121,11 @@ class Departure:
         """Stop when a directive says so, but not before the open round that we announced in is decided."""
         c, directive = self._c, self._c.directive
         banned = c.is_banned(c.me)
-        if self.is_over or not (directive.order == "ended" or banned) or not c.timers.due("order", self._ordered_from):
+        if self.is_over or not (directive.order == "ended" or banned) or not c.deadlines.due("order", self._ordered_from):
             return
         self._ordered_at = c.now if self._ordered_at is None else self._ordered_at
         longest = c.policy.exchange_seconds + c.policy.patience_seconds
-        if (announced or busy) and not c.timers.due("order", self._ordered_at + longest):
+        if (announced or busy) and not c.deadlines.due("order", self._ordered_at + longest):
             return
         reason = "the run has been ended by its owner" if directive.order == "ended" else "banned by the run's owner"
         if banned:
@@ -152,13 +152,13 @@ class Departure:
 
     def stay(self, *, anybody_behind: bool, bytes_up: int) -> None:
         """Finish once nobody needs the last state any more: nobody is behind, and little was sent lately."""
-        if self._completed is None or self.has_left or not self._c.timers.due("stay", self._check_at):
+        if self._completed is None or self.has_left or not self._c.deadlines.due("stay", self._check_at):
             return
         reason, since = self._completed
         busy, self._sent = bytes_up - self._sent > QUIET_BYTES, bytes_up
         self._check_at = self._c.now + QUIET_SECONDS
         if (anybody_behind or busy) and self._c.now < since + MAX_STAY_SECONDS:
-            self._c.timers.due("stay", self._check_at)
+            self._c.deadlines.due("stay", self._check_at)
             return
         self._completed = None
         self._c.emit(Finished(reason))

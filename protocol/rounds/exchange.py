@@ -62,7 +62,7 @@ class Exchange(Protocol):
 
     @property
     def is_occupied(self) -> bool:
-        """Whether members still work on a proposal, so that we make none."""
+        """True while members still work on a proposal, so that we make none."""
         ...
 
     def refresh(self, best: Callable[[], Proposal | None]) -> None:

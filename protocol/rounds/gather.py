@@ -32,7 +32,7 @@ class Gather:
     def believed(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update is held, or was announced less than `exchange_seconds` ago: anybody can claim."""
         c = self._c
-        return c.blobs.holds(header.body.blob) or not c.timers.due(
+        return c.blobs.holds(header.body.blob) or not c.deadlines.due(
             "claim", self._r.received_at[header.author] + c.policy.exchange_seconds
         )
 
@@ -67,7 +67,7 @@ class Gather:
         c, r = self._c, self._r
         if not r.proposals:
             return None
-        if r.last_vote is not None and not c.timers.due("next vote", r.voted_at + c.policy.propose_seconds):
+        if r.last_vote is not None and not c.deadlines.due("next vote", r.voted_at + c.policy.propose_seconds):
             return None
         return best()
 

@@ -1,8 +1,8 @@
 """The owner's directives (docs/control.md): accepted from any source, passed on, and stored.
 
-What all must agree on (the banned, the policy of a round, the branch that counts) follows from the chain's records. For
-the rest each peer follows the newest directive that it knows: it rests while the run is paused, it stops when the run
-has ended or it is banned itself, and it ignores the messages of banned peers.
+The decisions that all peers share (the banned, the policy of a round, the branch that counts) follow from the chain's
+records. For the rest each peer follows the newest directive that it knows. It rests while the run is paused, stops when
+the run has ended or it is banned itself, and ignores the messages of banned peers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FEW = 32
 
 
 class Governance:
-    """The owner's newest directive at one machine. What it means for the other parts, the machine tells them."""
+    """The owner's newest directive at one machine. The machine passes its consequences to the other parts."""
 
     def __init__(self, context: Context):
         self._c = context

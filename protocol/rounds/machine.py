@@ -58,7 +58,7 @@ from protocol.rounds.state_sync import StateSync
 from protocol.rounds.summary import Summary, summarise
 
 MAX_TURNS = 100
-"""Turns of a step after which nothing must change any more. Each turn of a correct machine decides or moves something."""
+"""Maximum number of turns in a step: each turn of a correct machine decides or moves something."""
 
 
 class RoundMachine:
@@ -100,7 +100,7 @@ class RoundMachine:
 
         self._beat_at = now
         self._requested_for: tuple = ()
-        """What the blob requests were derived from."""
+        """The inputs that the blob requests were derived from."""
 
         self._published: DirectivesChanged | None = None
         self._stored_epoch: int | None = None
@@ -110,7 +110,7 @@ class RoundMachine:
     # -- the only entry --------------------------------------------------------------------------------------
 
     def start(self, now: float, *, alone: bool = False) -> list[Action]:
-        """Begin. `alone`: there is nobody to hear from, so do not wait for anybody before training."""
+        """Begin. `alone`: nobody else is there, so do not wait for anybody before training."""
         c = self._c
         c.begin_step(now)
         c.own.recall(c.chain)
@@ -174,7 +174,7 @@ class RoundMachine:
 
     @property
     def phase(self) -> Phase:
-        """What the machine is doing (see the module `phase`)."""
+        """The machine's phase (see the module `phase`)."""
         return self._phase
 
     @property
@@ -239,7 +239,7 @@ class RoundMachine:
         elif isinstance(body, Directive):
             self._receive_directive(message, None)
         elif isinstance(body, UpdateHeader | RoundRecord) and c.is_banned(message.author):
-            pass  # what others list of it, until a record carries the ban, counts all the same
+            pass  # until a record carries the ban, updates of this peer count when others list them
         elif isinstance(body, UpdateHeader | RoundRecord | Vote | ShardAttestation):
             if isinstance(body, RoundRecord) and body.directive is not None:
                 self._receive_directive(body.directive, message.author)
@@ -413,7 +413,7 @@ class RoundMachine:
             raise InvariantError(f"the round machine does not come to rest: {self._describe()}")
         self._request_blobs()
         self._request_chain()
-        if c.timers.due("heartbeat", self._beat_at):
+        if c.deadlines.due("heartbeat", self._beat_at):
             for key in c.members.expire(c.now):
                 self._chain_sync.forget(key)
             self._beat()
@@ -421,7 +421,7 @@ class RoundMachine:
         self._departure.stay(anybody_behind=self._is_anybody_behind, bytes_up=self._status.bytes_up)
         self._publish_directives()
         self._update_phase()
-        self.next_tick = c.timers.next_tick
+        self.next_tick = c.deadlines.next_tick
 
     def _turn(self) -> bool:
         """Return whether something changed that other parts depend on."""
@@ -455,7 +455,7 @@ class RoundMachine:
             return
         ahead = self._chain_sync.asked is not None or bool(self._chain_sync.wanted(c.chain))
         equal = any(m.beat.head in c.chain for m in c.members)
-        if self._bootstrap.is_over(c.timers, ahead=ahead, equal=equal):
+        if self._bootstrap.is_over(c.deadlines, ahead=ahead, equal=equal):
             sync.join()
 
     def _state_reached(self, record: Digest, state: Digest) -> None:
@@ -500,7 +500,7 @@ class RoundMachine:
             c.chain.head, sync.retried_tip, sync.applied, sync.sync_target, sync.joined,
             None if r is None else (r.parent, r.revision), consensus.is_working,
         )  # fmt: skip
-        retry = c.blobs.is_retry_due(c.timers)
+        retry = c.blobs.is_retry_due(c.deadlines)
         if key == self._requested_for and not retry:
             return
         self._requested_for = key
@@ -510,7 +510,7 @@ class RoundMachine:
 
     def _request_chain(self) -> None:
         c = self._c
-        source = self._chain_sync.next_request(c.chain, c.timers, eager=not self._sync.joined)
+        source = self._chain_sync.next_request(c.chain, c.deadlines, eager=not self._sync.joined)
         if source is not None:
             c.emit(RequestChain(source, c.chain.locator()))
 
@@ -572,12 +572,12 @@ class RoundMachine:
         )  # fmt: skip
         c.emit(Broadcast(c.signer.sign(body)))
         self._beat_at = c.now + c.policy.heartbeat_seconds
-        c.timers.due("heartbeat", self._beat_at)
+        c.deadlines.due("heartbeat", self._beat_at)
 
     def _describe(self) -> str:
         """Return what the machine holds, for the report of a bug."""
         c, r, sync = self._c, self._consensus.round, self._sync
-        pending = {name: round(at - c.now, 3) for name, at in c.timers.pending.items()}
+        pending = {name: round(at - c.now, 3) for name, at in c.deadlines.pending.items()}
         return (
             f"phase {self._phase}, head {c.chain.head.short}, applied {sync.applied}, target {sync.sync_target}, "
             f"round {None if r is None else r.number}, {sync.quarantined} branches quarantined, deadlines in {pending}"

@@ -1,7 +1,7 @@
 """Own updates: those that the chain has, and those that must return to the error feedback.
 
-The rule that keeps work from being lost or counted twice: the trainer's error feedback holds the content of an own
-update exactly when that update is neither on the chain of the trainer's state nor still undecided on it.
+One rule keeps work from being lost or counted twice. The trainer's error feedback holds the content of an own update
+exactly when that update is neither on the chain of the trainer's state nor still undecided on it.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
+from enum import Enum
 
 from protocol.rounds.errors import InvariantError
 
 
-class Phase(StrEnum):
-    """What a machine is doing. Heartbeats carry the value, except for `LEFT`."""
+class Phase(str, Enum):
+    """The phase of a machine. Heartbeats carry the value, except for `LEFT`."""
 
     JOINING = "joining"
     """It collects what the other members have. The trainer holds no state."""
@@ -34,6 +34,9 @@ class Phase(StrEnum):
 
     OBSERVING = "observing"
     """It follows certificates and never trains."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 JOINED = "a member whose head we know, or the time for joining is over"

@@ -1,4 +1,4 @@
-"""What the round machine is told besides events: the run's policy, in windows and seconds, and the peer's own status."""
+"""The inputs of the round machine besides events: the run's policy, in windows and seconds, and the peer's status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocol.tree import ChainLimits
 
 @dataclass(frozen=True, slots=True)
 class RoundPolicy:
-    """What the round machine needs of a run spec: fields as in `spec.RoundSpec`, tokens as windows."""
+    """The parts of a run spec that the round machine needs: fields as in `spec.RoundSpec`, tokens as windows."""
 
     target_windows: int
     max_update_windows: int
@@ -77,7 +77,7 @@ class RoundPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LocalStatus:
-    """What the driver knows of this peer and the machine does not: given with each step, published in heartbeats."""
+    """The driver's knowledge of this peer: given with each step, published in heartbeats."""
 
     sequence: int = 0
     """Unix milliseconds: the next heartbeat or goodbye carries at least this number, so it grows across restarts."""

@@ -1,7 +1,8 @@
 """Rounds that are reduced: committees make the mean of a proposal's updates in shards, and attest their digests.
 
-One proposal at a time is worked on: its shards are made and fetched until it is voted for and certified, or until it is
-deadlocked, or its time (`exchange_seconds` from its arrival) is over. Then the next proposer has its turn.
+One proposal at a time is worked on: its shards are made and fetched until it is voted for and certified. Work also ends
+when the proposal is deadlocked, or its time (`exchange_seconds` from its arrival) is over. Then the next proposer has
+its turn.
 """
 
 from __future__ import annotations
@@ -122,14 +123,14 @@ class Reduce:
 
     @property
     def is_occupied(self) -> bool:
-        """Whether a proposal is worked on: others may still finish it, and so may we."""
+        """True while a proposal is worked on: others may still finish it, and so may we."""
         return self._current is not None
 
     def refresh(self, best: Callable[[], Proposal | None]) -> None:
         """Abandon the current proposal if it is over, and start the best one if there is none."""
         self._continue_with(best)
         p = self._current
-        late = p is not None and self._c.timers.due("own shards", p.seen + self._c.policy.propose_seconds)
+        late = p is not None and self._c.deadlines.due("own shards", p.seen + self._c.policy.propose_seconds)
         if late is not self._late:
             self._late = late
             self._r.changed()
@@ -163,7 +164,7 @@ class Reduce:
     def _is_open(self, p: Proposal) -> bool:
         if p.bad or p.equivocal or self._tallies[p.record.digest].deadlocked is not None:
             return False
-        return not self._c.timers.due("proposal", p.seen + self._c.policy.exchange_seconds)
+        return not self._c.deadlines.due("proposal", p.seen + self._c.policy.exchange_seconds)
 
     def _abandon(self, p: Proposal) -> None:
         """Leave those who let a proposal fail out of our own records of this round."""
@@ -332,14 +333,16 @@ class Reduce:
             self._accuse(author, "equivocation", f"peer {author.short} signed two digests of one shard")
 
     def _compare(self, p: Proposal, shard: int) -> None:
-        """Accuse members that attest another digest than we do, or than most do: the same updates give the same bytes."""
+        """Accuse members whose digest is not ours, or not the majority's: the same updates give the same bytes."""
         c, tally = self._c, self._tallies[p.record.digest]
         mine = tally.attestations[shard].get(c.me)
         truth = tally.agreed[shard] if mine is None or mine.body.blob is None else mine.body.blob
         if truth is None:
             return
         if tally.agreed[shard] not in (None, truth) and self._r.report_once(c.me):
-            text = f"shard {shard} of record {p.record.digest.short} came out otherwise than for most of its committee: "
+            text = (
+                f"shard {shard} of record {p.record.digest.short} came out otherwise than for most of its committee: "
+            )
             c.notify("error", "part-differs", text + "they lie, or this device computes wrongly")
         for author, attestation in tally.attestations[shard].items():
             if author != c.me and attestation.body.blob not in (None, truth):

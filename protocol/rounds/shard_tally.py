@@ -35,7 +35,9 @@ class ShardTally:
 
     def duties(self, author: PeerKey) -> list[int]:
         """Return the shards for which the author has a seat and has attested nothing."""
-        return [i for i, seated in enumerate(self.committees) if author in seated and author not in self.attestations[i]]
+        return [
+            i for i, seated in enumerate(self.committees) if author in seated and author not in self.attestations[i]
+        ]
 
     def add(self, attestation: Signed[ShardAttestation]) -> bool:
         """Add a member's first attestation of a shard. Return True when the shard is agreed by it."""
@@ -67,7 +69,8 @@ class ShardTally:
 
     def unavailable_to(self, member: PeerKey) -> set[PeerKey]:
         """Return the authors whose updates one member attested that it cannot get."""
-        return {author for received in self.attestations if member in received for author in received[member].body.lacking}
+        own = [received[member] for received in self.attestations if member in received]
+        return {author for attestation in own for author in attestation.body.lacking}
 
     def silent(self) -> set[PeerKey]:
         """Return the members that attested nothing of a shard that is not agreed."""

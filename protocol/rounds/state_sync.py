@@ -68,22 +68,22 @@ class StateSync:
 
     @property
     def is_moving(self) -> bool:
-        """Whether the trainer is on its way to another state."""
+        """True while the trainer is on its way to another state."""
         return self.sync_target is not None
 
     @property
     def is_making(self) -> bool:
-        """Whether the trainer makes an update."""
+        """True while the trainer makes an update."""
         return self._making is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether the trainer owes us an answer."""
+        """True while the trainer owes us an answer."""
         return self.is_moving or self.is_making
 
     @property
     def is_behind(self) -> bool:
-        """Whether the round after `applied` is decided already."""
+        """True when the round after `applied` is decided already."""
         chain, applied = self._c.chain, self.applied
         return (
             applied is None
@@ -93,7 +93,7 @@ class StateSync:
 
     @property
     def holds_state(self) -> bool:
-        """Whether the trainer holds a state of the chain."""
+        """True when the trainer holds a state of the chain."""
         return self.applied is not None and self.applied in self._c.chain
 
     @property
@@ -216,7 +216,7 @@ class StateSync:
         if self.applied == head:
             self._waiting = None
             return False
-        if self.is_busy or not self.joined or not c.timers.due("retry", self._retry_at):
+        if self.is_busy or not self.joined or not c.deadlines.due("retry", self._retry_at):
             return False
         if self.applied is not None and self.applied not in chain:
             self.applied = None
@@ -286,7 +286,7 @@ class StateSync:
         if self._waiting is None or self._waiting[0] != head:
             self._waiting = (head, c.now if self._waiting is None else self._waiting[1])
         since = self._waiting[1]
-        if not c.timers.due("blobs", since + 2 * c.policy.heartbeat_seconds):
+        if not c.deadlines.due("blobs", since + 2 * c.policy.heartbeat_seconds):
             return False
         missing = ((x, origin) for x in path for blob, origin in applied_blobs(x).items() if not c.blobs.holds(blob))
         certificate, origin = next(missing, (None, None))
@@ -294,7 +294,7 @@ class StateSync:
             return False
         # An author that let us wait in vain before gets little time.
         author, number = origin.responsible, certificate.record.body.round
-        if not c.timers.due("missing blobs", since + c.policy.patience_seconds):
+        if not c.deadlines.due("missing blobs", since + c.policy.patience_seconds):
             if c.members.is_waited_for(author, number):
                 return False
         record = certificate.digest
@@ -302,7 +302,7 @@ class StateSync:
         if floor is not None and c.chain.is_ancestor(record, floor):
             # Links that broke a moment ago need time to carry again: no reason to alarm people yet.
             patience = min(UNAVAILABLE * c.policy.patience_seconds, MAX_UNAVAILABLE_SECONDS)
-            if c.timers.due("unavailable", since + patience):
+            if c.deadlines.due("unavailable", since + patience):
                 self._report_unavailable(record)
             return False
         c.members.penalise(author, number)
@@ -317,7 +317,7 @@ class StateSync:
         c, chain, applied = self._c, self._c.chain, self.applied
         if applied is None or self._waiting is None:
             return False
-        if not c.timers.due("blobs", self._waiting[1] + 2 * c.policy.heartbeat_seconds):
+        if not c.deadlines.due("blobs", self._waiting[1] + 2 * c.policy.heartbeat_seconds):
             return False
         tip = chain.best_after(applied)
         if tip == applied:

@@ -75,7 +75,7 @@ class Stragglers:
         c, r = self._c, self._r
         if r.ready_at is not None or self._penalised or r.announced_at is None:
             return
-        late = c.timers.due("exchange", r.announced_at + c.policy.exchange_seconds)
+        late = c.deadlines.due("exchange", r.announced_at + c.policy.exchange_seconds)
         if not late and self._blocker is not None and self._is_awaited(self._blocker):
             return
         if self._lagged:
@@ -106,9 +106,9 @@ class Stragglers:
     def _is_patience_over(self, *, is_behind: bool) -> bool:
         """Return whether lagging members were awaited for long enough since the round's beginning.
 
-        Where training takes as long as that, waiting costs nothing. A member that is behind gets as long as the round
+        If training takes as long as that, waiting costs nothing. A member that is behind gets as long as the round
         before took, but at least two heartbeats.
         """
         policy = self._c.policy
         seconds = max(self._lasted, 2 * policy.heartbeat_seconds) if is_behind else policy.heartbeat_seconds
-        return self._c.timers.due("stragglers", self._r.began + min(seconds, policy.exchange_seconds))
+        return self._c.deadlines.due("stragglers", self._r.began + min(seconds, policy.exchange_seconds))

@@ -8,9 +8,9 @@ from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import RoundRecord, Vote
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
-from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR
-from protocol.rounds.future_messages import MAX_STRANGER_BYTES, FutureMessages
 from protocol.rounds.chain_sync import STRANGERS
+from protocol.rounds.future_messages import MAX_STRANGER_BYTES, FutureMessages
+from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR
 from tests.simulation.signer import FakeSigner
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
 

@@ -327,9 +327,7 @@ class Node:
                 self.reached(action, action.start.record, action.start.state)
             else:
                 self.step(
-                    ev.MoveFailed(
-                        action.start.record, "nobody has the state that the run is rolled back to", kept=True
-                    )
+                    ev.MoveFailed(action.start.record, "nobody has the state that the run is rolled back to", kept=True)
                 )
             return
         if not path:

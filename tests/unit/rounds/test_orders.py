@@ -27,7 +27,9 @@ def started_again(kept) -> Bench:
     b = Bench()
     b.now, b.chain = 0.0, Chain(RUN, STATE, POLICY.chain_limits)
     b.chain.take(kept)
-    b.machine = RoundMachine(POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9, status=LocalStatus(admission=b"me"))
+    b.machine = RoundMachine(
+        POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9, status=LocalStatus(admission=b"me")
+    )
     b.actions = b.machine.start(0.0)
     (b.directives,) = b.of(do.DirectivesChanged)
     return b

@@ -18,7 +18,9 @@ def test_a_lone_peer_certifies_its_own_update_without_a_timer():
     b = Bench()
     b.announce()
     assert b.said(UpdateHeader) and b.said(RoundRecord) and b.said(Vote)
-    assert b.of(do.StoreCertificate) and b.of(do.ApplyRecord)[0].next_window == 25 and b.of(do.ApplyRecord)[0].missed == ()
+    assert (
+        b.of(do.StoreCertificate) and b.of(do.ApplyRecord)[0].next_window == 25 and b.of(do.ApplyRecord)[0].missed == ()
+    )
     assert b.actions.index(b.of(do.StoreCertificate)[0]) < b.actions.index(b.of(do.ApplyRecord)[0])
     b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
     assert b.machine.summary(0).round == 1 and b.said(Heartbeat)[-1].weight == 25
@@ -251,7 +253,9 @@ def test_a_final_may_cut_off_the_record_that_the_trainer_is_being_moved_to():
         b.step(ev.CertificateReceived(made, OTHERS[0]))
     b.step(ev.BlobHeld(ours.body.blob))
     assert b.of(do.ApplyRecord)[0].certificate == heavy
-    b.step(ev.MessageReceived(FakeSigner(PeerKey(sha256(b"owner"))).sign(Finalization(RUN, Round(0), light.record.digest))))
+    b.step(
+        ev.MessageReceived(FakeSigner(PeerKey(sha256(b"owner"))).sign(Finalization(RUN, Round(0), light.record.digest)))
+    )
     assert heavy.record.digest not in b.chain
     b.step(ev.StateReached(heavy.record.digest, Digest(sha256(b"cut off"))))
     assert [a.path[-1] for a in b.of(do.Resync)] == [light]
@@ -354,7 +358,9 @@ def test_messages_of_the_next_round_that_come_early_are_kept():
 
 
 def test_the_run_ends_at_its_total():
-    b = Bench(policy=RoundPolicy(**{**{f: getattr(POLICY, f) for f in POLICY.__dataclass_fields__}, "total_windows": 25}))
+    b = Bench(
+        policy=RoundPolicy(**{**{f: getattr(POLICY, f) for f in POLICY.__dataclass_fields__}, "total_windows": 25})
+    )
     b.announce()
     b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
     assert [a.reason for a in b.of(do.RunCompleted)] and not b.of(do.Finished)

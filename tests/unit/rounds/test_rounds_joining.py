@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.rounds.bootstrap import TIMES, Bootstrap
-from protocol.rounds.timers import Timers
+from protocol.rounds.deadlines import Deadlines
 
 HEAR, PATIENCE = 4.0, 20.0
 
@@ -18,7 +18,7 @@ def joining() -> Bootstrap:
 
 
 def over(joining: Bootstrap, now: float, *, ahead: bool = True, heard_equal: bool = False) -> bool:
-    return joining.is_over(Timers(now), ahead=ahead, equal=heard_equal)
+    return joining.is_over(Deadlines(now), ahead=ahead, equal=heard_equal)
 
 
 def test_who_is_told_that_it_has_all_goes_on_at_once(joining: Bootstrap):
@@ -49,6 +49,6 @@ def test_records_without_an_end_are_not_waited_for_without_an_end(joining: Boots
 
 def test_it_registers_when_to_look_again(joining: Bootstrap):
     joining.grew(110.0)
-    timers = Timers(101.0)
-    assert not joining.is_over(timers, ahead=True, equal=False)
-    assert sorted(timers.pending.values()) == [104.0, 130.0] and timers.next_tick == 104.0
+    deadlines = Deadlines(101.0)
+    assert not joining.is_over(deadlines, ahead=True, equal=False)
+    assert sorted(deadlines.pending.values()) == [104.0, 130.0] and deadlines.next_tick == 104.0

@@ -97,7 +97,9 @@ def test_nobody_fetches_whole_updates_nor_waits_for_them():
     assert not b.all_of(do.FetchBlob)
     record = b.slate()
     assert [len(a.record.body.updates) for a in b.all_of(do.ReduceShard)] == [3, 3, 3]
-    assert {a.shard for a in b.all_of(do.ReduceShard)} == {0, 1, 2} and all(a.record == record for a in b.all_of(do.ReduceShard))
+    assert {a.shard for a in b.all_of(do.ReduceShard)} == {0, 1, 2} and all(
+        a.record == record for a in b.all_of(do.ReduceShard)
+    )
 
 
 def test_a_vote_needs_every_part_from_more_than_half_of_its_committee():
@@ -133,7 +135,9 @@ def test_votes_certify_with_the_parts_that_they_name_and_with_no_others():
     b = Reducing()
     record = b.slate()
     for key, parts in zip(b.others, ((part(0), part(1), part(9)), tuple(part(i) for i in range(3))), strict=True):
-        b.step(ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, parts_digest(parts)))))
+        b.step(
+            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, parts_digest(parts))))
+        )
     b.reduce_all(record)
     for i in range(3):
         b.word(OTHERS[0], record, i)
@@ -165,7 +169,9 @@ def test_words_and_votes_that_come_before_the_slate_count():
     for key in b.others:
         for i in range(3):
             b.word(key, record, i)
-        b.step(ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, parts_digest(parts)))))
+        b.step(
+            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, parts_digest(parts))))
+        )
     b.now += 2 * THREE.exchange_seconds  # whatever we proposed ourselves is over
     b.step(ev.MessageReceived(record))
     for i in range(3):
@@ -370,7 +376,9 @@ def test_auto_gathers_after_few_contributors():
     auto = replace(THREE, exchange=ReducePlan("auto", committee=3, update_size=8 * CHUNK, mean_size=CHUNK))
     b = Bench(policy=auto)
     b.announce()
-    assert b.said(Vote)[0].parts is None and b.of(do.ApplyRecord)[0].certificate.parts == () and not b.of(do.ReduceShard)
+    assert (
+        b.said(Vote)[0].parts is None and b.of(do.ApplyRecord)[0].certificate.parts == () and not b.of(do.ReduceShard)
+    )
     assert b.said(UpdateHeader)
 
 

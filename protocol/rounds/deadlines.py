@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-class Timers:
+class Deadlines:
     """The time of the step under way, and the deadlines that it has compared with that time."""
 
     def __init__(self, now: float):
