@@ -23,7 +23,7 @@ from peer.node.snapshot import FILE, Snapshot
 from protocol.identity import from_key_file
 from protocol.ids import PeerKey
 from protocol.invite import Invite
-from tests.e2e.world import START_SECONDS, World
+from tests.e2e.world import LIMIT, World
 from tests.scenarios.history import make_history
 from tests.scenarios.script import HOME, Scenario
 from tests.wan.namespaces import sh
@@ -123,7 +123,7 @@ class Swarm(World):
             there = self.wan.command(HOME, ["bash", "-c", probe])
             return self._began and not subprocess.run(there, capture_output=True, check=False).returncode
 
-        await self.until("the coordinator answers", answers, START_SECONDS, every=0.5)
+        await self.until("the coordinator answers", answers, LIMIT, every=0.5)
 
     def move_coordinator(self) -> None:
         """It is started next at other ports."""
