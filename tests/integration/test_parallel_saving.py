@@ -20,8 +20,9 @@ from peer.training.spent import Doing, Spent
 from peer.training.trainer import Trainer
 from tests.support.trainer_states import Heard, same, train, update
 from tests.support.trainer_world import BATCH, World, finish, saved_counter
+from tests.support.waiting import LIMIT
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -50,7 +51,7 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
 
     def slow(file: int, data: memoryview, offset: int) -> None:
         reached.set()
-        assert go.wait(60)
+        assert go.wait(LIMIT)
         write(file, data, offset)
 
     def tell(spent: Spent, *what) -> Doing:
@@ -69,7 +70,7 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         monkeypatch.setattr(Spent, "turn", tell)
         keep(trainer)
         trainer.saving.go_on(now=True)
-        assert reached.wait(60)
+        assert reached.wait(LIMIT)
         train(trainer, 2)
         trainer.saving.go_on()
         assert not trainer.saving.is_idle and not (folder / "trainer-2.safetensors").exists()
