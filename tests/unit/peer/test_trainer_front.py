@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from peer.training.spent import Doing
 from peer.training.trainer import Move
 from protocol.errors import CodecError
 from protocol.ids import Digest
+from tests.support.waiting import LIMIT, NEVER, wait_until
 
 D, P = Digest(bytes(32)), Path("/x")
 LOAD = Load(P, D, D, 0, (), (), 0, 0)
@@ -83,7 +83,7 @@ class Node:
         except TimeoutError:
             return True
         finally:
-            self._socket.settimeout(10)
+            self._socket.settimeout(LIMIT)
 
     def leave(self) -> None:
         self._file.close()
@@ -101,7 +101,7 @@ class World:
 @pytest.fixture
 def world() -> Iterator[World]:
     ours, theirs = socket.socketpair()
-    ours.settimeout(10)
+    ours.settimeout(LIMIT)
     end = TrainerEnd(theirs)
     made = World(Node(ours), end, Front(end), StandIn())
     made.front.trainer = made.trainer  # type: ignore[assignment]
@@ -110,7 +110,7 @@ def world() -> Iterator[World]:
     made.node.leave()
     with pytest.raises((ChannelError, TrainingError, RuntimeError)):
         while True:  # until the front has ended
-            if made.front.next(10) is not None:
+            if made.front.next(LIMIT) is not None:
                 made.front.done()
 
 
@@ -120,15 +120,15 @@ def test_a_round_is_applied_and_an_update_made_while_the_other_thread_is_in_a_st
     assert world.node.hear() == MADE
     world.node.ask(apply_of(0))
     assert world.node.hear() == applied_of(0)
-    assert world.front.next(1) == MADE  # what is saved of the update is as it was before the round
+    assert world.front.next(LIMIT) == MADE  # what is saved of the update is as it was before the round
     world.front.done()
-    move = world.front.next(1)
+    move = world.front.next(LIMIT)
     assert isinstance(move, Move) and move.round == 0
 
 
 def test_answers_keep_their_order_and_a_round_waits_for_those_before_it(world):
     world.node.ask(LOAD, apply_of(7))
-    assert world.front.next(1) == LOAD
+    assert world.front.next(LIMIT) == LOAD
     assert world.node.silent() and not world.trainer.did
     world.end.send(applied_of(1))
     world.front.done()
@@ -138,40 +138,38 @@ def test_answers_keep_their_order_and_a_round_waits_for_those_before_it(world):
 def test_a_round_is_settled_before_the_next_thing_is_done(world):
     world.node.ask(apply_of(0), apply_of(1), MAKE, Save(), Stop())
     assert world.node.hear() == applied_of(0)
-    assert isinstance(world.front.next(1), Move)
+    assert isinstance(world.front.next(LIMIT), Move)
     assert world.node.silent() and world.trainer.did == ["advance 0"]
     world.front.done()
     assert world.node.hear() == applied_of(1)
-    assert isinstance(world.front.next(1), Move)
+    assert isinstance(world.front.next(LIMIT), Move)
     assert world.node.silent() and world.trainer.did == ["advance 0", "advance 1"]
     world.front.done()
     assert world.node.hear() == MADE
-    assert [world.front.next(1), world.front.next(1), world.front.next(1)] == [MADE, Save(), Stop()]
+    assert [world.front.next(LIMIT), world.front.next(LIMIT), world.front.next(LIMIT)] == [MADE, Save(), Stop()]
 
 
 def test_an_update_waits_for_what_is_to_be_saved_of_the_last_one(world):
     world.node.ask(MAKE, MAKE)
     assert world.node.hear() == MADE
-    assert world.front.next(1) == MADE and world.node.silent()
+    assert world.front.next(LIMIT) == MADE and world.node.silent()
     world.front.done()
     assert world.node.hear() == MADE
 
 
 def test_a_settled_round_wakes_a_thread_that_waits_at_once(world):
-    woke: list[float] = []
+    woke: list[object] = []
 
     def wait() -> None:
-        world.front.next(10)
-        woke.append(time.monotonic())
+        woke.append(world.front.next(NEVER))
         world.front.done()
 
     thread = threading.Thread(target=wait)
     thread.start()
     world.node.ask(apply_of(0))
     world.node.hear()
-    heard = time.monotonic()
-    thread.join(10)
-    assert woke and woke[0] - heard < 5
+    thread.join(LIMIT)
+    assert woke and isinstance(woke[0], Move)
 
 
 def test_what_cannot_be_applied_is_told_once_and_leaves_nothing_to_settle(world):
@@ -181,10 +179,8 @@ def test_what_cannot_be_applied_is_told_once_and_leaves_nothing_to_settle(world)
     world.trainer.before = spoilt
     world.node.ask(apply_of(0))
     assert world.node.hear() == Failed("apply", "not an update", False)
-    end = time.monotonic() + 20
-    while world.trainer.gate.is_closed and time.monotonic() < end:
-        time.sleep(0.01)  # it is told, then opened
-    assert world.front.next(0) is None and not world.trainer.gate.is_closed
+    wait_until(lambda: not world.trainer.gate.is_closed, "the gate opens after the answer")
+    assert world.front.next(0) is None
 
 
 def test_nothing_to_announce_leaves_nothing_to_save(world):
@@ -210,7 +206,7 @@ def test_what_no_next_try_can_mend_ends_the_thread_that_trains(world, ask, error
     world.trainer.before = fail
     world.node.ask(ask)
     with pytest.raises(raised):
-        world.front.next(10)
+        world.front.next(LIMIT)
     assert not world.trainer.gate.is_closed
     world.front._work.put(raised("again, for the fixture"))
 
@@ -218,7 +214,7 @@ def test_what_no_next_try_can_mend_ends_the_thread_that_trains(world, ask, error
 def test_a_node_that_is_gone_ends_the_thread_that_trains(world):
     world.node._socket.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ChannelError, match="closed the channel"):
-        world.front.next(10)
+        world.front.next(LIMIT)
     world.front._work.put(ChannelError("again, for the fixture"))
 
 
@@ -227,7 +223,7 @@ def test_a_step_stands_aside_while_a_round_is_applied_and_not_longer(world):
     world.trainer.before = lambda: seen.append(world.trainer.gate.is_closed)
     world.node.ask(apply_of(0))
     world.node.hear()
-    assert isinstance(world.front.next(10), Move)
+    assert isinstance(world.front.next(LIMIT), Move)
     assert seen == [True] and not world.trainer.gate.is_closed
     world.trainer.gate.wait()  # does not block
 
@@ -243,7 +239,7 @@ def test_a_closed_gate_holds_a_thread_until_it_opens():
         thread = threading.Thread(target=step)
         thread.start()
         assert not passed.wait(0.05)
-    assert passed.wait(10)
+    assert passed.wait(LIMIT)
     thread.join()
 
 

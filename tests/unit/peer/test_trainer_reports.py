@@ -27,6 +27,7 @@ from protocol.model import build_model
 from protocol.spec import InnerSpec, Schedule
 from tests.support.specs import TINY_LLAMA
 from tests.support.trainer_world import World
+from tests.support.waiting import LIMIT, wait_until
 
 CPU = torch.device("cpu")
 
@@ -87,8 +88,8 @@ def test_a_step_that_stands_aside_says_what_for(tmp_path, why):
     trainer = loaded(tmp_path)
     with trainer.gate.closed(why):
         stepping = in_a_thread(lambda: one_step(trainer))
-        until(lambda: trainer.spent.doing == why)
-    stepping.join(30)
+        wait_until(lambda: trainer.spent.doing == why)
+    stepping.join(LIMIT)
     assert trainer.spent.doing == Doing.TRAINING and trainer.claims.steps == 1
     assert getattr(trainer.spent.shares(time.monotonic()), why.name.lower()) > 0
     trainer.close()
@@ -98,9 +99,9 @@ def test_a_step_that_waits_for_an_update_to_be_taken_is_compressing(tmp_path):
     trainer = loaded(tmp_path)
     with trainer.stepping:
         stepping = in_a_thread(lambda: one_step(trainer))
-        until(lambda: trainer.spent.doing == Doing.COMPRESSING)
+        wait_until(lambda: trainer.spent.doing == Doing.COMPRESSING)
         assert trainer.claims.steps == 0
-    stepping.join(30)
+    stepping.join(LIMIT)
     assert trainer.spent.doing == Doing.TRAINING and trainer.claims.steps == 1
     trainer.close()
 
@@ -121,13 +122,6 @@ def in_a_thread(work) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     return thread
-
-
-def until(so) -> None:
-    end = time.monotonic() + 30
-    while not so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 # -- MFU -------------------------------------------------------------------------------------------------------

@@ -28,10 +28,11 @@ from protocol.layout import Layout
 from protocol.spec import CodecSpec
 from tests.support.trainer_states import Heard, born, closed, copied, loaded, same, train, update
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, finish, saved_counter
+from tests.support.waiting import LIMIT
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def disk(monkeypatch) -> Iterator[Disk]:
 
     def slow(file: int, data: memoryview, offset: int) -> None:
         made.reached.set()
-        assert made.go.wait(60)
+        assert made.go.wait(LIMIT)
         if made.error is not None:
             raise made.error
         write(file, data, offset)
@@ -71,7 +72,7 @@ def saving_behind(disk: Disk, world: World) -> Trainer:
     train(trainer, 1)
     trainer.saving.keep()
     trainer.saving.go_on(now=True)
-    assert disk.reached.wait(60)
+    assert disk.reached.wait(LIMIT)
     return trainer
 
 
@@ -85,7 +86,7 @@ def test_steps_go_on_while_a_slow_disk_writes_and_what_is_saved_is_as_it_was_bef
     moments = copied(moments)
     trainer.saving.keep()
     trainer.saving.go_on(now=True)
-    assert disk.reached.wait(60)
+    assert disk.reached.wait(LIMIT)
     train(trainer, 3)
     trainer.saving.go_on()
     assert not trainer.saving.is_idle and not (trainer.folder.folder / SHEET).exists()
@@ -123,7 +124,7 @@ def test_one_save_at_a_time_and_one_that_has_not_begun_is_replaced(world, disk):
     train(trainer, 1)
     trainer.saving.keep()
     trainer.saving.go_on(now=True)
-    assert disk.reached.wait(60)
+    assert disk.reached.wait(LIMIT)
     train(trainer, 1)
     trainer.saving.keep()  # put off
     trainer.saving.go_on(now=True)
