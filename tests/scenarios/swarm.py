@@ -32,6 +32,9 @@ from tests.wan.topology import WanError
 
 GRPC, PAGE, SWARM = 7100, 7200, 7300
 
+TIMERS = {"exchange_seconds": 5, "patience_seconds": 5, "member_seconds": 3}
+"""Shorter than in tests/e2e: scenarios also judge how soon a swarm gets over a fault."""
+
 CLOCK = Path(__file__).with_name("clock.c")
 
 
@@ -44,6 +47,7 @@ class Swarm(World):
         self.wan = wan
         self.grpc, self.page, self.swarm = GRPC, PAGE, SWARM
         tables = tomllib.loads(self.run_file.read_text())
+        tables["round"] |= TIMERS
         for name, table in scenario.run.items():
             tables[name] = {**tables.get(name, {}), **table}
         self.run_file.write_text(toml(tables))
@@ -135,7 +139,7 @@ class Swarm(World):
         """What `cairn status` says there. Raises CalledProcessError."""
         invite = str(self.old_invite or self.invite)
         command = self.wan.command(host, [sys.executable, "-m", "cairn", "status", invite, "--json"])
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
         return json.loads(done.stdout)
 
     def make_history(self, names: Sequence[str], rounds: int) -> None:
@@ -177,7 +181,7 @@ class Swarm(World):
     def power_off(self, host: str) -> None:
         self.wan.kill(host)
         with suppress(KeyError):
-            self.processes["coordinator" if host == HOME else host].wait(10)
+            self.processes["coordinator" if host == HOME else host].wait(LIMIT)
 
     def power_on(self, host: str) -> None:
         """Its line is whole again; what runs there is to be started."""

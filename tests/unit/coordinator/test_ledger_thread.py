@@ -129,9 +129,9 @@ async def test_a_reader_sees_what_is_committed_and_waits_for_no_write(thread: Le
     await thread.run(lambda db: db.admit(admitted(1)))
     held = Held(thread)
     assert len(await ended(thread.read(lambda db: db.admissions()))) == 1
+    await held.release()
     with pytest.raises(LedgerError):
         await thread.read(lambda db: db.admit(admitted(2)))
-    await held.release()
 
 
 async def test_it_is_not_closed_under_a_read_whose_asker_has_left(ledger_place):

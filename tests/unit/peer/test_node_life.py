@@ -91,13 +91,13 @@ async def test_a_certificate_that_the_disk_does_not_take_ends_the_node_with_that
 
 
 async def test_a_task_that_fails_ends_the_node_with_its_error_and_the_rest_is_stopped(folder, monkeypatch):
-    ended: list[bool] = []
+    stopped: list[bool] = []
 
     async def until_cancelled(self) -> None:
         try:
             await forever()
         finally:
-            ended.append(True)
+            stopped.append(True)
 
     async def fails(self) -> None:
         await asyncio.sleep(0.05)
@@ -108,7 +108,7 @@ async def test_a_task_that_fails_ends_the_node_with_its_error_and_the_rest_is_st
     with Store(folder / "store", 1 << 30) as store:
         with pytest.raises(StoreFull, match="no room"):
             await ended(node(folder, store).run())
-    assert ended == [True]
+    assert stopped == [True]
 
 
 async def test_a_cancellation_that_was_swallowed_does_not_keep_the_node(folder, monkeypatch):
