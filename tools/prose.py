@@ -32,7 +32,7 @@ RELATIVE = re.compile(
 """The opening of a statement such as "Who has announced knows ..." or "Of whom nothing came ..."."""
 
 AUXILIARY = re.compile(r"(?:are|can|could|did|does|had|has|is|may|must|should|was|were|will|would)\b", re.I)
-"""The opening of a statement without a subject ("Has a lock.") or of an inverted conditional ("Should it fail, ...")."""
+"""The opening of a statement without a subject ("Has a lock.") or an inverted conditional ("Should it fail, ...")."""
 
 NO_VERB = re.compile(
     r"(?:an?|all|any|as|at|because|by|each|every|for|from|his|how|if|in|its?|many|most|no|none|not|of|on|only|or|other"
@@ -162,24 +162,21 @@ def paragraphs(lines: Lines, *, opens_function: bool = False) -> Iterator[Paragr
 
 def of_python(source: str) -> Iterator[Paragraph]:
     """Yield the prose of a module: docstrings, strings that stand under a name, and comments."""
-    for node, opens_function in _strings(ast.parse(source)):
-        lines = node.value.splitlines()
+    for first, text, opens_function in _strings(ast.parse(source)):
+        lines = text.splitlines()
         indent = min((len(t) - len(t.lstrip()) for t in lines[1:] if t.strip()), default=0)
         dedented = [t if i == 0 else t[indent:] for i, t in enumerate(lines)]
-        yield from paragraphs(list(enumerate(dedented, node.lineno)), opens_function=opens_function)
+        yield from paragraphs(list(enumerate(dedented, first)), opens_function=opens_function)
     yield from _comments(source)
 
 
-def _strings(tree: ast.AST) -> Iterator[tuple[ast.Constant, bool]]:
-    """Yield each string that is a statement, and whether it is the docstring of a function."""
+def _strings(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
+    """Yield each string that is a statement: its line, its text, and whether it is the docstring of a function."""
     for block in ("body", "orelse", "finalbody", "handlers", "cases"):
         for i, node in enumerate(getattr(tree, block, ())):
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
-                yield node.value, i == 0 and block == "body" and _is_imperative(tree)
+            value = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.lineno, value.value, i == 0 and block == "body" and _is_imperative(tree)
             yield from _strings(node)
 
 
