@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.figures import count, credits
-from cairn.reaching import Reached, parsed, reached
+from cairn.connection import CoordinatorConnection, connect, parse_invite
+from cairn.formatting import count, credits
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, b64url, from_b64url
@@ -43,7 +43,7 @@ def new_account(home: Path) -> str:
 
 def peer_word(text: str, account: str, home: Path) -> str:
     """This machine's peer's word that it belongs to an account whose key is elsewhere. Raises CairnError."""
-    body = BindPeer(parsed(text).run, _key(account, "ACCOUNT"), int(time.time()))
+    body = BindPeer(parse_invite(text).run, _key(account, "ACCOUNT"), int(time.time()))
     word = sign(_identity(home), body)
     return b64url(word.sent)
 
@@ -52,7 +52,7 @@ def bind_peers(
     text: str, home: Path, *, name: str, team: str, words: Sequence[str], key_file: Path | None, via: Sequence[str]
 ) -> list[str]:
     """Bind this machine's peer, or those whose words are given, to the account. Raises CairnError."""
-    run = parsed(text).run
+    run = parse_invite(text).run
     account = _account(key_file or home / KEY_FILE)
     now = int(time.time())
     if words:
@@ -72,7 +72,7 @@ def bind_peers(
         raise CairnError(f"{e}; --name and --team take at most 40 bytes of printable text") from None
 
     async def ask() -> list[str]:
-        async with reached(text, via) as r:
+        async with connect(text, via) as r:
             told = []
             for word, binding in zip(peers, bindings, strict=True):
                 bound = await r.log.bind(binding)
@@ -94,7 +94,7 @@ def show(text: str, home: Path, *, peer: str, account: str, as_json: bool, via: 
         key = _identity(home).key
 
     async def ask() -> tuple[Standing, list[Receipted]]:
-        async with reached(text, via) as r:
+        async with connect(text, via) as r:
             standing = await r.log.standing(key)
             receipts: list[Receipted] = []
             for one in standing.peers[:SHOWN] if standing.kind == "account" else (key,):
@@ -178,7 +178,7 @@ def export_credits(text: str, out: Path, *, via: Sequence[str], force: bool) -> 
         raise CairnError(f"{out} is there already: name another file, or give --force")
     draft = out.with_name(f".{out.name}.{os.getpid()}")
 
-    async def pieces(r: Reached) -> AsyncIterator[bytes]:
+    async def pieces(r: CoordinatorConnection) -> AsyncIterator[bytes]:
         from coordinator.credit_export import exported
 
         async for piece in exported(r.log, form):
@@ -186,7 +186,7 @@ def export_credits(text: str, out: Path, *, via: Sequence[str], force: bool) -> 
 
     async def write() -> int:
         size = 0
-        async with reached(text, via) as r:
+        async with connect(text, via) as r:
             with draft.open("wb") as file:
                 async for piece in pieces(r):
                     size += file.write(piece)

@@ -51,7 +51,7 @@ WANTED = (
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint file, its model's config, the tokenizer.json of its run, and what is known of it."""
 
     checkpoint: Path
@@ -60,7 +60,7 @@ class Found:
     origin: Origin
 
 
-def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None = None) -> Found:
+def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None = None) -> FoundCheckpoint:
     """What `path` means. `spec_file`: the run's spec, where it is not beside the checkpoint; `run`: it must be this.
 
     Raises ExportError, in one line with the remedy; CairnError for a spec.
@@ -152,7 +152,7 @@ def _sheet(folder: Path) -> Archived:
     return sheet
 
 
-def _of_archived(archived: Archived, given: _Run | None) -> Found:
+def _of_archived(archived: Archived, given: _Run | None) -> FoundCheckpoint:
     folder = archived.folder
     checkpoint, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
     for file in (checkpoint, tokenizer, folder / "config.json"):
@@ -162,7 +162,9 @@ def _of_archived(archived: Archived, given: _Run | None) -> Found:
     origin = Origin("unknown", archived.run, archived.state, archived.round, archived.tokens)
     if run is not None and run.spec.run_id == archived.run:
         loss = run.loss(archived.round - 1, archived.record)
-        return Found(checkpoint, run.spec.model.config, tokenizer, replace(origin, name=run.spec.name, loss=loss))
+        return FoundCheckpoint(
+            checkpoint, run.spec.model.config, tokenizer, replace(origin, name=run.spec.name, loss=loss)
+        )
     try:
         config = json.loads((folder / "config.json").read_bytes())
         name = json.loads((folder / SHEET).read_bytes()).get("name")
@@ -171,7 +173,7 @@ def _of_archived(archived: Archived, given: _Run | None) -> Found:
     if not isinstance(config, dict):
         raise ExportError(f"{folder / 'config.json'}: not a model's config: take another archived state")
     named = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}", name)
-    return Found(checkpoint, config, tokenizer, replace(origin, name=name) if named else origin)
+    return FoundCheckpoint(checkpoint, config, tokenizer, replace(origin, name=name) if named else origin)
 
 
 def _run_of_owner(archived: Path, run: RunId) -> _Run | None:
@@ -198,7 +200,7 @@ def _run_above(path: Path) -> _Run:
     )
 
 
-def _newest_held(run: _Run, folder: Path) -> Found:
+def _newest_held(run: _Run, folder: Path) -> FoundCheckpoint:
     """The newest checkpoint that a node's store holds."""
     status = read_snapshot(run.store.parent)
     last = run.last(status)
@@ -208,12 +210,12 @@ def _newest_held(run: _Run, folder: Path) -> Found:
         Origin(run.spec.name, run.spec.run_id, run.genesis, 0, 0),
     ]:
         if origin.state is not None and (file := run.blob(origin.state)) is not None:
-            return Found(file, run.spec.model.config, run.tokenizer(file), origin)
+            return FoundCheckpoint(file, run.spec.model.config, run.tokenizer(file), origin)
     every = run.spec.checkpoint.every
     raise ExportError(f"{folder}: holds no checkpoint yet: one is kept every {every} rounds: try again after the next")
 
 
-def _of_file(path: Path, run: _Run) -> Found:
+def _of_file(path: Path, run: _Run) -> FoundCheckpoint:
     """A checkpoint file of a known run; its round, if the run's chain lies there and names it."""
     read_layout(path)  # before it is hashed: whatever else it is, it is no checkpoint
     try:
@@ -225,7 +227,7 @@ def _of_file(path: Path, run: _Run) -> Found:
     origin = Origin(run.spec.name, run.spec.run_id, state)
     if state == run.genesis:
         origin = replace(origin, round=0, tokens=0)
-    return Found(path, run.spec.model.config, run.tokenizer(path), known[0] if known else origin)
+    return FoundCheckpoint(path, run.spec.model.config, run.tokenizer(path), known[0] if known else origin)
 
 
 @dataclass(frozen=True)

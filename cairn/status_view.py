@@ -11,8 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cairn.figures import byte_size, count, credits, sparkline
-from cairn.view import bar
+from cairn.formatting import byte_size, count, credits, sparkline
+from cairn.peer_screen import bar
 
 HEALTH = {
     "healthy": "bold green", "finished": "bold green", "waiting": "bold", "idle": "bold", "catching up": "bold cyan",

@@ -24,9 +24,9 @@ def _options(f):
 @_options
 def pause(run: Path, home: Path, reason: str) -> None:
     """Let all peers rest: who has announced its update ends the open round, then nothing is trained."""
-    from cairn import ordering
+    from cairn import owner_commands
 
-    ordering.set_order(
+    owner_commands.set_order(
         run, home, "paused", reason, "pausing at once, in round {round}: peers keep all that they have learnt"
     )
 
@@ -35,9 +35,9 @@ def pause(run: Path, home: Path, reason: str) -> None:
 @_options
 def resume(run: Path, home: Path, reason: str) -> None:
     """Go on after a pause, or after an end (peers that have left must be started again)."""
-    from cairn import ordering
+    from cairn import owner_commands
 
-    ordering.set_order(run, home, "running", reason, "going on with round {round}")
+    owner_commands.set_order(run, home, "running", reason, "going on with round {round}")
 
 
 @click.command()
@@ -47,9 +47,9 @@ def end(run: Path, home: Path, reason: str, yes: bool) -> None:
     """End the run: all peers save what they have, and leave."""
     if not yes:
         click.confirm("End the run? All peers leave, and must be started again should it go on", abort=True)
-    from cairn import ordering
+    from cairn import owner_commands
 
-    ordering.set_order(run, home, "ended", reason, "ending with round {round}: peers save, and leave")
+    owner_commands.set_order(run, home, "ended", reason, "ending with round {round}: peers save, and leave")
 
 
 @click.command()
@@ -57,9 +57,9 @@ def end(run: Path, home: Path, reason: str, yes: bool) -> None:
 @click.argument("keys", nargs=-1, required=True)
 def ban(run: Path, keys: tuple[str, ...], home: Path, reason: str) -> None:
     """Ban the peers with these KEYS: they are not admitted, not heard, and no round lists their updates."""
-    from cairn import ordering
+    from cairn import owner_commands
 
-    ordering.ban(run, keys, home, reason)
+    owner_commands.ban(run, keys, home, reason)
 
 
 @click.command()
@@ -67,9 +67,9 @@ def ban(run: Path, keys: tuple[str, ...], home: Path, reason: str) -> None:
 @click.argument("keys", nargs=-1, required=True)
 def unban(run: Path, keys: tuple[str, ...], home: Path, reason: str) -> None:
     """Let the peers with these KEYS in again."""
-    from cairn import ordering
+    from cairn import owner_commands
 
-    ordering.unban(run, keys, home, reason)
+    owner_commands.unban(run, keys, home, reason)
 
 
 @click.command()
@@ -83,9 +83,9 @@ def policy(run: Path, settings: tuple[str, ...], from_round: int, home: Path, re
     Fields: target_tokens, max_seconds, exchange_seconds, propose_seconds, patience_seconds, member_seconds,
             max_update_tokens, max_members
     """
-    from cairn import ordering
+    from cairn import owner_commands
 
-    ordering.policy(run, settings, from_round, home, reason)
+    owner_commands.policy(run, settings, from_round, home, reason)
 
 
 @click.command()
@@ -97,9 +97,9 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
 
     Credit for it stays. Peers load that state, and begin to learn anew from there.
     """
-    from cairn import ordering
+    from cairn import owner_commands
 
-    ordering.rollback(run, round_, home, reason, yes)
+    owner_commands.rollback(run, round_, home, reason, yes)
 
 
 COMMANDS = (pause, resume, ban, unban, policy, end, rollback)

@@ -23,7 +23,7 @@ class Judged:
 
 def judge(spec: RunSpec, shards: list[Path], before: Path, after: Path, prompt: str) -> Judged:
     """`before`, `after`: archived folders (see `coordinator.archive`); `shards`: the validation shards' files."""
-    from cairn.generating import generate_text
+    from cairn.commands.generate import generate_text
     from coordinator.evaluation import load_archived, validation_loss
 
     losses = [validation_loss(load_archived(f), spec.data, shards, max_windows=256) for f in (before, after)]
@@ -32,24 +32,24 @@ def judge(spec: RunSpec, shards: list[Path], before: Path, after: Path, prompt: 
 
 
 @dataclass(frozen=True)
-class Point:
+class LossPoint:
     """The training loss when so many tokens were accepted."""
 
     tokens: int
     loss: float
 
 
-def loss_curve(page: str) -> list[Point]:
+def loss_curve(page: str) -> list[LossPoint]:
     """The loss so far, from the page's JSON. Raises CairnError when the page does not answer."""
     try:
         with urllib.request.urlopen(page.rstrip("/") + "/api/charts", timeout=10) as reply:
             charts = json.loads(reply.read(10_000_000))
     except (OSError, ValueError) as e:
         raise CairnError(f"the coordinator's page at {page} does not answer: {e}") from None
-    return [Point(int(t), float(x)) for t, x in zip(charts["tokens"], charts["loss"], strict=True) if x is not None]
+    return [LossPoint(int(t), float(x)) for t, x in zip(charts["tokens"], charts["loss"], strict=True) if x is not None]
 
 
-def plot(curve: list[Point], judged: Judged, file: Path, events: list[tuple[int, str]]) -> None:
+def plot(curve: list[LossPoint], judged: Judged, file: Path, events: list[tuple[int, str]]) -> None:
     """The loss by accepted tokens as a PNG; `events` are (accepted tokens, what happened)."""
     import matplotlib
 

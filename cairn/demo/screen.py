@@ -11,15 +11,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cairn.figures import byte_size, count, credits, sparkline
-from cairn.view import bar
+from cairn.formatting import byte_size, count, credits, sparkline
+from cairn.peer_screen import bar
 from peer.coordinator_client import Status
 
 STATES = {"training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow", "killed": "red"}
 PLAIN_SECONDS = 10.0
 
 
-class Screen:
+class DemoScreen:
     """`live`: redrawn in place; else a few lines now and then."""
 
     def __init__(self, *, live: bool):

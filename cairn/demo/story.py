@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
-from cairn.demo.report import Judged, Point, judge, loss_curve, plot
-from cairn.demo.screen import Screen
-from cairn.figures import count
+from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
+from cairn.demo.screen import DemoScreen
+from cairn.formatting import count
 from coordinator.archive import Archive, Archived
 from coordinator.authoring import load_run
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Status
@@ -42,7 +42,7 @@ class Demo:
     """What is known while it runs."""
 
     folder: Path
-    screen: Screen
+    screen: DemoScreen
     invite: Invite
     spec: RunSpec
     coordinator: Process
@@ -51,7 +51,7 @@ class Demo:
     notes: dict[str, str] = field(default_factory=dict)
     events: list[tuple[int, str]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    curve: list[Point] = field(default_factory=list)
+    curve: list[LossPoint] = field(default_factory=list)
     status: Status | None = None
 
 
@@ -63,7 +63,7 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool) -> int:
             f"{run_file} is missing: the demo needs the examples folder of a clone; name a run file with --run-file"
         )
     lock = _clear(folder)
-    screen = Screen(live=not plain and sys.stdout.isatty())
+    screen = DemoScreen(live=not plain and sys.stdout.isatty())
     # gRPC would complain, and not help, when processes are started after it: they start afresh anyway.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     processes: list[Process] = []
@@ -101,7 +101,7 @@ def _clear(folder: Path) -> int:
     return lock
 
 
-def _start(folder: Path, run_file: Path, screen: Screen, processes: list[Process]) -> Demo:
+def _start(folder: Path, run_file: Path, screen: DemoScreen, processes: list[Process]) -> Demo:
     """The coordinator and the first four peers."""
     screen.say(f"coordinator: cairn coordinator serve {run_file.name} (prepares data and draws the first weights)")
     coordinator, url = serve(run_file, folder)
@@ -120,7 +120,7 @@ def _start(folder: Path, run_file: Path, screen: Screen, processes: list[Process
 
 def coordinator_home(folder: Path, name: str) -> Path:
     """Where the demo's coordinator keeps its run."""
-    from cairn.serving import coordinator_folder
+    from cairn.commands.serve import coordinator_folder
 
     return coordinator_folder(folder / "coordinator", name)
 
@@ -251,7 +251,7 @@ def _print(
 ) -> None:
     from rich.table import Table
 
-    from cairn.figures import credits
+    from cairn.formatting import credits
 
     say, status = demo.screen.say, demo.status
     table = Table(box=None, pad_edge=False, header_style="dim")

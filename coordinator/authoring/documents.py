@@ -22,12 +22,12 @@ COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
 MAX_LINE = 256 * 1024 * 1024
 """Bytes of one JSONL line."""
 
-PIECE = 256 * 1024
+SEGMENT = 256 * 1024
 """Characters of a document that are given out at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DocumentFile:
     """One file of documents: its file system and path, and the name by which a manifest and errors call it."""
 
     fs: Any
@@ -54,14 +54,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextSegment:
     """A part of a document; `last` ends it."""
 
     text: str
     last: bool
 
 
-def find_sources(inputs: Sequence[str], base: Path) -> list[Source]:
+def find_sources(inputs: Sequence[str], base: Path) -> list[DocumentFile]:
     """The files that inputs name, in their order, each file once; a folder's and a pattern's files in order of name.
 
     An input is a file, a folder (all files in it with a known ending), a pattern such as `data/*.jsonl.gz`, or an
@@ -69,7 +69,7 @@ def find_sources(inputs: Sequence[str], base: Path) -> list[Source]:
     """
     import fsspec.core
 
-    found: dict[str, Source] = {}
+    found: dict[str, DocumentFile] = {}
     for given in inputs:
         address = given if "://" in given else str(base / Path(given).expanduser())
         try:
@@ -79,7 +79,7 @@ def find_sources(inputs: Sequence[str], base: Path) -> list[Source]:
             raise DataInputError(f"{given}: {e}") from None
         for p in paths:
             name = os.path.relpath(p, folder).replace(os.sep, "/") if folder else p.rsplit("/", 1)[-1]
-            source = Source(fs, p, name)
+            source = DocumentFile(fs, p, name)
             if source.suffixes[0] not in TEXT + JSONL + PARQUET:
                 raise DataInputError(
                     f"{given}: {name} is no known kind of document: name files {', '.join(TEXT + JSONL + PARQUET)}, "
@@ -97,10 +97,11 @@ def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
             raise DataInputError(f"{given}: no file matches this pattern")
         return "", paths
     if fs.isdir(path):
-        known = TEXT + JSONL + PARQUET
-        paths = sorted(p for p in fs.find(path) if Source(fs, p, "").suffixes[0] in known and not _hidden(p, path))
+        endings = TEXT + JSONL + PARQUET
+        visible = (p for p in fs.find(path) if not _hidden(p, path))
+        paths = sorted(p for p in visible if DocumentFile(fs, p, "").suffixes[0] in endings)
         if not paths:
-            raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(known)}")
+            raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(endings)}")
         return path, paths
     if not fs.exists(path):
         raise DataInputError(f"{given}: no such file or folder (looked at {path})")
@@ -115,7 +116,7 @@ def _is_local(fs: Any) -> bool:
     return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
 
-def read_documents(source: Source, field: str) -> Iterator[Piece]:
+def read_documents(source: DocumentFile, field: str) -> Iterator[TextSegment]:
     """The documents of one file; those without text are passed over. Raises DataInputError."""
     kind, _ = source.suffixes
     try:
@@ -128,7 +129,7 @@ def read_documents(source: Source, field: str) -> Iterator[Piece]:
             return
         for text in documents:
             if text.strip():
-                yield from _cut(text)
+                yield from _segments_of(text)
     except (OSError, EOFError) as e:
         raise DataInputError(f"{source.name}: cannot be read: {e}") from None
     except UnicodeDecodeError as e:
@@ -145,7 +146,7 @@ def read_documents(source: Source, field: str) -> Iterator[Piece]:
         raise
 
 
-def _open(source: Source) -> IO[bytes]:
+def _open(source: DocumentFile) -> IO[bytes]:
     _, compression = source.suffixes
     try:
         return source.fs.open(source.path, "rb", compression=COMPRESSED.get(compression))
@@ -155,40 +156,40 @@ def _open(source: Source) -> IO[bytes]:
         raise DataInputError(f"{source.name}: {e}") from None
 
 
-def _read_text(source: Source) -> Iterator[Piece]:
+def _read_text(source: DocumentFile) -> Iterator[TextSegment]:
     """One document a file, however long."""
     held, some = "", False
     with _open(source) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
-        while block := file.read(PIECE):
+        while block := file.read(SEGMENT):
             held += block
             some = some or bool(held.strip())
-            while some and len(held) > PIECE:
-                end = _end_of_piece(held, 0)
-                yield Piece(held[:end], False)
+            while some and len(held) > SEGMENT:
+                end = _end_of_segment(held, 0)
+                yield TextSegment(held[:end], False)
                 held = held[end:]
             held = held if some else ""
     if some:
-        yield Piece(held, True)
+        yield TextSegment(held, True)
 
 
-def _cut(text: str) -> Iterator[Piece]:
+def _segments_of(text: str) -> Iterator[TextSegment]:
     """A whole document in pieces."""
     at = 0
-    while len(text) - at > PIECE:
-        end = _end_of_piece(text, at)
-        yield Piece(text[at:end], False)
+    while len(text) - at > SEGMENT:
+        end = _end_of_segment(text, at)
+        yield TextSegment(text[at:end], False)
         at = end
-    yield Piece(text[at:], True)
+    yield TextSegment(text[at:], True)
 
 
-def _end_of_piece(text: str, at: int) -> int:
+def _end_of_segment(text: str, at: int) -> int:
     """Where a piece of at most PIECE characters that begins at `at` ends: before white space, where there is some."""
-    middle, end = at + PIECE // 2, at + PIECE
+    middle, end = at + SEGMENT // 2, at + SEGMENT
     found = max(text.rfind("\n", middle, end), text.rfind(" ", middle, end))
     return found if found > at else end
 
 
-def _read_jsonl(source: Source, field: str) -> Iterator[str]:
+def _read_jsonl(source: DocumentFile, field: str) -> Iterator[str]:
     with _open(source) as file:
         number = 0
         while line := file.readline(MAX_LINE + 1):
@@ -221,7 +222,7 @@ def _text_of(row: dict, field: str, where: str) -> str:
     return text
 
 
-def _read_parquet(source: Source, field: str) -> Iterator[str]:
+def _read_parquet(source: DocumentFile, field: str) -> Iterator[str]:
     try:
         import pyarrow.parquet as pq
     except ImportError:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from coordinator.authoring import findings
+from coordinator.authoring import measurements
 from coordinator.authoring.errors import AuthoringError
-from coordinator.authoring.findings import Measured
+from coordinator.authoring.measurements import MeasuredSetting
 from protocol.codec import make_codec
 from protocol.layout import CODEC_CHUNK, MAX_NUMEL, Layout
 from protocol.messages import MAX_CONTRIBUTORS
@@ -48,7 +48,7 @@ class PlanError(AuthoringError):
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanInputs:
     """What the owner knows. None: derived, as the properties say."""
 
     model: Layout | int
@@ -147,7 +147,7 @@ class Question:
 class Cost:
     """A measured setting under a question's conditions."""
 
-    setting: Measured
+    setting: MeasuredSetting
     update_bytes: int
     training_seconds: float
     exchange_seconds: float
@@ -162,7 +162,7 @@ class Cost:
     @property
     def loss(self) -> float:
         """The setting's, and what training on during the exchange adds to it."""
-        return self.setting.loss * (1 + findings.OVERLAP_LOSS * self.share)
+        return self.setting.loss * (1 + measurements.OVERLAP_LOSS * self.share)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Timers:
 
 
 @dataclass(frozen=True)
-class TooSlow:
+class Remedies:
     """What would make the cheapest measured setting fit when none does. Each alone is enough."""
 
     inner_steps: int | None
@@ -190,14 +190,14 @@ class TooSlow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What to write, and what it costs."""
 
-    question: Question
+    inputs: PlanInputs
     cost: Cost
     fits: bool
     """False: no measured setting fits, and this is the one whose exchange takes the least share."""
-    too_slow: TooSlow | None
+    remedies: Remedies | None
     """The remedies when it does not fit."""
     target_tokens: int
     rounds: int
@@ -212,18 +212,18 @@ class Plan:
     cautions: tuple[str, ...]
 
     @property
-    def setting(self) -> Measured:
+    def setting(self) -> MeasuredSetting:
         return self.cost.setting
 
     @property
     def up_bytes(self) -> int:
         """That one peer sends in a round."""
-        return self.question.copies * self.cost.update_bytes
+        return self.inputs.copies * self.cost.update_bytes
 
     @property
     def down_bytes(self) -> int:
         """That one peer receives in a round."""
-        return (self.question.peers - 1) * self.cost.update_bytes
+        return (self.inputs.peers - 1) * self.cost.update_bytes
 
     @property
     def total_up_bytes(self) -> int:
@@ -233,13 +233,13 @@ class Plan:
     @property
     def data_parallel_bytes(self) -> int:
         """That one peer would send in the whole run with a ring all-reduce of bf16 gradients after each step."""
-        n = self.question.peers
-        return self.question.total // self.question.step_tokens * 2 * (n - 1) * BF16 * self.question.parameters // n
+        n = self.inputs.peers
+        return self.inputs.total // self.inputs.step_tokens * 2 * (n - 1) * BF16 * self.inputs.parameters // n
 
     @property
     def fewer_than_gradients(self) -> float:
         """Bytes of the bf16 gradients that an update stands for, by those of the update: how the study counts."""
-        return BF16 * self.question.parameters * self.setting.inner_steps / self.cost.update_bytes
+        return BF16 * self.inputs.parameters * self.setting.inner_steps / self.cost.update_bytes
 
     @property
     def days(self) -> float:
@@ -251,11 +251,11 @@ class Plan:
         return self.rounds * (self.cost.training_seconds + self.cost.exchange_seconds) / 86_400
 
 
-def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -> Plan:
+def plan(inputs: PlanInputs, measured: Sequence[MeasuredSetting] = measurements.MEASURED) -> RunPlan:
     """The best measured setting that fits, or the cheapest where none does, with its costs. Raises PlanError."""
-    costs = [_cost(question, m) for m in measured]
-    fitting = [c for c in costs if c.share <= question.share]
-    q = question
+    costs = [_cost(inputs, m) for m in measured]
+    fitting = [c for c in costs if c.share <= inputs.share]
+    q = inputs
     # Ties go to the fewer bytes a token, which no link changes.
     best = min(fitting or costs, key=lambda c: (c.loss, _bytes_a_step(c)) if fitting else (c.share, 0.0))
     if (refused := _refused(q, best)) is not None:
@@ -265,24 +265,24 @@ def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -
     slower = (c for c in costs if c.setting.loss < setting.loss and c not in fitting and c.uplink_needed < math.inf)
     better = [c for c in slower if _refused(q, c) is None]
     rounds = -(-q.total // target)
-    return Plan(
-        question=q,
+    return RunPlan(
+        inputs=q,
         cost=best,
         fits=bool(fitting),
-        too_slow=None if fitting else _remedies(q, best),
+        remedies=None if fitting else _remedies(q, best),
         target_tokens=target,
         rounds=rounds,
         timers=_timers(q, best),
         max_members=max(RoundSpec.model_fields["max_members"].default, min(MAX_CONTRIBUTORS, 2 * q.peers)),
         lr=_lr(q.parameters),
-        warmup_tokens=round(findings.WARMUP * q.total),
+        warmup_tokens=round(measurements.WARMUP * q.total),
         better=min(better, key=lambda c: (c.uplink_needed, c.setting.loss), default=None),
         most_peers=_most_peers(q, best) if fitting else None,
         cautions=tuple(_cautions(q, best, rounds)),
     )
 
 
-def _refused(q: Question, c: Cost) -> PlanError | None:
+def _refused(q: PlanInputs, c: Cost) -> PlanError | None:
     """Why a run cannot have rounds like these, whatever its links."""
     steps, target = c.setting.inner_steps, c.setting.inner_steps * q.step_tokens
     if target > q.total:
@@ -300,7 +300,7 @@ def _refused(q: Question, c: Cost) -> PlanError | None:
     return None
 
 
-def _cost(q: Question, setting: Measured) -> Cost:
+def _cost(q: PlanInputs, setting: MeasuredSetting) -> Cost:
     size, training = q.update_bytes(setting.codec), q.training_seconds(setting.inner_steps)
     return Cost(
         setting=setting,
@@ -311,7 +311,7 @@ def _cost(q: Question, setting: Measured) -> Cost:
     )
 
 
-def _uplink_needed(q: Question, size: int, allowed: float) -> float:
+def _uplink_needed(q: PlanInputs, size: int, allowed: float) -> float:
     """Mbit/s at which an exchange of updates of `size` bytes takes `allowed` seconds."""
     left = allowed - 2 * q.rtt / 1000
     if left <= 0:
@@ -326,9 +326,9 @@ def _bytes_a_step(c: Cost) -> float:
     return c.update_bytes / c.setting.inner_steps
 
 
-def _remedies(q: Question, cheapest: Cost) -> TooSlow:
+def _remedies(q: PlanInputs, cheapest: Cost) -> Remedies:
     inner_steps = math.ceil(cheapest.exchange_seconds / (q.share * q.training_seconds(1)))
-    return TooSlow(
+    return Remedies(
         inner_steps=inner_steps if inner_steps * q.step_tokens * FEW_ROUNDS <= q.total else None,
         share=math.ceil(1000 * cheapest.share) / 1000 if cheapest.share <= 1 else None,
         uplink=cheapest.uplink_needed,
@@ -336,7 +336,7 @@ def _remedies(q: Question, cheapest: Cost) -> TooSlow:
     )
 
 
-def _most_peers(q: Question, cost: Cost) -> int | None:
+def _most_peers(q: PlanInputs, cost: Cost) -> int | None:
     """With how many peers, of the same batch each, the exchange still fits."""
     left = q.share * cost.training_seconds - 2 * q.rtt / 1000
     if left <= 0:
@@ -349,7 +349,7 @@ def _most_peers(q: Question, cost: Cost) -> int | None:
     return most if most >= 2 else None
 
 
-def _timers(q: Question, cost: Cost) -> Timers:
+def _timers(q: PlanInputs, cost: Cost) -> Timers:
     """Room for volunteers several times slower than the typical one; never below the spec's defaults."""
     least = {name: field.default for name, field in RoundSpec.model_fields.items()}
     exchange = _seconds(max(least["exchange_seconds"], 4 * cost.exchange_seconds))
@@ -369,11 +369,11 @@ def _seconds(least: float) -> int:
 
 def _lr(parameters: int) -> float:
     """The peak rate to begin the search with, two digits."""
-    at, lr = findings.LR_AT
-    return float(f"{min(2e-2, max(1e-5, lr * (parameters / at) ** findings.LR_POWER)):.1e}")
+    at, lr = measurements.LR_AT
+    return float(f"{min(2e-2, max(1e-5, lr * (parameters / at) ** measurements.LR_POWER)):.1e}")
 
 
-def _cautions(q: Question, cost: Cost, rounds: int) -> Iterator[str]:
+def _cautions(q: PlanInputs, cost: Cost, rounds: int) -> Iterator[str]:
     """What the owner should know of this plan, a sentence each."""
     if cost.exchange_seconds > cost.training_seconds:
         yield "an exchange takes longer than a round's training: the links, not the GPUs, set the pace"
@@ -383,9 +383,9 @@ def _cautions(q: Question, cost: Cost, rounds: int) -> Iterator[str]:
         yield f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and say how fast a peer is"
     if q.relays and q.downlink is None:
         yield "relays spare the uplink only: the downlink, taken to be no faster, still sets the time"
-    if q.parameters > 10 * findings.LARGEST_MEASURED:
+    if q.parameters > 10 * measurements.LARGEST_MEASURED:
         yield (
-            f"losses were measured on models of up to {findings.LARGEST_MEASURED / 1e6:.2g} million parameters: "
+            f"losses were measured on models of up to {measurements.LARGEST_MEASURED / 1e6:.2g} million parameters: "
             "on yours expect their order rather than their size"
         )
 

@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from coordinator.authoring import tokens
-from coordinator.authoring.documents import Piece, Source, find_sources, read_documents
+from coordinator.authoring.documents import DocumentFile, TextSegment, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.shards import PARTIAL, ShardWriter, write_file
 from protocol.ids import Digest
@@ -38,7 +38,7 @@ class SourceRef(Section):
     part: Literal["train", "validation"]
 
 
-class Settings(Section):
+class PrepareSettings(Section):
     """What besides the documents decides the shards."""
 
     field: str
@@ -49,7 +49,7 @@ class Settings(Section):
     shard_tokens: int
 
 
-class Part(Section):
+class DataSplit(Section):
     """One part of the data: its shards, and how much is in them. `text_bytes` counts UTF-8."""
 
     shards: list[Shard]
@@ -67,9 +67,9 @@ class Manifest(Section):
     end_of_text: str
     end_of_text_id: int
     tokenizer: BlobRef
-    train: Part
-    validation: Part
-    settings: Settings
+    train: DataSplit
+    validation: DataSplit
+    settings: PrepareSettings
     sources: list[SourceRef]
 
 
@@ -136,7 +136,7 @@ def prepare(
     if twice:
         raise DataInputError(f"{min(twice)} is both for training and for validation")
     taken = tokens.load(tokenizer, end_of_text) if tokenizer else None
-    settings = Settings(
+    settings = PrepareSettings(
         field=field,
         vocabulary=vocabulary,
         tokenizer=str(blob_digest(taken.file)) if taken else None,
@@ -188,28 +188,30 @@ def load_prepared(folder: Path) -> Prepared:
     return prepared
 
 
-def _trained(train: Sequence[Source], settings: Settings, report: Callable[[str], None]) -> tokens.RunTokenizer:
+def _trained(
+    train: Sequence[DocumentFile], settings: PrepareSettings, report: Callable[[str], None]
+) -> tokens.RunTokenizer:
     assert settings.vocabulary is not None  # `prepare` takes a tokenizer or a vocabulary
     report(f"training a tokenizer of {settings.vocabulary} tokens")
-    pieces = (p for p, held_out in _documents(train, settings) if not held_out)
-    return tokens.train(pieces, settings.vocabulary)
+    segments = (p for p, held_out in _documents(train, settings) if not held_out)
+    return tokens.train(segments, settings.vocabulary)
 
 
-def _documents(sources: Sequence[Source], settings: Settings) -> Iterator[tuple[Piece, bool]]:
+def _documents(sources: Sequence[DocumentFile], settings: PrepareSettings) -> Iterator[tuple[TextSegment, bool]]:
     """The pieces of all documents, and whether their document is held out."""
     every, number = settings.validation_every, 0
     for source in sources:
-        for piece in read_documents(source, settings.field):
-            yield piece, bool(every) and number % every == every - 1
-            number += piece.last
+        for segment in read_documents(source, settings.field):
+            yield segment, bool(every) and number % every == every - 1
+            number += segment.last
 
 
 def _write(
     out: Path,
     run: tokens.RunTokenizer,
-    train: Sequence[Source],
-    held_out: Sequence[Source],
-    settings: Settings,
+    train: Sequence[DocumentFile],
+    held_out: Sequence[DocumentFile],
+    settings: PrepareSettings,
     sources: list[SourceRef],
     report: Callable[[str], None],
 ) -> Manifest:
@@ -221,14 +223,14 @@ def _write(
     )
     parts: deque[int] = deque()  # of the pieces that are being encoded, in order
 
-    def pieces() -> Iterator[Piece]:
-        for piece, is_held_out in stream:
+    def segments() -> Iterator[TextSegment]:
+        for segment, is_held_out in stream:
             parts.append(int(is_held_out))
-            sizes[is_held_out] += len(piece.text.encode())
-            yield piece
+            sizes[is_held_out] += len(segment.text.encode())
+            yield segment
 
     try:
-        for ids, last in run.encode(pieces()):
+        for ids, last in run.encode(segments()):
             part = parts.popleft()
             writers[part].add(ids)
             counts[part] += len(ids)
@@ -248,7 +250,7 @@ def _write(
         )
     report(f"{sum(documents):,} documents, {sum(counts):,} tokens, {documents[1]:,} documents held out")
     made = [
-        Part(shards=s, documents=d, tokens=c, text_bytes=b)
+        DataSplit(shards=s, documents=d, tokens=c, text_bytes=b)
         for s, d, c, b in zip(shards, documents, counts, sizes, strict=True)
     ]
     return Manifest(
@@ -264,7 +266,7 @@ def _write(
     )
 
 
-def _differences(there: Manifest, settings: Settings, sources: list[SourceRef]) -> list[str]:
+def _differences(there: Manifest, settings: PrepareSettings, sources: list[SourceRef]) -> list[str]:
     """What is not as when the folder was prepared, for a person."""
     before, now = there.settings.model_dump(), settings.model_dump()
     found = [f"{k} was {before[k]}, is {now[k]}" for k in now if before[k] != now[k]]

@@ -86,10 +86,10 @@ def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layou
     """
     if run_file.weights is None:
         return []
-    from coordinator.authoring.weights import WeightsError, check, look_at, other_settings
+    from coordinator.authoring.weights import WeightsError, check, other_settings, read_headers
 
     try:
-        found = look_at(run_file.weights)
+        found = read_headers(run_file.weights)
         if layout is not None:
             check(found, layout)
     except WeightsError as e:

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from coordinator.authoring import tokens
-from coordinator.authoring.documents import Source, find_sources, read_documents
+from coordinator.authoring.documents import DocumentFile, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.prepare import load_prepared
 from coordinator.authoring.resolve import check_length, check_weights
@@ -96,13 +96,13 @@ def _data(run_file: RunFile) -> tuple[int, list[str]]:
     ]
 
 
-def _text_bytes(sources: list[Source], field: str) -> tuple[int, bool]:
+def _text_bytes(sources: list[DocumentFile], field: str) -> tuple[int, bool]:
     """UTF-8 bytes of the text looked at, and whether that is all of it."""
     size, whole = 0, True
     for source in sources:
-        pieces = read_documents(source, field)
-        size += sum(len(p.text.encode()) for p in islice(pieces, LOOKED_AT * 64))
-        whole = whole and next(pieces, None) is None
+        segments = read_documents(source, field)
+        size += sum(len(p.text.encode()) for p in islice(segments, LOOKED_AT * 64))
+        whole = whole and next(segments, None) is None
     return size, whole
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from string import Template
 from typing import Any
 
-from coordinator.authoring import findings
-from coordinator.authoring.plan import Plan
+from coordinator.authoring import measurements
+from coordinator.authoring.plan import RunPlan
 
 TEMPLATE = Template("""\
 # A run for about $peers volunteers with $uplink Mbit/s up and $rtt ms to each other, planned by `cairn run plan`.
@@ -174,9 +174,9 @@ max_members = $max_members
 """)
 
 
-def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str) -> str:
+def fill(plan: RunPlan, model: Mapping[str, Any], vocabulary: int, model_note: str) -> str:
     """The text of a run.toml. `model` is its [model] table, `model_note` a line on where that comes from."""
-    q, cost, timers = plan.question, plan.cost, plan.timers
+    q, cost, timers = plan.inputs, plan.cost, plan.timers
     codec, outer = plan.setting.codec, plan.setting.outer
     return TEMPLATE.substitute(
         peers=q.peers,
@@ -190,15 +190,15 @@ def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str)
         vocabulary=vocabulary,
         lr=plan.lr,
         batch=q.windows,
-        warmup=f"{findings.WARMUP:.0%}",
+        warmup=f"{measurements.WARMUP:.0%}",
         warmup_tokens=_integer(plan.warmup_tokens),
-        min_ratio=findings.MIN_RATIO,
-        inner=findings.INNER.value,
+        min_ratio=measurements.MIN_RATIO,
+        inner=measurements.INNER.value,
         kind=codec.kind,
         update=f"{cost.update_bytes:,} bytes",
         inner_steps=plan.setting.inner_steps,
         loss=f"{plan.setting.loss:g}",
-        source=findings.SOURCE,
+        source=measurements.SOURCE,
         k_line=f"k = {codec.k}" if codec.kind == "sparse" else "#k = 64",
         beta=codec.beta,
         outer_optimiser=outer.optimiser,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from coordinator.authoring.documents import Piece
+from coordinator.authoring.documents import TextSegment
 from coordinator.authoring.errors import DataInputError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -37,29 +37,29 @@ class RunTokenizer:
         """The number of token ids: one more than the highest."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[np.ndarray, bool]]:
+    def encode(self, segments: Iterable[TextSegment]) -> Iterator[tuple[np.ndarray, bool]]:
         """Tokens of each piece, in order: (uint32 array, whether it ends a document and so has the end token last).
 
         Text that looks like a special token is text.
         """
-        batch: list[Piece] = []
+        batch: list[TextSegment] = []
         size = 0
-        for piece in pieces:
-            batch.append(piece)
-            size += len(piece.text)
+        for segment in segments:
+            batch.append(segment)
+            size += len(segment.text)
             if size >= BATCH:
                 yield from self._encoded(batch)
                 batch, size = [], 0
         yield from self._encoded(batch)
 
-    def _encoded(self, batch: Sequence[Piece]) -> Iterator[tuple[np.ndarray, bool]]:
+    def _encoded(self, batch: Sequence[TextSegment]) -> Iterator[tuple[np.ndarray, bool]]:
         encodings = self.tokenizer.encode_batch_fast([p.text for p in batch], add_special_tokens=False)
-        for piece, encoding in zip(batch, encodings, strict=True):
-            ids = [*encoding.ids, self.end_id] if piece.last else encoding.ids
-            yield np.array(ids, dtype=np.uint32), piece.last
+        for segment, encoding in zip(batch, encodings, strict=True):
+            ids = [*encoding.ids, self.end_id] if segment.last else encoding.ids
+            yield np.array(ids, dtype=np.uint32), segment.last
 
 
-def train(pieces: Iterable[Piece], vocabulary: int) -> RunTokenizer:
+def train(segments: Iterable[TextSegment], vocabulary: int) -> RunTokenizer:
     """A byte-level BPE of at most `vocabulary` tokens, trained on the first SAMPLE characters.
 
     The same text gives the same tokenizer, whatever the number of threads. Raises DataInputError.
@@ -77,7 +77,7 @@ def train(pieces: Iterable[Piece], vocabulary: int) -> RunTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(pieces), trainer)
+    tokenizer.train_from_iterator(_sample(segments), trainer)
     return _made(tokenizer, tokenizer.to_str().encode(), END_OF_TEXT, "the trained tokenizer")
 
 
@@ -116,10 +116,10 @@ def _made(tokenizer: Tokenizer, file: bytes, end: str, where: str) -> RunTokeniz
     return RunTokenizer(tokenizer, file, end, end_id)
 
 
-def _sample(pieces: Iterable[Piece]) -> Iterator[str]:
+def _sample(segments: Iterable[TextSegment]) -> Iterator[str]:
     left = SAMPLE
-    for piece in pieces:
-        yield piece.text
-        left -= len(piece.text)
+    for segment in segments:
+        yield segment.text
+        left -= len(segment.text)
         if left <= 0:
             return

@@ -1,6 +1,6 @@
 """Initial weights that were trained before: a Hugging Face folder of safetensors, for a run that goes on from it.
 
-`look_at` and `check` read headers only, so that a mistake shows before hours of work; `read` is strict about
+`read_headers` and `check` read headers only, so that a mistake shows before hours of work; `read` is strict about
 everything. Pickles (`pytorch_model.bin`) are never read.
 """
 
@@ -38,7 +38,7 @@ class WeightsError(AuthoringError):
 
 
 @dataclass(frozen=True, slots=True)
-class Pretrained:
+class PretrainedWeights:
     """The safetensors of a folder as their headers say: type and shape of each tensor."""
 
     folder: Path
@@ -51,7 +51,7 @@ class Pretrained:
         return sum(math.prod(shape) for _, shape in self.tensors.values())
 
 
-def look_at(folder: Path) -> Pretrained:
+def read_headers(folder: Path) -> PretrainedWeights:
     """What is in a folder, from the headers of its files. Raises WeightsError, in one line with the remedy."""
     if not folder.is_dir():
         raise WeightsError(f"{folder}: no such folder: name a model's folder, with {CONFIG} and {MODEL}")
@@ -77,10 +77,10 @@ def look_at(folder: Path) -> Pretrained:
             if name in tensors:
                 raise WeightsError(f"{file}: {name[:120]} is in another file too: take another copy of the model")
             tensors[name] = kind
-    return Pretrained(folder, files, tensors)
+    return PretrainedWeights(folder, files, tensors)
 
 
-def check(found: Pretrained, layout: Layout) -> None:
+def check(found: PretrainedWeights, layout: Layout) -> None:
     """Whether these can be weights of a model with this layout, as far as headers say. Raises WeightsError.
 
     Many models' files have other names and shapes than the model itself (experts one by one, no prefix): those are
@@ -123,7 +123,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
 
     empty = build_model(config, device="meta")
     layout = model_layout(empty)
-    check(look_at(folder), layout)
+    check(read_headers(folder), layout)
     try:
         # Its own reader knows the names that each model's files have had over time. What it made up is in `said`.
         with quiet_transformers():

@@ -19,9 +19,9 @@ import pytest
 from click.testing import CliRunner
 from starlette.applications import Starlette
 
-from cairn.auditing import Audited, _lines, _plain, audited, head_file, receipt_problem
+from cairn.connection import CoordinatorConnection
+from cairn.ledger_audit import AuditResult, _lines, _plain, audit_log, head_file, receipt_problem
 from cairn.main import main
-from cairn.reaching import Reached
 from coordinator import rpc
 from coordinator.credit_log import LedgerLog
 from coordinator.credits import CreditRule, account_for
@@ -142,7 +142,7 @@ class World:
         self.falsify(*statements)
         await self.open()
 
-    def reached(self) -> Reached:
+    def connect(self) -> CoordinatorConnection:
         log = self.log
         service = rpc.Service(Backend(log), lambda *_: None)  # type: ignore[arg-type]
 
@@ -163,9 +163,9 @@ class World:
 
         client: Any = Client()
         invite: Any = None
-        return Reached(invite, client, LogClient(client, OWNER.key), SPEC, ("somewhere",), ())
+        return CoordinatorConnection(invite, client, LogClient(client, OWNER.key), SPEC, ("somewhere",), ())
 
-    async def audit(self, home: str = "home") -> Audited:
+    async def audit(self, home: str = "home") -> AuditResult:
         chains = self.chains or {peer(1).key: self.chain()}
 
         @asynccontextmanager
@@ -173,7 +173,7 @@ class World:
             yield Asker(chains)
 
         self.monkeypatch.setattr("peer.swarm.asking_chain.chain_asker", asker)
-        return await audited(self.reached(), self.folder / home)
+        return await audit_log(self.connect(), self.folder / home)
 
     async def found(self) -> list[str]:
         return [d.words for d in (await self.audit()).report.differences]
@@ -209,7 +209,7 @@ async def test_an_honest_ledger_is_clean_and_its_head_is_remembered(tmp_path, mo
 
 async def test_what_members_no_longer_keep_comes_from_the_coordinator_and_is_said(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
-        monkeypatch.setattr("cairn.auditing_chain.PAGE", 2)
+        monkeypatch.setattr("cairn.audited_chain.PAGE", 2)
         w.chains = {peer(1).key: w.chain(first=5), peer(2).key: None}
         found = await w.audit()
         assert found.clean and found.from_coordinator == 6 and found.from_members == {peer(1).key: 2}
@@ -226,7 +226,7 @@ async def test_a_swarm_where_nobody_answers_is_said(tmp_path, monkeypatch):
 
 async def test_receipts_are_proved(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
-        r = w.reached()
+        r = w.connect()
         (head,) = await r.log.heads()
         receipts, _ = await r.log.receipts(peer(1).key)
         assert len(receipts) == 8
@@ -412,7 +412,7 @@ async def test_what_the_coordinator_alone_tells_of_a_rollback_is_not_what_member
 async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_looked_for(tmp_path, monkeypatch):
     """The auditor reads to the end of the chain for a record of the branch that was left, and forgets what it read."""
     async with made(tmp_path, monkeypatch) as w:
-        monkeypatch.setattr("cairn.auditing_chain.KEPT", 4)
+        monkeypatch.setattr("cairn.audited_chain.KEPT", 4)
         old = w.swarm.chain
         w.swarm.chain = old.fork(6)
         await w.rollback(old.certificates[5].digest)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cairn.observing import ObserverView
+from cairn.swarm_view import ObserverView
 from coordinator.archive import Archive, Archived, read_sheet
 from coordinator.errors import CoordinatorError
 from coordinator.evaluation import load_archived, validation_loss

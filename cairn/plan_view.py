@@ -1,137 +1,24 @@
-"""`cairn run plan`: from what a run owner knows to what run.toml should say, why, and what it costs."""
+"""A plan for people: the lines that `cairn run plan` prints. Pure: a plan in, lines out."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from cairn.figures import byte_size, count
-from cairn.files import write_whole
-from protocol.errors import CairnError
+from cairn.formatting import byte_size, count
 
 if TYPE_CHECKING:
-    from coordinator.authoring.plan import Plan
-    from coordinator.authoring.shape import Model
-
-PARAMETERS = 10**9
-"""Where neither a model nor a number of parameters is given."""
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+    from coordinator.authoring.plan import RunPlan
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What was asked on the command line; None: not given."""
-
-    model: Path | None
-    parameters: int | None
-    peers: int
-    uplink: float
-    downlink: float | None
-    rtt: float
-    tokens_per_second: int | None
-    window: int | None
-    batch: int | None
-    total_tokens: int | None
-    share: float
-    relays: bool
-    out: Path | None
-    force: bool
-
-
-def parse_count(text: str, option: str) -> int:
-    """130M, 1B, 7e9 or 1_000_000 as an integer. Raises click.BadParameter."""
-    found = re.fullmatch(r"([0-9][0-9_]{0,18}(?:\.[0-9]{1,12})?(?:[eE][+]?[0-9]{1,2})?)([KMBGT]?)", text.strip(), re.I)
-    value = float(found[1].replace("_", "")) * UNITS[found[2].upper()] if found else 0.0
-    if not 1 <= value <= 2**53:
-        raise click.BadParameter(
-            f"{text[:40]!r} is not a number of at least 1: write for example 130M, 1B or 7e9", param_hint=option
-        )
-    return round(value)
-
-
-def run_plan(options: PlanOptions) -> None:
-    """Print a plan, and write the template if asked. Raises CairnError, and click.BadParameter for an option."""
-    from coordinator.authoring.plan import PlanError, Question, plan
-    from coordinator.authoring.shape import LEAST_PARAMETERS
-
-    if options.model and options.parameters is not None:
-        raise click.UsageError("--model and --parameters: give one of the two")
-    if options.out and options.out.exists() and not options.force:
-        raise CairnError(f"{options.out}: is there already: take another name, or --force to write over it")
-    parameters = PARAMETERS if options.parameters is None else options.parameters
-    if parameters < LEAST_PARAMETERS:
-        raise click.BadParameter(
-            f"{parameters:,} is too small for a language model: give at least {LEAST_PARAMETERS:,}",
-            param_hint="--parameters",
-        )
-    model = _model(options)
-    default = Question.window if model is None or model.positions is None else min(Question.window, model.positions)
-    try:
-        made = plan(
-            Question(
-                model=parameters if model is None else model.layout,
-                peers=options.peers,
-                uplink=options.uplink,
-                downlink=options.downlink,
-                rtt=options.rtt,
-                tokens_per_second=options.tokens_per_second,
-                window=default if options.window is None else options.window,
-                batch=options.batch,
-                total_tokens=options.total_tokens,
-                share=options.share,
-                relays=options.relays,
-            )
-        )
-    except PlanError as e:
-        raise click.BadParameter(e.reason, param_hint=f"--{e.field.replace('_', '-')}") from None
-    if options.out:  # first: whoever reads our output may leave early
-        write_whole(options.out, _template(made, options, model))
-    assumed = options.model is None and options.parameters is None
-    for line in lines(made, str(options.model or ""), assumed=assumed):
-        click.echo(line)
-    if options.out:
-        click.echo(f"\n{options.out} is written: name your documents in its [data], then:")
-        click.echo(f"    cairn run validate {options.out}")
-
-
-def _model(options: PlanOptions) -> Model | None:
-    from coordinator.authoring.shape import read_model
-
-    if options.model is None:
-        return None
-    model = read_model(options.model)
-    if options.window is not None and model.positions is not None and options.window > model.positions:
-        raise click.BadParameter(
-            f"{options.window} tokens do not fit the model's {model.positions} positions: give at most that",
-            param_hint="--window",
-        )
-    return model
-
-
-def _template(made: Plan, options: PlanOptions, model: Model | None) -> str:
-    from coordinator.authoring.shape import llama_of, parameters_of_table
-    from coordinator.authoring.template import fill
-
-    if model is not None:
-        return fill(made, model.table, model.vocabulary, f"From {ascii(options.model.name if options.model else '')}.")
-    table = llama_of(made.question.parameters, made.question.window)
-    note = f"A Llama of {parameters_of_table(table):,} parameters, drawn for the plan: put your own model here."
-    return fill(made, table, table["vocab_size"], note)
-
-
-def lines(p: Plan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
+def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
     """A plan for people."""
-    q = p.question
+    q = p.inputs
     yield from _aligned(_conditions(p, model, assumed))
     yield ""
-    if p.too_slow:
-        yield from _too_slow(p)
+    if p.remedies:
+        yield from _remedies_lines(p)
         yield ""
     yield from _aligned([("write", "value", "why"), *_choices(p)])
     yield ""
@@ -144,10 +31,10 @@ def lines(p: Plan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
         yield "note: every peer is assumed to send its update to all others itself; members that pass it on spare that"
 
 
-def _conditions(p: Plan, model: str, assumed: bool) -> Iterator[tuple[str, ...]]:
+def _conditions(p: RunPlan, model: str, assumed: bool) -> Iterator[tuple[str, ...]]:
     from coordinator.authoring.plan import ASSUMED_FLOPS, ASSUMED_UTILISATION
 
-    q = p.question
+    q = p.inputs
     said = " (assumed: --parameters or --model says otherwise)" if assumed else f" ({model})" if model else ""
     yield "model", f"{q.parameters:,} parameters{said}"
     down = "the same" if q.downlink is None else f"{q.downlink:g} Mbit/s"
@@ -160,8 +47,8 @@ def _conditions(p: Plan, model: str, assumed: bool) -> Iterator[tuple[str, ...]]
     yield "data", f"{count(q.total)} tokens, {q.total / q.parameters:.3g} a parameter"
 
 
-def _too_slow(p: Plan) -> Iterator[str]:
-    q, remedies = p.question, p.too_slow
+def _remedies_lines(p: RunPlan) -> Iterator[str]:
+    q, remedies = p.inputs, p.remedies
     if remedies is None:
         return
     yield (
@@ -183,13 +70,13 @@ def _too_slow(p: Plan) -> Iterator[str]:
         yield "  members with fast links that pass updates on: --relays, with --downlink"
 
 
-def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
-    from coordinator.authoring import findings
+def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
+    from coordinator.authoring import measurements
 
-    q, m, c = p.question, p.setting, p.cost
-    measured = f"measured: {findings.SOURCE}"
+    q, m, c = p.inputs, p.setting, p.cost
+    measured = f"measured: {measurements.SOURCE}"
     rule = f"the least with an exchange of up to {q.share:.0%} of a round" if p.fits else "the nearest to fitting"
-    yield "inner.optimiser", f"{findings.INNER.value}", f"{findings.INNER.why} ({measured})"
+    yield "inner.optimiser", f"{measurements.INNER.value}", f"{measurements.INNER.why} ({measured})"
     yield "codec.kind", m.codec.kind, f"with H a final loss {c.loss:.4g} x data-parallel's, {rule} ({measured})"
     if m.codec.kind == "sparse":
         yield "codec.k", f"{m.codec.k}", "coordinates of each 4096"
@@ -203,14 +90,14 @@ def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
         f"{p.target_tokens:_}",
         f"H {m.inner_steps} x {q.peers} peers x {q.windows} windows x {q.window} tokens",
     )
-    yield "codec.beta", f"{m.codec.beta:g}", f"{findings.BETA_WHY} ({measured})"
+    yield "codec.beta", f"{m.codec.beta:g}", f"{measurements.BETA_WHY} ({measured})"
     if m.outer.optimiser == "nesterov":
-        yield "outer.optimiser", m.outer.optimiser, f"{findings.OUTER_WHY} ({measured})"
+        yield "outer.optimiser", m.outer.optimiser, f"{measurements.OUTER_WHY} ({measured})"
         yield "outer.momentum", f"{m.outer.momentum:g}", "everyone holds it: 4 more bytes a parameter, also to fetch"
     yield "outer.lr", f"{m.outer.lr:g}", "0.5 of momentum goes as far as a rate of 2 without"
     yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"
     yield "inner.batch", f"{q.windows}", _why_batch(p)
-    yield "warmup_tokens", f"{p.warmup_tokens:_}", f"{findings.WARMUP:.0%} of the run, then a cosine to a tenth"
+    yield "warmup_tokens", f"{p.warmup_tokens:_}", f"{measurements.WARMUP:.0%} of the run, then a cosine to a tenth"
     t = p.timers
     yield "round.max_seconds", f"{t.max_seconds}", f"3 x the {c.training_seconds:.3g} s of training, at least 600"
     yield "round.exchange_seconds", f"{t.exchange_seconds}", f"4 x the {c.exchange_seconds:.3g} s planned, at least 60"
@@ -219,16 +106,16 @@ def _choices(p: Plan) -> Iterator[tuple[str, ...]]:
     yield "overlap", "always", "training goes on during the exchange: not a field"
 
 
-def _why_batch(p: Plan) -> str:
+def _why_batch(p: RunPlan) -> str:
     from coordinator.authoring.plan import LEAST_STEPS, MOST_BATCH
 
-    if p.question.batch is not None:
+    if p.inputs.batch is not None:
         return "as given"
     return f"at most {MOST_BATCH}, halved until the run has {LEAST_STEPS:,} inner steps"
 
 
-def _costs(p: Plan) -> Iterator[tuple[str, ...]]:
-    q, c = p.question, p.cost
+def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
+    q, c = p.inputs, p.cost
     to = "once, the rest by relays" if q.relays else f"to {q.copies} others"
     yield "update", f"{c.update_bytes:,} bytes, {8 * c.update_bytes / q.parameters:.3f} bits a parameter"
     yield "up", f"{byte_size(p.up_bytes)} a peer and round ({to}); down {byte_size(p.down_bytes)}"
@@ -248,11 +135,11 @@ def _costs(p: Plan) -> Iterator[tuple[str, ...]]:
     yield "by payload", f"an update is {p.fewer_than_gradients:,.4g}x smaller than the bf16 gradients of its steps"
 
 
-def _changes(p: Plan) -> Iterator[tuple[str, ...]]:
-    from coordinator.authoring import findings
+def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:
+    from coordinator.authoring import measurements
 
-    q, c = p.question, p.cost
-    if p.setting.loss == min(m.loss for m in findings.MEASURED):
+    q, c = p.inputs, p.cost
+    if p.setting.loss == min(m.loss for m in measurements.MEASURED):
         yield "better", "nothing that was measured has less loss"
     elif p.better:
         b = p.better.setting

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.figures import credits
-from cairn.reaching import Reached, reached
+from cairn.connection import CoordinatorConnection, connect
+from cairn.formatting import credits
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, from_b64url
 from protocol.ledger.audit import Auditor, Difference, Report, SeenHead
@@ -27,7 +27,7 @@ from protocol.merkle import leaf_hash, tree_hash
 from protocol.proofs import check_consistency, check_inclusion
 
 if TYPE_CHECKING:
-    from cairn.auditing_chain import AuditedChain
+    from cairn.audited_chain import AuditedChain
 
 log = logging.getLogger("cairn.audit")
 
@@ -38,7 +38,7 @@ MAX_HEADS = 2000
 
 
 @dataclass
-class Audited:
+class AuditResult:
     """An audit and what it rests on."""
 
     report: Report
@@ -58,9 +58,9 @@ class Audited:
 def audit_ledger(text: str, home: Path, *, as_json: bool, via: Sequence[str]) -> bool:
     """Audit and print; whether all is as it should be. Raises CairnError when it cannot be done."""
 
-    async def work() -> Audited:
-        async with reached(text, via) as r:
-            return await audited(r, home)
+    async def work() -> AuditResult:
+        async with connect(text, via) as r:
+            return await audit_log(r, home)
 
     found = asyncio.run(work())
     if as_json:
@@ -71,9 +71,9 @@ def audit_ledger(text: str, home: Path, *, as_json: bool, via: Sequence[str]) ->
     return found.clean
 
 
-async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Audited:
+async def audit_log(r: CoordinatorConnection, home: Path, *, listen: tuple[str, ...] = ()) -> AuditResult:
     """Read everything, check everything; remember the newest head for the next time. Raises CairnError."""
-    from cairn.auditing_chain import AuditedChain  # with it come hivemind and torch, which receipts do not need
+    from cairn.audited_chain import AuditedChain  # with it come hivemind and torch, which receipts do not need
     from peer.swarm.asking import ANY, members_at
     from peer.swarm.asking_chain import chain_asker
 
@@ -119,13 +119,13 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
             f"{chain.from_coordinator} certificates that members no longer keep are from the coordinator: they are "
             "signed by the peers, and lead to those that members have"
         )
-    return Audited(
+    return AuditResult(
         report, newest, seen.body if seen else None, len(heads), chain.from_members, chain.from_coordinator,
         final[0] if final else None, warnings,
     )  # fmt: skip
 
 
-async def _heads(r: Reached) -> tuple[list[Word[TreeHead]], list[Difference]]:
+async def _heads(r: CoordinatorConnection) -> tuple[list[Word[TreeHead]], list[Difference]]:
     """The newest signed heads, newest first; and what is wrong with those that are none."""
     heads: list[Word[TreeHead]] = []
     bad: list[Difference] = []
@@ -144,7 +144,7 @@ async def _heads(r: Reached) -> tuple[list[Word[TreeHead]], list[Difference]]:
     return heads, bad
 
 
-async def _take_all(r: Reached, auditor: Auditor, chain: AuditedChain, size: int) -> None:
+async def _take_all(r: CoordinatorConnection, auditor: Auditor, chain: AuditedChain, size: int) -> None:
     """Hand the log to the auditor, page by page, each round after its certificate was read: `size` entries, and those
     that have come since the newest head was signed."""
     first, end = 0, None
@@ -158,13 +158,13 @@ async def _take_all(r: Reached, auditor: Auditor, chain: AuditedChain, size: int
         for i, sent in enumerate(page):
             record = _record_of(sent)
             if record is not None and not await chain.ensure(record):
-                chain.look_again()
+                chain.refresh()
                 await chain.ensure(record)
             auditor.take(sent, lines.get(first + i, ()))
         first += len(page)
 
 
-async def _lines_of(r: Reached, first: int, end: int) -> dict[int, tuple[bytes, ...]]:
+async def _lines_of(r: CoordinatorConnection, first: int, end: int) -> dict[int, tuple[bytes, ...]]:
     found: dict[int, tuple[bytes, ...]] = {}
     while first < end:
         groups, following = await r.log.lines(first, end - first)
@@ -183,7 +183,7 @@ def _record_of(sent: bytes):
     return what.record if isinstance(what, RoundEntry) else None
 
 
-async def _proofs(r: Reached, seen: Word[TreeHead] | None, head: Word[TreeHead]) -> list[Difference]:
+async def _proofs(r: CoordinatorConnection, seen: Word[TreeHead] | None, head: Word[TreeHead]) -> list[Difference]:
     """Whether the proofs that the coordinator makes for those who do not read everything are good, too."""
     found: list[Difference] = []
     new = head.body
@@ -209,7 +209,7 @@ def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, v
     """Check receipts in files, or the newest of a peer (this machine's); whether all are good. Raises CairnError."""
 
     async def work() -> list[str]:
-        async with reached(text, via) as r:
+        async with connect(text, via) as r:
             words = [open_receipt(_receipt_bytes(f), r.spec.run_id, r.spec.owner_key) for f in files]
             if not files:
                 key = _peer_key(peer, home)
@@ -233,7 +233,7 @@ def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, v
     return not asyncio.run(work())
 
 
-async def receipt_problem(r: Reached, receipt: Receipt, head: TreeHead) -> str:
+async def receipt_problem(r: CoordinatorConnection, receipt: Receipt, head: TreeHead) -> str:
     """What is wrong between a receipt and the log; "" when the log holds it, proved by the signed head."""
     n = receipt.entry
     try:
@@ -293,7 +293,7 @@ def head_file(home: Path, run: RunId) -> Path:
     return home / "audits" / f"{run.hex()[:12]}.head"
 
 
-def _seen_head(home: Path, r: Reached) -> Word[TreeHead] | None:
+def _seen_head(home: Path, r: CoordinatorConnection) -> Word[TreeHead] | None:
     path = head_file(home, r.spec.run_id)
     try:
         return open_tree_head(path.read_bytes(), r.spec.run_id, r.spec.owner_key)
@@ -305,7 +305,7 @@ def _seen_head(home: Path, r: Reached) -> Word[TreeHead] | None:
         raise CairnError(f"{path}, which holds the tree head seen last, is damaged: {e}; move it away") from None
 
 
-def _remember_head(home: Path, r: Reached, head: Word[TreeHead]) -> None:
+def _remember_head(home: Path, r: CoordinatorConnection, head: Word[TreeHead]) -> None:
     """Whole or not at all."""
     path = head_file(home, r.spec.run_id)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -328,7 +328,7 @@ def _when(head: TreeHead) -> str:
     return datetime.fromtimestamp(head.time / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _lines(a: Audited) -> list[str]:
+def _lines(a: AuditResult) -> list[str]:
     r = a.report
     lines = [
         f"log      {r.entries} entries, {r.rounds} rounds, {r.lines} lines; head signed at {_when(a.head)}, root "
@@ -353,7 +353,7 @@ def _lines(a: Audited) -> list[str]:
     return lines
 
 
-def _plain(a: Audited) -> dict[str, Any]:
+def _plain(a: AuditResult) -> dict[str, Any]:
     r = a.report
     return {
         "clean": a.clean,

@@ -120,7 +120,7 @@ class AuditedChain:
                 self._left.add(record)
             self._accounts[record] = account_for(certificate, self._rule)
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """The chain may have grown since its end was reached."""
         self._ended = False
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from coordinator.authoring import tokens
 from coordinator.authoring.errors import DataInputError
-from coordinator.authoring.plan import Question, plan
-from coordinator.authoring.shape import FROM_TOKENIZER, ModelFileError, model_of
+from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of
+from coordinator.authoring.plan import PlanInputs, plan
 from coordinator.authoring.template import fill
-from coordinator.authoring.weights import CONFIG, WeightsError, check, look_at
+from coordinator.authoring.weights import CONFIG, WeightsError, check, read_headers
 
 TOKENIZER = "tokenizer.json"
 TOTAL_TOKENS = 100_000_000
@@ -28,7 +28,7 @@ LR_FACTOR = 0.1
 
 
 @dataclass(frozen=True)
-class Started:
+class DraftRunFile:
     """A run.toml's text, and what is in it: the run's name, the model's parameters, the tokenizer's size.
 
     `left_out`: fields of the folder's config that `transformers` does not know.
@@ -41,13 +41,13 @@ class Started:
     left_out: tuple[str, ...]
 
 
-def run_file_from(folder: Path, out: Path, question: Question) -> Started:
+def run_file_from(folder: Path, out: Path, inputs: PlanInputs) -> DraftRunFile:
     """The text of a run.toml at `out` for a run that begins with the model in `folder`.
 
-    Of `question`, the model and the longest window are the folder's. Raises AuthoringError (a folder that lacks
+    Of `inputs`, the model and the longest window are the folder's. Raises AuthoringError (a folder that lacks
     something), SpecError (a config that is none of a causal language model), PlanError.
     """
-    found = look_at(folder)
+    found = read_headers(folder)
     given = _config(folder)
     left_out = _unknown(given)
     model = model_of({k: v for k, v in given.items() if k not in left_out}, None, folder / CONFIG)
@@ -66,8 +66,8 @@ def run_file_from(folder: Path, out: Path, question: Question) -> Started:
             f"{folder / TOKENIZER}: {tokenizer.size} tokens, but the model has {model.vocabulary}: take the model's "
             "own tokenizer"
         )
-    window = question.window if model.positions is None else min(question.window, model.positions)
-    made = plan(replace(question, model=model.layout, window=window))
+    window = inputs.window if model.positions is None else min(inputs.window, model.positions)
+    made = plan(replace(inputs, model=model.layout, window=window))
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:
@@ -85,7 +85,7 @@ def run_file_from(folder: Path, out: Path, question: Question) -> Started:
         ("inner", "lr", float(f"{made.lr * LR_FACTOR:.2g}"), "Here a tenth of that, for the weights are trained."),
     ):
         text = write_field(text, table_name, field, value, why)
-    return Started(text, name, model.layout.numel, tokenizer.size, left_out)
+    return DraftRunFile(text, name, model.layout.numel, tokenizer.size, left_out)
 
 
 def write_field(text: str, table: str, field: str, value: str | float | None, why: str = "") -> str:

@@ -25,7 +25,7 @@ HEAR_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Run:
+class OwnedRun:
     """A run's folder, as its owner has it."""
 
     folder: Path
@@ -35,20 +35,20 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Known:
+class RunStatus:
     """How the run stands: the owner's newest word, the round being trained (None: the coordinator does not answer)."""
 
     body: Directive
     round: int | None
 
 
-Change = Callable[[Known], Directive | None]
+DirectiveChange = Callable[[RunStatus], Directive | None]
 """The new word, from what is known; None: nothing is to be ordered."""
 
 
-def open_run(path: Path, home: Path) -> Run:
+def open_run(path: Path, home: Path) -> OwnedRun:
     """The run of a folder, or of a run.toml. Raises CairnError."""
-    from cairn.serving import coordinator_folder
+    from cairn.commands.serve import coordinator_folder
     from coordinator.authoring import load_run
     from coordinator.authoring.resolve import SPEC
 
@@ -65,7 +65,7 @@ def open_run(path: Path, home: Path) -> Run:
         ) from None
     if spec.owner_key != owner.key:
         raise CairnError(f"the key {folder / 'owner.key'} is not the key of this run's owner")
-    return Run(folder, owner, spec, invite)
+    return OwnedRun(folder, owner, spec, invite)
 
 
 def check_changes(spec: RunSpec, changes: RoundChanges) -> None:
@@ -77,12 +77,12 @@ def check_changes(spec: RunSpec, changes: RoundChanges) -> None:
         raise CairnError(explain(e, "round policy")) from None
 
 
-def give(run: Run, change: Change) -> None:
+def send_directive(run: OwnedRun, change: DirectiveChange) -> None:
     """Give an order, and say what happens. Raises CairnError."""
-    asyncio.run(_give(run, change))
+    asyncio.run(_send(run, change))
 
 
-async def _give(run: Run, change: Change) -> None:
+async def _send(run: OwnedRun, change: DirectiveChange) -> None:
     from coordinator.control import FILE, append_line, line_of, read_words
     from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 
@@ -98,7 +98,7 @@ async def _give(run: Run, change: Change) -> None:
         except CoordinatorUnreachable as e:
             click.echo(f"the coordinator does not answer ({e})", err=True)
         newest = _newest(words, run)
-        body = change(Known(newest, number))
+        body = change(RunStatus(newest, number))
         if body is None:
             return
         body = replace(body, sequence=max(newest.sequence + 1, int(time.time() * 1000)))
@@ -123,7 +123,7 @@ async def _say_who_heard(client: Any) -> None:
     click.echo(f"ordered: {reply.heard} {many} heard it{rest}")
 
 
-def _newest(words: Sequence[Signed[Directive]], run: Run) -> Directive:
+def _newest(words: Sequence[Signed[Directive]], run: OwnedRun) -> Directive:
     """What is in force; with no word yet, one that changes nothing."""
     return max((w.body for w in words), key=lambda b: b.rank, default=Directive(run.spec.run_id, 0))
 
@@ -142,35 +142,35 @@ def _checked(reason: str) -> str:
 
 
 def set_order(path: Path, home: Path, order: str, reason: str, words: str) -> None:
-    def change(known: Known) -> Directive | None:
+    def change(known: RunStatus) -> Directive | None:
         if known.body.order == order:
             click.echo(f"the run is {order} already")
             return None
         click.echo(words.format(round=known.round if known.round is not None else "that is open then"))
         return replace(known.body, order=order, since=int(time.time()), reason=_checked(reason))
 
-    give(open_run(path, home), change)
+    send_directive(open_run(path, home), change)
 
 
 def ban(run: Path, keys: Sequence[str], home: Path, reason: str) -> None:
     """`cairn run ban`. Raises CairnError."""
     named = {_key(k) for k in keys}
 
-    def change(known: Known) -> Directive:
+    def change(known: RunStatus) -> Directive:
         banned = tuple(sorted({*known.body.banned, *named}))
         if len(banned) > MAX_BANNED:
             raise CairnError(f"at most {MAX_BANNED} peers can be banned: let the run admit by invite, or by list")
         click.echo(f"banning {', '.join(k.short for k in sorted(named))} at once; {_in_force(known)}")
         return replace(known.body, banned=banned, reason=_checked(reason) or known.body.reason)
 
-    give(open_run(run, home), change)
+    send_directive(open_run(run, home), change)
 
 
 def unban(run: Path, keys: Sequence[str], home: Path, reason: str) -> None:
     """`cairn run unban`. Raises CairnError."""
     named = {_key(k) for k in keys}
 
-    def change(known: Known) -> Directive:
+    def change(known: RunStatus) -> Directive:
         if missing := sorted(named - set(known.body.banned)):
             raise CairnError(f"{', '.join(k.short for k in missing)} is not banned")
         click.echo(f"letting in {', '.join(k.short for k in sorted(named))}; {_in_force(known)}")
@@ -178,10 +178,10 @@ def unban(run: Path, keys: Sequence[str], home: Path, reason: str) -> None:
             known.body, banned=tuple(k for k in known.body.banned if k not in named), reason=_checked(reason)
         )
 
-    give(open_run(run, home), change)
+    send_directive(open_run(run, home), change)
 
 
-def _in_force(known: Known) -> str:
+def _in_force(known: RunStatus) -> str:
     if known.round is None:
         return "it is in force for all from the round after the first that carries it"
     return f"it is in force for all from round {known.round + 1} on"
@@ -191,14 +191,14 @@ def policy(run: Path, settings: Sequence[str], from_round: int, home: Path, reas
     """`cairn run policy`. Raises CairnError."""
     opened = open_run(run, home)
 
-    def change(known: Known) -> Directive:
+    def change(known: RunStatus) -> Directive:
         changes = replace(known.body.changes, **dict(map(_setting, settings)))
         check_changes(opened.spec, changes)
         first = max(from_round, 0 if known.round is None else known.round + 1)
         click.echo(f"changing {', '.join(settings)} from round {first} on")
         return replace(known.body, changes=changes, from_round=Round(first), reason=_checked(reason))
 
-    give(opened, change)
+    send_directive(opened, change)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -225,7 +225,7 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
         there = ", ".join(map(str, archived)) or "none yet"
         raise CairnError(f"the state of round {round_} is not archived; choose one of these rounds: {there}")
 
-    def change(known: Known) -> Directive | None:
+    def change(known: RunStatus) -> Directive | None:
         if known.round is None:
             raise CairnError("the coordinator must run: peers get the state from it. Start it, then try again")
         gone = max(0, known.round - round_)
@@ -236,4 +236,4 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
         back = Rollback(known.body.epoch + 1, found.record, Round(round_), found.state)
         return replace(known.body, rollback=back, reason=_checked(reason) or known.body.reason)
 
-    give(opened, change)
+    send_directive(opened, change)

@@ -31,7 +31,7 @@ class ModelFileError(AuthoringError):
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelConfig:
     """A [model] table, and what follows from it."""
 
     table: dict[str, Any]
@@ -41,12 +41,12 @@ class Model:
     layout: Layout
 
 
-def read_model(path: Path) -> Model:
+def read_model(path: Path) -> ModelConfig:
     """The model of a config.json, or of a run.toml's [model]. Raises ModelFileError; SpecError for the model."""
     return model_of(*_given(path), path)
 
 
-def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> Model:
+def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> ModelConfig:
     """The model of a config that was read from `path`, and the size of its run's vocabulary where that is known.
 
     Raises ModelFileError; SpecError for the model.
@@ -79,7 +79,7 @@ def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> Model
             f"{MOST_VOCABULARY:,}"
         )
     positions = [whole[f] for f in ("max_position_embeddings", "n_positions") if type(whole.get(f)) is int]
-    return Model(table, whole["vocab_size"], min(positions, default=None), layout)
+    return ModelConfig(table, whole["vocab_size"], min(positions, default=None), layout)
 
 
 def _matters(field: str, asked: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cairn.figures import byte_size, count, credits
+from cairn.formatting import byte_size, count, credits
 from protocol.ids import PeerKey
 
 LINE_SECONDS = 30.0
@@ -32,7 +32,7 @@ def own_page(page: str, key: PeerKey) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Earned:
+class PeerEarnings:
     """What the coordinator says of this peer's account, and whether it answered when it was last asked."""
 
     micro_credits: int
@@ -41,12 +41,12 @@ class Earned:
     fresh: bool = True
 
 
-class PeerView:
+class PeerScreen:
     """`live`: lines that are redrawn in place; else the same as one line in the log now and then."""
 
     def __init__(self, *, live: bool):
         self._live = live
-        self.earned: Earned | None = None
+        self.earnings: PeerEarnings | None = None
         """Whoever asks the coordinator sets it."""
 
         self._console = Console(highlight=False, soft_wrap=True)
@@ -59,7 +59,7 @@ class PeerView:
 
             def draw() -> Text:
                 now = look()
-                return Text("\n").join((progress_line(now), Text(" " * 10) + account_line(now, self.earned)))
+                return Text("\n").join((progress_line(now), Text(" " * 10) + account_line(now, self.earnings)))
 
             # Gone at the end: then the last words say how it went.
             with Live(console=self._console, get_renderable=draw, refresh_per_second=2, transient=True):
@@ -76,7 +76,7 @@ class PeerView:
     def _now_and_then(self, look: Callable[[], Any], over: threading.Event) -> None:
         while not over.wait(LINE_SECONDS):
             now = look()
-            line = progress_line(now) + Text(" ") + account_line(now, self.earned)
+            line = progress_line(now) + Text(" ") + account_line(now, self.earnings)
             logging.getLogger("cairn.peer").info("%s", line.plain)
 
 
@@ -117,19 +117,19 @@ def progress_line(s: Any) -> Text:
     return text
 
 
-def account_line(s: Any, earned: Earned | None) -> Text:
+def account_line(s: Any, earnings: PeerEarnings | None) -> Text:
     """What was given and what it earned."""
     text = Text(style="dim")
-    if earned is not None:
-        total = earned.micro_credits + earned.pending
+    if earnings is not None:
+        total = earnings.micro_credits + earnings.pending
         if total:
-            text.append(f" accepted in {earned.rounds} round{'s' * (earned.rounds != 1)}  ")
+            text.append(f" accepted in {earnings.rounds} round{'s' * (earnings.rounds != 1)}  ")
             text.append(f"credits {credits(total)}", style="bold")
         else:
             text.append(" nothing credited yet")
-        if earned.pending:
-            text.append(f" ({credits(earned.pending)} not final yet)")
-        if not earned.fresh:
+        if earnings.pending:
+            text.append(f" ({credits(earnings.pending)} not final yet)")
+        if not earnings.fresh:
             text.append("  the coordinator is silent", style="yellow")
         text.append(" ")
     text.append(f" up {byte_size(s.bytes_up)} down {byte_size(s.bytes_down)}")

@@ -18,7 +18,7 @@ LARGEST_MEASURED = 131_904
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredSetting:
     """A codec, with the `beta` that was best with it, and a length of rounds: `inner_steps` between two exchanges (H).
 
     `loss`: the final validation loss as a multiple of that of data-parallel training with the same inner optimiser
@@ -37,15 +37,15 @@ class Measured:
 
 SIGN = CodecSpec(kind="sign", beta=0.5)
 NESTEROV = OuterSpec(optimiser="nesterov", lr=1.0, momentum=0.5)
-MEASURED: tuple[Measured, ...] = (
-    Measured(SIGN, 9, 1.020, NESTEROV),
-    Measured(SIGN, 18, 1.031, NESTEROV),
-    Measured(SIGN, 36, 1.046, NESTEROV),
-    Measured(SIGN, 54, 1.063, NESTEROV),
-    Measured(SIGN, 72, 1.096, NESTEROV),
-    Measured(CodecSpec(kind="sparse", k=256, beta=0.5), 17, 1.094),
-    Measured(CodecSpec(kind="sparse", k=64, beta=0.7), 10, 1.134),
-    Measured(CodecSpec(kind="sparse", k=64, beta=0.7), 36, 1.262),
+MEASURED: tuple[MeasuredSetting, ...] = (
+    MeasuredSetting(SIGN, 9, 1.020, NESTEROV),
+    MeasuredSetting(SIGN, 18, 1.031, NESTEROV),
+    MeasuredSetting(SIGN, 36, 1.046, NESTEROV),
+    MeasuredSetting(SIGN, 54, 1.063, NESTEROV),
+    MeasuredSetting(SIGN, 72, 1.096, NESTEROV),
+    MeasuredSetting(CodecSpec(kind="sparse", k=256, beta=0.5), 17, 1.094),
+    MeasuredSetting(CodecSpec(kind="sparse", k=64, beta=0.7), 10, 1.134),
+    MeasuredSetting(CodecSpec(kind="sparse", k=64, beta=0.7), 36, 1.262),
 )
 """Each codec and H once. The planner takes no other."""
 
