@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
-    """A plan for people."""
+    """Yield the lines of a plan: conditions, choices with reasons, costs, and nearby settings."""
     q = p.inputs
     yield from _aligned(_conditions(p, model, assumed))
     yield ""
@@ -28,7 +28,7 @@ def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str
     for caution in p.cautions:
         yield f"note: {caution}"
     if not q.relays:
-        yield "note: every peer is assumed to send its update to all others itself; members that pass it on spare that"
+        yield "note: every peer is assumed to send its update to all others itself; relays by members would avoid that"
 
 
 def _conditions(p: RunPlan, model: str, assumed: bool) -> Iterator[tuple[str, ...]]:
@@ -166,8 +166,8 @@ def _long(days: float) -> str:
 
 
 def _aligned(rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> Iterator[str]:
-    """Columns as wide as their widest cell; the last one is free."""
-    held = list(rows)
-    widths = [max(len(row[i]) for row in held) for i in range(min(map(len, held)) - 1)]
-    for row in held:
+    """Yield rows with columns as wide as their widest cell; the last column is free."""
+    table = list(rows)
+    widths = [max(len(row[i]) for row in table) for i in range(min(map(len, table)) - 1)]
+    for row in table:
         yield "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]).rstrip()

@@ -138,26 +138,30 @@ def sentences(lines: Lines) -> Iterator[tuple[int, str, str]]:
 
 
 def paragraphs(lines: Lines, *, opens_function: bool = False) -> Iterator[Paragraph]:
-    """Yield the paragraphs of a text, without its headings, tables and literal blocks (indented by 4, or fenced)."""
+    r"""Yield the paragraphs of a text, without headings, tables and literal blocks.
+
+    A block is literal if it is indented by 4, fenced by ```, or follows a line with click's mark \b.
+    """
     held: list[tuple[int, str]] = []
-    fence = listed = False
+    fenced = unwrapped = listed = False
     for number, line in [*lines, (0, "")]:
         text = line.strip()
         bullet = _BULLET.match(text)
         literal = line.startswith("    ") and not listed
         if text.startswith("```"):
-            fence = not fence
-        if fence or not text or bullet or literal or text.startswith(("#", "|", "```", "!", "<", "\b", ">>>")):
+            fenced = not fenced
+        unwrapped = bool(text) and (unwrapped or text == "\b")
+        code = fenced or unwrapped or literal or text.startswith(("#", "|", "```", "!", "<", ">>>"))
+        if code or bullet or not text:
             if held:
                 yield Paragraph(tuple(held), opens_function)
                 opens_function = False
             held = []
-            listed = not fence and (bullet is not None or (listed and not text))
-            if not bullet or fence or literal:
-                continue
-            text = text[bullet.end() :]
-        held.append((number, text))
-        listed = listed and line.startswith(" ") or bullet is not None
+            listed = not fenced and (bullet is not None or (listed and not text))
+        if code or not text:
+            continue
+        held.append((number, text[bullet.end() :] if bullet else text))
+        listed = bullet is not None or (listed and line.startswith(" "))
 
 
 def of_python(source: str) -> Iterator[Paragraph]:

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a line a peer, a line for the swarm, the loss as a sparkline, what happened."""
+"""The display of the running demo: a line for each peer and the swarm, the loss as a sparkline, and events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN_SECONDS = 10.0
 
 
 class DemoScreen:
-    """`live`: redrawn in place; else a few lines now and then."""
+    """The display: redrawn in place if `live`, else printed each PLAIN_SECONDS."""
 
     def __init__(self, *, live: bool):
         self._live_wanted = live
@@ -34,11 +34,11 @@ class DemoScreen:
         self._page = ""
 
     def say(self, text: str, style: str = "") -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(Text(f"{self.elapsed:4.0f} s  ").append(text, style=style), soft_wrap=True)
 
-    def lay(self, thing: object) -> None:
-        """Something rich: a table."""
+    def print(self, thing: object) -> None:
+        """Print a rich object, such as a table."""
         self._console.print(thing)
 
     @property
@@ -57,7 +57,7 @@ class DemoScreen:
         self._live = None
 
     def update(self, status: Status, notes: dict[str, str], losses: list[float]) -> None:
-        """`notes`: for peers by name, what to show in place of their state."""
+        """Show a new status; `notes` replace the state of peers by their names."""
         self._status, self._notes, self._losses = status, notes, losses
         if not self._live_wanted and time.monotonic() - self._printed > PLAIN_SECONDS:
             self._printed = time.monotonic()

@@ -559,8 +559,8 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         other = tmp_path / "other"
         other.mkdir()
         write_key(other / "identity.key", peer(2))
-        word = CliRunner().invoke(main, ["account", "word", invite, str(account.key), "--home", str(other)]).output
-        assert "2 peers now" in await run("account", "bind", invite, "--name", "ada", "--word", word.strip())
+        consent = CliRunner().invoke(main, ["account", "consent", invite, str(account.key), "--home", str(other)]).output
+        assert "2 peers now" in await run("account", "bind", invite, "--name", "ada", "--consent", consent.strip())
         shown = json.loads(await run("account", "show", invite, "--json"))
         assert (shown["kind"], shown["name"], len(shown["peers"]), len(shown["receipts"])) == ("account", "ada", 2, 8)
         text = await run("account", "show", invite, "--peer", str(peer(1).key))
