@@ -1,7 +1,7 @@
 """The documents in a person's files: plain text, JSONL or Parquet, compressed or not, on disk or at fsspec addresses.
 
-Documents are read one after the other in a fixed order and given out in bounded pieces, so that a corpus of any size
-passes through little memory.
+Documents are read one after the other in a fixed order and split into bounded segments, so that a corpus of any size
+needs little memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from coordinator.authoring.errors import DataInputError
 TEXT, JSONL, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
 MAX_LINE = 256 * 1024 * 1024
-"""Bytes of one JSONL line."""
+"""Maximum bytes of one JSONL line."""
 
 SEGMENT = 256 * 1024
-"""Characters of a document that are given out at a time."""
+"""Maximum characters of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
-    """One file of documents: its file system and path, and the name by which a manifest and errors call it."""
+    """One file of documents: its file system and path, and its name in manifests and errors."""
 
     fs: Any
     path: str
@@ -36,14 +36,14 @@ class DocumentFile:
 
     @property
     def suffixes(self) -> tuple[str, str]:
-        """(format, compression) as in a.jsonl.xz: (".jsonl", ".xz"); compression may be empty."""
+        """Format and compression: (".jsonl", ".xz") of a.jsonl.xz; the compression may be empty."""
         stem, last = os.path.splitext(self.path.lower())
         if last in COMPRESSED:
             return os.path.splitext(stem)[1], last
         return last, ""
 
     def fingerprint(self) -> str:
-        """Changes when the file changes: SHA-256 of a local file, else what the file system says of it."""
+        """Return a text that changes with the file: SHA-256 of a local file, else the file system's own key."""
         if not _is_local(self.fs):
             return f"remote:{self.fs.ukey(self.path)}"
         digest = hashlib.sha256()
@@ -55,17 +55,18 @@ class DocumentFile:
 
 @dataclass(frozen=True, slots=True)
 class TextSegment:
-    """A part of a document; `last` ends it."""
+    """Consecutive text of a document; `last` ends the document."""
 
     text: str
     last: bool
 
 
 def find_sources(inputs: Sequence[str], base: Path) -> list[DocumentFile]:
-    """The files that inputs name, in their order, each file once; a folder's and a pattern's files in order of name.
+    """Return the files that inputs name, in their order, each file once.
 
-    An input is a file, a folder (all files in it with a known ending), a pattern such as `data/*.jsonl.gz`, or an
-    fsspec address of one of these. Relative paths are relative to `base`. Raises DataInputError.
+    An input is a file, a folder (all files in it with a supported ending), a pattern such as `data/*.jsonl.gz`, or an
+    fsspec address of one of these. A folder's and a pattern's files are sorted by name. Relative paths are relative to
+    `base`. Raises DataInputError.
     """
     import fsspec.core
 
@@ -82,15 +83,15 @@ def find_sources(inputs: Sequence[str], base: Path) -> list[DocumentFile]:
             source = DocumentFile(fs, p, name)
             if source.suffixes[0] not in TEXT + JSONL + PARQUET:
                 raise DataInputError(
-                    f"{given}: {name} is no known kind of document: name files {', '.join(TEXT + JSONL + PARQUET)}, "
-                    f"each also with {', '.join(COMPRESSED)}"
+                    f"{given}: {name} is no known kind of document: name files "
+                    f"{', '.join(TEXT + JSONL + PARQUET)}, each also with {', '.join(COMPRESSED)}"
                 )
             found.setdefault(f"{fs.protocol}:{p}", source)
     return list(found.values())
 
 
 def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
-    """The folder that names are relative to ("" for none) and the paths, sorted."""
+    """Return the folder that names are relative to ("" for none), and the sorted paths. Raises DataInputError."""
     if any(c in given for c in "*?["):
         paths = sorted(p for p in fs.glob(path) if not fs.isdir(p) and not p.rsplit("/", 1)[-1].startswith("."))
         if not paths:
@@ -104,7 +105,7 @@ def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
             raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(endings)}")
         return path, paths
     if not fs.exists(path):
-        raise DataInputError(f"{given}: no such file or folder (looked at {path})")
+        raise DataInputError(f"{given}: no such file or folder (the path is {path})")
     return "", [path]
 
 
@@ -117,7 +118,7 @@ def _is_local(fs: Any) -> bool:
 
 
 def read_documents(source: DocumentFile, field: str) -> Iterator[TextSegment]:
-    """The documents of one file; those without text are passed over. Raises DataInputError."""
+    """Yield the documents of one file, without empty ones. Raises DataInputError."""
     kind, _ = source.suffixes
     try:
         if kind in JSONL:
@@ -157,7 +158,7 @@ def _open(source: DocumentFile) -> IO[bytes]:
 
 
 def _read_text(source: DocumentFile) -> Iterator[TextSegment]:
-    """One document a file, however long."""
+    """Yield one document for the whole file, of any length."""
     held, some = "", False
     with _open(source) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
         while block := file.read(SEGMENT):
@@ -173,7 +174,7 @@ def _read_text(source: DocumentFile) -> Iterator[TextSegment]:
 
 
 def _segments_of(text: str) -> Iterator[TextSegment]:
-    """A whole document in pieces."""
+    """Yield a document in segments."""
     at = 0
     while len(text) - at > SEGMENT:
         end = _end_of_segment(text, at)
@@ -183,7 +184,7 @@ def _segments_of(text: str) -> Iterator[TextSegment]:
 
 
 def _end_of_segment(text: str, at: int) -> int:
-    """Where a piece of at most PIECE characters that begins at `at` ends: before white space, where there is some."""
+    """Return the end of the segment that begins at `at`: after at most SEGMENT characters, if possible at a space."""
     middle, end = at + SEGMENT // 2, at + SEGMENT
     found = max(text.rfind("\n", middle, end), text.rfind(" ", middle, end))
     return found if found > at else end

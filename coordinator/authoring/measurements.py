@@ -1,8 +1,8 @@
-"""What was measured of Cairn's settings, as constants for `cairn run plan` and its template.
+"""Measured settings as constants for `cairn run plan` and its template.
 
 All figures are from docs/results/convergence.md (data: docs/results/convergence.json), made by
-`python -m benchmarks.convergence`; the same model, data, tokens and global batch for every row. Nothing is computed
-here: who measures again mends this file, and nothing else.
+`python -m benchmarks.convergence` with the same model, data, tokens and global batch for every row. Nothing is computed
+here: a new measurement changes this file, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from protocol.spec import CodecSpec, OuterSpec
 SOURCE = "docs/results/convergence.md"
 
 LARGEST_MEASURED = 131_904
-"""Parameters of the largest model that the figures come from."""
+"""Parameters of the largest model behind the figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSetting:
-    """A codec, with the `beta` that was best with it, and a length of rounds: `inner_steps` between two exchanges (H).
+    """A codec with its best `beta`, and a length of rounds: `inner_steps` between two exchanges (H), with Muon.
 
-    `loss`: the final validation loss as a multiple of that of data-parallel training with the same inner optimiser
-    (1.02: 2% above); `outer`: its outer step. All with Muon.
+    `loss` is the final validation loss as a multiple of that of data-parallel training with the same inner optimiser:
+    1.02 is 2% above. `outer` is the outer step.
     """
 
     codec: CodecSpec
@@ -47,12 +47,12 @@ MEASURED: tuple[MeasuredSetting, ...] = (
     MeasuredSetting(CodecSpec(kind="sparse", k=64, beta=0.7), 10, 1.134),
     MeasuredSetting(CodecSpec(kind="sparse", k=64, beta=0.7), 36, 1.262),
 )
-"""Each codec and H once. The planner takes no other."""
+"""The settings that the planner chooses from: each codec and H once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to write for a field whatever the links are, and the figure that says so."""
+    """The value of a field that does not depend on the links, and the figure behind it."""
 
     value: str | float
     why: str
@@ -63,14 +63,14 @@ BETA_WHY = "of the few that were tried with this codec the best, within noise"
 OUTER_WHY = "against the best without momentum: the same loss in 21 rounds, 0.1% less in 84, 0.45% less in 200"
 
 OVERLAP_LOSS = 0.07
-"""By what share the final loss is higher when the exchange takes as long as the round's training, which goes on from an
-old state meanwhile. 4 of 36 steps cost 0.75%, 12 of 36 2.4%; between and beyond, a straight line."""
+"""Relative increase of the final loss if the exchange takes as long as the round's training, which continues on an old
+state. 4 of 36 steps cost 0.75%, 12 of 36 2.4%; other lengths are interpolated linearly."""
 
 LR_AT = (131_904, 1.6e-2)
-"""(parameters, peak learning rate) that was best for rounds of Muon's steps, among factors of two."""
+"""Parameters, and the best peak learning rate among factors of two for rounds of Muon's steps."""
 LR_POWER = -0.25
-"""How the best peak rate is taken to go with the number of parameters; not measured here."""
+"""Assumed power of the parameter count in the best peak rate; not measured here."""
 WARMUP = 0.04
-"""Share of the training over which the rate rises."""
+"""Share of the training during which the rate rises."""
 MIN_RATIO = 0.1
-"""Where the cosine ends."""
+"""Factor of the rate at the end of the cosine."""

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: trained on its documents (byte-level BPE), or a tokenizer.json that someone made before."""
+"""The tokenizer of a run: trained on its documents (byte-level BPE), or an existing tokenizer.json."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[E
 MIN_VOCABULARY = 257  # every byte, and the end of text
 MAX_TOKENIZER = 256 * 1024 * 1024
 SAMPLE = 256 * 1024 * 1024
-"""Characters on which a tokenizer is trained at most."""
+"""Maximum number of characters on which a tokenizer is trained."""
 
 BATCH = 1024 * 1024
-"""Characters that are encoded at a time."""
+"""Characters encoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class RunTokenizer:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, segments: Iterable[TextSegment]) -> Iterator[tuple[np.ndarray, bool]]:
-        """Tokens of each piece, in order: (uint32 array, whether it ends a document and so has the end token last).
+        """Yield the tokens of each segment in order: a uint32 array [n], and whether it ends a document.
 
-        Text that looks like a special token is text.
+        The end token follows the last segment of a document. Text that looks like a special token is encoded as text.
         """
         batch: list[TextSegment] = []
         size = 0
@@ -60,7 +60,7 @@ class RunTokenizer:
 
 
 def train(segments: Iterable[TextSegment], vocabulary: int) -> RunTokenizer:
-    """A byte-level BPE of at most `vocabulary` tokens, trained on the first SAMPLE characters.
+    """Train a byte-level BPE of at most `vocabulary` tokens on the first SAMPLE characters.
 
     The same text gives the same tokenizer, whatever the number of threads. Raises DataInputError.
     """
@@ -82,7 +82,7 @@ def train(segments: Iterable[TextSegment], vocabulary: int) -> RunTokenizer:
 
 
 def load(path: Path, end: str | None) -> RunTokenizer:
-    """The tokenizer in a tokenizer.json. `end` names its end-of-text token; by default it is looked for.
+    """Load a tokenizer.json. `end` names its end-of-text token; by default a usual name is searched for.
 
     Raises DataInputError.
     """

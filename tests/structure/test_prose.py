@@ -130,8 +130,8 @@ def test_docstrings_attribute_docstrings_and_comments_are_read(tmp_path: Path):
 
 
 def test_literal_blocks_of_a_docstring_are_left_out():
-    text = '"""A module.\n\n    cairn join INVITE    what it does\n\n- An item\n  that goes on.\n\n\\b\nWhat click leaves.\n"""\n'
-    assert shown(of_python(text)) == ["A module.", "An item that goes on."]
+    text = '"""A module.\n\n    cairn join INVITE    what it does\n\n- An item\n  of two lines.\n\n\\b\nWhat is.\n"""\n'
+    assert shown(of_python(text)) == ["A module.", "An item of two lines."]
 
 
 def test_comments_of_proto_files_are_read():

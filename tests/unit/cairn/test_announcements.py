@@ -97,8 +97,8 @@ def test_who_floods_pushes_out_its_own_only(world: World):
     for i in range(3 * PER_AUTHOR):
         world.heard.receive(world.header(4, digest(i)))
     assert [a.header for a in world.heard.announced(world.chain.head)] == [honest]
-    assert all(len(mine) <= PER_AUTHOR for mine in world.heard._heard.values())
+    assert all(len(mine) <= PER_AUTHOR for mine in world.heard._headers.values())
     for i in range(AUTHORS + 10):
         author = peer(i).key
         world.heard.receive(replace(honest, author=author))
-    assert len(world.heard._heard) == AUTHORS
+    assert len(world.heard._headers) == AUTHORS
