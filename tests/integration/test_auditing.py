@@ -92,7 +92,7 @@ class World:
         self.ledger = LedgerThread()
 
     def chain(self, first: int = 0) -> Chain:
-        """What a member keeps: from a round on."""
+        """Return the chain that a member keeps, from a round on."""
         limits = Policy.of(SPEC).chain_limits
         if first:
             limits = replace(limits, max_records=1, keep_at_least=len(self.swarm.chain.certificates) - first)
@@ -103,7 +103,7 @@ class World:
         return chain
 
     async def rollback(self, record: Digest, *, told: bool = True) -> None:
-        """To round 5, in the ledger; and, when it is told, the next record carries it."""
+        """Roll the ledger back to round 5; with `told`, the next record carries the directive."""
         if told:
             word = Directive(SPEC.run_id, 1, rollback=Rollback(1, record, Round(6), state(6)))
             self.swarm.chain.carry(KeySigner(OWNER).sign(word))
@@ -111,7 +111,7 @@ class World:
         await self.ledger.run(lambda ledger: ledger.rollback(record, 5, directive))  # type: ignore[arg-type]
 
     async def open(self) -> None:
-        # What an owner who falsifies the database does first: no look at it when it is opened.
+        # An owner who falsifies the database first disables the check at its opening.
         self.monkeypatch.setattr("coordinator.ledger.store.check_opened", lambda *_: None)
         self.ledger = LedgerThread()
         await self.ledger.open(self.folder / "ledger.sqlite", SPEC, lambda: self.clock[0])
@@ -128,7 +128,7 @@ class World:
         await self.log._standings.refresh()
 
     def falsify(self, *statements: str) -> None:
-        """In the database itself, behind its triggers."""
+        """Change the database itself, without its triggers."""
         with sqlite3.connect(self.folder / "ledger.sqlite") as db:
             for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
                 db.execute(f"DROP TRIGGER {name}")
@@ -137,7 +137,7 @@ class World:
         db.close()
 
     async def falsified(self, *statements: str) -> None:
-        """The same, and the coordinator goes on with it."""
+        """Change the database itself, and let the coordinator continue with it."""
         await self.ledger.close()
         self.falsify(*statements)
         await self.open()
@@ -559,7 +559,8 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         other = tmp_path / "other"
         other.mkdir()
         write_key(other / "identity.key", peer(2))
-        consent = CliRunner().invoke(main, ["account", "consent", invite, str(account.key), "--home", str(other)]).output
+        arguments = ["account", "consent", invite, str(account.key), "--home", str(other)]
+        consent = CliRunner().invoke(main, arguments).output
         assert "2 peers now" in await run("account", "bind", invite, "--name", "ada", "--consent", consent.strip())
         shown = json.loads(await run("account", "show", invite, "--json"))
         assert (shown["kind"], shown["name"], len(shown["peers"]), len(shown["receipts"])) == ("account", "ada", 2, 8)

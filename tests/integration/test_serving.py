@@ -1,4 +1,4 @@
-"""What the commands do around their services: codes, addresses, locks, and the blobs that a run begins with."""
+"""The commands around the services: codes, addresses, locks, and the first blobs of a run."""
 
 from __future__ import annotations
 

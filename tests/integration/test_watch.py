@@ -157,7 +157,7 @@ async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path,
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_ctrl_c_ends_it_cleanly(terminal):
-    """Nobody answers at this invite: it waits, and ends at once when told to."""
+    """Nobody answers at this invite: it waits, and ends at once on Ctrl-C."""
     invite = str(Invite(SPEC.run_id, Digest(bytes(32)), (Endpoint("127.0.0.1", 1),), "", ()))
     main, side = pty.openpty()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Who may depend on what, read from the source: rules that a reader can rely on without reading everything."""
+"""The rules of dependencies and names, checked in the source, so that a reader can rely on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAY_IMPORT = {
 """`cairn -> peer, coordinator -> protocol`: peer and coordinator never know each other."""
 
 OF_TESTS = {"benchmarks": "tests.wan"}
-"""What of the tests a package may import: benchmarks run over the emulated internet, which knows nothing of Cairn."""
+"""Parts of the tests that a package may import: benchmarks use the emulated internet, which knows nothing of Cairn."""
 
 WORLD = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "fsspec", "glob", "grpc", "hivemind", "http", "httpx", "io",

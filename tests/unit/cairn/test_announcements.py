@@ -1,4 +1,4 @@
-"""What the observer heard announced: whose updates a round left out, which came late, and what flaw they have."""
+"""The announcements of an observer: updates that a round left out, late ones, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a volunteer is told: where it finds itself on the run's page, once, and only where there is such an address."""
+"""The volunteer's terminal: it logs the peer's address on the run's page once, if there is a valid address."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def tokens_of(prepared, part) -> np.ndarray:
 
 
 def documents_of(prepared, part) -> list[str]:
-    """The documents, decoded from the shards."""
+    """Return the documents, decoded from the shards."""
     tokenizer = Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
     tokens, end = tokens_of(prepared, part), prepared.manifest.end_of_text_id
     cuts = np.flatnonzero(tokens == end)

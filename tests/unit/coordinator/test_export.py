@@ -107,7 +107,7 @@ class World:
         return path, state_digest(self.layout, self.state(seed))
 
     def archive(self, round_: int) -> Path:
-        """In the owner's folder."""
+        """Archive a state in the owner's folder."""
         path, state = self.checkpoint(round_)
         archive = Archive(self.folder / "owner" / "checkpoints", self.spec)
         record = digest(round_)
@@ -119,7 +119,7 @@ class World:
         return model(input_ids=torch.arange(12)[None]).logits
 
     def volunteer(self, monkeypatch: pytest.MonkeyPatch, *, rounds: int = 7, held: tuple[int, ...] = (2, 4)) -> Path:
-        """The folder of a peer that is in round `rounds` and holds the states of some."""
+        """Make the folder of a peer that is in round `rounds` and holds some states."""
         folder = self.folder / "volunteer"
         states = {r: self.checkpoint(r) for r in held}
         monkeypatch.setattr(fakes, "state", lambda r: states[r][1] if r in states else digest(f"state {r}"))

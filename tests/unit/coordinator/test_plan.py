@@ -1,4 +1,4 @@
-"""What `cairn run plan` advises holds what it promises, and the template that it writes is a valid run.toml."""
+"""The advice of `cairn run plan` keeps its promises, and its template is a valid run.toml."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sparse(k: int, inner_steps: int, loss: float) -> MeasuredSetting:
 
 
 def made(inputs: PlanInputs) -> RunPlan:
-    """The plan, of a question whose rounds are not absurdly long."""
+    """Return the plan, and skip inputs whose rounds are absurdly long."""
     try:
         return plan(inputs)
     except PlanError as e:
@@ -232,7 +232,7 @@ def _filled(inputs: PlanInputs) -> str:
 
 
 def _fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
-    """Every field that an owner can write, [model] aside, as (table, ..., field)."""
+    """Return every field that an owner can write outside [model], as (table, ..., field)."""
     found: set[tuple[str, ...]] = set()
     for name, field in model.model_fields.items():
         inner = [a for a in (field.annotation, *get_args(field.annotation)) if isinstance(a, type)]
@@ -245,7 +245,7 @@ def _fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> set[tuple[s
 
 
 def _written(text: str) -> dict[tuple[str, ...], list[str]]:
-    """The fields in a run file, written or behind a #, [model] aside, each with the lines of prose right above it."""
+    """Return the fields in a run file outside [model], set or behind a #, each with the comment lines above it."""
     table, prose, found = (), [], {}
     for line in text.splitlines():
         if heading := re.fullmatch(r"\[([a-z.]+)\]", line):
@@ -290,7 +290,7 @@ def test_the_template_s_comments_name_the_defaults_of_the_spec():
 @pytest.mark.parametrize("inputs", [PlanInputs(10**9), PlanInputs(LEAST_PARAMETERS, window=64), PlanInputs(7 * 10**10)])
 def test_what_stands_behind_a_hash_changes_nothing(tmp_path: Path, inputs: PlanInputs):
     text = _filled(inputs)
-    # What can only be written instead of something else stays behind its hash.
+    # A field that excludes another one stays behind its hash.
     uncommented, count = re.subn(
         r"^#(?!prepared|tokenizer|end_of_text|validation )([a-z_]+ = )", r"\1", text, flags=re.M
     )
