@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.auditing import head_file
+from cairn.ledger_audit import head_file
 from tests.e2e.conftest import PEERS
 from tests.e2e.world import World
 from tests.support.waiting import ended

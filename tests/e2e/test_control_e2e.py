@@ -32,7 +32,7 @@ async def test_the_owner_pauses_resumes_bans_and_rolls_back_a_run():
         await world.healthy(PEERS)
 
         said = await order(world, "pause", "--reason", "moving house")
-        assert "pausing at once" in said and "heard it" in said
+        assert "pausing at once" in said and "received it" in said
         paused = "paused by the run's owner"
 
         def all_rest() -> bool:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from cairn.commands.invite import renewed_invite
 from cairn.demo.processes import free_ports
-from cairn.inviting import renewed_invite
 from peer.coordinator_client import Admission, CoordinatorClient
 from peer.node.locator import WHEREABOUTS
 from protocol.coordinator_address import open_coordinator_address

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from benchmarks.convergence.wan_run_file import toml
+from cairn.commands.serve import coordinator_folder
 from cairn.demo.processes import Process, free_ports, stop_all
-from cairn.serving import coordinator_folder
 from coordinator.authoring.resolve import SPEC
 from coordinator.authoring.runfile import tomllib
 from peer.coordinator_client import CoordinatorClient, Status

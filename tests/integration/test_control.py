@@ -230,7 +230,7 @@ def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
 
 
 def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
-    from cairn.ordering import _setting, check_changes
+    from cairn.owner_commands import _setting, check_changes
 
     check_changes(SPEC, RoundChanges(target_tokens=10_000_000))
     with pytest.raises(CairnError, match="member_seconds"):

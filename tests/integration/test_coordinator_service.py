@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from cairn import status
+from cairn.commands import status
 from coordinator import admission, announcing, rpc
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
@@ -271,11 +271,11 @@ async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, 
 
         monkeypatch.setattr(finding, "find", find)
         monkeypatch.setattr(asyncio, "sleep", lambda _, sleep=asyncio.sleep: sleep(0))
-        assert (await status._ask(old, ["/via"])).name == "tiny"
+        assert (await status.fetch_status(old, ["/via"])).name == "tiny"
         assert asked == [["/via", *old.addresses]]
         known = replace(known, coordinator_address=None)
         with pytest.raises(CairnError, match="1 members answer, and know of no other address"):
-            await status._ask(old, [])
+            await status.fetch_status(old, [])
 
 
 async def test_at_the_place_that_the_owner_names_another_certificate_is_refused(tmp_path):

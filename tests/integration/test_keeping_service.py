@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from cairn.observing import ObserverView
+from cairn.swarm_view import ObserverView
 from coordinator.errors import CoordinatorError
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.store import Store
@@ -86,8 +86,8 @@ async def test_a_full_disk_is_said_once_with_what_it_means_and_the_chain_is_foll
 
     monkeypatch.setattr(o.archive, "make_room", full)
     o.node.store.has = lambda d: False
-    monkeypatch.setattr("cairn.observing.wait_at_most", lambda event, seconds: asyncio.sleep(0.01))
-    monkeypatch.setattr("cairn.observing.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("cairn.swarm_view.wait_at_most", lambda event, seconds: asyncio.sleep(0.01))
+    monkeypatch.setattr("cairn.swarm_view.RETRY_SECONDS", 0.01)
     keeping = asyncio.create_task(o.view.keep_archive())
     try:
         await until(lambda: len(tries) >= 3, "it has tried three times")

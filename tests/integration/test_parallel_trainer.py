@@ -371,7 +371,7 @@ def test_what_fits_into_a_pass_is_of_one_layout_and_device_and_never_nothing(tmp
 
 def test_the_command_line_s_layout_and_what_is_done_to_layers_reach_the_trainer(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("cairn.joining.join_run", asked.append)
+    monkeypatch.setattr("cairn.commands.join.join_run", asked.append)
     done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "tp=2, fsdp=4"])
     assert done.exit_code == 0, done.output
     assert asked[0].parallel == "fsdp=4,tp=2"

@@ -305,7 +305,7 @@ async def test_the_command_posts_a_test_event_and_says_who_did_not_take_it(tmp_p
 
     async with Receiver().there() as hook, Receiver(404).there() as gone:
         done = await asyncio.to_thread(call, "--webhook", hook.url)
-        assert done.exit_code == 0 and "127.0.0.1: taken" in done.output and hook.events == [("test", "test")]
+        assert done.exit_code == 0 and "127.0.0.1: accepted" in done.output and hook.events == [("test", "test")]
         done = await asyncio.to_thread(call, "--webhook", hook.url, "--webhook", gone.url)
         assert done.exit_code == 1 and "404" in done.output and "1 of 2 webhooks" in done.output
     done = await asyncio.to_thread(call)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cairn.view import progress_line
+from cairn.peer_screen import progress_line
 from peer.channel import Memory, Progress, TimeShares
 from peer.node.snapshot import Snapshot
 from peer.node.usage import FIRST_SECONDS, SECONDS, UsageLog
