@@ -14,8 +14,8 @@ from protocol.errors import CairnError
 from protocol.ids import Round
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Rollback, RoundChanges
-from tests.integration.test_coordinator_service import client, running, settled, web
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
+from tests.support.coordinator_service import client, running, settled, web
 from tests.support.specs import OWNER
 
 SPEC = make_spec()

@@ -29,8 +29,8 @@ from coordinator.keeping.evaluating import free_device, plain
 from coordinator.keeping.evaluations import Evaluations
 from coordinator.keeping.keeper import Keeper
 from protocol.errors import CairnError
+from tests.support.archives import SPEC, Uniform, shards
 from tests.support.keeping_world import KeptWorld, nan
-from tests.unit.coordinator.test_archive import SPEC, Uniform, shards
 
 
 @pytest.fixture
