@@ -388,10 +388,10 @@ def _count(text: str | None, option: str) -> int | None:
 def _parallel(text: str) -> str:
     """Whether the model and the machine allow it is the trainer's to say; whether it is a layout, is said at once."""
     from peer.errors import TrainingError
-    from peer.training.parallel.degrees import Degrees
+    from peer.training.parallel.parallel_dims import ParallelDims
 
     try:
-        return text if text == "auto" else str(Degrees.parse(text))
+        return text if text == "auto" else str(ParallelDims.parse(text))
     except TrainingError as e:
         raise click.BadParameter(str(e).removeprefix("--parallel ")) from None
 

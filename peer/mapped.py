@@ -1,7 +1,7 @@
 """Files that are mapped, not read into memory, and that hold no descriptor open.
 
-A committee member reads a slice of every update, a trainer up to a thousand reduced shards, and a process may have about
-as many files open. A round's reduced shards together can be as large as the model.
+A committee member reads a slice of every update, a trainer up to a thousand reduced shards, and a process may have
+about as many files open. A round's reduced shards together can be as large as the model.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class TrainerLink:
             raise TrainerDied(f"the trainer (process {self.pid}) is gone: {e}") from None
 
     async def __aiter__(self) -> AsyncIterator[FromTrainer]:
-        """Yield messages until the trainer closes the channel by its exit (see `wait`). Raise ChannelError on a bad one."""
+        """Yield messages until the trainer exits, which closes the channel (see `wait`). Raise ChannelError."""
         while True:
             try:
                 line = await self._reader.readline()

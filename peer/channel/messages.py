@@ -1,7 +1,7 @@
 """The messages between node and trainer, each encoded as one line of text.
 
-A line is the message's name, a space, its fields as JSON, and a newline. Parsing is strict (pydantic). Unknown messages,
-unknown, missing or mistyped fields, and numbers that are not finite are errors.
+A line is the message's name, a space, its fields as JSON, and a newline. Parsing is strict (pydantic). Unknown
+messages, unknown, missing or mistyped fields, and numbers that are not finite are errors.
 """
 
 from __future__ import annotations

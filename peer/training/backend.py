@@ -91,7 +91,10 @@ class OuterSide(Protocol):
 
 
 class Backend(Protocol):
-    """The processes that train. The thread that trains calls it; the request handler calls `outer` and `store_state`."""
+    """The processes that train.
+
+    The thread that trains calls it. The request handler calls `outer` and `store_state` only.
+    """
 
     @property
     def is_distributed(self) -> bool:

@@ -85,7 +85,7 @@ class ShardCheckpointWriter:
         self._rank = rank
         self._device = device
         self._background_hook = background_hook
-        self._pinned: dict[str, Tensor] = {}
+        self.pinned: dict[str, Tensor] = {}
         self._copies: list[Tensor] = []
         self._file: ShardedFile | None = None
         self._writing: BackgroundTask[bytes] | None = None
@@ -95,7 +95,7 @@ class ShardCheckpointWriter:
     @property
     def reserved(self) -> int:
         """Bytes of memory that the next copy uses again or frees."""
-        return sum(_allocation(t.nbytes, self._device) for t in (self._pinned.values() or self._copies))
+        return sum(_allocation(t.nbytes, self._device) for t in (self.pinned.values() or self._copies))
 
     def copy(self, file: ShardedFile, tensors: Iterable[TensorToSave]) -> None:
         """Copy this process's tensors (fp32, in the file's order) to memory. Not while it writes."""
@@ -108,15 +108,15 @@ class ShardCheckpointWriter:
             self._copies = [(t.tensor if t.fresh else t.tensor.detach().clone()).reshape(-1) for t in tensors]
 
     def _to_pinned(self, saved: TensorToSave) -> Tensor:
-        """Copy to pinned memory, which the GPU writes by itself. It is slow to allocate, so it is kept for next time."""
+        """Copy to pinned memory, which the GPU writes by itself. It is slow to allocate, so it is reused."""
         flat = saved.tensor.detach().reshape(-1)
-        buffer = self._pinned.get(saved.name)
+        buffer = self.pinned.get(saved.name)
         if buffer is None or buffer.numel() != flat.numel():
             try:
                 buffer = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=True)
             except RuntimeError:  # the system pins no more memory: slower, and as good
                 buffer = torch.empty(flat.numel(), dtype=flat.dtype)
-            self._pinned[saved.name] = buffer
+            self.pinned[saved.name] = buffer
         return buffer.copy_(flat, non_blocking=True)
 
     def start(self, path: Path) -> None:

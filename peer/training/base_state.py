@@ -131,9 +131,7 @@ class BaseState(ThreadOwned):
             self.ledger.decay(self._beta)
         first, end, steps = claim
         made = AnnouncedUpdate(ask.parent, blob_digest(blob), len(blob), first, end, steps, loss.mean)
-        manifest = TrainerManifest(
-            ask.parent, self.round, replace(windows, announced=made), dict(self.ledger.entries)
-        )
+        manifest = TrainerManifest(ask.parent, self.round, replace(windows, announced=made), dict(self.ledger.entries))
         try:
             link_into(self._folder.keep_update(blob, manifest), ask.out)
         except OSError:
@@ -163,9 +161,7 @@ class BaseState(ThreadOwned):
         shards = mapped_files(ask.update.parts)
         accepted = self._apply(ask.update, lambda: shards)
         own = sum(u.windows for u in ask.update.updates if u.author == self._me)
-        return BaseMove(
-            ask.update.record, self.round + 1, missed, accepted, ask.next_window, ask.accepted_windows, own
-        )
+        return BaseMove(ask.update.record, self.round + 1, missed, accepted, ask.next_window, ask.accepted_windows, own)
 
     def _apply(self, update: RoundUpdates, shards: ReducedShards) -> dict[Digest, AcceptedUpdate]:
         """Move the base by one record. Return the own updates that it accepts, by digest."""

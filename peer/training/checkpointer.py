@@ -87,7 +87,7 @@ class AsyncCheckpointer:
         self._report = report
         self._copied: _Copied | None = None
         self._writing: _Writing | None = None
-        self._due = 0.0
+        self.due = 0.0
         """When the next save may start (seconds, monotonic, as all times here)."""
         self._pause = 0.0
         """Seconds from the last save's start to when the next one was due."""
@@ -114,14 +114,14 @@ class AsyncCheckpointer:
         if self._update_at:
             self._round_seconds = began - self._update_at
         self._update_at = began
-        if began >= self._due and self._writing is None:
+        if began >= self.due and self._writing is None:
             self._copy(began)
 
     @property
     def is_mid_round_due(self) -> bool:
         """True when `start_mid_round` has something to do."""
         now = time.monotonic()
-        if not self.is_idle or not self._update_at or now < max(self._due, self._copied_at + PROGRESS_SECONDS):
+        if not self.is_idle or not self._update_at or now < max(self.due, self._copied_at + PROGRESS_SECONDS):
             return False
         # The state right after an update is worth more: this save must not put that one off.
         left = self._update_at + self._round_seconds - now
@@ -202,12 +202,12 @@ class AsyncCheckpointer:
 
     def _failed(self, why: OSError) -> SavedStateError:
         self._writing = None
-        self._due = time.monotonic() + RETRY_SECONDS
+        self.due = time.monotonic() + RETRY_SECONDS
         return self._folder.not_saved(why)
 
     def _schedule_next(self, began: float, still: float, wrote: float) -> None:
         self._pause = max(still / STILL_SHARE, wrote / WRITE_SHARE)
-        self._due = began + self._pause
+        self.due = began + self._pause
 
     # -- now ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class AsyncCheckpointer:
                     return
                 self._folder.write(state, self._backend.write_now)
         except SavedStateError:
-            self._due = time.monotonic() + RETRY_SECONDS
+            self.due = time.monotonic() + RETRY_SECONDS
             raise
         took = time.monotonic() - began
         self._schedule_next(began, took, took)

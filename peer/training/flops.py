@@ -1,7 +1,7 @@
 """Model FLOPs utilisation (MFU): what the model needs of a device's peak speed, as Chowdhery et al. 2022 (PaLM) count.
 
-An unknown value is None, never a guess. That is the MFU of a GPU outside the table, of a CPU, and of a model whose tokens
-do not all pass through the same layers (experts).
+An unknown value is None, never a guess. That is the MFU of a GPU outside the table, of a CPU, and of a model whose
+tokens do not all pass through the same layers (experts).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _PEAK_TFLOPS = {
 }
 """The vendors' figures for dense bf16 (fp16) matrices, summed in fp32, by torch's name of the device.
 
-GeForce and RTX: the whitepapers of GA102, Ada and Blackwell. All others: the vendor's specification, halved where it counts
-structured sparsity.
+GeForce and RTX: the whitepapers of GA102, Ada and Blackwell. All others: the vendor's specification, halved where it
+counts structured sparsity.
 """
 
 _MAKER = re.compile(r"^(NVIDIA |Tesla |GeForce )+")

@@ -1,7 +1,8 @@
 """A gate at which the thread that trains on a CPU yields while another thread does what cannot wait.
 
 Both threads need the interpreter's lock hundreds of times in a round. The training thread has a low priority
-(niceness), so it may lose its core while it holds that lock. The other thread, for which peers wait, would then wait too.
+(niceness), so it may lose its core while it holds that lock. The other thread, for which peers wait, would then wait
+too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class YieldGate:
         return not self._open.is_set()
 
     def wait(self, times: TimeBreakdown | None = None) -> None:
-        """Block until the gate is open. `times`: the calling thread's, which counts the wait as the request's activity."""
+        """Block until the gate is open. `times`, the calling thread's, count the wait as the request's activity."""
         if self._open.is_set():
             return
         if times is None:

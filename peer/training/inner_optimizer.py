@@ -1,8 +1,9 @@
 """The inner loop: one optimizer step at a time on this process's model.
 
-AdamW with decoupled weight decay (Loshchilov and Hutter 2019) steps matrices and embeddings; norms and biases (parameters
-of fewer than two dimensions) have no decay. The gradient's norm is clipped. With `muon`, Muon steps the hidden matrices
-(see `hidden_matrices`) and AdamW all else. On CUDA the forward pass runs in bf16 by autocast over fp32 weights.
+AdamW with decoupled weight decay (Loshchilov and Hutter 2019) steps matrices and embeddings; norms and biases
+(parameters of fewer than two dimensions) have no decay. The gradient's norm is clipped. With `muon`, Muon steps the
+hidden matrices (see `hidden_matrices`) and AdamW all else. On CUDA the forward pass runs in bf16 by autocast over fp32
+weights.
 
 A step is `inner.batch` windows, in pieces. On CUDA there are as few as fit into memory. On a CPU a piece has
 PIECE_TOKENS, which costs nothing there (caches) and lets a round be settled within a step. `layers` runs the decoder

@@ -36,7 +36,7 @@ _LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """Options of the layers. `recompute`: "auto" turns it on when one window does not fit. `compiled`: by torch.compile."""
+    """`recompute`: "auto" turns it on when one window does not fit into memory. `compiled`: by torch.compile."""
 
     recompute: Choice = "auto"
     compiled: bool = False
@@ -110,7 +110,7 @@ class Layers:
     def _compiled_or_plain(
         self, compiled: Forward, plain: Forward, chosen: list[Forward], *positional: Any, **named: Any
     ) -> Any:
-        """Call one of both, and note it in `chosen`. The backward pass calls the same one: each keeps other activations."""
+        """Call one of both, and note it in `chosen`: the backward pass must call the same one."""
         if chosen:
             return chosen[0](*positional, **named)
         if self.compiled:

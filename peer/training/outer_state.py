@@ -1,8 +1,8 @@
 """The outer side of a peer's training in one process: progress becomes updates, accepted updates the next state.
 
-Four sets of tensors have the layout's names. `base` is the replicated state, the same bits on every peer. `local` are the
-model's own parameters, which the inner optimizer changes. Progress is counted from `anchor`: the parameters at the last
-announcement, or the base since the last round. `feedback` is progress that was not sent yet (error feedback).
+Four sets of tensors have the layout's names. `base` is the replicated state, the same bits on every peer. `local` are
+the model's own parameters, which the inner optimizer changes. Progress is counted from `anchor`: the parameters at the
+last announcement, or the base since the last round. `feedback` is progress that was not sent yet (error feedback).
 
     announce   feedback <- beta * feedback + (anchor - local); anchor <- local
                blob = encode(feedback); feedback <- feedback - decode(blob)

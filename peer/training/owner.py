@@ -10,8 +10,8 @@ from contextlib import contextmanager
 class ThreadOwned:
     """Base class of an object that one thread owns: at first the thread that made it.
 
-    A message between threads passes the object on: the sender calls `hand_over` first, the receiver `adopt`. A violation
-    is a bug, never a state of the world, so it raises AssertionError.
+    A message between threads passes the object on: the sender calls `hand_over` first, the receiver `adopt`. A
+    violation is a bug, never a state of the world, so it raises AssertionError.
     """
 
     def __init__(self) -> None:

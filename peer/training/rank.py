@@ -1,4 +1,4 @@
-"""Any rank but the first: `python -m peer.training.rank ...`. Started by rank 0, the trainer's process, never by hand."""
+"""A rank other than 0: `python -m peer.training.rank ...`. Started by rank 0, the trainer's process, never by hand."""
 
 from __future__ import annotations
 

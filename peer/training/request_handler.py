@@ -4,8 +4,8 @@ A round waits for every peer's update, and for nobody's step. So `MakeUpdate` an
 once. All else is handed over to the thread that trains, as messages in order: the node's own, and what an update or a
 round leaves to do with the model.
 
-`BaseState` belongs to whichever thread deals with a request: this one for `MakeUpdate` and `Apply`, the other for `Load`
-and `SwapBase`. This thread waits for the other's end of such a message before it adopts the base state again.
+`BaseState` belongs to whichever thread deals with a request: this one for `MakeUpdate` and `Apply`, the other for
+`Load` and `SwapBase`. This thread waits for the other's end of such a message before it adopts the base state again.
 
 On CUDA both threads issue to one stream: an apply's kernels run after those that the step has issued already. On a CPU,
 and with several ranks, which do one thing at a time, the training thread yields meanwhile (see `gate`).

@@ -7,8 +7,8 @@ nothing is ever unpickled.
 
 The undecided update (`update-DIGEST.blob`) and the manifest of its making (`update.json`) are on the disk before its
 header can be signed. A peer that signed two updates for one parent would be reported. The update that a saved state has
-as announced stays as long as that state: if it is missed, nothing else holds its progress. `dropped-DIGEST.bits` are the
-masks of own updates' values that reduced rounds did not transmit.
+as announced stays as long as that state: if it is missed, nothing else holds its progress. `dropped-DIGEST.bits` are
+the masks of own updates' values that reduced rounds did not transmit.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FeedbackEntry:
 
 @dataclass(frozen=True)
 class TrainerManifest:
-    """The record that was held at one time, the count of windows, and the updates in the error feedback (`restored`)."""
+    """The record held at one time, the count of windows, and the updates in the error feedback (`restored`)."""
 
     record: Digest
     round: int

@@ -139,7 +139,7 @@ class TrainerService:
             self._turn_to_waiting(trainer)
         self._continue_saving(trainer)
         if trainer.checkpointer.is_mid_round_due:
-            self._save(trainer, trainer.checkpointer.start_mid_round)
+            self.save(trainer, trainer.checkpointer.start_mid_round)
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.steps.may_train or self._data_retry is not None)
             return
@@ -204,13 +204,13 @@ class TrainerService:
         self._progress_due = 0.0
         self._send_progress(trainer, waiting=not trainer.steps.may_train)
         if isinstance(item.message, SwapBase):
-            self._save(trainer, lambda: trainer.checkpointer.step(now=True))
+            self.save(trainer, lambda: trainer.checkpointer.step(now=True))
 
     def _do(self, trainer: Trainer, message: Message) -> None:
         match message:
             case SaveAfterUpdate():
                 # The state has the update as announced: whatever becomes of it, nothing is counted twice.
-                self._save(trainer, trainer.checkpointer.start)
+                self.save(trainer, trainer.checkpointer.start)
             case SwapBase(move):
                 self._swap_base(trainer, move)
             case Load():
@@ -218,7 +218,7 @@ class TrainerService:
             case Orders():
                 trainer.steps.obey(message)
             case Stop():
-                saved = self._save(trainer, lambda: trainer.checkpointer.save_now(STOP_SHARE * SAVE_SECONDS))
+                saved = self.save(trainer, lambda: trainer.checkpointer.save_now(STOP_SHARE * SAVE_SECONDS))
                 self._send_notes()
                 self._end.send(Stopped(saved))
                 raise _Stopping
@@ -247,9 +247,9 @@ class TrainerService:
 
     def _continue_saving(self, trainer: Trainer) -> None:
         if not trainer.checkpointer.is_idle:
-            self._save(trainer, trainer.checkpointer.step)
+            self.save(trainer, trainer.checkpointer.step)
 
-    def _save(self, trainer: Trainer, do: Callable[[], None]) -> bool:
+    def save(self, trainer: Trainer, do: Callable[[], None]) -> bool:
         """Do a part of saving. Return False when it failed, which is reported: a later one may succeed."""
         try:
             with trainer.steps.times.during(Activity.SAVING, time.monotonic):

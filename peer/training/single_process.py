@@ -55,7 +55,7 @@ class SingleProcessBackend:
         self.outer = OuterState(parameters_of(model), codec, spec.codec.beta, spec.outer)
         self._model_layout = spec.model.layout
         self._layout: Layout = state_layout(spec.model.layout, spec.outer)
-        self._writer = ShardCheckpointWriter(0, device, background_hook)
+        self.writer = ShardCheckpointWriter(0, device, background_hook)
         self._copied: ShardedFile | None = None
         self._report = b""
 
@@ -104,25 +104,25 @@ class SingleProcessBackend:
 
     @property
     def copy_size(self) -> int:
-        return copy_size(self._file(), self.device) - self._writer.reserved
+        return copy_size(self._file(), self.device) - self.writer.reserved
 
     def copy_state(self) -> None:
         self._copied = self._file()
-        self._writer.copy(self._copied, self._tensors(self._copied))
+        self.writer.copy(self._copied, self._tensors(self._copied))
 
     def start_write(self, path: Path) -> None:
-        self._writer.start(path)
+        self.writer.start(path)
 
     @property
     def is_written(self) -> bool:
-        return self._writer.is_written
+        return self.writer.is_written
 
     @property
     def written_share(self) -> float:
-        return self._writer.written_share
+        return self.writer.written_share
 
     def finish_write(self) -> None:
-        self._report = self._writer.report()
+        self._report = self.writer.report()
 
     def digest(self) -> Digest:
         if self._copied is None:
@@ -130,7 +130,7 @@ class SingleProcessBackend:
         return self._copied.digest([self._report])
 
     def cancel_write(self) -> None:
-        self._writer.cancel()
+        self.writer.cancel()
 
     def write_now(self, path: Path) -> Digest:
         file = self._file()
@@ -154,4 +154,4 @@ class SingleProcessBackend:
                 yield TensorToSave(tensor.name, held)
 
     def close(self, *, in_order: bool = False) -> None:
-        self._writer.cancel(None if in_order else CLOSE_SECONDS)
+        self.writer.cancel(None if in_order else CLOSE_SECONDS)

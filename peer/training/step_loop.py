@@ -96,11 +96,7 @@ class StepLoop(ThreadOwned):
 
         def go_on() -> bool:
             between()
-            return (
-                self._exchange.holds_state
-                and self._exchange.windows.counter == first
-                and not self._orders.rests
-            )
+            return self._exchange.holds_state and self._exchange.windows.counter == first and not self._orders.rests
 
         step = self._inner.forward_backward(windows, go_on)
         if step is None:

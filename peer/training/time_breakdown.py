@@ -35,7 +35,7 @@ class TimeBreakdown:
     def __init__(self, now: float, activity: Activity = Activity.WAITING):
         self.activity = activity
         self._since = now
-        self._rows: deque[tuple[int, list[float]]] = deque()
+        self.rows: deque[tuple[int, list[float]]] = deque()
         """(a second's number, seconds of it for each Activity)."""
 
     def turn(self, activity: Activity, now: float) -> Activity:
@@ -56,7 +56,7 @@ class TimeBreakdown:
     def shares(self, now: float) -> TimeShares:
         """Return the shares of the last minute, or since the start when that is less. They add up to 1."""
         self._count(now)
-        seconds = [math.fsum(row[activity] for _, row in self._rows) for activity in Activity]
+        seconds = [math.fsum(row[activity] for _, row in self.rows) for activity in Activity]
         whole = math.fsum(seconds)
         if whole == 0:
             return TimeShares(*(float(activity == self.activity) for activity in Activity))
@@ -67,10 +67,10 @@ class TimeBreakdown:
         self._since = max(self._since, now)
         while since < now:
             second = math.floor(since)
-            if not self._rows or self._rows[-1][0] != second:
-                self._rows.append((second, [0.0] * len(Activity)))
+            if not self.rows or self.rows[-1][0] != second:
+                self.rows.append((second, [0.0] * len(Activity)))
             until = min(now, second + 1.0)
-            self._rows[-1][1][self.activity] += until - since
+            self.rows[-1][1][self.activity] += until - since
             since = until
-        while self._rows and self._rows[0][0] <= math.floor(now) - BREAKDOWN_SECONDS:
-            self._rows.popleft()
+        while self.rows and self.rows[0][0] <= math.floor(now) - BREAKDOWN_SECONDS:
+            self.rows.popleft()

@@ -102,18 +102,16 @@ class DistributedBackend:
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         folder.mkdir(parents=True)
         self.device = choose_device("cuda:0" if kind == "cuda" else "cpu", max(1, threads // dims.world))
-        self._ranks = [
+        self.ranks = [
             self._start(rank, spec_path, kind, max(1, threads // dims.world), profile, layers.compiled, seconds)
             for rank in range(1, dims.world)
         ]
         self._watch = threading.Thread(target=self._watch_ranks, name="ranks", daemon=True)
         self._watch.start()
         try:
-            self._group = RankGroup.join(dims, 0, self._folder / "meet", self.device, seconds)
+            self.group = RankGroup.join(dims, 0, self._folder / "meet", self.device, seconds)
             self._meeting = False
-            self.worker = RankWorker(
-                spec, self._group, self.device, profile.windows, layers, report, background_hook
-            )
+            self.worker = RankWorker(spec, self.group, self.device, profile.windows, layers, report, background_hook)
             self._writer = self.worker.checkpoint.writer
         except (RuntimeError, TrainingError) as e:
             why = self._ended_rank()
@@ -164,7 +162,7 @@ class DistributedBackend:
         """Execute a command on all ranks. Raise what they agree on, and TrainingError when a rank is lost."""
         with self._turn:
             try:
-                self._group.send_command(command, payload)
+                self.group.send_command(command, payload)
                 return self.worker.do(command, payload)
             except torch.OutOfMemoryError:
                 why = str(out_of_memory(self.device, "hold this rank's share of the training"))
@@ -178,7 +176,7 @@ class DistributedBackend:
         `in_a_pass`: memory ran out in a pass, so a smaller one may succeed.
         """
         if not self._closing and self._reported.acquire(blocking=False):
-            if in_a_pass or any(process.poll() == OUT_OF_MEMORY for process in self._ranks):
+            if in_a_pass or any(process.poll() == OUT_OF_MEMORY for process in self.ranks):
                 why += self._make_pass_easier()
             if not self._meeting:  # torch would poll the file for minutes, and block every other thread
                 shutil.rmtree(self._folder, ignore_errors=True)  # the callback may end this process at once
@@ -217,7 +215,7 @@ class DistributedBackend:
 
     def _ended_rank(self) -> str:
         """Return in words which rank has ended, and why; empty while all run."""
-        for rank, process in enumerate(self._ranks, 1):
+        for rank, process in enumerate(self.ranks, 1):
             if (code := process.poll()) is not None:
                 file = self._folder / f"rank-{rank}"
                 reason = file.read_text() if file.exists() else ""
@@ -234,11 +232,11 @@ class DistributedBackend:
         self._closing = True
         if in_order and not self._ended_rank() and self._turn.acquire(timeout=LEAVE_SECONDS):
             try:
-                self._group.send_command(Command.STOP, b"")
+                self.group.send_command(Command.STOP, b"")
                 self.worker.do(Command.STOP)
             except RuntimeError:
                 in_order = False
-        for process in self._ranks:
+        for process in self.ranks:
             try:
                 process.wait(LEAVE_SECONDS if in_order else 0.0)
             except subprocess.TimeoutExpired:

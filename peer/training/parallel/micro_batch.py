@@ -1,8 +1,8 @@
 """The micro-batch that fits into memory, found by running out of it, and kept on disk for the next start.
 
 One process makes its pass smaller and tries again. With several ranks, one that runs out of memory leaves the others in
-the middle of a collective, which cannot be undone. All of them end, and the next start tries half the windows. After one
-window it tries all of them with activations that are computed again in the backward pass, and then half of those.
+the middle of a collective, which cannot be undone. All of them end, and the next start tries half the windows. After
+one window it tries all of them with activations that are computed again in the backward pass, and then half of those.
 """
 
 from __future__ import annotations

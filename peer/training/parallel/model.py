@@ -98,7 +98,9 @@ def make_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(getattr(dims, a) for a in AXES), mesh_dim_names=AXES)
 
 
-def build_rank_model(config: Mapping[str, Any], dims: ParallelDims, mesh: DeviceMesh, device: torch.device) -> RankModel:
+def build_rank_model(
+    config: Mapping[str, Any], dims: ParallelDims, mesh: DeviceMesh, device: torch.device
+) -> RankModel:
     """Return this rank's shard of the model, all zeros until the first `rebase`. Raise SpecError."""
     with _parameters_without_memory():
         body = build_model(config)

@@ -1,7 +1,7 @@
 """Muon on matrices of which each rank has a shard: the same step as on whole ones.
 
-Momentum stays sharded. Its direction is gathered, one matrix after the other, on each rank of the stage. Each rank makes
-it orthogonal by itself and applies its own shard. That costs one gather of the hidden matrices a step.
+Momentum stays sharded. Its direction is gathered, one matrix after the other, on each rank of the stage. Each rank
+makes it orthogonal by itself and applies its own shard. That costs one gather of the hidden matrices a step.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class ShardedOuterState:
         self.base = base
 
     def load(self, path: Path) -> None:
-        """Read the base from a checkpoint whose digest was checked; `rebase` is then due. Raise OSError on all ranks."""
+        """Read the base from a checked checkpoint; `rebase` is then due. Raise OSError on all ranks."""
         self.base = None
         with self.group.together():
             found = self.state_file.read(path, self.group.rank, self.built.device)

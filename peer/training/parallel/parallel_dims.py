@@ -149,12 +149,14 @@ def memory(degrees: ParallelDims, parameters: int, largest: int = 0) -> int:
     return INNER_BYTES * parameters // split + OUTER_BYTES * parameters // degrees.world + gathered + 8 * largest
 
 
-def choose(world: int, memory_bytes: int | None, link: Interconnect, limits: ModelLimits, largest: int = 0) -> tuple[ParallelDims, str]:
-    """Return the degrees for `world` ranks, and the reason in one line. `memory_bytes`: of each rank, None for no bound.
+def choose(
+    world: int, memory_bytes: int | None, link: Interconnect, limits: ModelLimits, largest: int = 0
+) -> tuple[ParallelDims, str]:
+    """Return the degrees for `world` ranks, and the reason in one line.
 
-    The choice splits as little as fits: dp moves the fewest bytes. Next comes fsdp, whose traffic overlaps with
-    computation on any link. Then comes tp with NVLink (it communicates four times a layer), or pp without. Raise
-    TrainingError when nothing fits.
+    `memory_bytes`: of each rank; None does not bound. The choice splits as little as fits: dp moves the fewest bytes.
+    Next comes fsdp, whose traffic overlaps with computation on any link. Then comes tp with NVLink (it communicates
+    four times a layer), or pp without. Raise TrainingError when nothing fits.
     """
     works = layouts(world, limits)
     if not works:

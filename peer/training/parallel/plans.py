@@ -1,8 +1,8 @@
 """How a family of models is split: the matrices that tensor parallelism splits, and the layers of each stage.
 
 A plan is for models of `transformers` that are built like Llama (Touvron et al. 2023): attention with q, k, v and o, a
-gated MLP, and no other weights but embeddings, norms and the head. Those are not split: each rank of a tp group computes
-the same, which also serves tied embeddings. Models without a plan have dp and fsdp.
+gated MLP, and no other weights but embeddings, norms and the head. Those are not split: each rank of a tp group
+computes the same, which also serves tied embeddings. Models without a plan have dp and fsdp.
 """
 
 from __future__ import annotations

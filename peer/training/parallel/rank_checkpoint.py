@@ -1,7 +1,7 @@
 """A rank's shard of the saved state: copied and written beside the training, or at once.
 
-The file is that of one process, whole tensors, so the next start may have another layout. To copy is collective (tensors
-are gathered one by one). To write is not, until all ranks meet for the digest.
+The file is that of one process, whole tensors, so the next start may have another layout. To copy is collective
+(tensors are gathered one by one). To write is not, until all ranks meet for the digest.
 """
 
 from __future__ import annotations

@@ -42,12 +42,12 @@ class RankOptimizer(InnerOptimizer):
     ):
         """Build it. `piece`: maximum windows in one pass; by default all on CUDA, PIECE_TOKENS on a CPU."""
         self.built = built
-        self._shards = {n: nn.Parameter(built.local(n)) for n in built.parameters}
+        self.shards = {n: nn.Parameter(built.local(n)) for n in built.parameters}
         super().__init__(
-            spec, built.body, built.device, layers=layers, report=report, named=self._shards, hidden=built.hidden
+            spec, built.body, built.device, layers=layers, report=report, named=self.shards, hidden=built.hidden
         )
         if self.muon is not None and built.dims.fsdp * built.dims.tp > 1:
-            self.muon = ShardedMuon({n: p for n, p in self._shards.items() if n in self._by_muon}, built, spec)
+            self.muon = ShardedMuon({n: p for n, p in self.shards.items() if n in self._by_muon}, built, spec)
         self._most = piece
         self.in_a_pass = 0
         """Number of windows in one pass of the present step."""
@@ -119,7 +119,7 @@ class RankOptimizer(InnerOptimizer):
         stage = dims.world // dims.pp
         # Each shard counts once, however many ranks hold it.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for name, part in self._shards.items():
+        for name, part in self.shards.items():
             if part.grad is not None and part.numel():
                 squares += part.grad.norm().double().square() * (self.built.shard_count(name) / stage)
         # Each rank's memory travels along, in an element of its own: that costs no further wait.
@@ -132,7 +132,7 @@ class RankOptimizer(InnerOptimizer):
         self.most_memory = int(max(used))
         factor = self.spec.clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
         if factor < 1:
-            for part in self._shards.values():
+            for part in self.shards.values():
                 if part.grad is not None:
                     part.grad.mul_(factor)
         return StepResult(loss, norm, math.isfinite(loss) and math.isfinite(norm))
@@ -154,7 +154,7 @@ class RankOptimizer(InnerOptimizer):
 
     def _hand_over(self) -> None:
         """Give each shard its gradient, and its present memory, which FSDP may have moved in its first pass."""
-        for name, part in self._shards.items():
+        for name, part in self.shards.items():
             now = self.built.local(name)
             if now.data_ptr() != part.data_ptr():
                 part.data = now
@@ -164,7 +164,7 @@ class RankOptimizer(InnerOptimizer):
     def _sum_over_dp(self) -> None:
         """Average gradients over dp, as DDP does, after the other axes have summed them."""
         group, n = self.built.mesh["dp"].get_group(), self.built.dims.dp
-        left = [p.grad for p in self._shards.values() if p.grad is not None]
+        left = [p.grad for p in self.shards.values() if p.grad is not None]
         while left:
             some, size = [], 0
             while left and (not some or size + left[-1].numel() <= BUCKET):

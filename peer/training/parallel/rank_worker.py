@@ -105,7 +105,7 @@ class RankWorker:
         self._step: StepResult | None = None
 
     def do(self, command: Command, payload: bytes = b"") -> CommandResult:
-        """Execute a command; collective. Raise on all ranks as `RankGroup.together` does; other errors end this rank."""
+        """Execute a command; collective. Raise what all ranks agree on; any other error ends this rank."""
         match command:
             case Command.BEGIN:
                 return self.inner.begin(decode_windows(payload))

@@ -1,4 +1,4 @@
-"""A file of tensors that several ranks write and hash together, each the bytes that it holds: checkpoints, saved states.
+"""A file of tensors that several ranks write and hash together: checkpoints, saved states.
 
 The bytes are those of `Layout.checkpoint_header` and `protocol.state.checkpoint_chunks`, and the digest is the blob's.
 Neither the file nor its digest tells how many ranks made it.
