@@ -80,7 +80,7 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         finish(trainer)
         assert (folder / "trainer-2.safetensors").read_bytes() == at_once
         state = trainer.folder.read()  # of the digest that all ranks made together
-        assert state is not None and state.windows.counter == 3 * BATCH and state.optimiser_steps == 3
+        assert state is not None and state.windows.counter == 3 * BATCH and state.optimizer_steps == 3
         assert trainer.windows.counter == 5 * BATCH
         assert {n.split("/")[0] for n in state.moments} == {"exp_avg", "exp_avg_sq", "momentum_buffer"}
         assert heard.kinds() == ["parallel"]
