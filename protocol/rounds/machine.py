@@ -105,7 +105,7 @@ class RoundMachine:
         self._published: DirectivesChanged | None = None
         self._stored_epoch: int | None = None
         self.next_tick = now
-        """When to step with a `Tick`, if no other event comes before."""
+        """The time to step with a `Tick`, if no other event comes before; infinite once we have left."""
 
     # -- the only entry --------------------------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ class RoundMachine:
         self._departure.stay(anybody_behind=self._is_anybody_behind, bytes_up=self._status.bytes_up)
         self._publish_directives()
         self._update_phase()
-        self.next_tick = c.deadlines.next_tick
+        self.next_tick = float("inf") if self._departure.has_left else c.deadlines.next_tick
 
     def _turn(self) -> bool:
         """Return whether something changed that other parts depend on."""
