@@ -16,7 +16,7 @@ def renewed_invite(text: str, home: Path) -> str:
 
     Reads the run's folder only, which the peer may be using. Raises CairnError.
     """
-    from peer.node.locator import SPEC, WHEREABOUTS
+    from peer.node.coordinator_discovery import COORDINATOR_ADDRESS, SPEC
     from peer.node.membership import ADDRESSES, OWN_ADDRESSES, run_folder
 
     try:
@@ -39,7 +39,7 @@ def renewed_invite(text: str, home: Path) -> str:
             "`cairn peer join`"
         )
     spec = open_spec(spec_sent, invite.run)
-    if sent := value(WHEREABOUTS):
+    if sent := value(COORDINATOR_ADDRESS):
         word = open_coordinator_address(sent, invite.run, spec.owner_key).body
         invite = replace(invite, coordinators=word.coordinators, fingerprint=word.fingerprint)
     lines = b"\n".join([value(OWN_ADDRESSES), value(ADDRESSES)]).decode(errors="replace").splitlines()

@@ -43,7 +43,7 @@ async def reached(text: str, via: Sequence[str] = ()) -> AsyncIterator[Reached]:
     """Asks at the invite's addresses, else members where it is now. Raises CairnError."""
     from peer.coordinator_client import CoordinatorClient
     from peer.log_client import LogClient
-    from peer.node.finding import find
+    from peer.node.coordinator_discovery import discover_run
     from peer.node.membership import ABSENT
 
     invite = parsed(text)
@@ -53,7 +53,7 @@ async def reached(text: str, via: Sequence[str] = ()) -> AsyncIterator[Reached]:
         try:
             info = await client.get_run(attempts=1)
         except ABSENT as e:
-            found = await find(invite.run, [*via, *invite.addresses])
+            found = await discover_run(invite.run, [*via, *invite.addresses])
             if found is None:
                 raise
             if found.coordinator_address is None:

@@ -38,14 +38,14 @@ def show_status(text: str, *, as_json: bool, via: Sequence[str] = ()) -> None:
 
 async def _ask(invite: Invite, via: Sequence[str]):
     from peer.coordinator_client import CoordinatorClient
-    from peer.node.finding import find
+    from peer.node.coordinator_discovery import discover_run
     from peer.node.membership import ABSENT
 
     async with CoordinatorClient(invite) as client:
         try:
             return await client.status()
         except ABSENT as e:
-            found = await find(invite.run, [*via, *invite.addresses])
+            found = await discover_run(invite.run, [*via, *invite.addresses])
             if found is None:
                 raise
             if found.coordinator_address is None:

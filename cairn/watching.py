@@ -137,12 +137,12 @@ async def _look_on(invite: Invite, via: Sequence[str], screen: Screen) -> None:
 
 
 async def _ask_members(client: Any, invite: Invite, via: Sequence[str]) -> None:
-    from peer.node.finding import find
+    from peer.node.coordinator_discovery import discover_run
 
     if not [*via, *invite.addresses]:
         return
     try:
-        found = await find(invite.run, [*via, *invite.addresses])
+        found = await discover_run(invite.run, [*via, *invite.addresses])
     except CairnError as e:
         logging.getLogger(__name__).debug("members were asked in vain: %s", e)
         return

@@ -82,6 +82,7 @@ class BlobServer:
         traffic: Traffic,
         limits: ServeLimits,
         is_known: Callable[[PeerKey], bool] = lambda peer: True,
+        on_requested: Callable[[Digest, PeerKey], None] = lambda blob, peer: None,
     ):
         self._store = store
         self._may_serve = may_serve
@@ -89,6 +90,7 @@ class BlobServer:
         self._traffic = traffic
         self._limits = limits
         self._is_known = is_known
+        self._on_requested = on_requested
         self._streams: Counter[PeerKey] = Counter()
         self._open: set[_Stream] = set()
         self._waiting = 0
@@ -210,6 +212,7 @@ class BlobServer:
                 reason = await reason
             if reason is not None:
                 return refusal(Status.REFUSED, reason)
+            self._on_requested(request.digest, peer)
             return await asyncio.get_running_loop().run_in_executor(self._executor, self._look_up, request)
         except BlobMissing:
             return refusal(Status.MISSING, "not held here")

@@ -67,6 +67,8 @@ class Handlers:
     on_chain_request: Callable[[PeerKey, wire.ChainRequest], Awaitable[wire.ChainReply] | wire.ChainReply]
     may_serve: MayServe
     """None: the requester may have the blob; else the reason why not (now). Called for every chunk: keep it cheap."""
+    on_blob_requested: Callable[[Digest, PeerKey], None] = lambda blob, requester: None
+    """Called for each request for a blob that `may_serve` admits."""
     on_headers_asked: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
     """Headers that records of ours name (`protocol.compact_record`), by their names. Raises CairnError."""
     on_warning: Callable[[str], None] = log.warning
@@ -105,7 +107,13 @@ class Swarm:
         self._names["coordinator_address"] = coordinator_address_call(run)
         self._links = Links(self._open_blob_stream, self._traffic, limits.links)
         self._server = BlobServer(
-            store, handlers.may_serve, self._threads, self._traffic, limits.serve, handlers.is_known
+            store,
+            handlers.may_serve,
+            self._threads,
+            self._traffic,
+            limits.serve,
+            handlers.is_known,
+            handlers.on_blob_requested,
         )
         self._calls_out = asyncio.Semaphore(CALLS_OUT)
         self._calls_to: WeakValueDictionary[PeerKey, asyncio.Semaphore] = WeakValueDictionary()

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from peer.node.reducing import Reducing
-from peer.node.updates import Updates
+from peer.node.shard_reducer import ShardReducer
+from peer.node.update_fetcher import UpdateFetcher
 from protocol.codec import make_codec
 from protocol.ids import Digest, Round
 from protocol.layout import Layout
@@ -53,16 +53,16 @@ def header(member: Member, blob: Digest) -> Signed[UpdateHeader]:
 
 
 class Driver:
-    """One member's `Reducing`, over its own swarm and store."""
+    """One member's `ShardReducer`, over its own swarm and store."""
 
     def __init__(self, member: Member):
         self.member = member
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
-        updates = Updates(
+        updates = UpdateFetcher(
             member.store, member.swarm, CODEC, deadline_seconds=20, everyone=lambda: [],
             answer=self.answers.put_nowait, spawn=self._spawn,
         )  # fmt: skip
-        self.reducing = Reducing(
+        self.reducing = ShardReducer(
             member.store, member.swarm, updates, REDUCTION, CODEC.size, OuterSpec(),
             exchange_seconds=40, answer=self.answers.put_nowait, spawn=self._spawn,
         )  # fmt: skip

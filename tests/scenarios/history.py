@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from peer.keyfile import load_or_make
-from peer.node.keeping import to_keep
+from peer.node.blob_retention import blobs_to_keep
 from peer.node.membership import ADMISSION, SPEC, run_folder
 from peer.store import Store
 from protocol.chain import genesis_digest
@@ -102,7 +102,7 @@ class History:
                 return
             for c in self.certificates:
                 store.append_certificate(encode_certificate(c), c.record.body.round, c.record.digest)
-            keep = to_keep(self.spec, self.certificates, [self._base], [])
+            keep = blobs_to_keep(self.spec, self.certificates, [self._base], [])
             for digest, blob in self.blobs.items():
                 if digest in keep:
                     store.put(blob)

@@ -13,7 +13,7 @@ import pytest
 
 from peer.node import network as network_module
 from peer.node import outbox as outbox_module
-from peer.node.exchange import Exchange, ExchangeTimes, RoundTimes
+from peer.node.round_timings import Exchange, ExchangeTimes, RoundTimes
 from peer.node.inbox import MAX_KINDS_OF_REFUSAL, Inbox
 from peer.node.network import PASSED_ON, SEARCHED_FOR, Network
 from peer.node.outbox import MAX_WAITING, Outbox

@@ -16,7 +16,7 @@ NORTH, SOUTH = ("ada", "alan"), ("grace", "edsger")
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(network_module, "DISCOVER_SECONDS", 0.2)
-    w = NodeWorld(tmp_path, monkeypatch, round={"target_tokens": 1024, "max_update_tokens": 8192, **TIMERS})
+    w = NodeWorld(tmp_path, round={"target_tokens": 1024, "max_update_tokens": 8192, **TIMERS})
     yield w
     await w.close()
 

@@ -20,7 +20,7 @@ async def world(tmp_path, monkeypatch):
     made: list[NodeWorld] = []
 
     def make(**fields) -> NodeWorld:
-        made.append(NodeWorld(tmp_path, monkeypatch, **fields))
+        made.append(NodeWorld(tmp_path, **fields))
         return made[-1]
 
     yield make

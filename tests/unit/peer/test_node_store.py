@@ -9,8 +9,8 @@ import pytest
 
 from peer.node import chainlog as chainlog_module
 from peer.node.assets import start_message
-from peer.node.chainlog import ChainLog
-from peer.node.keeping import Keeping, assets, to_keep
+from peer.node.certificate_store import CertificateStore
+from peer.node.blob_retention import Keeping, assets, blobs_to_keep
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.store import Store, StoreError
 from protocol.chain import Chain, ChainLimits, genesis_digest
@@ -60,7 +60,7 @@ def hold(store: Store, *digests: Digest) -> None:
 
 def test_kept_are_the_last_checkpoints_and_every_update_since_the_oldest_of_them():
     chain = maker(5 * (KEEP + 3) + 2).certificates
-    keep = to_keep(SPEC, chain, [], [])
+    keep = blobs_to_keep(SPEC, chain, [], [])
     marks = [c for c in chain if c.record.body.round % 5 == 0][-(KEEP + 1) :]
     assert {c.record.body.base_state for c in marks} <= keep
     oldest = marks[0].record.body.round
@@ -70,14 +70,14 @@ def test_kept_are_the_last_checkpoints_and_every_update_since_the_oldest_of_them
 
 def test_of_a_young_run_nothing_is_dropped():
     chain = maker(7).certificates
-    assert set.union(*map(blobs, chain)) <= to_keep(SPEC, chain, [], [])
+    assert set.union(*map(blobs, chain)) <= blobs_to_keep(SPEC, chain, [], [])
 
 
 def test_of_a_round_that_was_reduced_its_parts_are_kept_and_not_its_updates():
     chain = maker(7).certificates
     parts = (Digest(b"p" * 32), Digest(b"q" * 32))
     reduced = [replace(c, parts=parts) if i == 5 else c for i, c in enumerate(chain)]
-    keep = to_keep(SPEC, reduced, [], [])
+    keep = blobs_to_keep(SPEC, reduced, [], [])
     assert keep >= {*parts} and not keep & blobs(chain[5]) and blobs(chain[4]) <= keep
 
 
@@ -134,8 +134,8 @@ async def test_only_the_newest_states_that_no_record_names_stay(store):
 # -- the chain between disk and memory ------------------------------------------------------------------------
 
 
-def log_over(store: Store) -> ChainLog:
-    return ChainLog(store, MessageDecoder(SPEC.run_id, OWNER.key), SPEC)
+def log_over(store: Store) -> CertificateStore:
+    return CertificateStore(store, MessageDecoder(SPEC.run_id, OWNER.key), SPEC)
 
 
 def test_what_was_kept_is_there_after_a_restart_with_its_final(store):

@@ -37,7 +37,7 @@ def observer(world: NodeWorld) -> Node:
 
 
 async def test_the_observer_sees_how_each_rounds_time_splits_and_who_announced(tmp_path, monkeypatch):
-    world = NodeWorld(tmp_path, monkeypatch, round=ROUND)
+    world = NodeWorld(tmp_path, round=ROUND)
     coordinator = None
     try:
         for name in ("ada", "grace"):

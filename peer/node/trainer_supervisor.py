@@ -1,7 +1,6 @@
-"""Keeps the trainer's process alive: starts it, restarts it after a crash, gives up with a reason when hopeless.
+"""Supervision of the trainer's process: it is started, restarted after a crash, and abandoned when it cannot work.
 
-Whoever waits for an answer of a trainer that is lost hears of it once, by `on_lost`: nothing that was asked of one
-process is ever asked of the next.
+The loss of a process is reported once, by `on_lost`. A request to one process is never repeated to the next.
 """
 
 from __future__ import annotations
@@ -35,25 +34,27 @@ from peer.errors import ChannelError, TrainerDied
 log = logging.getLogger("peer.trainer")
 
 START_SECONDS = 300.0
-"""Importing torch, building the model, moving it to a GPU: a cold disk can take minutes."""
+"""Seconds to import torch, build the model and move it to a GPU: a cold disk can take minutes."""
 
 ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0
-"""A trainer that says nothing for so long while it owes an answer hangs; a round to replay gives it more time."""
+"""Seconds of silence after which a trainer that owes an answer is considered hung; each round to replay adds the
+second."""
 
 EXIT_SECONDS = 2.0
-"""How long `stop` waits for a process that saved, or was killed, to be gone."""
+"""Seconds that `stop` waits for the exit of a process that saved or was killed."""
 
 PAUSE_SECONDS = 0.5
-"""Before a restart, doubled for each death in a row."""
+"""Seconds before a restart, doubled for each death in a row."""
 
 MAX_FAILURES = 5
-"""Deaths in a row without a state applied in between: then it is not bad luck, and the user must act."""
+"""Deaths in a row, with no work done in between, after which the user must act."""
 
 
-class Trainer:
-    """One trainer at a time. `on_message` gets all it says; `on_lost(reason)` is called when it has died.
+class TrainerSupervisor:
+    """One trainer process at a time.
 
-    `command` replaces the trainer's own (for tests).
+    `on_message` receives all its messages; `on_lost(reason)` is called when it has died. `command` replaces the
+    trainer's own command line (for tests).
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class Trainer:
         self._on_lost = on_lost
         self._command = command
         self._up: asyncio.Future[TrainerLink] = asyncio.get_running_loop().create_future()
-        """Done when the present process is ready, failed when it is lost; another one for the next process."""
+        """Done when the present process is ready, failed when it is lost. The next process has a new future."""
         self._stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
-        """No process is there: it ended, and was waited for."""
+        """Set when the process has ended and was waited for."""
         self._alarm: asyncio.TimerHandle | None = None
         self._allowed = 0.0
         self._overdue = ""
@@ -83,7 +84,7 @@ class Trainer:
         self.restarts = 0
 
     async def run(self) -> None:
-        """Until `stop`. Raises TrainerDied when the trainer cannot be kept alive."""
+        """Keep a process alive until `stop`. Raise TrainerDied when that is impossible."""
         failures = 0
         while not self.stopping:
             reason, worked = await self._life()
@@ -101,12 +102,13 @@ class Trainer:
             await asyncio.sleep(min(30.0, PAUSE_SECONDS * 2**failures))
 
     async def _life(self) -> tuple[str, bool]:
-        """One process from start to end: why it ended, and whether it had worked: trained, or gone from state to state.
+        """Run one process from start to end. Return why it ended, and whether it had worked.
 
-        To load a state is no more than a start: who has no memory for a step comes as far, each time.
+        It worked when it trained or went from one state to the next. To load a state does not count: a process that
+        runs out of memory in its first step also gets this far every time.
         """
         worked, applied = False, 0
-        said = ""
+        reason = ""
         self._overdue = ""
         link = self.link = await TrainerLink.start(threads=self._start.threads, command=self._command)
         self._gone.clear()
@@ -116,7 +118,7 @@ class Trainer:
         try:
             await link.send(self._start)
             async for message in link:
-                self._heard(message)
+                self._answered(message)
                 match message:
                     case Ready() if not self._up.done():
                         self.ready = message
@@ -127,8 +129,8 @@ class Trainer:
                     case Progress(tokens_per_second=rate) if rate > 0:
                         worked = True
                     case Failed(what=what, fatal=True):
-                        said = message.reason
-                        # The device, the data, the installed libraries: a next try would fail likewise.
+                        reason = message.reason
+                        # The device, the data or the installed libraries are at fault: the next start would fail too.
                         self._cannot_start = what == "start" and self.ready is None
                     case Stopped() if not self._stopped.done():
                         self._stopped.set_result(message.saved)
@@ -136,18 +138,18 @@ class Trainer:
                         pass
                 self._on_message(message)
         except (ChannelError, TrainerDied) as e:
-            said = said or str(e)
+            reason = reason or str(e)
         finally:
-            self._quiet()
+            self._cancel_alarm()
             self._lose(f"the trainer (process {link.pid}) is gone")
             if self.stopping and not self._stopped.done():
                 self._stopped.set_result(False)
             end = await link.stop(10.0)
             self._gone.set()
-        return self._overdue or said or str(end), worked
+        return self._overdue or reason or str(end), worked
 
     async def send(self, message: ToTrainer) -> None:
-        """Give it a message once it is ready. Raises TrainerDied when it is lost first; `on_lost` tells of that."""
+        """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""
         link = await asyncio.shield(self._up)
         if isinstance(message, Apply | Load | MakeUpdate):
             replay = len(message.replay) if isinstance(message, Load) else 1
@@ -156,15 +158,16 @@ class Trainer:
         try:
             await link.send(message)
         except TrainerDied:
-            link.kill()  # it may merely hang
+            link.kill()  # it may only hang
             raise
 
     @property
     def is_ready(self) -> bool:
+        """True while the present process is ready."""
         return self._up.done() and self._up.exception() is None
 
     async def stop(self, seconds: float) -> bool:
-        """Let it save and leave within this time, else kill it. True when all that was learnt is saved. Idempotent."""
+        """Have the process save and exit within these seconds, else kill it. Return whether it saved. Idempotent."""
         self.stopping = True
         link = self.link
         if link is not None and link.running and not self._stopped.done():
@@ -189,8 +192,8 @@ class Trainer:
     # -- a process that hangs --------------------------------------------------------------------------------
 
     def _expect(self, otherwise: str, seconds: float) -> None:
-        """Kill the process unless it says something within so many seconds."""
-        self._quiet()
+        """Kill the process unless it sends something within these seconds."""
+        self._cancel_alarm()
         self._allowed = seconds
 
         def overdue() -> None:
@@ -200,22 +203,22 @@ class Trainer:
 
         self._alarm = asyncio.get_running_loop().call_later(seconds, overdue)
 
-    def _heard(self, message: FromTrainer) -> None:
-        """It lives: nothing is expected after an answer, and more time is given after anything else."""
+    def _answered(self, message: FromTrainer) -> None:
+        """Note a message: after an answer nothing is expected, and after any other message the time starts again."""
         answer = isinstance(message, Ready | Applied | UpdateMade | NothingDone | Failed)
         if self._alarm is not None and not answer:
             self._expect(f"was silent for {self._allowed:.0f} s", self._allowed)
         elif answer:
-            self._quiet()
+            self._cancel_alarm()
 
-    def _quiet(self) -> None:
+    def _cancel_alarm(self) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
 
     def _lose(self, reason: str) -> None:
-        """Whoever waits for this process, or asks it before `on_lost` was called, is told that it is gone."""
+        """Fail the requests that wait for this process, and those made before `on_lost` was called."""
         if self._up.done():
             self._up = asyncio.get_running_loop().create_future()
         self._up.set_exception(TrainerDied(reason))
-        self._up.exception()  # nobody has to be waiting for it
+        self._up.exception()  # marks it as retrieved: nobody may be waiting for it

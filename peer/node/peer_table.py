@@ -1,4 +1,9 @@
-"""Who is in the swarm and where: the newest heartbeat of every member and observer. Pure; bounded."""
+"""The peers in the swarm and their addresses: the newest heartbeat of every member and observer. Pure and bounded.
+
+This table is for reaching peers. The round machine decides which members take part in rounds
+(`protocol.rounds.members`), and forgets a silent one after `member_seconds`. This table keeps it for longer, because it
+may still hold blobs or be reachable again.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +12,53 @@ from dataclasses import dataclass
 from protocol.ids import PeerKey
 from protocol.messages import Heartbeat, Signed
 
+MAX_LOST = 256
+"""Maximum number of members that fell silent whose addresses are remembered."""
+
+MAX_OBSERVERS = 64
+"""Maximum number of peers without an admission."""
+
 
 @dataclass(slots=True)
-class Entry:
-    """One known peer."""
+class PeerEntry:
+    """One peer of the table."""
 
     heartbeat: Signed[Heartbeat]
     heard: float
-    """When it was last heard of, by our clock."""
+    """Time of the last news of it, directly or through others, by our monotonic clock in seconds."""
 
     direct: float
-    """When it was last heard first-hand; at first, when it was first heard of."""
+    """Time of the last message received from the peer itself; at first, the time of its first heartbeat."""
 
 
-MAX_LOST = 256
-"""Members that fell silent whose addresses are remembered."""
+class PeerTable:
+    """The peers with news within `forget_seconds`: at most `limit` members and `observers` others."""
 
-
-class Directory:
-    """The peers heard of within `forget_seconds`; at most `limit` members and `observers` others."""
-
-    def __init__(self, me: PeerKey, *, forget_seconds: float, limit: int, observers: int = 64):
+    def __init__(self, me: PeerKey, *, forget_seconds: float, limit: int, observers: int = MAX_OBSERVERS):
         self._me = me
         self._forget = forget_seconds
-        self.limit = limit
-        """Members at most: as many as the policy of the open round lets in."""
+        self._limit = limit
         self._observers = observers
-        self._entries: dict[PeerKey, Entry] = {}
+        self._entries: dict[PeerKey, PeerEntry] = {}
         self._gone: dict[PeerKey, int] = {}
+        """The sequence of the goodbye of each member that left."""
         self._lost: dict[PeerKey, tuple[str, ...]] = {}
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of members."""
+        return self._limit
+
+    def set_limit(self, members: int) -> None:
+        """Apply the `max_members` of the open round's policy."""
+        self._limit = members
 
     def hear(
         self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, welcome: bool = False
     ) -> bool | None:
-        """Take a heartbeat. True: a peer that was not known; False: news of a known one; None: old or unwelcome.
+        """Note a heartbeat. Return True for a new peer, False for news of a known one, None for an old or refused one.
 
-        `direct`: it came from its author. `welcome`: there is room for it, whoever else is here.
+        `direct`: the author itself sent it. `welcome`: the author is accepted even when the table is full.
         """
         key, body = heartbeat.author, heartbeat.body
         if key == self._me or body.sequence <= self._gone.get(key, -1):
@@ -56,17 +72,18 @@ class Directory:
             known.heartbeat, known.heard = heartbeat, now
             return False
         admitted = bool(body.admission)
-        same_sort = sum(bool(e.heartbeat.body.admission) == admitted for e in self._entries.values())
-        if not welcome and same_sort >= (self.limit if admitted else self._observers):
+        same_kind = sum(bool(e.heartbeat.body.admission) == admitted for e in self._entries.values())
+        if not welcome and same_kind >= (self._limit if admitted else self._observers):
             return None
-        self._entries[key] = Entry(heartbeat, now, now)
+        self._entries[key] = PeerEntry(heartbeat, now, now)
         self._lost.pop(key, None)
         return True
 
     def goodbye(self, key: PeerKey, sequence: int) -> None:
-        """A member left: heartbeats from before that are not news.
+        """Remove a member that left; its heartbeats from before are no longer news.
 
-        Others leave by being forgotten: anybody can make keys, and come and go with another one all the time.
+        Peers without an admission are only removed when they fall silent: anybody can make keys, and would otherwise
+        join and leave with a new key all the time.
         """
         self._lost.pop(key, None)
         known = self._entries.get(key)
@@ -74,11 +91,11 @@ class Directory:
             return
         del self._entries[key]
         self._gone[key] = sequence
-        while len(self._gone) > self.limit:
+        while len(self._gone) > self._limit:
             self._gone.pop(next(iter(self._gone)))
 
     def forget_silent(self, now: float) -> list[PeerKey]:
-        """Drop those not heard of for long; they are returned."""
+        """Remove the peers without news for `forget_seconds`, and return them."""
         silent = [k for k, e in self._entries.items() if now - e.heard > self._forget]
         for key in silent:
             body = self._entries.pop(key).heartbeat.body
@@ -89,15 +106,15 @@ class Directory:
         return silent
 
     def lost(self) -> dict[PeerKey, tuple[str, ...]]:
-        """Members that fell silent without a goodbye, and where they were: a line may have been cut between us."""
+        """Return the addresses of members that fell silent without a goodbye: the network may have been cut."""
         return dict(self._lost)
 
     def has_left(self, key: PeerKey) -> bool:
-        """It said goodbye, and nothing since."""
+        """Return whether this peer said goodbye and has sent nothing since."""
         return key in self._gone and key not in self._entries and key not in self._lost
 
     def unheard(self, now: float, seconds: float) -> list[PeerKey]:
-        """Members (not observers) that are there, and of whom nothing came first-hand for so many seconds."""
+        """Return the members (not observers) that are present and sent us nothing themselves for these seconds."""
         return [
             k
             for k, e in self._entries.items()
@@ -105,23 +122,23 @@ class Directory:
         ]
 
     def peers(self) -> list[PeerKey]:
-        """Everyone known."""
+        """Return all peers of the table, members and others."""
         return list(self._entries)
 
     def is_member(self, key: PeerKey) -> bool:
-        """Whether this is a known peer that was admitted."""
+        """Return whether this peer is in the table and was admitted."""
         entry = self._entries.get(key)
         return entry is not None and bool(entry.heartbeat.body.admission)
 
-    def entries(self) -> dict[PeerKey, Entry]:
-        """A copy of what is known."""
+    def entries(self) -> dict[PeerKey, PeerEntry]:
+        """Return a copy of the table."""
         return dict(self._entries)
 
     def heartbeats(self) -> list[Signed[Heartbeat]]:
-        """The newest heartbeat of each, to pass on to a newcomer."""
+        """Return the newest heartbeat of each peer, to send to a newcomer."""
         return [e.heartbeat for e in self._entries.values()]
 
     def addresses(self) -> list[str]:
-        """Members' addresses, not strangers', to enter the swarm by: the newest heard first."""
+        """Return the multiaddresses of members, not of strangers: those with the latest news first."""
         newest = sorted(self._entries.values(), key=lambda e: -e.heard)
         return list(dict.fromkeys(a for e in newest if e.heartbeat.body.admission for a in e.heartbeat.body.addresses))

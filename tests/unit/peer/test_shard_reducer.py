@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peer.node.reducing import AT_ONCE, KEPT_ROUNDS
+from peer.node.shard_reducer import AT_ONCE, KEPT_ROUNDS
 from protocol.merkle import CHUNK, blob_digest
 from protocol.rounds.events import BlobBad, BlobHeld, BlobMissing, PartLacking, PartReduced
 from tests.support.coordinator_fakes import peer

@@ -1,13 +1,13 @@
-"""What the log says now and then of the trainer's time, memory and speed. The time is an argument."""
+"""Periodic log line on the trainer's time, memory and speed. The time is an argument."""
 
 from __future__ import annotations
 
 from peer.channel import Progress, TimeShares
 
 FIRST_SECONDS, SECONDS = 60.0, 300.0
-"""When the log says it for the first time after the trainer began, and how often from then on."""
+"""Seconds until the first line after the trainer began, and between the following ones."""
 
-_WORDS = {
+_LABELS = {
     "training": "training",
     "data": "waiting for data",
     "compressing": "compressing",
@@ -18,13 +18,13 @@ _WORDS = {
 
 
 class UsageLog:
-    """Fed with each Progress."""
+    """Chooses when to log. It is given each Progress."""
 
     def __init__(self) -> None:
         self._due: float | None = None
 
     def line(self, progress: Progress, now: float) -> str:
-        """What to log now: mostly nothing ("")."""
+        """Return the line to log now; mostly the empty text."""
         if self._due is None:
             self._due = now + FIRST_SECONDS
         if now < self._due or progress.spent is None:
@@ -34,10 +34,10 @@ class UsageLog:
 
 
 def usage_line(progress: Progress, spent: TimeShares) -> str:
-    """Shares of the last minute (those that are not next to nothing), memory, MFU."""
-    shares = [(getattr(spent, name), words) for name, words in _WORDS.items()]
-    said = ", ".join(f"{share:.0%} {words}" for share, words in shares if share >= 0.005)
-    parts = [f"of the last minute: {said}"]
+    """Return shares of the last minute (those above 0.5%), memory and MFU as one line."""
+    shares = [(getattr(spent, name), label) for name, label in _LABELS.items()]
+    listed = ", ".join(f"{share:.0%} {label}" for share, label in shares if share >= 0.005)
+    parts = [f"of the last minute: {listed}"]
     if progress.memory is not None:
         parts.append(f"{progress.memory.used / 1e9:.1f} of {progress.memory.whole / 1e9:.1f} GB of memory")
     parts.append("MFU not known for this device or model" if progress.mfu is None else f"MFU {progress.mfu:.0%}")

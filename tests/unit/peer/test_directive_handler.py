@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from peer.channel import Orders
 from peer.channel.messages import from_line, to_line
-from peer.node.chainlog import ChainLog
-from peer.node.obeying import Obeying, saved_epoch, words_of
+from peer.node.certificate_store import CertificateStore
+from peer.node.directive_handler import DirectiveHandler, saved_epoch, words_of
 from peer.store import Store
 from protocol.chain import ChainLimits
 from protocol.ids import Round
@@ -36,7 +36,7 @@ def test_the_trainer_is_told_what_changes_once(tmp_path):
     told: list[Orders] = []
     with Store(tmp_path, 10**9) as store:
         m = machine()
-        obeying = Obeying(m, store, 32, told.append)
+        obeying = DirectiveHandler(m, store, 32, told.append)
         obeying.follow()
         obeying.follow()
         m.orders.rests = True
@@ -54,13 +54,13 @@ def test_what_was_learnt_goes_once_when_the_run_was_rolled_back_while_the_peer_w
         def left(epoch: int) -> int:
             for name in learnt:
                 (folder / name).write_text("x")
-            Obeying(machine(epoch), store, 32, lambda orders: None).prepare(folder)
+            DirectiveHandler(machine(epoch), store, 32, lambda orders: None).prepare(folder)
             return sum((folder / name).exists() for name in learnt)
 
         assert left(0) == len(learnt) and left(1) == 0 and left(1) == 0  # nothing was reached in between
-        Obeying(machine(1, afresh=True), store, 32, lambda orders: None).reached()
+        DirectiveHandler(machine(1, afresh=True), store, 32, lambda orders: None).reached()
         assert saved_epoch(store) == 0  # the state that it reached is of before
-        Obeying(machine(1), store, 32, lambda orders: None).reached()
+        DirectiveHandler(machine(1), store, 32, lambda orders: None).reached()
         assert saved_epoch(store) == 1 and left(1) == len(learnt) and left(2) == 0
         assert (folder / "compiled").exists()
 
@@ -80,19 +80,19 @@ def test_a_restart_leaves_out_the_rounds_that_were_rolled_back(tmp_path, monkeyp
     decoder = MessageDecoder(SPEC.run_id, SPEC.owner_key)
     limits = ChainLimits(1000, 16)
     with Store(tmp_path, 10**9) as store:
-        log = ChainLog(store, decoder, SPEC)
+        log = CertificateStore(store, decoder, SPEC)
         log.load(limits)
         for certificate in chain.certificates:
             log.keep(certificate)
         back = Rollback(1, chain.certificates[2].digest, Round(3), SPEC.genesis.name)
         word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, rollback=back))
         log.keep_directive(word)
-        loaded = ChainLog(store, decoder, SPEC).load(limits)
+        loaded = CertificateStore(store, decoder, SPEC).load(limits)
         assert loaded.head == back.record and loaded.newest == word and len(loaded) == 3
 
 
 async def test_what_a_node_fetches_and_whom_it_knows_goes_by_the_policy_of_the_open_round(tmp_path, monkeypatch):
-    w = NodeWorld(tmp_path, monkeypatch, round={"target_tokens": 256, "max_update_tokens": 8192, **TIMERS})
+    w = NodeWorld(tmp_path, round={"target_tokens": 256, "max_update_tokens": 8192, **TIMERS})
     try:
         node = w.start("ada")
         await w.rounds(["ada"], 1)

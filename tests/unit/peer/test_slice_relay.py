@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from peer.node.passing import TIMES_OWN_WORK, Passing
-from peer.node.relaying import Relaying
+from peer.node.slice_relay import TIMES_OWN_WORK, SliceRelay
+from peer.node.relay_selector import RelaySelector
 from protocol.ids import Digest, short_id
 from protocol.messages import RoundRecord, Signed
 from tests.support.coordinator_fakes import peer
@@ -23,12 +23,12 @@ OTHERS = [peer(n) for n in range(4, 8)]
 class Swarm:
     """The source of a `World`, and who hears whom."""
 
-    def __init__(self, world: World, relaying: Relaying):
+    def __init__(self, world: World, relaying: RelaySelector):
         self.fetch_blob = world.source.fetch_blob
         self.relaying = relaying
 
 
-def relaying(*, asker_hears=(), seated_hears=()) -> Relaying:
+def relaying(*, asker_hears=(), seated_hears=()) -> RelaySelector:
     """Author, asker and the third are behind NATs, but for what is said; the others hear all."""
     nats = [AUTHOR, ASKER, SEATED]
     unheard = {p.key: {o for o in nats if o is not p} for p in nats}
@@ -36,7 +36,7 @@ def relaying(*, asker_hears=(), seated_hears=()) -> Relaying:
     unheard[SEATED.key] -= set(seated_hears)
     said = {p: tuple(short_id(o.key) for o in unheard[p.key]) for p in nats}
     beats = {p.key: heartbeat(p, admission=b"a", unheard=said.get(p, ())) for p in (*nats, *OTHERS)}
-    return Relaying(beats)
+    return RelaySelector(beats)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def listing(record: Signed[RoundRecord], blob: Digest) -> Signed[RoundRecord]:
     return replace(record, body=replace(record.body, updates=updates))
 
 
-def passing(w: World, who: Relaying, *, me=None, parts=(1,), committee=(ASKER, SEATED), known=True) -> Passing:
+def passing(w: World, who: RelaySelector, *, me=None, parts=(1,), committee=(ASKER, SEATED), known=True) -> SliceRelay:
     """Asked for the author's update by the asker; `me`: by default one of its relays."""
     me = me or who.relays(AUTHOR.key, ASKER.key)[0]
     keys = tuple(sorted(p.key for p in committee))
@@ -61,7 +61,7 @@ def passing(w: World, who: Relaying, *, me=None, parts=(1,), committee=(ASKER, S
         return [(listing(w.record, blob), part, keys) for part in parts] if known else []
 
     network = cast(Any, Swarm(w, who))
-    made = Passing(me, w.store, network, cast(Any, Sums()), SIZE, SPEC.round, slices, w._spawn)
+    made = SliceRelay(me, w.store, network, cast(Any, Sums()), SIZE, SPEC.round, slices, w._spawn)
     made.asked(w.blobs[AUTHOR.key], ASKER.key)
     return made
 
@@ -107,7 +107,7 @@ async def test_no_more_is_passed_on_in_a_round_than_a_few_times_the_own_work(wor
 
 
 async def test_a_store_that_is_nearly_full_is_for_its_own_node(world, monkeypatch):
-    monkeypatch.setattr("peer.node.passing.FULL", -1.0)
+    monkeypatch.setattr("peer.node.slice_relay.FULL", -1.0)
     passing(world, relaying())
     await asyncio.gather(*world.tasks)
     assert not world.source.asked

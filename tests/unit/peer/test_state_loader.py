@@ -13,8 +13,8 @@ import pytest
 from peer.channel import Apply as ApplyMessage
 from peer.channel import Load
 from peer.errors import PeerError, TrainerDied
-from peer.node.states import States
-from peer.node.updates import Updates
+from peer.node.state_loader import StateLoader
+from peer.node.update_fetcher import UpdateFetcher
 from peer.store import BlobCorrupt, BlobMissing, Store, StoreFull
 from protocol.chain import genesis_digest
 from protocol.errors import CodecError
@@ -65,8 +65,8 @@ class World:
         self.sent = asyncio.Event()
         self.kinds: dict[Digest, Any] = {}
         self.missing: set[Digest] = set()
-        self.states = States(
-            self.spec, SIZE, cast(Any, self.store), self, cast(Updates, self), self._send,
+        self.states = StateLoader(
+            self.spec, SIZE, cast(Any, self.store), self, cast(UpdateFetcher, self), self._send,
             me=peer(1).key, everyone=lambda: [], failed=self._failed,
             part_kind=lambda contributors, part: cast(Any, f"{part} of {contributors}"), back_from=self._back_from,
         )  # fmt: skip
@@ -340,7 +340,7 @@ async def test_an_update_that_the_own_disk_damaged_is_fetched_again_and_its_auth
                 fetched.append(blob)
                 assert store.put(good) == blob
 
-        updates = Updates(
+        updates = UpdateFetcher(
             store, cast(Any, Source()), cast(Any, Codec()),
             deadline_seconds=5.0, everyone=lambda: [], answer=answers.append, spawn=cast(Any, None),
         )  # fmt: skip

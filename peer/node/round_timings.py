@@ -1,4 +1,4 @@
-"""How long a round takes from our announcement until it is applied, and where the time goes. Pure."""
+"""Measurement of how long a round takes from our announcement until it is applied, and of its stages. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from protocol.ids import Digest
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """Medians of the last rounds, in seconds since our announcement; 0 before the first round."""
+    """Medians over the last rounds, in seconds since our announcement; 0 before the first round."""
 
     blobs: float = 0.0
-    """Until the last of the others' updates was held and checked."""
+    """Seconds until the last of the other members' updates was held and checked."""
     certified: float = 0.0
-    """Until there was a certificate to apply."""
+    """Seconds until there was a certificate to apply."""
     applied: float = 0.0
-    """Until the new state was held."""
+    """Seconds until the new state was held."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """One round, by its number, as in ExchangeTimes."""
+    """The times of one round, by its number; fields as in ExchangeTimes."""
 
     round: int
     blobs: float
@@ -31,8 +31,8 @@ class RoundTimes:
     applied: float
 
 
-class Exchange:
-    """The last `remembered` rounds in which we announced; each is known by its parent."""
+class RoundTimings:
+    """The last `remembered` rounds in which we announced. A round is identified by its parent record."""
 
     def __init__(self, remembered: int = 32):
         self._parent: Digest | None = None
@@ -41,35 +41,35 @@ class Exchange:
         self._rounds: deque[RoundTimes] = deque(maxlen=remembered)
 
     def announced(self, parent: Digest, number: int, now: float) -> None:
-        """Our header for round `number`, which is after `parent`, went out (repeats do not count)."""
+        """Note that our header for round `number`, the one after `parent`, was sent. Repeats do not count."""
         if parent != self._parent:
             self._parent, self._number = parent, number
             self._began = self._blobs = self._certified = now
 
     def held(self, now: float) -> None:
-        """An update of another is held."""
+        """Note that another member's update, or a reduced shard, is held."""
         if self._certified == self._began:
             self._blobs = now
 
     def certified(self, parent: Digest, now: float) -> None:
-        """The record after `parent` is to be applied."""
+        """Note that the record after `parent` is to be applied."""
         if parent == self._parent:
             self._certified = now
 
     def applied(self, parent: Digest, now: float) -> None:
-        """The record after `parent` is applied."""
+        """Note that the record after `parent` was applied."""
         if parent == self._parent:
             times = (round(t - self._began, 4) for t in (self._blobs, self._certified, now))
             self._rounds.append(RoundTimes(self._number, *times))
 
     @property
     def rounds(self) -> list[RoundTimes]:
-        """One by one, the oldest first."""
+        """The remembered rounds, oldest first."""
         return list(self._rounds)
 
     @property
     def times(self) -> ExchangeTimes:
-        """Medians."""
+        """The medians of the remembered rounds."""
         if not self._rounds:
             return ExchangeTimes()
         columns = zip(*((r.blobs, r.certified, r.applied) for r in self._rounds), strict=True)

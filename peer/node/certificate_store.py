@@ -1,4 +1,4 @@
-"""The chain between disk and memory: loads what the store kept, answers those who lack some of it."""
+"""The chain on disk: it is loaded at the start, extended as the machine asks, and given to peers that request it."""
 
 from __future__ import annotations
 
@@ -16,95 +16,106 @@ from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.chain")
 
-FINAL, DIRECTIVE = "final", "directive"
+FINALIZATION, DIRECTIVE = "finalization", "directive"
+"""Names of the values in the store."""
+
 MAX_HAVE = 256
 REPLY_CERTIFICATES = 64
 REPLY_BYTES = 2 * 1024 * 1024
 
 SWEEP_EVERY = 256
-"""Certificates kept between two looks for those that nobody needs."""
+"""Certificates stored between two searches for those that nobody needs."""
 
 
-class ChainLog:
-    """`load` first; then certificates and finals are kept as the machine orders it."""
+class CertificateStore:
+    """The certificates, the newest finalization and the newest directive of one run, and the chain that they form."""
 
-    def __init__(self, store: Store, decoder: MessageDecoder, spec: RunSpec):
+    def __init__(self, store: Store, decoder: MessageDecoder, spec: RunSpec, limits: ChainLimits):
+        """Load the chain from the store. Raise StoreError.
+
+        Values that do not verify are left out with a warning, and fetched from other peers again.
+        """
         self._store = store
         self._decoder = decoder
         self._spec = spec
-        self._kept = 0
-        self.chain: Chain | None = None
+        self._stored = 0
+        self.chain = Chain(spec.run_id, spec.genesis.name, limits)
+        self._load(self.chain)
 
-    def load(self, limits: ChainLimits) -> Chain:
-        """The chain of the store; what does not verify is left out, with a warning, and comes from others again."""
-        chain = self.chain = Chain(self._spec.run_id, self._spec.genesis.name, limits)
-        if (sent := self._store.read_value(DIRECTIVE)) is not None:
+    def _load(self, chain: Chain) -> None:
+        if (encoded := self._store.read_value(DIRECTIVE)) is not None:
             try:
-                chain.take(self._decoder.open(sent, Directive))  # first: rounds that were rolled back are left out
+                chain.take(self._decoder.open(encoded, Directive))  # first: it excludes rolled back rounds
             except ProtocolError as e:
                 log.warning("the stored directive is left out: %s", e)
-        loaded, left_out, why, back = 0, 0, "", 0
+        loaded, left_out, why, rolled_back = 0, 0, "", 0
         for data in self._store.certificates():
             try:
                 loaded += chain.add(self._decoder.certificate(data))
             except RivalOfFinal:
-                back += 1
+                rolled_back += 1
             except UnknownParent as e:
                 if chain.rollback is None:
                     left_out, why = left_out + 1, why or str(e)
-                back += chain.rollback is not None
+                rolled_back += chain.rollback is not None
             except ProtocolError as e:
                 left_out, why = left_out + 1, why or str(e)
         if left_out:
             log.warning("%d stored certificates are left out, the first because %s; others have them", left_out, why)
-        if back:
-            log.info("%d stored certificates are of branches that cannot win any more", back)
-        if (sent := self._store.read_value(FINAL)) is not None:
+        if rolled_back:
+            log.info("%d stored certificates are of branches that cannot win any more", rolled_back)
+        if (encoded := self._store.read_value(FINALIZATION)) is not None:
             try:
-                chain.add_final(self._decoder.open(sent, Finalization))
+                chain.add_final(self._decoder.open(encoded, Finalization))
             except ProtocolError as e:
-                log.warning("the stored final is left out: %s", e)
+                log.warning("the stored finalization is left out: %s", e)
         if loaded:
             log.info("resuming: %d records in the store, round %d", loaded, chain.height(chain.head))
-        return chain
 
-    def keep(self, certificate: Certificate) -> None:
-        """On disk when it returns. Now and then what the tree has dropped is removed from the disk too: anybody who was
-        admitted can certify records with itself alone, as many as it likes."""
+    def store(self, certificate: Certificate) -> None:
+        """Write a certificate; it is on disk on return. Raise StoreError.
+
+        From time to time the certificates that the tree has dropped are removed from the disk: anybody that was
+        admitted can certify any number of records with itself alone.
+        """
         number = certificate.record.body.round
         self._store.append_certificate(encode_certificate(certificate), number, certificate.digest)
-        self._kept += 1
+        self._stored += 1
         chain = self.chain
-        if self._kept % SWEEP_EVERY == 0 and chain is not None:
-            # Of rounds before the tree's first nothing is known any more, but that they were swept in their time.
+        if self._stored % SWEEP_EVERY == 0:
+            # Rounds before the tree's first one were swept in their time; of those the tree knows nothing any more.
             first = chain.height(chain.root)
             gone = self._store.drop_certificates(lambda round, digest: round >= first and digest not in chain)
             if gone:
                 log.info("%d certificates of branches that lost are removed from the store", gone)
 
-    def keep_final(self, final: Signed[Finalization]) -> None:
-        """On disk when it returns."""
-        self._store.write_value(FINAL, final.sent)
+    def store_finalization(self, finalization: Signed[Finalization]) -> None:
+        """Write the newest finalization; it is on disk on return. Raise StoreError."""
+        self._store.write_value(FINALIZATION, finalization.sent)
 
-    def keep_directive(self, word: Signed[Directive]) -> None:
-        """On disk when it returns."""
-        self._store.write_value(DIRECTIVE, word.sent)
+    def store_directive(self, directive: Signed[Directive]) -> None:
+        """Write the newest directive; it is on disk on return. Raise StoreError."""
+        self._store.write_value(DIRECTIVE, directive.sent)
 
     def after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
-        """What follows a record on the way to the head, oldest first, at most `limit`; None when it is not on it."""
+        """Return at most `limit` certificates after a record on the main branch, oldest first.
+
+        Return None when the record is not on it.
+        """
         chain = self.chain
-        if chain is None or record not in chain or chain.on_main(chain.height(record)) != record:
+        if record not in chain or chain.on_main(chain.height(record)) != record:
             return None
         stop = chain.on_main(min(chain.height(chain.head), chain.height(record) + limit))
         return chain.path(record, chain.head if stop is None else stop)
 
     def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
-        """What the asker lacks, as far as memory goes. Raises ProtocolError for a request that is none."""
+        """Return the certificates that the requester is missing, as far as memory goes.
+
+        Raise ProtocolError for a malformed request.
+        """
         if bytes(request.run) != self._spec.run_id or len(request.have) > MAX_HAVE:
             raise MalformedError("a chain request of another run, or with too long a list")
         chain = self.chain
-        if chain is None:
-            raise ChainError("the chain is not loaded yet")
         have = [Digest(d) for d in islice(request.have, MAX_HAVE)]
         try:
             certificates, more = chain.after(have, count=REPLY_CERTIFICATES, size=REPLY_BYTES)

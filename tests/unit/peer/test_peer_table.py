@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peer.node.directory import Directory
+from peer.node.peer_table import PeerTable
 from protocol.identity import Identity
 from protocol.messages import Heartbeat, Signed
 from tests.support.signed import PEERS, heartbeat
@@ -13,8 +13,8 @@ from tests.support.specs import identity
 ME = identity("me").key
 
 
-def directory(**how) -> Directory:
-    return Directory(ME, **({"forget_seconds": 60.0, "limit": 4, "observers": 2} | how))
+def directory(**how) -> PeerTable:
+    return PeerTable(ME, **({"forget_seconds": 60.0, "limit": 4, "observers": 2} | how))
 
 
 def member(i: int, sequence: int = 1, **how) -> Signed[Heartbeat]:
@@ -36,7 +36,7 @@ def test_a_newcomer_is_news_once_and_later_heartbeats_replace_its_first():
 
 
 def test_own_heartbeats_that_others_pass_on_are_no_news():
-    assert Directory(PEERS[1].key, forget_seconds=1, limit=4).hear(member(1), 0.0) is None
+    assert PeerTable(PEERS[1].key, forget_seconds=1, limit=4).hear(member(1), 0.0) is None
 
 
 def test_strangers_do_not_take_the_places_of_members_nor_the_other_way_round():
@@ -124,7 +124,7 @@ def test_who_said_goodbye_has_left_until_it_is_heard_again():
 
 
 def test_of_the_silent_so_many_are_remembered(monkeypatch):
-    monkeypatch.setattr("peer.node.directory.MAX_LOST", 2)
+    monkeypatch.setattr("peer.node.peer_table.MAX_LOST", 2)
     d = directory()
     for i in range(1, 5):
         d.hear(member(i, addresses=("/a",)), float(i))
