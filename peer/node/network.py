@@ -150,7 +150,7 @@ class Network:
                 log.warning("the DHT does not answer: %s; members are still found through each other", what)
             for key in self.peers.forget_silent(self._clock()):
                 log.debug("%s is forgotten: it has been silent for too long", key.short)
-            await asyncio.to_thread(self._save_addresses, self.peers.addresses())
+            await asyncio.to_thread(self.save_addresses)
             return DISCOVER_SECONDS if self.peers.peers() else LONELY_SECONDS
 
         await repeat(discover_once)
@@ -204,7 +204,7 @@ class Network:
         if self._swarm is not None:
             await self._outbox.flush(seconds)
         await self._outbox.close()
-        self._save_addresses(self.peers.addresses())
+        self.save_addresses()
         if self._swarm is not None:
             await self._swarm.stop()
 
@@ -385,8 +385,9 @@ class Network:
         while len(self._bad_providers) > MAX_BAD_PROVIDERS:
             del self._bad_providers[next(iter(self._bad_providers))]
 
-    def _save_addresses(self, addresses: Sequence[str]) -> None:
+    def save_addresses(self) -> None:
         """Store the addresses of members for the next start."""
+        addresses = self.peers.addresses()
         # Only addresses that name a member: else peers could have us dial anybody, and give the address to others.
         of_members = [a for k, each in _by_peer(addresses).items() if self.peers.is_member(k) for a in each]
         if of_members:

@@ -26,7 +26,7 @@ from peer.coordinator_client import (
     WrongCoordinator,
     _certificate_of,
 )
-from peer.node import finding
+from peer.node import coordinator_discovery
 from protocol.coordinator_address import CoordinatorAddress
 from protocol.envelope import seal
 from protocol.errors import CairnError
@@ -269,13 +269,13 @@ async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, 
         old = replace(c.invite(), coordinators=(Endpoint("127.0.0.1", 1),))
         await told(swarm, 1)
         asked: list[list[str]] = []
-        known = finding.Found(sign_spec(OWNER, SPEC).sent, swarm.words[0], (), 1)
+        known = coordinator_discovery.DiscoveredRun(sign_spec(OWNER, SPEC).sent, swarm.words[0], (), 1)
 
         async def find(run, addresses):
             asked.append(list(addresses))
             return known
 
-        monkeypatch.setattr(finding, "find", find)
+        monkeypatch.setattr(coordinator_discovery, "discover_run", find)
         monkeypatch.setattr(asyncio, "sleep", lambda _, sleep=asyncio.sleep: sleep(0))
         assert (await status._ask(old, ["/via"])).name == "tiny"
         assert asked == [["/via", *old.addresses]]

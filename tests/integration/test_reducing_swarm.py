@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest_asyncio
 import torch
 
 from peer.node.shard_reducer import ShardReducer
+from peer.node.tasks import Tasks
 from peer.node.update_fetcher import UpdateFetcher
 from protocol.codec import make_codec
-from protocol.ids import Digest, Round
+from protocol.ids import Digest, PeerKey, Round
 from protocol.layout import Layout
 from protocol.merkle import CHUNK
 from protocol.message_codec import KeySigner
@@ -52,23 +54,33 @@ def header(member: Member, blob: Digest) -> Signed[UpdateHeader]:
     return KeySigner(member.identity).sign(body)
 
 
+@dataclass
+class Source:
+    """A swarm as a source of slices, without relays."""
+
+    fetch_blob: Any
+
+    def everyone(self) -> list[PeerKey]:
+        return []
+
+    def relays_from(self, author: PeerKey) -> list[PeerKey]:
+        return []
+
+
 class Driver:
     """One member's `ShardReducer`, over its own swarm and store."""
 
     def __init__(self, member: Member):
         self.member = member
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
+        tasks, source = Tasks(), Source(member.swarm.fetch_blob)
         updates = UpdateFetcher(
-            member.store, member.swarm, CODEC, deadline_seconds=20, everyone=lambda: [],
-            answer=self.answers.put_nowait, spawn=self._spawn,
+            member.store, source, CODEC, deadline_seconds=20, post=self.answers.put_nowait, tasks=tasks,
         )  # fmt: skip
         self.reducing = ShardReducer(
-            member.store, member.swarm, updates, REDUCTION, CODEC.size, OuterSpec(),
-            exchange_seconds=40, answer=self.answers.put_nowait, spawn=self._spawn,
+            member.store, source, updates, REDUCTION, CODEC.size, OuterSpec(), exchange_seconds=40,
+            post=self.answers.put_nowait, tasks=tasks,
         )  # fmt: skip
-
-    def _spawn(self, work: Any, what: str) -> asyncio.Task[None]:
-        return asyncio.create_task(work, name=what)
 
 
 async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_its_share_of_bytes(

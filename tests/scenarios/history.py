@@ -102,7 +102,7 @@ class History:
                 return
             for c in self.certificates:
                 store.append_certificate(encode_certificate(c), c.record.body.round, c.record.digest)
-            keep = blobs_to_keep(self.spec, self.certificates, [self._base], [])
+            keep = blobs_to_keep(self.spec, self.certificates, [self._base])
             for digest, blob in self.blobs.items():
                 if digest in keep:
                     store.put(blob)

@@ -199,7 +199,7 @@ class LoopSwarm:
 
 
 class LoopTrainer:
-    """What `peer.node.trainer.Trainer` offers a node."""
+    """A `TrainerSupervisor` whose trainer works in this process."""
 
     link = None
 

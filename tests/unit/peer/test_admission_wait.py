@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from peer.coordinator_client import Admitted, CoordinatorRefused, CoordinatorUnreachable
-from peer.node import waiting
+from peer.node import admission_wait
+from peer.node.admission_wait import wait_until_admitted
+from peer.node.builder import build_node
 from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.node import Node
 from peer.node.options import NodeOptions
-from peer.node.waiting import wait_until_admitted
 from peer.store import Store
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.errors import CairnError
@@ -63,10 +64,10 @@ def newcomer(tmp_path: Path, monkeypatch):
     """Whose network finds nobody, and whose blobs are fetched in no time."""
     for name in ("start", "stop"):
         monkeypatch.setattr(Network, name, at_once)
-    for name in ("discover", "mend"):
+    for name in ("discover", "keep_running"):
         monkeypatch.setattr(Network, name, forever)
-    monkeypatch.setattr(waiting, "fetch_assets", at_once)
-    monkeypatch.setattr(waiting, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(admission_wait, "fetch_assets", at_once)
+    monkeypatch.setattr(admission_wait, "RETRY_SECONDS", 0.05)
     with Store(tmp_path / "store", 1 << 30) as store:
         client: Any = Away()
         yield Membership(ME, SPEC, MessageDecoder(SPEC.run_id, OWNER.key), store, client, "me", b"")
@@ -85,16 +86,18 @@ async def asked(newcomer: Membership, times: int) -> None:
 async def test_it_asks_again_says_so_and_leaves_the_swarm_when_it_is_admitted(newcomer, tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
     nodes: list[Node] = []
-    monkeypatch.setattr(waiting, "Node", lambda m, options: nodes.append(Node(m, options)) or nodes[-1])
+    monkeypatch.setattr(
+        admission_wait, "build_node", lambda m, options: nodes.append(build_node(m, options)) or nodes[-1]
+    )
     waits = asyncio.create_task(wait_until_admitted(newcomer, NodeOptions(tmp_path)))
     await asked(newcomer, 3)
     (node,) = nodes
-    assert not waits.done() and node._options.observer and not newcomer.seconds_left()
+    assert not waits.done() and node.snapshot().phase == "observing" and not newcomer.seconds_left()
     assert caplog.text.count("waiting for the coordinator") == 1  # not at each attempt
-    monkeypatch.setattr(waiting, "RETRY_SECONDS", 60.0)
+    monkeypatch.setattr(admission_wait, "RETRY_SECONDS", 60.0)
     await asyncio.sleep(0.1)
     word = sign_coordinator_address(OWNER, CoordinatorAddress(SPEC.run_id, 5, (Endpoint("c", 1),), Digest(bytes(32))))
-    node.locator.take(word.sent)  # a member tells: it is asked at once, not after a minute
+    node.membership.locator.accept(word.sent)  # a member tells: it is asked at once, not after a minute
     await asyncio.wait_for(waits, 10)
     assert newcomer.seconds_left() > 80_000 and newcomer.locator.newest == word
     assert node.snapshot().finished and not newcomer.client.closed

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from cairn.inviting import renewed_invite
-from peer.node import finding, seeking
-from peer.node.inbox import MAX_WORDS, Inbox
-from peer.node.locator import SPEC, WHEREABOUTS, Locator
+from peer.node import coordinator_discovery as module
+from peer.node.coordinator_discovery import COORDINATOR_ADDRESS, SPEC, CoordinatorLocator
+from peer.node.inbox import MAX_ADDRESS_RECORDS, Inbox
 from peer.node.membership import OWN_ADDRESSES, Membership, run_folder
 from peer.store import Store, StoreFull
 from peer.swarm import asking
@@ -22,6 +22,7 @@ from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.identity import Identity
 from protocol.ids import PeerKey
 from protocol.invite import Endpoint, Invite
+from protocol.messages import Signed
 from protocol.spec import sign_spec
 from protocol.wire import swarm_pb2 as wire
 from tests.support.signed import HEADERS, PEERS, decoder
@@ -46,42 +47,42 @@ def store(tmp_path: Path):
 
 
 def test_the_newest_word_is_kept_over_a_restart_and_said_once(store):
-    locator, heard = Locator(store, RUN), []
-    locator.listeners.append(heard.append)
+    moved: list[Any] = []
+    locator = CoordinatorLocator(store, RUN, cast(Any, SimpleNamespace(moved=moved.append)))
     assert locator.newest is None
-    taken = [locator.take(word(s).sent) for s in (5, 7, 7, 6, 5, 8)]
+    taken = [locator.accept(word(s).sent) for s in (5, 7, 7, 6, 5, 8)]
     assert taken == [True, True, False, False, False, True]
-    assert [w.body.sequence for w in heard] == [5, 7, 8] and locator.news.is_set()
-    assert Locator(store, RUN).newest == word(8)
+    assert [body.sequence for body in moved] == [5, 7, 8]
+    assert CoordinatorLocator(store, RUN).newest == word(8)
 
 
 @pytest.mark.parametrize(
     "sent", [word(9, owner=identity("liar")).sent, word(9, run=digest("x")).sent, b"\x0a\x0bwhere"]
 )
 def test_what_is_not_the_owners_word_on_this_run_changes_nothing(store, sent, caplog):
-    locator = Locator(store, RUN)
-    locator.take(word(5).sent)
+    locator = CoordinatorLocator(store, RUN)
+    locator.accept(word(5).sent)
     with pytest.raises(ProtocolError):
-        locator.take(sent)
-    assert locator.newest == word(5) and store.read_value(WHEREABOUTS) == word(5).sent
-    store.write_value(WHEREABOUTS, sent)
-    assert Locator(store, RUN).newest is None and "is left out" in caplog.text
+        locator.accept(sent)
+    assert locator.newest == word(5) and store.read_value(COORDINATOR_ADDRESS) == word(5).sent
+    store.write_value(COORDINATOR_ADDRESS, sent)
+    assert CoordinatorLocator(store, RUN).newest is None and "is ignored" in caplog.text
 
 
 def test_a_full_disk_costs_the_next_start_a_question_not_this_one_the_word(store, monkeypatch, caplog):
     def full(name: str, data: bytes) -> None:
         raise StoreFull("no space left")
 
-    locator = Locator(store, RUN)
+    locator = CoordinatorLocator(store, RUN)
     monkeypatch.setattr(cast(Any, store), "write_value", full)
-    assert locator.take(word(5).sent) and locator.newest == word(5) and "no space left" in caplog.text
+    assert locator.accept(word(5).sent) and locator.newest == word(5) and "no space left" in caplog.text
 
 
 def test_anybody_is_told_of_this_run_and_nobody_of_another(store):
-    locator = Locator(store, RUN)
+    locator = CoordinatorLocator(store, RUN)
     ask = wire.CoordinatorAddressRequest(run=RUN.run_id, spec=True)
     assert locator.answer(ask, ()) == wire.CoordinatorAddressReply(spec=SENT)
-    locator.take(word(5).sent)
+    locator.accept(word(5).sent)
     reply = locator.answer(ask, [f"/ip4/1.1.1.1/tcp/{i}" for i in range(1000)])
     assert reply.coordinator_address == word(5).sent and len(reply.addresses) == 16
     assert not locator.answer(wire.CoordinatorAddressRequest(run=RUN.run_id), ()).spec
@@ -90,14 +91,14 @@ def test_anybody_is_told_of_this_run_and_nobody_of_another(store):
 
 
 def test_in_a_packet_a_flood_of_words_is_not_looked_at_and_the_rest_of_it_is(store, caplog):
-    locator = Locator(store, RUN)
+    locator = CoordinatorLocator(store, RUN)
     inbox = Inbox(decoder(), locator)
     flood = [word(i).sent for i in range(1, 50)]
     packet = wire.Packet(messages=[*flood, HEADERS[1].sent])
     assert sum(e is not None for e in inbox.packet(PEERS[1].key, packet, 1e9)) == 1
-    assert locator.newest == word(MAX_WORDS) and not caplog.text
+    assert locator.newest == word(MAX_ADDRESS_RECORDS) and not caplog.text
     list(inbox.packet(PEERS[1].key, wire.Packet(messages=[word(99, owner=identity("liar")).sent]), 1e9))
-    assert locator.newest == word(MAX_WORDS) and "not signed by the run's owner" in caplog.text
+    assert locator.newest == word(MAX_ADDRESS_RECORDS) and "not signed by the run's owner" in caplog.text
 
 
 class FakeNetwork:
@@ -106,9 +107,9 @@ class FakeNetwork:
     def __init__(self, answers: dict[PeerKey, wire.CoordinatorAddressReply | Exception]):
         self._answers = answers
         self.said: list[bytes] = []
-        self.outbox = SimpleNamespace(broadcast=lambda to, message: self.said.append(message.sent))
-        self.directory = SimpleNamespace(peers=lambda: list(answers))
-        self.swarm = self
+
+    def send_to_all(self, message: Signed[Any]) -> None:
+        self.said.append(message.sent)
 
     def everyone(self) -> list[PeerKey]:
         return list(self._answers)
@@ -124,7 +125,7 @@ class FakeNetwork:
 
 
 async def test_of_what_members_say_the_newest_true_word_is_kept(store):
-    locator = Locator(store, RUN)
+    locator = CoordinatorLocator(store, RUN)
     keys = [identity(i).key for i in range(6)]
     answers: list[Any] = [
         wire.CoordinatorAddressReply(coordinator_address=word(99, owner=identity("liar")).sent),
@@ -135,20 +136,20 @@ async def test_of_what_members_say_the_newest_true_word_is_kept(store):
         CairnError("silent"),
     ]
     network = FakeNetwork(dict(zip(keys, answers, strict=True)))
-    await seeking.ask(cast(Any, network), locator, RUN.run_id)
+    await module.ask_members(cast(Any, network), locator, RUN.run_id)
     assert locator.newest == word(7, MOVED)
 
 
 async def test_a_newer_word_is_passed_on_once_and_of_many_at_once_only_the_last(store, monkeypatch):
-    monkeypatch.setattr(seeking, "PASS_ON_SECONDS", 0.05)
-    locator, network = Locator(store, RUN), FakeNetwork({})
-    passing = asyncio.create_task(seeking.pass_on(cast(Any, network), locator))
+    monkeypatch.setattr(module, "PASS_ON_SECONDS", 0.05)
+    locator, network = CoordinatorLocator(store, RUN), FakeNetwork({})
+    passing = asyncio.create_task(module.pass_on(cast(Any, network), locator))
     await asyncio.sleep(0)
-    locator.take(word(1).sent)
+    locator.accept(word(1).sent)
     await asyncio.sleep(0.01)
     for i in range(2, 30):
-        locator.take(word(i).sent)
-        locator.take(word(i).sent)
+        locator.accept(word(i).sent)
+        locator.accept(word(i).sent)
     await asyncio.sleep(0.2)
     assert network.said == [word(1).sent, word(29).sent]
     passing.cancel()
@@ -166,9 +167,9 @@ def heard(*replies: wire.CoordinatorAddressReply):
     return ask_members
 
 
-async def found(monkeypatch, *replies: wire.CoordinatorAddressReply) -> finding.Found | None:
+async def found(monkeypatch, *replies: wire.CoordinatorAddressReply) -> module.DiscoveredRun | None:
     monkeypatch.setattr(asking, "ask_members", heard(*replies))
-    return await finding.find(RUN.run_id, ["/some"])
+    return await module.discover_run(RUN.run_id, ["/some"])
 
 
 async def test_a_newcomer_takes_the_runs_own_spec_and_the_newest_word_of_its_owner(monkeypatch, caplog):
@@ -185,7 +186,7 @@ async def test_a_newcomer_takes_the_runs_own_spec_and_the_newest_word_of_its_own
         wire.CoordinatorAddressReply(spec=SENT, coordinator_address=word(7, MOVED).sent, addresses=[here]),
         wire.CoordinatorAddressReply(spec=SENT),
     )
-    assert got is not None and got.sent == SENT and got.coordinator_address == word(7, MOVED)
+    assert got is not None and got.encoded == SENT and got.coordinator_address == word(7, MOVED)
     assert got.addresses == (here,) and got.members == 3
     assert "not signed by the run's owner" in caplog.text
 
@@ -226,7 +227,7 @@ def test_a_member_prints_an_invite_with_where_the_coordinator_is_and_itself_firs
             [f"/ip4/2.2.2.2/tcp/{i}/p2p/{name}" for name in "BCD" for i in (1, 2)], own=["/ip4/3.3.3.3/tcp/1/p2p/ME"]
         )
         assert (store.read_value(OWN_ADDRESSES) or b"").endswith(b"ME")
-        m.locator.take(word(5, MOVED).sent)
+        m.locator.accept(word(5, MOVED).sent)
         new = Invite.parse(renewed_invite(str(old), tmp_path))
     assert new.coordinators == (MOVED,) and new.fingerprint == digest("certificate") and new.code == "the-code"
     assert [a.rpartition("/")[2] for a in new.addresses] == ["ME", "B", "C", "D", "OLD", "B", "C", "D"]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from peer.node import node as node_module
+from peer.node import status_reporter, trainer_client
+from peer.node.builder import build_node
 from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.node import Node
@@ -36,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     """No daemon is started here: the network side neither finds nor loses anybody."""
     for name in ("start", "stop"):
         monkeypatch.setattr(Network, name, at_once)
-    for name in ("discover", "mend"):
+    for name in ("discover", "keep_running"):
         monkeypatch.setattr(Network, name, forever)
     return tmp_path
 
@@ -44,15 +46,15 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 def node(folder: Path, store: Store, *, observer: bool = True) -> Node:
     decoder = MessageDecoder(SPEC.run_id, OWNER.key)
     membership = Membership(identity("me"), SPEC, decoder, store, None, "me", b"")
-    return Node(membership, NodeOptions(folder, observer=observer))
+    return build_node(membership, NodeOptions(folder, observer=observer))
 
 
 @pytest.mark.parametrize("slow", ["the swarm", "the run's assets"])
 async def test_told_to_leave_while_it_starts_it_does_not_finish_starting_first(folder, monkeypatch, slow):
     if slow == "the swarm":
         monkeypatch.setattr(Network, "start", forever)
-    monkeypatch.setattr(node_module, "fetch_assets", forever)
-    monkeypatch.setattr(node_module, "LEAVE_SECONDS", 100.0)
+    monkeypatch.setattr(trainer_client, "fetch_assets", forever)
+    monkeypatch.setattr(node_module, "HARD_STOP_SECONDS", 100.0)
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store, observer=False)
         running = asyncio.create_task(n.run())
@@ -103,7 +105,7 @@ async def test_a_task_that_fails_ends_the_node_with_its_error_and_the_rest_is_st
         raise StoreFull("no room")
 
     monkeypatch.setattr(Network, "discover", until_cancelled)
-    monkeypatch.setattr(Network, "mend", fails)
+    monkeypatch.setattr(Network, "keep_running", fails)
     with Store(folder / "store", 1 << 30) as store:
         with pytest.raises(StoreFull, match="no room"):
             await asyncio.wait_for(node(folder, store).run(), 30)
@@ -134,8 +136,8 @@ async def test_a_status_file_that_cannot_be_written_is_said_once(folder, monkeyp
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(node_module, "write_snapshot", full)
-    monkeypatch.setattr(node_module, "SNAPSHOT_SECONDS", 0.01)
+    monkeypatch.setattr(status_reporter, "write_snapshot", full)
+    monkeypatch.setattr(status_reporter, "SNAPSHOT_SECONDS", 0.01)
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())

@@ -13,8 +13,7 @@ import pytest
 from peer.coordinator_client import Admitted, CoordinatorRefused, CoordinatorUnreachable, RunInfo, WrongCoordinator
 from peer.errors import PeerError
 from peer.node import membership as membership_module
-from peer.node.finding import Found
-from peer.node.locator import SPEC
+from peer.node.coordinator_discovery import SPEC, DiscoveredRun
 from peer.node.membership import ADMISSION, Membership, known_addresses
 from peer.store import Store, StoreFull
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
@@ -42,7 +41,7 @@ class Client:
         self.asked = 0
         self.closed = False
         self.places: list[Any] = []
-        self.found: Found | None = None
+        self.found: DiscoveredRun | None = None
 
     async def get_run(self, *, attempts=None) -> RunInfo:
         if self.run is not None:
@@ -79,6 +78,10 @@ def client(monkeypatch) -> Client:
 
 async def enter(store: Store, tmp_path: Path) -> Membership:
     return await Membership.enter(INVITE, tmp_path, store, name="me")
+
+
+async def nobody() -> None:
+    """Ask no member."""
 
 
 async def until(look: Callable[[], bool]) -> None:
@@ -172,7 +175,7 @@ async def test_an_admission_is_renewed_before_it_ends_and_an_outage_is_said_loud
     monkeypatch.setattr(membership_module, "RENEW_SECONDS", 0.01)
     client.seconds = 2  # of the day that the policy gives: renewal is due at once
     m = await enter(store, tmp_path)
-    keeping = asyncio.create_task(m.keep_valid())
+    keeping = asyncio.create_task(m.keep_valid(nobody))
     try:
         client.admission = AWAY
         await until(lambda: client.asked >= 3)
@@ -221,12 +224,12 @@ def members(client, monkeypatch):
             client.run = client.admission = None
         return client.found
 
-    monkeypatch.setattr(membership_module, "find", find)
+    monkeypatch.setattr(membership_module, "discover_run", find)
     return asked
 
 
-def found(coordinator_address=None) -> Found:
-    return Found(sign_spec(OWNER, RUN).sent, coordinator_address, ("/ip4/5.5.5.5/tcp/5",), 2)
+def found(coordinator_address=None) -> DiscoveredRun:
+    return DiscoveredRun(sign_spec(OWNER, RUN).sent, coordinator_address, ("/ip4/5.5.5.5/tcp/5",), 2)
 
 
 async def test_with_an_old_invite_members_say_where_the_coordinator_is_and_it_admits(store, client, members, tmp_path):
@@ -272,17 +275,17 @@ async def test_a_renewal_asks_members_only_when_nobody_answers_and_goes_where_th
     async def ask() -> None:
         asked.append(1)
         if len(asked) == 2:
-            m.locator.take(word().sent)
+            m.locator.accept(word().sent)
             client.admission = None
 
-    await m.renew_wherever(ask)
+    await m.renew_anywhere(ask)
     assert not asked
     client.admission = AWAY
     with pytest.raises(CoordinatorUnreachable):
-        await m.renew_wherever(ask)
-    await m.renew_wherever(ask)
+        await m.renew_anywhere(ask)
+    await m.renew_anywhere(ask)
     assert client.places == [word().body] and len(asked) == 2
     client.admission = CoordinatorRefused("no")
     with pytest.raises(CoordinatorRefused):
-        await m.renew_wherever(ask)
+        await m.renew_anywhere(ask)
     assert len(asked) == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from cairn.observing import ObserverView
 from coordinator.archive import Archive
 from coordinator.service import Coordinator, CoordinatorConfig
@@ -28,11 +26,9 @@ def observer(world: NodeWorld) -> Node:
     decoder = MessageDecoder(world.spec.run_id, OWNER.key)
     ways_in = [address_of(world.key(n)) for n in world.nodes]
     me = identity("observer")
-    node = Node(
-        Membership(me, world.spec, decoder, store, None, "coordinator", b"", ways_in), NodeOptions(home, observer=True)
-    )
-    world.nodes["observer"] = node
-    world.running["observer"] = asyncio.create_task(world._run(node, store))
+    membership = Membership(me, world.spec, decoder, store, None, "coordinator", b"", ways_in)
+    node = world.build(membership, NodeOptions(home, observer=True))
+    world.run("observer", node, store)
     return node
 
 

@@ -44,7 +44,7 @@ async def test_a_part_is_made_of_the_chunks_that_cover_it_and_of_no_others(world
         arriving = w.store.arriving(blob)
         assert arriving is not None and arriving.bitmap() == b"\x0d\x00"  # others of the committee can have it here
     assert w.store.used_bytes == SIZE + 3 * 3 * CHUNK + PART_SIZE
-    assert set(w.reducing.undecided()) == {answer.blob}
+    assert set(w.reducing.retained_blobs()) == {answer.blob}
     # Another part of the record needs only what is not here yet; asked again, a part costs nothing but the sum.
     w.reducing.reduce(w.record, 2, committee)
     assert (await w.answer()).blob == blob_digest(w.expected(2))
@@ -69,13 +69,13 @@ async def test_what_was_made_is_kept_for_some_rounds_also_when_its_record_is_dro
     w.reducing.reduce(first, 0, ())
     made = (await w.answer()).blob
     w.reducing.drop(first.digest)
-    assert w.reducing.undecided() == [made]
+    assert w.reducing.retained_blobs() == [made]
     for number in (KEPT_ROUNDS - 1, KEPT_ROUNDS):
-        assert made in w.reducing.undecided()
+        assert made in w.reducing.retained_blobs()
         body = _replace(first.body, round=number)
         w.reducing.reduce(_replace(first, body=body, digest=blob_digest(bytes([number]))), 1, ())
         await w.answer()
-    assert made not in w.reducing.undecided()
+    assert made not in w.reducing.retained_blobs()
 
 
 async def test_who_gives_nothing_in_time_is_lacking_and_may_be_asked_again(world):
@@ -85,7 +85,7 @@ async def test_who_gives_nothing_in_time_is_lacking_and_may_be_asked_again(world
     w.reducing.reduce(w.record, 0, ())
     assert await w.answer() == PartLacking(w.record.digest, 0, (peer(2).key,))
     assert [asked[0] for asked in w.source.asked].count(late) > 1
-    assert w.reducing.undecided() == []
+    assert w.reducing.retained_blobs() == []
     w.source.silent.clear()
     w.reducing.reduce(w.record, 0, ())
     assert await w.answer() == PartReduced(w.record.digest, 0, blob_digest(w.expected(0)))
@@ -111,11 +111,11 @@ async def test_what_is_dropped_is_not_answered(world):
     w.reducing.fetch(blob_digest(b"part"), w.record, 2, ())
     while w.source.at_once < 7:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    assert w.reducing.undecided() == [blob_digest(b"part")]
+    assert w.reducing.retained_blobs() == [blob_digest(b"part")]
     w.reducing.drop(w.record.digest)
     w.source.gate.set()
-    await asyncio.gather(*w.tasks, return_exceptions=True)
-    assert w.answers.empty() and w.reducing.undecided() == [] and w.source.at_once == 0
+    await asyncio.gather(*w.tasks.spawned, return_exceptions=True)
+    assert w.answers.empty() and w.reducing.retained_blobs() == [] and w.source.at_once == 0
     w.reducing.reduce(w.record, 0, ())
     assert isinstance(await w.answer(), PartReduced)
 
@@ -146,6 +146,6 @@ async def test_parts_that_others_made_are_fetched_and_checked_as_parts(world):
     assert await w.answer() == BlobMissing(blob_digest(b"nobody's"))
     # The blob of an update that was checked as one is not a part for that.
     own = w.store.put(w.data[1])
-    w.reducing._updates.trust(own)
+    w.updates.trust(own)
     w.reducing.fetch(own, w.record, 0, ())
     assert isinstance(await w.answer(), BlobBad)

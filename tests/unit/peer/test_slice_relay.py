@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from peer.node.slice_relay import TIMES_OWN_WORK, SliceRelay
 from peer.node.relay_selector import RelaySelector
-from protocol.ids import Digest, short_id
+from peer.node.slice_relay import TIMES_OWN_WORK, SliceRelay
+from protocol.ids import Digest, PeerKey, short_id
 from protocol.messages import RoundRecord, Signed
 from tests.support.coordinator_fakes import peer
 from tests.support.reducing_world import SIZE, SPEC, Sums, World, _with_blob
@@ -21,11 +20,25 @@ OTHERS = [peer(n) for n in range(4, 8)]
 
 
 class Swarm:
-    """The source of a `World`, and who hears whom."""
+    """The source of a `World`, and the relays."""
 
-    def __init__(self, world: World, relaying: RelaySelector):
+    def __init__(self, world: World, selector: RelaySelector):
         self.fetch_blob = world.source.fetch_blob
-        self.relaying = relaying
+        self.everyone = world.source.everyone
+        self.selector = selector
+
+
+class Seats:
+    """The machine's answers: the shards that the asker is to make with the author's update."""
+
+    def __init__(self, world: World, parts, committee, known: bool):
+        self._world = world
+        self._parts = parts
+        self._keys = tuple(sorted(p.key for p in committee))
+        self.known = known
+
+    def slices_for(self, blob: Digest, member: PeerKey):
+        return [(listing(self._world.record, blob), p, self._keys) for p in self._parts] if self.known else []
 
 
 def relaying(*, asker_hears=(), seated_hears=()) -> RelaySelector:
@@ -52,32 +65,27 @@ def listing(record: Signed[RoundRecord], blob: Digest) -> Signed[RoundRecord]:
     return replace(record, body=replace(record.body, updates=updates))
 
 
-def passing(w: World, who: RelaySelector, *, me=None, parts=(1,), committee=(ASKER, SEATED), known=True) -> SliceRelay:
-    """Asked for the author's update by the asker; `me`: by default one of its relays."""
+def relay_of(w: World, who: RelaySelector, *, me=None, parts=(1,), committee=(ASKER, SEATED), known=True):
+    """A relay that the asker asked for the author's update, and its seats; `me`: by default one of its relays."""
     me = me or who.relays(AUTHOR.key, ASKER.key)[0]
-    keys = tuple(sorted(p.key for p in committee))
-
-    def slices(blob, by):
-        return [(listing(w.record, blob), part, keys) for part in parts] if known else []
-
-    network = cast(Any, Swarm(w, who))
-    made = SliceRelay(me, w.store, network, cast(Any, Sums()), SIZE, SPEC.round, slices, w._spawn)
-    made.asked(w.blobs[AUTHOR.key], ASKER.key)
-    return made
+    seats = Seats(w, parts, committee, known)
+    made = SliceRelay(me, w.store, Swarm(w, who), cast(Any, Sums()), SIZE, SPEC.round, seats, w.tasks)
+    made.note_request(w.blobs[AUTHOR.key], ASKER.key)
+    return made, seats
 
 
 async def test_a_relay_that_is_asked_gets_the_chunks_that_the_asker_needs_from_the_author(world):
     who = relaying()
-    again = passing(world, who)
-    await asyncio.gather(*world.tasks)
+    again, _ = relay_of(world, who)
+    await world.tasks.finish()
     blob = world.blobs[AUTHOR.key]
     assert world.source.asked == [(blob, (AUTHOR.key,), (0, 2, 3))]
     partial = world.store.arriving(blob)
     assert not partial.lacks((0, 2, 3)) and partial.lacks((1,))
     for _ in range(20):
-        again.asked(blob, ASKER.key)  # one question comes with each chunk
-    passing(world, who)  # nor is that got which is here
-    await asyncio.gather(*world.tasks)
+        again.note_request(blob, ASKER.key)  # one question comes with each chunk
+    relay_of(world, who)  # nor is that got which is here
+    await world.tasks.finish()
     assert len(world.source.asked) == 1
 
 
@@ -92,29 +100,29 @@ async def test_a_relay_that_is_asked_gets_the_chunks_that_the_asker_needs_from_t
     ],
 )
 async def test_nothing_is_passed_on_where_there_is_another_way_or_nobody_needs_it(world, why, how, others):
-    passing(world, relaying(**how), **others)
-    await asyncio.gather(*world.tasks)
+    relay_of(world, relaying(**how), **others)
+    await world.tasks.finish()
     assert not world.source.asked, why
 
 
 async def test_no_more_is_passed_on_in_a_round_than_a_few_times_the_own_work(world):
     most = TIMES_OWN_WORK * SPEC.round.committee * 3
-    made = passing(world, relaying(), parts=range(6))
+    made, _ = relay_of(world, relaying(), parts=range(6))
     for blob in [world.source.add(bytes([i]) * SIZE) for i in range(most)]:
-        made.asked(blob, ASKER.key)
-    await asyncio.gather(*world.tasks)
+        made.note_request(blob, ASKER.key)
+    await world.tasks.finish()
     assert len(world.source.asked) == most and world.source.most_at_once <= 4
 
 
 async def test_a_store_that_is_nearly_full_is_for_its_own_node(world, monkeypatch):
     monkeypatch.setattr("peer.node.slice_relay.FULL", -1.0)
-    passing(world, relaying())
-    await asyncio.gather(*world.tasks)
+    relay_of(world, relaying())
+    await world.tasks.finish()
     assert not world.source.asked
 
 
 async def test_a_slate_that_was_decided_while_others_had_their_turn_is_not_worked_on(world):
-    made = passing(world, relaying())
-    made._slices = lambda blob, by: ()
-    await asyncio.gather(*world.tasks)
+    _, seats = relay_of(world, relaying())
+    seats.known = False
+    await world.tasks.finish()
     assert not world.source.asked

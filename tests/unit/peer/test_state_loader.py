@@ -14,17 +14,19 @@ from peer.channel import Apply as ApplyMessage
 from peer.channel import Load
 from peer.errors import PeerError, TrainerDied
 from peer.node.state_loader import StateLoader
+from peer.node.tasks import Tasks
 from peer.node.update_fetcher import UpdateFetcher
 from peer.store import BlobCorrupt, BlobMissing, Store, StoreFull
 from protocol.chain import genesis_digest
 from protocol.errors import CodecError
-from protocol.ids import Digest, Round
+from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Rollback
 from protocol.rounds.actions import Apply, Resync
 from protocol.rounds.events import ApplyFailed
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
 
 SIZE = 1234
+"""Bytes of an update in the tests of a damaged disk."""
 
 
 class FakeStore:
@@ -48,6 +50,28 @@ class FakeStore:
         return first > 0  # of two parts
 
 
+class Memory:
+    """The chain that the loader sees: the certificates of a `ChainMaker`."""
+
+    root = None
+
+    def __init__(self, made: ChainMaker):
+        self._made = made
+
+    def _digests(self) -> list[Digest]:
+        return [c.record.digest for c in self._made.certificates]
+
+    def __contains__(self, record: Digest) -> bool:
+        return record in self._digests()
+
+    def ancestors(self, record: Digest):
+        known = self._digests()
+        return reversed(known[: known.index(record) + 1])
+
+    def certificate(self, record: Digest):
+        return self._made.certificates[self._digests().index(record)]
+
+
 class World:
     deadline_seconds = 60.0
 
@@ -66,16 +90,17 @@ class World:
         self.kinds: dict[Digest, Any] = {}
         self.missing: set[Digest] = set()
         self.states = StateLoader(
-            self.spec, SIZE, cast(Any, self.store), self, cast(UpdateFetcher, self), self._send,
-            me=peer(1).key, everyone=lambda: [], failed=self._failed,
-            part_kind=lambda contributors, part: cast(Any, f"{part} of {contributors}"), back_from=self._back_from,
+            self.spec, peer(1).key, cast(Any, self.store), cast(Any, Memory(self.chain)), self,
+            cast(UpdateFetcher, self), cast(Any, self), post=self._failed,
         )  # fmt: skip
 
-    def _back_from(self, record: Digest):
-        known = [c.record.digest for c in self.chain.certificates]
-        return reversed(self.chain.certificates[: known.index(record) + 1] if record in known else [])
+    def everyone(self) -> list[PeerKey]:
+        return []
 
-    async def _send(self, message) -> None:
+    def format_of(self, contributors: int, shard: int):
+        return f"{shard} of {contributors}"
+
+    async def send(self, message) -> None:
         if isinstance(self.error, TrainerDied):
             raise self.error
         self.asked.append(message)
@@ -119,7 +144,7 @@ async def world(rounds: int = 12):
     w = World()
     for _ in range(rounds):
         w.chain.add({1: 2, 2: 3})
-    running = asyncio.create_task(w.states.run())
+    running = asyncio.create_task(w.states.run(w.send))
     w_running = running
     try:
         yield w, w_running
@@ -290,7 +315,7 @@ async def test_what_is_under_way_ends_with_the_node():
     w.store.held.add(w.spec.genesis.name)
     w.store.held.add(state(0))
     w.gate = asyncio.Event()
-    running = asyncio.create_task(w.states.run())
+    running = asyncio.create_task(w.states.run(w.send))
     w.states.resync(w.resync(1))
     await asyncio.sleep(0.01)
     running.cancel()
@@ -308,7 +333,7 @@ async def test_a_checkpoint_that_was_damaged_on_disk_is_fetched_at_the_next_try(
         w.states.resync(w.resync(11))
         await w.next()
         assert w.asked[-1].round == 10 and w.fetched == []
-        await w.states.look_for_damage()  # the trainer has refused it
+        await w.states.verify_given()  # the trainer has refused it
         assert state(10) in w.forgotten and state(10) not in w.store.held
         w.states.resync(w.resync(11))
         await w.next()
@@ -336,13 +361,16 @@ async def test_an_update_that_the_own_disk_damaged_is_fetched_again_and_its_auth
     with Store(tmp_path / "store", 10**8) as store:  # after a start, as the disk has it
 
         class Source:
+            def everyone(self) -> list[PeerKey]:
+                return []
+
             async def fetch_blob(self, blob, size, holders, *, deadline_seconds) -> None:
                 fetched.append(blob)
                 assert store.put(good) == blob
 
         updates = UpdateFetcher(
             store, cast(Any, Source()), cast(Any, Codec()),
-            deadline_seconds=5.0, everyone=lambda: [], answer=answers.append, spawn=cast(Any, None),
+            deadline_seconds=5.0, post=answers.append, tasks=Tasks(),
         )  # fmt: skip
         path = await updates.ensure(digest, [], 5.0)
         assert fetched == [digest] and path.read_bytes() == good and answers == []
@@ -377,7 +405,7 @@ async def test_of_a_round_that_was_reduced_the_trainer_gets_the_parts_and_our_ow
         assert [f.name for f in update.parts] == [d.short for d in parts(2)]
         assert [(u.author, u.windows) for u in update.updates] == [(peer(1).key, 2)]
         assert [w.kinds[d] for d in parts(2)] == ["0 of 2", "1 of 2"] and len(w.kinds) == 2
-        assert w.states._given == parts(2)
+        assert w.states.given == parts(2)
 
 
 async def test_a_replay_takes_each_round_as_it_was_made_and_lacks_no_own_update_that_was_lost(caplog):

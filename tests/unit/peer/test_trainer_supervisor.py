@@ -13,8 +13,8 @@ import pytest
 
 from peer.channel import FromTrainer, MakeUpdate, NothingDone, Ready, Start
 from peer.errors import TrainerDied
-from peer.node import trainer as node_trainer
-from peer.node.trainer import Trainer
+from peer.node import trainer_supervisor as module
+from peer.node.trainer_supervisor import TrainerSupervisor
 from protocol.ids import Digest, PeerKey
 
 D, K = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33)))
@@ -36,7 +36,7 @@ lives.write_text("x" * (life + 1))
 
 @pytest.fixture(autouse=True)
 def _restart_at_once(monkeypatch):
-    monkeypatch.setattr(node_trainer, "PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.02)
 
 
 class World:
@@ -47,7 +47,7 @@ class World:
         self.lost: list[str] = []
         self.news = asyncio.Event()
         command = (sys.executable, "-c", PROLOGUE + textwrap.dedent(program))
-        self.trainer = Trainer(
+        self.trainer = TrainerSupervisor(
             Start(folder / "spec", folder, K, folder, "cpu", 1, {}),
             on_message=self._message,
             on_lost=self._lost,
@@ -131,8 +131,8 @@ async def test_who_waits_for_a_trainer_that_dies_before_it_is_ready_hears_of_it(
 
 
 async def test_a_trainer_that_hangs_is_killed_and_restarted(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_trainer, "ANSWER_SECONDS", 0.3)
-    monkeypatch.setattr(node_trainer, "REPLAY_SECONDS", 0.0)
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(module, "REPLAY_SECONDS", 0.0)
     program = """
     end.send(Ready("cpu", 1, 1, 1))
     end.receive(None)
@@ -150,8 +150,8 @@ async def test_a_trainer_that_hangs_is_killed_and_restarted(tmp_path, monkeypatc
 
 
 async def test_a_trainer_that_waits_for_the_node_is_not_taken_for_one_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_trainer, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(node_trainer, "REPLAY_SECONDS", 0.0)
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(module, "REPLAY_SECONDS", 0.0)
     program = """
     end.send(Ready("cpu", 1, 1, 1))
     end.receive(None); end.send(NothingDone(D)); end.receive(None)
@@ -180,7 +180,7 @@ async def test_a_trainer_that_can_never_start_ends_the_node_with_its_own_words(t
     ],
 )
 async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_done_in_between(tmp_path, monkeypatch, does, lives):
-    monkeypatch.setattr(node_trainer, "MAX_FAILURES", 2)
+    monkeypatch.setattr(module, "MAX_FAILURES", 2)
     program = f"""
     end.send(Ready("cpu", 1, 1, 1))
     end.send(Applied(D, D, 0.0, None))
