@@ -21,7 +21,7 @@ from protocol.ids import PeerKey, b64url, from_b64url
 from protocol.ledger.statements import BindAccount, BindPeer, open_bind_peer, sign
 
 if TYPE_CHECKING:
-    from peer.log_client import Receipted, Standing
+    from peer.log_client import CreditTotals, Receipted
 
 KEY_FILE = "account.key"
 SHOWN = 20
@@ -93,7 +93,7 @@ def show(text: str, home: Path, *, peer: str, account: str, as_json: bool, via: 
     else:
         key = _identity(home).key
 
-    async def ask() -> tuple[Standing, list[Receipted]]:
+    async def ask() -> tuple[CreditTotals, list[Receipted]]:
         async with reached(text, via) as r:
             standing = await r.log.standing(key)
             receipts: list[Receipted] = []
@@ -109,7 +109,7 @@ def show(text: str, home: Path, *, peer: str, account: str, as_json: bool, via: 
         _print(standing, receipts)
 
 
-def _plain(standing: Standing, receipts: Sequence[Receipted]) -> dict[str, Any]:
+def _plain(standing: CreditTotals, receipts: Sequence[Receipted]) -> dict[str, Any]:
     def text(value: Any) -> Any:
         if isinstance(value, bytes):
             return value.hex()
@@ -122,7 +122,7 @@ def _plain(standing: Standing, receipts: Sequence[Receipted]) -> dict[str, Any]:
     return fields(standing) | {"receipts": found}
 
 
-def _print(standing: Standing, receipts: Sequence[Receipted]) -> None:
+def _print(standing: CreditTotals, receipts: Sequence[Receipted]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -24,7 +24,7 @@ from peer.coordinator_client import (
     CoordinatorRefused,
     CoordinatorUnreachable,
     WrongCoordinator,
-    _certificate_of,
+    server_certificate,
 )
 from peer.node import coordinator_discovery
 from protocol.coordinator_address import CoordinatorAddress
@@ -166,7 +166,7 @@ async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(t
     async with running(tmp_path / "a") as (a, _), running(tmp_path / "b") as (b, _):
         ask = client(a)
         channel = await ask._channel(ask._places[0])
-        pem = await asyncio.to_thread(_certificate_of, Endpoint("127.0.0.1", a.grpc_port))
+        pem = await asyncio.to_thread(server_certificate, Endpoint("127.0.0.1", a.grpc_port))
         import ssl
 
         credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(pem).encode())

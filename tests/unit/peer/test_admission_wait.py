@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peer.coordinator_client import Admitted, CoordinatorRefused, CoordinatorUnreachable
+from peer.coordinator_client import CoordinatorRefused, CoordinatorUnreachable, GrantedAdmission
 from peer.node import admission_wait
 from peer.node.admission_wait import wait_until_admitted
 from peer.node.builder import build_node
@@ -49,11 +49,11 @@ class Away:
     def moved(self, to: CoordinatorAddress) -> None:
         self.says = None
 
-    async def admit(self, who, name: str) -> Admitted:
+    async def admit(self, who, name: str) -> GrantedAdmission:
         self.asked += 1
         if self.says is not None:
             raise self.says
-        return Admitted(admission(SPEC, who, not_after=int(time.time()) + 86_400), (), 0.0)
+        return GrantedAdmission(admission(SPEC, who, not_after=int(time.time()) + 86_400), (), 0.0)
 
     async def close(self) -> None:
         self.closed = True

@@ -10,7 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from peer.coordinator_client import Admitted, CoordinatorRefused, CoordinatorUnreachable, RunInfo, WrongCoordinator
+from peer.coordinator_client import (
+    CoordinatorRefused,
+    CoordinatorUnreachable,
+    GrantedAdmission,
+    RunInfo,
+    WrongCoordinator,
+)
 from peer.errors import PeerError
 from peer.node import membership as membership_module
 from peer.node.coordinator_discovery import SPEC, DiscoveredRun
@@ -48,12 +54,12 @@ class Client:
             raise self.run
         return RunInfo(RUN, sign_spec(OWNER, RUN).sent, ("/ip4/2.2.2.2/tcp/2",))
 
-    async def admit(self, who, name: str) -> Admitted:
+    async def admit(self, who, name: str) -> GrantedAdmission:
         self.asked += 1
         if self.admission is not None:
             raise self.admission
         given = admission(RUN, who, not_after=int(time.time()) + self.seconds)
-        return Admitted(given, ("/ip4/3.3.3.3/tcp/3",), self.ahead)
+        return GrantedAdmission(given, ("/ip4/3.3.3.3/tcp/3",), self.ahead)
 
     def moved(self, to) -> None:
         self.places.append(to)
