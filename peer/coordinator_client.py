@@ -163,7 +163,7 @@ class SwarmStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class EarningsEntry:
+class CreditEntry:
     """The earnings of one accepted update."""
 
     round: int
@@ -174,7 +174,7 @@ class EarningsEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerEarnings:
+class PeerCredits:
     """The earnings of a peer in all, and of its newest updates."""
 
     name: str
@@ -182,7 +182,7 @@ class PeerEarnings:
     micro_credits_pending: int
     tokens: int
     rounds: int
-    newest: tuple[EarningsEntry, ...]
+    newest: tuple[CreditEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +269,14 @@ class CoordinatorClient:
             tuple(AlertStatus(_text(a.name), a.since, _text(a.words, 600)) for a in m.alerts[:20]),
         )  # fmt: skip
 
-    async def account(self, peer: PeerKey) -> PeerEarnings:
+    async def account(self, peer: PeerKey) -> PeerCredits:
         """Return a peer's earnings; all zero for an unknown peer. Raise CairnError."""
         request = wire.AccountRequest(run=bytes(self._invite.run), peer=bytes(peer))
         m: wire.AccountReply = await self._call(lambda stub, t: stub.Account(request, timeout=t))
         newest = tuple(
-            EarningsEntry(e.round, Digest(e.record), e.tokens, e.micro_credits, e.settled) for e in m.newest[:50]
+            CreditEntry(e.round, Digest(e.record), e.tokens, e.micro_credits, e.settled) for e in m.newest[:50]
         )
-        return PeerEarnings(
+        return PeerCredits(
             _text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds, newest
         )  # fmt: skip
 

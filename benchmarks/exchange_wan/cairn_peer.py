@@ -45,7 +45,7 @@ def keep_diary(node: Node, observers: NodeEvents, diary: Diary) -> None:
                 diary.say("announced", announced)
             case events.BlobHeld(blob) if blob not in own and announced >= 0:
                 diary.say("held", announced, blob=str(blob))
-            case events.Applied(record, state) if record in node.chain and record != node.chain.root:
+            case events.StateReached(record, state) if record in node.chain and record != node.chain.root:
                 body = node.chain.certificate(record).record.body
                 diary.say("done", body.round, state=str(state), shares=None, taking_part=len(body.updates))
             case _:

@@ -6,8 +6,6 @@ import asyncio
 import logging
 
 from peer.errors import PeerError
-from peer.node import old_actions as actions
-from peer.node import old_events as events
 from peer.node.certificate_store import CertificateStore
 from peer.node.directive_handler import DirectiveHandler
 from peer.node.events import EventQueue, NodeEvents, RunOver
@@ -22,6 +20,7 @@ from peer.node.update_fetcher import UpdateFetcher
 from peer.store import Store
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Directive, Finalization, Signed
+from protocol.rounds import actions, events
 
 log = logging.getLogger("peer.node")
 
@@ -78,11 +77,11 @@ class ActionHandler:
 
     def fetch_shard(self, action: actions.FetchShard) -> None:
         """Fetch a reduced shard."""
-        self._reducer.fetch(action.blob, action.record, action.part, action.holders)
+        self._reducer.fetch(action.blob, action.record, action.shard, action.holders)
 
     def reduce_shard(self, action: actions.ReduceShard) -> None:
         """Make a reduced shard."""
-        self._reducer.reduce(action.record, action.part, action.committee)
+        self._reducer.reduce(action.record, action.shard, action.committee)
 
     def cancel_reduce(self, action: actions.CancelReduce) -> None:
         """Stop the work on a record's shards."""

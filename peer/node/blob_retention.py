@@ -1,7 +1,7 @@
-"""Retention of blobs on disk: the newest checkpoints, all blobs applied since the oldest of them, and the run's assets.
+"""Retention of blobs on disk: those that the round machine and the spec name, and what this node has just made.
 
-The round machine names the blobs of undecided rounds, and the own updates that a fork may still leave out
-(`RoundMachine.retained_blobs`).
+The rule is the machine's (`RoundMachine.retained_blobs`): the newest checkpoints, all blobs applied since the oldest of
+them, the blobs of the open round, and own updates that may still return to the error feedback.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from peer.node.update_fetcher import UpdateFetcher
 from peer.store import Store
-from protocol.chain import Chain
 from protocol.ids import Digest
-from protocol.messages import Certificate
 from protocol.spec import RunSpec
 
 NEW_UPDATES = 2
@@ -24,22 +22,14 @@ NEW_UPDATES = 2
 class BlobRetention:
     """Removal of all blobs that nobody needs.
 
-    `undecided` gives the blobs to keep beside those of the chain, whenever it is called.
+    `retained` gives the blobs to keep beside the run's assets, whenever it is called.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        store: Store,
-        chain: Chain,
-        updates: UpdateFetcher,
-        undecided: Callable[[], Iterable[Digest]],
-    ):
-        self._spec = spec
+    def __init__(self, spec: RunSpec, store: Store, updates: UpdateFetcher, retained: Callable[[], Iterable[Digest]]):
+        self._assets = assets(spec)
         self._store = store
-        self._chain = chain
         self._updates = updates
-        self._undecided = undecided
+        self._retained = retained
         self._states: deque[Digest] = deque(maxlen=spec.checkpoint.keep + 1)
         self._new_updates: deque[Digest] = deque(maxlen=NEW_UPDATES)
 
@@ -57,12 +47,7 @@ class BlobRetention:
 
         They are selected at once; blobs that arrive later stay. Raise StoreError.
         """
-        spec, chain = self._spec, self._chain
-        start = _ancestor(chain, chain.height(chain.head) - spec.checkpoint.every * (spec.checkpoint.keep + 2))
-        keep = blobs_to_keep(
-            spec, chain.path(start, chain.head), [*self._states, *self._new_updates, *self._undecided()]
-        )
-        gone = self._store.dispensable(keep)
+        gone = self._store.dispensable({*self._assets, *self._states, *self._new_updates, *self._retained()})
         await asyncio.to_thread(self._remove, gone)
         self._updates.forget(gone)
         return gone
@@ -76,31 +61,3 @@ def assets(spec: RunSpec) -> set[Digest]:
     """Return the blobs that the spec itself names."""
     named = [spec.genesis, spec.tokenizer, *spec.data.train, *spec.data.validation]
     return {b.name for b in named}
-
-
-def blobs_to_keep(spec: RunSpec, path: Sequence[Certificate], others: Iterable[Digest]) -> set[Digest]:
-    """Return the blobs to keep of all in the store.
-
-    `path`: the chain's newest certificates in memory, oldest first. `others`: checkpoints that no certificate names
-    yet, and blobs of undecided rounds.
-    """
-    keep = assets(spec) | set(others)
-    every, wanted = spec.checkpoint.every, spec.checkpoint.keep
-    marks = [i for i, c in enumerate(path) if c.record.body.round % every == 0]
-    # One checkpoint more than `keep`: a member that is fetching the oldest must not see it vanish.
-    recent = marks[-(wanted + 1) :]
-    keep |= {path[i].record.body.base_state for i in recent}
-    since = recent[0] if len(marks) > wanted else 0
-    for certificate in path[since:]:
-        keep.update(applied_blobs(certificate))
-    return keep
-
-
-def applied_blobs(certificate: Certificate) -> tuple[Digest, ...]:
-    """Return the blobs that a round's state is made of: the reduced shards where there are any, else the updates."""
-    return certificate.parts or tuple(u.body.blob for u in certificate.record.body.updates)
-
-
-def _ancestor(chain: Chain, height: int) -> Digest:
-    """Return the head's ancestor at that height, or the oldest record in memory."""
-    return chain.ancestor_at(chain.head, max(chain.height(chain.root), height)) or chain.root

@@ -18,7 +18,6 @@ from peer.node.inbox import Inbox
 from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.node import Node
-from peer.node.old_actions import retained_blobs
 from peer.node.options import NodeOptions
 from peer.node.peer_requests import PeerRequests
 from peer.node.round_timings import RoundTimings
@@ -35,7 +34,7 @@ from protocol.codec import make_codec
 from protocol.message_codec import KeySigner
 from protocol.reduce import Reduction
 from protocol.rounds.machine import RoundMachine
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 
 OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
 """The chain in an observer's memory: its coordinator may have to catch up from far behind."""
@@ -61,7 +60,7 @@ def build_node(
     exchange_seconds = spec.round.exchange_seconds
     inbox = Inbox(membership.decoder, membership.locator)
 
-    policy = Policy.of(spec)
+    policy = RoundPolicy.of(spec)
     limits = policy.chain_limits
     if options.observer:
         limits = replace(limits, max_records=OBSERVED_RECORDS, max_bytes=OBSERVED_BYTES)
@@ -100,8 +99,8 @@ def build_node(
     )
     relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
     retention = BlobRetention(
-        spec, store, chain, updates, lambda: [*retained_blobs(machine, time.monotonic()), *reducer.retained_blobs()]
-    )
+        spec, store, updates, lambda: machine.retained_blobs() | set(reducer.retained_blobs())
+    )  # fmt: skip
 
     trainer = None
     if not options.observer:

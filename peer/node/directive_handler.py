@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from peer.channel import Orders
-from peer.node.old_actions import DirectivesChanged
-from peer.node.old_events import RoundPolicy
 from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.messages import Directive
+from protocol.rounds.actions import DirectivesChanged
+from protocol.rounds.policy import RoundPolicy
 
 
 class PolicyUser(Protocol):

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from peer.node import old_actions as actions
-from peer.node import old_events as events
 from peer.node.events import EventQueue, MachineStepped, NodeEvents
-from peer.node.old_events import LocalStatus
 from peer.node.round_timings import RoundTimings
 from peer.node.tasks import cancel_and_wait
 from protocol.messages import Certificate, Directive, Finalization, Signed, UpdateHeader
+from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
+from protocol.rounds.policy import LocalStatus
 
 YIELD_SECONDS = 0.01
 """Seconds after which the driver yields to other tasks: a queue that is never empty never waits."""
@@ -120,7 +119,6 @@ class RoundDriver:
         self._status = status
         self._clock = clock
         self._tick_waits = False
-        self._shim = actions.Shim()
 
     @property
     def machine(self) -> RoundMachine:
@@ -135,9 +133,7 @@ class RoundDriver:
 
     async def start(self, *, alone: bool) -> actions.Finished | None:
         """Start the machine. `alone`: no peer is known that it could wait for."""
-        self._machine.facts = self._status()
-        found = self._machine.start(self._clock(), alone=alone)
-        return await self.carry_out(self._shim.extend(self._machine, None, found, self._clock(), self._status()))
+        return await self.carry_out(self._machine.start(self._clock(), self._status(), alone=alone))
 
     def step(self, event: events.Event) -> list[actions.Action]:
         """Return the actions that follow from an event."""
@@ -146,8 +142,7 @@ class RoundDriver:
             timings.held(now)
         elif isinstance(event, events.StateReached) and event.record in chain and event.record != chain.root:
             timings.applied(chain.parent(event.record), now)
-        self._machine.facts = status = self._status()
-        found = self._shim.extend(self._machine, event, self._machine.step(event, now), now, status)
+        found = self._machine.step(event, now, self._status())
         for action in found:
             match action:
                 case actions.Broadcast(Signed(body=UpdateHeader() as header)):

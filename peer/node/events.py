@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from peer.errors import PeerError
-from peer.node import old_events as events
 from protocol.messages import Signed
+from protocol.rounds import events
 
 MAX_EVENTS = 20_000
 """Events that wait for the machine; beyond it network messages are dropped (their senders repeat what matters)."""

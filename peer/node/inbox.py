@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator
 
 from peer.node.coordinator_discovery import CoordinatorLocator
-from peer.node.old_events import CertificateReceived, ChainReceived, MessageReceived
 from protocol.coordinator_address import is_coordinator_address
 from protocol.envelope import kind_of
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Certificate, Heartbeat, RoundRecord, Signed, UpdateHeader
+from protocol.rounds.events import CertificateReceived, ChainReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.inbox")

@@ -20,7 +20,6 @@ from peer.node.inbox import MAX_MESSAGES
 from peer.node.introducer import Introducer
 from peer.node.membership import Membership
 from peer.node.message_relay import MessageRelay
-from peer.node.old_events import RoundPolicy
 from peer.node.outbox import NETWORK_ERRORS, Outbox
 from peer.node.peer_table import PeerTable
 from peer.node.relay_selector import RelaySelector
@@ -31,6 +30,7 @@ from peer.swarm.addresses import parse_address
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
+from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.network")

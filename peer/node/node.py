@@ -8,8 +8,6 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
-from peer.node import old_actions as actions
-from peer.node import old_events as events
 from peer.node.blob_retention import BlobRetention
 from peer.node.certificate_store import CertificateStore
 from peer.node.coordinator_discovery import ask_members, pass_on
@@ -25,6 +23,7 @@ from peer.node.trainer_client import TrainerClient
 from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest
+from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
 
 log = logging.getLogger("peer.node")

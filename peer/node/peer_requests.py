@@ -11,10 +11,10 @@ from peer.node.coordinator_discovery import CoordinatorLocator
 from peer.node.events import MAX_EVENTS, EventQueue, MessageVerified, NodeEvents
 from peer.node.inbox import Inbox
 from peer.node.network import Network
-from peer.node.old_events import MessageReceived
 from peer.node.slice_relay import SliceRelay
 from peer.swarm import Handlers
 from protocol.ids import Digest, PeerKey
+from protocol.rounds.events import MessageReceived
 from protocol.rounds.machine import RoundMachine
 from protocol.wire import swarm_pb2 as wire
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from peer.node.old_events import BlobInvalid, RoundPolicy, ShardReduced, ShardUnavailable
 from peer.node.tasks import Tasks
 from peer.node.update_fetcher import BlobSource, UpdateFetcher, map_file
 from peer.store import BlobMissing, Store, StoreFull
@@ -24,6 +23,8 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction, part_count
+from protocol.rounds.events import BlobInvalid, ShardReduced, ShardUnavailable
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import OuterSpec
 
 log = logging.getLogger("peer.reducer")

@@ -17,9 +17,6 @@ from rich.filesize import decimal
 
 from peer.channel import Apply, Load, RoundUpdates, ToTrainer, UpdateFile
 from peer.errors import PeerError, TrainerDied
-from peer.node.blob_retention import applied_blobs
-from peer.node.old_actions import ApplyRecord, Resync
-from peer.node.old_events import MoveFailed
 from peer.node.shard_reducer import ShardReducer
 from peer.node.update_fetcher import BlobFormat, BlobSource, UpdateFetcher
 from peer.store import BlobMissing, Store, StoreFull
@@ -27,6 +24,9 @@ from protocol.chain import Chain, genesis_digest
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.messages import Certificate, Rollback
+from protocol.rounds.actions import ApplyRecord, Resync
+from protocol.rounds.blobs import applied_blobs
+from protocol.rounds.events import MoveFailed
 from protocol.spec import RunSpec
 from protocol.state import state_layout
 
@@ -150,16 +150,13 @@ class StateLoader:
     async def _apply(self, action: ApplyRecord) -> Apply:
         record = action.certificate.record.body
         update = await self._round(action.certificate)
-        self._given = applied_blobs(action.certificate)
+        self._given = tuple(applied_blobs(action.certificate))
         return Apply(
             update=update,
             missed=self._own(action.missed),
-            mine_accepted=self._me in record.contributors,
             next_window=action.next_window,
             accepted_windows=action.weight,
-            write_checkpoint=self._checkpoint_path(
-                Round(record.round + 1), self._is_checkpoint(Round(record.round + 1), action.weight)
-            ),
+            write_checkpoint=self._checkpoint_path(Round(record.round + 1), action.is_checkpoint),
         )
 
     async def _resync(self, action: Resync) -> Load:
@@ -185,7 +182,7 @@ class StateLoader:
             restore=self._own(action.missed),
             next_window=action.next_window,
             accepted_windows=action.weight,
-            write_checkpoint=self._checkpoint_path(end, self._is_checkpoint(end, action.weight)),
+            write_checkpoint=self._checkpoint_path(end, action.is_checkpoint),
             withdraw=self._own(action.regained),
             reduced=reduced,
         )
@@ -229,8 +226,7 @@ class StateLoader:
         """Return the indices on the path to start from, best first: that of the newest base state in our store."""
         newest = range(len(action.path) - 1, -1, -1)
         held = islice((i for i in newest if self._store.has(action.path[i].record.body.base_state)), 1)
-        marks = [i for i in newest if action.path[i].record.body.round % self._spec.checkpoint.every == 0]
-        return dict.fromkeys([*held, *marks[: self._spec.checkpoint.keep + 1], 0])
+        return dict.fromkeys([*held, *action.starts])
 
     async def _checkpoint(self, state: Digest, size: int) -> Path:
         if not self._store.has(state):
@@ -311,11 +307,6 @@ class StateLoader:
         for lost in set(blobs) - set(held):
             log.error("own update %s is gone from the store: its content is not put back", lost.short)
         return tuple(self._store.path(b) for b in held)
-
-    def _is_checkpoint(self, number: Round, accepted_windows: int) -> bool:
-        total = self._spec.total_tokens
-        last = bool(total) and accepted_windows * self._spec.data.window >= total
-        return number != 0 and (last or not number % self._spec.checkpoint.every)
 
     def _checkpoint_path(self, number: Round, is_checkpoint: bool) -> Path | None:
         """Return the file for the trainer to write the state of this round to; None when it is not to be kept."""

@@ -10,13 +10,13 @@ from peer.node.directive_handler import DirectiveHandler
 from peer.node.events import NodeEvents, RunOver
 from peer.node.membership import Membership
 from peer.node.network import Network
-from peer.node.old_events import LocalStatus
 from peer.node.options import NodeOptions
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.tasks import repeat
 from peer.node.trainer_client import TrainerClient
 from protocol.rounds.machine import RoundMachine
+from protocol.rounds.policy import LocalStatus
 
 log = logging.getLogger("peer.node")
 

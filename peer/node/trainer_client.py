@@ -29,10 +29,8 @@ from peer.channel import (
     UpdateMade,
 )
 from peer.errors import TrainerDied
-from peer.node import old_events as events
 from peer.node.assets import fetch_assets, start_message
 from peer.node.blob_retention import BlobRetention
-from peer.node.old_actions import ApplyRecord, RequestUpdate, Resync
 from peer.node.options import NodeOptions
 from peer.node.state_loader import StateLoader
 from peer.node.tasks import Tasks
@@ -43,6 +41,8 @@ from peer.node.usage_log import UsageLog
 from peer.store import Store, StoreError
 from protocol.chain import Chain
 from protocol.ids import PeerKey
+from protocol.rounds import events
+from protocol.rounds.actions import ApplyRecord, RequestUpdate, Resync
 from protocol.spec import RunSpec
 
 log = logging.getLogger("peer.training")
@@ -173,7 +173,7 @@ class TrainerClient:
         self._missing = len(action.missed)
         if isinstance(action, ApplyRecord):
             self._loader.apply(action)
-        elif action.afresh:
+        elif action.reset:
             self._loader.drop()
             self._tasks.spawn(self._reset(action), "reset of the trainer")
         else:

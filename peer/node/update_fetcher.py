@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 from peer.mapped import mapped_file
-from peer.node.old_events import BlobHeld, BlobInvalid, BlobUnavailable, RoundPolicy
 from peer.node.tasks import Tasks
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.codec import Codec
 from protocol.codec.interface import Blob
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
+from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable
+from protocol.rounds.policy import RoundPolicy
 
 log = logging.getLogger("peer.updates")
 

@@ -23,7 +23,7 @@ from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.reduce_plan import committees, part_count
-from protocol.rounds.events import BlobHeld, PartReduced
+from protocol.rounds.events import BlobHeld, ShardReduced
 from protocol.spec import CodecSpec, OuterSpec
 from tests.support.swarm_world import RUN, Member, Pool
 
@@ -102,7 +102,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
         for d in drivers.values():
             for _ in [c for c in seats if d.member.key in c]:
                 answer = await asyncio.wait_for(d.answers.get(), 20)
-                assert isinstance(answer, PartReduced) and answer.record == record.digest
+                assert isinstance(answer, ShardReduced) and answer.record == record.digest
                 made.setdefault(answer.part, set()).add(answer.blob)
         assert sorted(made) == list(range(parts)) and all(len(found) == 1 for found in made.values())
         # As one who has all of everything would make it.

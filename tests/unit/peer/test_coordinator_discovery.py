@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from cairn.commands.invite import renewed_invite
 
-from cairn.inviting import renewed_invite
 from peer.node import coordinator_discovery as module
 from peer.node.coordinator_discovery import COORDINATOR_ADDRESS, SPEC, CoordinatorLocator
 from peer.node.inbox import MAX_ADDRESS_RECORDS, Inbox

@@ -9,8 +9,6 @@ from peer.channel import Orders
 from peer.channel.messages import from_line, to_line
 from peer.node.certificate_store import CertificateStore
 from peer.node.directive_handler import DirectiveHandler, describe
-from peer.node.old_actions import DirectivesChanged
-from peer.node.old_events import RoundPolicy
 from peer.node.trainer_epoch import remove_outdated_state, saved_epoch, store_epoch
 from peer.store import Store
 from protocol.chain import ChainLimits
@@ -18,6 +16,8 @@ from protocol.ids import Round
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Rollback, RoundChanges
 from protocol.rounds import events
+from protocol.rounds.actions import DirectivesChanged
+from protocol.rounds.policy import RoundPolicy
 from tests.support import coordinator_fakes
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
 from tests.support.node_world import TIMERS, NodeWorld
@@ -106,7 +106,7 @@ async def test_the_policy_of_the_open_round_reaches_the_node(tmp_path):
         await w.rounds(["ada"], 1)
         assert node.network.peers.limit == w.spec.round.max_members
         changes = RoundChanges(exchange_seconds=9.0, max_members=700, target_tokens=512)
-        node.post(events.Heard(KeySigner(OWNER).sign(Directive(w.spec.run_id, 1, changes=changes))))
+        node.post(events.MessageReceived(KeySigner(OWNER).sign(Directive(w.spec.run_id, 1, changes=changes))))
         await w.until("it is in force", lambda: node.network.peers.limit == 700)
         assert node.snapshot().target_tokens == 512
     finally:

@@ -5,24 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from peer.node import certificate_store as module
 from peer.node.assets import start_message
-from peer.node.blob_retention import BlobRetention, assets, blobs_to_keep
+from peer.node.blob_retention import BlobRetention
 from peer.node.certificate_store import CertificateStore
 from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.store import Store, StoreError
-from protocol.chain import Chain, ChainLimits, genesis_digest
+from protocol.chain import ChainLimits, genesis_digest
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest
-from protocol.merkle import blob_leaves, tree_hash
 from protocol.message_codec import KeySigner, MessageDecoder, encode_certificate
-from protocol.messages import Certificate, Finalization
+from protocol.messages import Finalization
 from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state
 from tests.support.specs import OWNER
@@ -39,85 +38,50 @@ def maker(rounds: int, work=None) -> ChainMaker:
     return chain
 
 
-def blobs(certificate: Certificate) -> set[Digest]:
-    return {u.body.blob for u in certificate.record.body.updates}
-
-
 @pytest.fixture
 def store(tmp_path: Path):
     with Store(tmp_path / "store", 1 << 30) as s:
         yield s
 
 
-def hold(store: Store, *digests: Digest) -> None:
-    """As if these blobs were there: contents do not matter here."""
-    for d in digests:
-        path = store._file(d)
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"x")
-        store._sizes[d] = 1
-
-
 # -- what is kept ---------------------------------------------------------------------------------------------
 
 
-def test_kept_are_the_last_checkpoints_and_every_update_since_the_oldest_of_them():
-    chain = maker(5 * (KEEP + 3) + 2).certificates
-    keep = blobs_to_keep(SPEC, chain, [])
-    marks = [c for c in chain if c.record.body.round % 5 == 0][-(KEEP + 1) :]
-    assert {c.record.body.base_state for c in marks} <= keep
-    oldest = marks[0].record.body.round
-    assert all((blobs(c) <= keep) == (c.record.body.round >= oldest) for c in chain)
-    assert state(oldest - 5) not in keep and assets(SPEC) <= keep
+class Blobs:
+    """The blobs of a store, by their digests alone."""
+
+    def __init__(self, *held: Digest):
+        self.held = set(held)
+
+    def dispensable(self, keep: set[Digest]) -> list[Digest]:
+        return [d for d in self.held if d not in keep]
+
+    def remove(self, digest: Digest) -> None:
+        self.held.remove(digest)
 
 
-def test_of_a_young_run_nothing_is_dropped():
-    chain = maker(7).certificates
-    assert set.union(*map(blobs, chain)) <= blobs_to_keep(SPEC, chain, [])
-
-
-def test_of_a_round_that_was_reduced_its_parts_are_kept_and_not_its_updates():
-    chain = maker(7).certificates
-    parts = (Digest(b"p" * 32), Digest(b"q" * 32))
-    reduced = [replace(c, parts=parts) if i == 5 else c for i, c in enumerate(chain)]
-    keep = blobs_to_keep(SPEC, reduced, [])
-    assert keep >= {*parts} and not keep & blobs(chain[5]) and blobs(chain[4]) <= keep
-
-
-def retention(store: Store, chain: Chain, *undecided: Digest) -> BlobRetention:
+def retention(held: Blobs, *retained: Digest) -> BlobRetention:
     updates: Any = SimpleNamespace(forget=lambda gone: None)
-    return BlobRetention(SPEC, store, chain, updates, lambda: undecided)
+    return BlobRetention(SPEC, cast(Any, held), updates, lambda: retained)
 
 
-async def test_pruning_removes_the_rest_and_half_fetched_blobs_that_nobody_wants(store):
-    made = maker(5 * (KEEP + 3))
-    chain = Chain(SPEC.run_id, SPEC.genesis.name, LIMITS)
-    for c in made.certificates:
-        chain.add(c)
-    everything = set.union(*map(blobs, made.certificates))
-    hold(store, *everything, SPEC.genesis.name, state(5))
-    data = b"half" * 100
-    leaves = blob_leaves(data)
-    store.partial(tree_hash(leaves), len(data), leaves).close()
-    undecided = Digest(b"u" * 32)
-    hold(store, undecided)
-    gone = await retention(store, chain, undecided).prune()
-    left = set(store.blobs())
-    assert undecided in left and SPEC.genesis.name in left and state(5) not in left
-    assert left == {d for d in [*everything, undecided, SPEC.genesis.name] if d not in gone} and gone
-    assert store.used_bytes == len(left)  # the room of the half-fetched blob is given back
+async def test_pruning_removes_what_neither_the_machine_nor_the_spec_names():
+    wanted, other = Digest(b"w" * 32), Digest(b"o" * 32)
+    held = Blobs(wanted, other, SPEC.genesis.name)
+    assert await retention(held, wanted).prune() == [other]
+    assert held.held == {wanted, SPEC.genesis.name}
 
 
-async def test_only_the_newest_states_that_no_record_names_stay(store):
-    chain = Chain(SPEC.run_id, SPEC.genesis.name, LIMITS)
-    kept = retention(store, chain)
-    states = [state(100 + i) for i in range(KEEP + 3)]
-    hold(store, *states)
+async def test_only_the_newest_states_that_no_record_names_stay_and_an_update_that_is_new():
+    states, new = [state(100 + i) for i in range(KEEP + 3)], Digest(b"n" * 32)
+    held = Blobs(*states, new)
+    kept = retention(held)
+    kept.keep_update(new)
     for s in states:
         kept.keep_state(s)
         kept.keep_state(s)
     await kept.prune()
-    assert set(store.blobs()) == set(states[-(KEEP + 1) :])
+    assert held.held == {*states[-(KEEP + 1) :], new}
 
 
 # -- the chain between disk and memory ------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.observing import ObserverView
+from cairn.swarm_view import ObserverView
+
 from coordinator.archive import Archive
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.node.membership import Membership
