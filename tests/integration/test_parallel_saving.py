@@ -20,8 +20,9 @@ from peer.training.time_breakdown import Activity, TimeBreakdown
 from peer.training.trainer import Trainer
 from tests.support.trainer_states import Heard, same, train, update
 from tests.support.trainer_world import BATCH, World, finish, saved_counter
+from tests.support.waiting import LIMIT
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -50,7 +51,7 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
 
     def slow(file: int, data: memoryview, offset: int) -> None:
         reached.set()
-        assert go.wait(60)
+        assert go.wait(LIMIT)
         write(file, data, offset)
 
     def tell(spent: TimeBreakdown, *what) -> Activity:
@@ -69,7 +70,7 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         monkeypatch.setattr(TimeBreakdown, "turn", tell)
         keep(trainer)
         trainer.checkpointer.step(now=True)
-        assert reached.wait(60)
+        assert reached.wait(LIMIT)
         train(trainer, 2)
         trainer.checkpointer.step()
         assert not trainer.checkpointer.is_idle and not (folder / "trainer-2.safetensors").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -34,8 +33,9 @@ from protocol.ids import Digest
 from protocol.merkle import blob_digest
 from tests.support.trainer_process import Node
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, record_digest
+from tests.support.waiting import LIMIT, ended
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 @asynccontextmanager
@@ -92,7 +92,7 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         await n.until(Progress, lambda p: p.waiting and shares_of(p)["waiting"] > 0.1)
         await n.trained(8 * BATCH)
         assert (await n.ask(Stop(), Stopped)).saved
-        gone = await asyncio.wait_for(n.link.wait(), 10)
+        gone = await ended(n.link.wait())
         assert gone.code == 0
         assert not any(isinstance(m, Note) for m in n.heard)
 
@@ -116,7 +116,7 @@ async def test_a_killed_trainer_is_seen_and_the_next_one_takes_up_what_was_annou
         while saved and not (sheet.exists() and str(made.digest) in sheet.read_text()):
             await n.until(Progress)
         n.link.kill()
-        gone = await asyncio.wait_for(n.link.wait(), 10)
+        gone = await ended(n.link.wait())
         assert gone.code == -signal.SIGKILL
         with pytest.raises(StopAsyncIteration):
             await n.until(Stopped)
@@ -190,7 +190,7 @@ async def test_a_trainer_that_cannot_start_says_why_and_exits(world, change, wor
         failed = await n.until(Failed)
         assert failed.what == "start" and failed.fatal
         assert re.search(words, failed.reason)
-        assert (await asyncio.wait_for(n.link.wait(), 10)).code == 1
+        assert (await ended(n.link.wait())).code == 1
 
 
 async def test_without_data_a_trainer_says_so_waits_and_still_applies(world):
@@ -208,7 +208,7 @@ async def test_the_process_leaves_when_the_node_closes_the_channel(world):
     async with node(world.start(1)) as n:
         await n.ask(world.load(), Applied)
         await n.trained(BATCH)
-        gone = await n.link.stop(20)
+        gone = await n.link.stop(LIMIT)
         assert gone.code == 1 and "closed the channel" in str(gone)
 
 
@@ -218,6 +218,6 @@ def test_started_by_hand_it_says_what_it_is():
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert done.returncode != 0 and "Traceback" not in done.stderr and "by hand" in done.stderr

@@ -18,10 +18,11 @@ from peer.training.saved_state import STATE_MANIFEST
 from tests.support.trainer_process import Node
 from tests.support.trainer_states import born, closed, train, update
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round
+from tests.support.waiting import LIMIT, ended
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ print("was not killed")
 def test_one_killed_while_it_saves_finds_the_old_state_or_the_new_one(tmp_path, when, chunks, counter):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", KILLED, str(tmp_path), when, str(chunks)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * LIMIT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     world = World.make(tmp_path)
     after, heard = born(world)
@@ -143,7 +144,7 @@ async def test_a_trainer_trains_and_answers_while_its_disk_hangs_and_saves_the_p
             await asyncio.wait_for(n.link.wait(), 0.3)
         (folder / "hold").unlink()
         assert (await n.until(Stopped)).saved
-        assert (await asyncio.wait_for(n.link.wait(), 10)).code == 0
+        assert (await ended(n.link.wait())).code == 0
         assert not any(isinstance(m, Note) for m in n.heard)
     after, heard = born(world)
     after.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
@@ -155,7 +156,7 @@ async def test_a_trainer_killed_while_its_disk_hangs_loses_no_announced_work(wor
         made = await begun(n, world, folder)
         await n.trained(BATCH)
         n.link.kill()
-        await asyncio.wait_for(n.link.wait(), 10)
+        await ended(n.link.wait())
     after, heard = born(world)
     after.load(world.load())
     assert update(after, world.folder / "again").digest == made.digest and not heard

@@ -50,6 +50,7 @@ from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 from tests.support.specs import OWNER, admission, identity
 from tests.support.trainer_world import World
+from tests.support.waiting import LIMIT
 
 T = TypeVar("T")
 
@@ -370,7 +371,7 @@ class NodeWorld:
         chain = self.nodes[name].chain
         return chain.path(chain.root, chain.head)
 
-    async def until(self, what: str, true: Callable[[], bool], seconds: float = 60.0) -> None:
+    async def until(self, what: str, true: Callable[[], bool], seconds: float = 2 * LIMIT) -> None:
         end = asyncio.get_running_loop().time() + seconds
         while not true():
             for name, task in self.running.items():
@@ -380,7 +381,7 @@ class NodeWorld:
             assert asyncio.get_running_loop().time() < end, f"not within {seconds:.0f} s: {what}"
             await asyncio.sleep(0.02)
 
-    async def rounds(self, names: Sequence[str], count: int, seconds: float = 60.0) -> None:
+    async def rounds(self, names: Sequence[str], count: int, seconds: float = 2 * LIMIT) -> None:
         """Until these hold states so many rounds further than the chain of the first is now."""
         chain = self.nodes[names[0]].chain
         goal = chain.height(chain.head) + count

@@ -36,6 +36,7 @@ from peer.training.request_handler import Handover, RequestHandler, SaveAfterUpd
 from peer.training.time_breakdown import Activity
 from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey
+from tests.support.waiting import LIMIT, wait_until
 
 D, P = Digest(bytes(32)), Path("/x")
 LOAD = Load(P, D, D, 0, (), (), 0, 0)
@@ -112,7 +113,7 @@ class Node:
         except TimeoutError:
             return True
         finally:
-            self._socket.settimeout(10)
+            self._socket.settimeout(LIMIT)
 
     def hang_up(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -142,7 +143,7 @@ class World:
     def fails(self, error: type[BaseException], match: str = "") -> None:
         """The handler's thread ends with this error."""
         with pytest.raises(error, match=match):
-            self.handler.next(10)
+            self.handler.next(LIMIT)
         self.has_ended = True
 
     handovers: list[Handover] = field(default_factory=list)
@@ -151,12 +152,12 @@ class World:
 @pytest.fixture
 def world() -> Iterator[World]:
     ours, theirs = socket.socketpair()
-    ours.settimeout(10)
+    ours.settimeout(LIMIT)
     end = TrainerEnd(theirs)
     made = World(Node(ours), end, RequestHandler(end), StandIn())
     made.handler.start()
     made.node.ask(START)
-    first = made.handler.next(10)
+    first = made.handler.next(LIMIT)
     assert first is not None and first.message == START
     made.trainer.base.hand_over()
     first.done.set_result(made.trainer)  # type: ignore[arg-type]
@@ -166,7 +167,7 @@ def world() -> Iterator[World]:
         left.done.set_result(None)
     with pytest.raises((ChannelError, TrainingError, RuntimeError)):
         while not made.has_ended:
-            if made.next(10) is not None:
+            if made.next(LIMIT) is not None:
                 made.done()
         raise ChannelError("it has ended before")
 
@@ -218,7 +219,7 @@ def test_a_settled_round_wakes_a_thread_that_waits_at_once(world):
     woke: list[float] = []
 
     def wait() -> None:
-        world.next(10)
+        world.next(LIMIT)
         woke.append(time.monotonic())
         world.done()
 
@@ -227,7 +228,7 @@ def test_a_settled_round_wakes_a_thread_that_waits_at_once(world):
     world.node.ask(apply_of(0))
     world.node.hear()
     heard = time.monotonic()
-    thread.join(10)
+    thread.join(LIMIT)
     assert woke and woke[0] - heard < 5
 
 
@@ -238,9 +239,7 @@ def test_what_cannot_be_applied_is_told_once_and_leaves_nothing_to_settle(world)
     world.trainer.base.before = spoilt
     world.node.ask(apply_of(0))
     assert world.node.hear() == Failed("apply", "not an update", False)
-    end = time.monotonic() + 20
-    while world.trainer.gate.is_closed and time.monotonic() < end:
-        time.sleep(0.01)  # it is told, then opened
+    wait_until(lambda: not world.trainer.gate.is_closed, "the gate opens after the answer")
     assert world.next(0) is None and not world.trainer.gate.is_closed
 
 
@@ -280,7 +279,7 @@ def test_a_step_stands_aside_while_a_round_is_applied_and_not_longer(world):
     world.trainer.base.before = lambda: seen.append(world.trainer.gate.is_closed)
     world.node.ask(apply_of(0))
     world.node.hear()
-    assert isinstance(world.next(10), SwapBase)
+    assert isinstance(world.next(LIMIT), SwapBase)
     assert seen == [True] and not world.trainer.gate.is_closed
     world.trainer.gate.wait()  # does not block
 
@@ -296,7 +295,7 @@ def test_a_closed_gate_holds_a_thread_until_it_opens():
         thread = threading.Thread(target=step)
         thread.start()
         assert not passed.wait(0.05)
-    assert passed.wait(10)
+    assert passed.wait(LIMIT)
     thread.join()
 
 

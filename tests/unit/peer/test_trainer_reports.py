@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cairn.view import progress_line
+from cairn.peer_screen import progress_line
 from peer.channel import Memory, Progress, TimeShares
 from peer.node.snapshot import Snapshot
 from peer.node.usage import FIRST_SECONDS, SECONDS, UsageLog
@@ -27,6 +27,7 @@ from protocol.model import build_model
 from protocol.spec import InnerSpec, Schedule
 from tests.support.specs import TINY_LLAMA
 from tests.support.trainer_world import World
+from tests.support.waiting import LIMIT, wait_until
 
 CPU = torch.device("cpu")
 
@@ -87,8 +88,8 @@ def test_a_step_that_stands_aside_says_what_for(tmp_path, why):
     trainer = loaded(tmp_path)
     with trainer.gate.closed(why):
         stepping = in_a_thread(lambda: one_step(trainer))
-        until(lambda: trainer.steps.times.activity == why)
-    stepping.join(30)
+        wait_until(lambda: trainer.steps.times.activity == why)
+    stepping.join(LIMIT)
     assert trainer.steps.times.activity == Activity.TRAINING and trainer.windows.steps == 1
     assert getattr(trainer.steps.times.shares(time.monotonic()), why.name.lower()) > 0
     trainer.close()
@@ -98,9 +99,9 @@ def test_a_step_that_waits_for_an_update_to_be_taken_is_compressing(tmp_path):
     trainer = loaded(tmp_path)
     with trainer.exchange:
         stepping = in_a_thread(lambda: one_step(trainer))
-        until(lambda: trainer.steps.times.activity == Activity.COMPRESSING)
+        wait_until(lambda: trainer.steps.times.activity == Activity.COMPRESSING)
         assert trainer.windows.steps == 0
-    stepping.join(30)
+    stepping.join(LIMIT)
     assert trainer.steps.times.activity == Activity.TRAINING and trainer.windows.steps == 1
     trainer.close()
 
@@ -123,13 +124,6 @@ def in_a_thread(work) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     return thread
-
-
-def until(so) -> None:
-    end = time.monotonic() + 30
-    while not so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 # -- MFU -------------------------------------------------------------------------------------------------------

@@ -28,10 +28,11 @@ from protocol.layout import Layout
 from protocol.spec import CodecSpec
 from tests.support.trainer_states import Heard, born, closed, copied, loaded, same, train, update
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, finish, saved_counter
+from tests.support.waiting import LIMIT
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def disk(monkeypatch) -> Iterator[Disk]:
 
     def slow(file: int, data: memoryview, offset: int) -> None:
         made.reached.set()
-        assert made.go.wait(60)
+        assert made.go.wait(LIMIT)
         if made.error is not None:
             raise made.error
         write(file, data, offset)

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers as text for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def count(n: float) -> str:
-    """1234567 as 1.2M."""
+    """Return a number with a unit: 1234567 as 1.2M."""
     for unit in ("", "k", "M", "G", "T"):
         if abs(n) < 999.5 or unit == "T":
             return f"{n:.0f}{unit}" if unit == "" or abs(n) >= 99.95 else f"{n:.1f}{unit}"
@@ -15,7 +15,7 @@ def count(n: float) -> str:
 
 
 def byte_size(n: float) -> str:
-    """Bytes as 1.2 MB (decimal units)."""
+    """Return bytes in decimal units: 1234567 as 1.2 MB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(n) < 999.5 or unit == "TB":
             return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 99.95 else f"{n:.1f} {unit}"
@@ -24,12 +24,12 @@ def byte_size(n: float) -> str:
 
 
 def credits(micro: int) -> str:
-    """Micro-credits as credits, with as many digits as they need."""
+    """Return micro-credits as credits: six decimals below 10 credits, two above."""
     return f"{micro / 1e6:,.2f}" if micro >= 10_000_000 else f"{micro / 1e6:.6f}"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """The values as a line of bars, the newest `width` groups of them."""
+    """Return the values as at most `width` bars; each bar is the mean of a group of values."""
     if not values:
         return ""
     if len(values) > width:

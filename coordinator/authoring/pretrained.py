@@ -1,6 +1,6 @@
-"""A run.toml for a run that goes on from a trained model: behind `cairn run init --from FOLDER`.
+"""A run.toml for a run that continues from a trained model, for `cairn run init --from FOLDER`.
 
-It is the template that `cairn run plan` writes, with the folder's config, weights and tokenizer filled in.
+It is the template of `cairn run plan`, with the folder's config, weights and tokenizer filled in.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 
 from coordinator.authoring import tokens
 from coordinator.authoring.errors import DataInputError
-from coordinator.authoring.plan import Question, plan
-from coordinator.authoring.shape import FROM_TOKENIZER, ModelFileError, model_of
+from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of
+from coordinator.authoring.plan import PlanInputs, plan
 from coordinator.authoring.template import fill
-from coordinator.authoring.weights import CONFIG, WeightsError, check, look_at
+from coordinator.authoring.weights import CONFIG, WeightsError, check, read_headers
 
 TOKENIZER = "tokenizer.json"
 TOTAL_TOKENS = 100_000_000
-"""Of a run that goes on from trained weights, where nothing is said."""
+"""Default tokens of a run that continues from trained weights."""
 
 LR_FACTOR = 0.1
-"""Of the rate that is planned for new weights. Not measured: large steps undo what the weights have learnt."""
+"""Factor of the learning rate for new weights. Not measured; large steps would undo the training so far."""
 
 
 @dataclass(frozen=True)
-class Started:
-    """A run.toml's text, and what is in it: the run's name, the model's parameters, the tokenizer's size.
+class DraftRunFile:
+    """The text of a run.toml, with the run's name, the model's parameters and the tokenizer's size.
 
-    `left_out`: fields of the folder's config that `transformers` does not know.
+    `left_out` are fields of the folder's config that `transformers` does not know.
     """
 
     text: str
@@ -41,13 +41,13 @@ class Started:
     left_out: tuple[str, ...]
 
 
-def run_file_from(folder: Path, out: Path, question: Question) -> Started:
-    """The text of a run.toml at `out` for a run that begins with the model in `folder`.
+def run_file_from(folder: Path, out: Path, inputs: PlanInputs) -> DraftRunFile:
+    """Return a run.toml to be written at `out`, for a run that begins with the model in `folder`.
 
-    Of `question`, the model and the longest window are the folder's. Raises AuthoringError (a folder that lacks
-    something), SpecError (a config that is none of a causal language model), PlanError.
+    The folder replaces the model of `inputs` and limits its window. Raises AuthoringError for an incomplete folder,
+    SpecError for a config that is not of a causal language model, and PlanError.
     """
-    found = look_at(folder)
+    found = read_headers(folder)
     given = _config(folder)
     left_out = _unknown(given)
     model = model_of({k: v for k, v in given.items() if k not in left_out}, None, folder / CONFIG)
@@ -66,14 +66,14 @@ def run_file_from(folder: Path, out: Path, question: Question) -> Started:
             f"{folder / TOKENIZER}: {tokenizer.size} tokens, but the model has {model.vocabulary}: take the model's "
             "own tokenizer"
         )
-    window = question.window if model.positions is None else min(question.window, model.positions)
-    made = plan(replace(question, model=model.layout, window=window))
+    window = inputs.window if model.positions is None else min(inputs.window, model.positions)
+    made = plan(replace(inputs, model=model.layout, window=window))
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:
         note += f" Left out, for transformers does not know them: {ascii(', '.join(left_out))}."
     text = fill(made, table, tokenizer.size, note)
-    text = text.replace("planned by `cairn run plan`", f"going on from {ascii(folder.name)}, by `cairn run init`", 1)
+    text = text.replace("planned by `cairn run plan`", f"continuing from {ascii(folder.name)}, by `cairn run init`", 1)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{folder.name}-more").lstrip("._-")[:64] or "my-run"
     place = _place(folder, out)
     for table_name, field, value, why in (
@@ -85,13 +85,13 @@ def run_file_from(folder: Path, out: Path, question: Question) -> Started:
         ("inner", "lr", float(f"{made.lr * LR_FACTOR:.2g}"), "Here a tenth of that, for the weights are trained."),
     ):
         text = write_field(text, table_name, field, value, why)
-    return Started(text, name, model.layout.numel, tokenizer.size, left_out)
+    return DraftRunFile(text, name, model.layout.numel, tokenizer.size, left_out)
 
 
 def write_field(text: str, table: str, field: str, value: str | float | None, why: str = "") -> str:
-    """A template's text with a field written, or put behind a `#` (None); `why` is a comment right above it.
+    """Return a template's text with one field set, or commented out if `value` is None.
 
-    Raises LookupError when the template has no such field.
+    `why` becomes a comment above the field. Raises LookupError if the template has no such field.
     """
     lines, at = text.split("\n"), ""
     for i, line in enumerate(lines):
@@ -104,7 +104,7 @@ def write_field(text: str, table: str, field: str, value: str | float | None, wh
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json as it is. Raises ModelFileError."""
+    """Return the folder's config.json unchanged. Raises ModelFileError."""
     path = folder / CONFIG
     try:
         given = json.loads(path.read_bytes())
@@ -118,10 +118,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _unknown(given: dict[str, Any]) -> tuple[str, ...]:
-    """Fields that authors have added to a config of a known type, of which its code has never heard.
+    """Return the fields that authors added to a config of a known type, and that its code does not use.
 
-    One that decides a shape all the same shows when the weights are compared. Those that would bring code are not among
-    them: they are refused, as everywhere.
+    A field that decides a shape is noticed when the weights are compared. Fields that would load code are not returned,
+    so they are refused as everywhere.
     """
     from transformers import CONFIG_MAPPING
 
@@ -143,7 +143,7 @@ def _unknown(given: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tokenizer(folder: Path) -> tokens.RunTokenizer:
-    """The folder's tokenizer, documents ended by its own end-of-text token. Raises DataInputError."""
+    """Return the folder's tokenizer with its own end-of-text token. Raises DataInputError."""
     path = folder / TOKENIZER
     if not path.is_file():
         raise DataInputError(
@@ -159,6 +159,6 @@ def _tokenizer(folder: Path) -> tokens.RunTokenizer:
 
 
 def _place(folder: Path, out: Path) -> str:
-    """How a run.toml at `out` names a folder: from beside it where it can, else from the root."""
+    """Return the path of a folder for a run.toml at `out`: relative if the folder is below it, else absolute."""
     folder, beside = folder.resolve(), out.resolve().parent
     return os.path.relpath(folder, beside) if beside in folder.parents else str(folder)

@@ -1,4 +1,4 @@
-"""`cairn audit`: recomputes a run's credits on a stranger's machine, and says where the coordinator's log differs."""
+"""`cairn audit`: recomputes a run's credits on any machine, and reports differences from the coordinator's log."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.figures import credits
-from cairn.reaching import Reached, reached
+from cairn.connection import CoordinatorConnection, connect
+from cairn.formatting import credits
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, from_b64url
 from protocol.ledger.audit import Auditor, Difference, Report, SeenHead
@@ -27,19 +27,23 @@ from protocol.merkle import leaf_hash, tree_hash
 from protocol.proofs import check_consistency, check_inclusion
 
 if TYPE_CHECKING:
-    from cairn.auditing_chain import AuditedChain
+    from cairn.audited_chain import AuditedChain
 
 log = logging.getLogger("cairn.audit")
 
 PAGE = 500
+"""Entries in one request."""
+
 HEADS = 100
+"""Tree heads in one request."""
+
 MAX_HEADS = 2000
-"""Signed heads that are compared, the newest: more than a day's."""
+"""Maximum number of signed tree heads to compare, the newest first: more than a day's."""
 
 
 @dataclass
-class Audited:
-    """An audit and what it rests on."""
+class AuditResult:
+    """The result of an audit, with its sources."""
 
     report: Report
     head: TreeHead
@@ -56,11 +60,11 @@ class Audited:
 
 
 def audit_ledger(text: str, home: Path, *, as_json: bool, via: Sequence[str]) -> bool:
-    """Audit and print; whether all is as it should be. Raises CairnError when it cannot be done."""
+    """Audit and print; return whether everything is correct. Raises CairnError if the audit is impossible."""
 
-    async def work() -> Audited:
-        async with reached(text, via) as r:
-            return await audited(r, home)
+    async def work() -> AuditResult:
+        async with connect(text, via) as r:
+            return await audit_log(r, home)
 
     found = asyncio.run(work())
     if as_json:
@@ -71,9 +75,9 @@ def audit_ledger(text: str, home: Path, *, as_json: bool, via: Sequence[str]) ->
     return found.clean
 
 
-async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Audited:
-    """Read everything, check everything; remember the newest head for the next time. Raises CairnError."""
-    from cairn.auditing_chain import AuditedChain  # with it come hivemind and torch, which receipts do not need
+async def audit_log(r: CoordinatorConnection, home: Path, *, listen: tuple[str, ...] = ()) -> AuditResult:
+    """Read and check the whole log; remember the newest head for the next audit. Raises CairnError."""
+    from cairn.audited_chain import AuditedChain  # it imports hivemind and torch, which receipts do not need
     from peer.swarm.asking import ANY, members_at
     from peer.swarm.asking_chain import chain_asker
 
@@ -96,10 +100,10 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
         wanted = [SeenHead(h.body, f"signed at {_when(h.body)}") for h in heads]
         if seen is not None:
             wanted.append(SeenHead(seen.body, f"seen by this machine, signed at {_when(seen.body)}"))
-        auditor = Auditor(r.spec, chain.find, wanted, is_left=chain.is_left)
-        await _take_all(r, auditor, chain, newest.size)
+        auditor = Auditor(r.spec, chain.find, wanted, is_left=chain.is_abandoned)
+        await _check_entries(r, auditor, chain, newest.size)
         if chain.newest_final is None:
-            final = None  # a rollback that the chain carries is newer
+            final = None  # the chain carries a newer rollback
     report = auditor.finish(*(final or (None, None)), epoch=chain.epoch if chain.agreed else None)
     if not chain.is_followed(auditor.tip):
         words = f"the log ends with record {auditor.tip.short}, which is not on the chain that the swarm follows"
@@ -111,60 +115,62 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
     warnings = list(chain.warnings)
     if not chain.agreed:
         warnings.append(
-            "no member of the swarm gave a certificate: the chain is what the coordinator gives. Its signatures are "
-            "those of the peers, but whether the swarm follows this very chain, nobody else could tell"
+            "no member of the swarm sent a certificate: the whole chain is from the coordinator. Its signatures are "
+            "those of the peers, but no other source confirms that the swarm follows this very chain"
         )
     elif chain.from_coordinator:
         warnings.append(
             f"{chain.from_coordinator} certificates that members no longer keep are from the coordinator: they are "
             "signed by the peers, and lead to those that members have"
         )
-    return Audited(
+    return AuditResult(
         report, newest, seen.body if seen else None, len(heads), chain.from_members, chain.from_coordinator,
         final[0] if final else None, warnings,
     )  # fmt: skip
 
 
-async def _heads(r: Reached) -> tuple[list[Word[TreeHead]], list[Difference]]:
-    """The newest signed heads, newest first; and what is wrong with those that are none."""
+async def _heads(r: CoordinatorConnection) -> tuple[list[Word[TreeHead]], list[Difference]]:
+    """Return the newest signed heads, newest first, and a difference for each that the owner did not sign."""
     heads: list[Word[TreeHead]] = []
     bad: list[Difference] = []
     before = 0
     while len(heads) + len(bad) < MAX_HEADS:
         page = await r.log.heads_sent(before, HEADS)
-        known = len(heads)
+        before_page = len(heads)
         for sent in page:
             try:
                 heads.append(open_tree_head(sent, r.spec.run_id, r.spec.owner_key))
             except ProtocolError as e:
                 bad.append(Difference(None, f"a tree head that the coordinator gives was not signed by the owner: {e}"))
-        if len(page) < HEADS or len(heads) == known or heads[-1].body.size == 0:
+        if len(page) < HEADS or len(heads) == before_page or heads[-1].body.size == 0:
             break
         before = heads[-1].body.size
     return heads, bad
 
 
-async def _take_all(r: Reached, auditor: Auditor, chain: AuditedChain, size: int) -> None:
-    """Hand the log to the auditor, page by page, each round after its certificate was read: `size` entries, and those
-    that have come since the newest head was signed."""
+async def _check_entries(r: CoordinatorConnection, auditor: Auditor, chain: AuditedChain, size: int) -> None:
+    """Pass the log to the auditor page by page, each round after its certificate was read.
+
+    These are the `size` entries under the newest head, and those written since it was signed.
+    """
     first, end = 0, None
     while end is None or first < end:
         page, now = await r.log.entries(first, PAGE)
         if not page:
-            return  # a head over more entries says so
+            return  # the auditor reports that the head covers more entries
         end = max(size, now) if end is None else end
         page = page[: end - first]
         lines = await _lines_of(r, first, first + len(page))
         for i, sent in enumerate(page):
             record = _record_of(sent)
             if record is not None and not await chain.ensure(record):
-                chain.look_again()
+                chain.refresh()
                 await chain.ensure(record)
             auditor.take(sent, lines.get(first + i, ()))
         first += len(page)
 
 
-async def _lines_of(r: Reached, first: int, end: int) -> dict[int, tuple[bytes, ...]]:
+async def _lines_of(r: CoordinatorConnection, first: int, end: int) -> dict[int, tuple[bytes, ...]]:
     found: dict[int, tuple[bytes, ...]] = {}
     while first < end:
         groups, following = await r.log.lines(first, end - first)
@@ -183,8 +189,8 @@ def _record_of(sent: bytes):
     return what.record if isinstance(what, RoundEntry) else None
 
 
-async def _proofs(r: Reached, seen: Word[TreeHead] | None, head: Word[TreeHead]) -> list[Difference]:
-    """Whether the proofs that the coordinator makes for those who do not read everything are good, too."""
+async def _proofs(r: CoordinatorConnection, seen: Word[TreeHead] | None, head: Word[TreeHead]) -> list[Difference]:
+    """Check the proofs that the coordinator makes for light clients; return the differences."""
     found: list[Difference] = []
     new = head.body
     try:
@@ -206,10 +212,13 @@ async def _proofs(r: Reached, seen: Word[TreeHead] | None, head: Word[TreeHead])
 
 
 def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, via: Sequence[str]) -> bool:
-    """Check receipts in files, or the newest of a peer (this machine's); whether all are good. Raises CairnError."""
+    """Check receipts in files, or the newest of a peer (by default this machine's); return whether all are good.
+
+    Raises CairnError.
+    """
 
     async def work() -> list[str]:
-        async with reached(text, via) as r:
+        async with connect(text, via) as r:
             words = [open_receipt(_receipt_bytes(f), r.spec.run_id, r.spec.owner_key) for f in files]
             if not files:
                 key = _peer_key(peer, home)
@@ -233,8 +242,8 @@ def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, v
     return not asyncio.run(work())
 
 
-async def receipt_problem(r: Reached, receipt: Receipt, head: TreeHead) -> str:
-    """What is wrong between a receipt and the log; "" when the log holds it, proved by the signed head."""
+async def receipt_problem(r: CoordinatorConnection, receipt: Receipt, head: TreeHead) -> str:
+    """Return the difference between a receipt and the log; "" if the signed head proves that the log holds it."""
     n = receipt.entry
     try:
         entries, _ = await r.log.entries(n, 1)
@@ -262,7 +271,7 @@ async def receipt_problem(r: Reached, receipt: Receipt, head: TreeHead) -> str:
 
 
 def _receipt_bytes(path: Path) -> bytes:
-    """A receipt's envelope: as it is, or as base64 or base64url text."""
+    """Return a receipt's envelope from a file of raw bytes, base64 or base64url. Raises CairnError."""
     try:
         data = path.read_bytes()
     except OSError as e:
@@ -285,15 +294,15 @@ def _peer_key(text: str, home: Path) -> PeerKey:
     return load_or_make(path).key
 
 
-# -- the head seen last ----------------------------------------------------------------------------------------------
+# -- the last head that was seen ---------------------------------------------------------------------------------
 
 
 def head_file(home: Path, run: RunId) -> Path:
-    """Where the newest head that an audit on this machine has seen is kept."""
+    """Return the file with the newest head that an audit on this machine has seen."""
     return home / "audits" / f"{run.hex()[:12]}.head"
 
 
-def _seen_head(home: Path, r: Reached) -> Word[TreeHead] | None:
+def _seen_head(home: Path, r: CoordinatorConnection) -> Word[TreeHead] | None:
     path = head_file(home, r.spec.run_id)
     try:
         return open_tree_head(path.read_bytes(), r.spec.run_id, r.spec.owner_key)
@@ -305,8 +314,8 @@ def _seen_head(home: Path, r: Reached) -> Word[TreeHead] | None:
         raise CairnError(f"{path}, which holds the tree head seen last, is damaged: {e}; move it away") from None
 
 
-def _remember_head(home: Path, r: Reached, head: Word[TreeHead]) -> None:
-    """Whole or not at all."""
+def _remember_head(home: Path, r: CoordinatorConnection, head: Word[TreeHead]) -> None:
+    """Write the newest head, whole or not at all. Raises CairnError."""
     path = head_file(home, r.spec.run_id)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -321,39 +330,37 @@ def _remember_head(home: Path, r: Reached, head: Word[TreeHead]) -> None:
         raise CairnError(f"{path} cannot be written: {(e.strerror or str(e)).lower()}") from None
 
 
-# -- in words ----------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------
 
 
 def _when(head: TreeHead) -> str:
     return datetime.fromtimestamp(head.time / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _lines(a: Audited) -> list[str]:
+def _lines(a: AuditResult) -> list[str]:
     r = a.report
     lines = [
         f"log      {r.entries} entries, {r.rounds} rounds, {r.lines} lines; head signed at {_when(a.head)}, root "
         f"{a.head.root}",
         f"chain    {sum(a.from_members.values())} certificates from {len(a.from_members)} members"
         + (f", {a.from_coordinator} from the coordinator" if a.from_coordinator else "")
-        + (f"; final up to round {a.final}" if a.final is not None else "; nothing is final yet"),
+        + (f"; finalized up to round {a.final}" if a.final is not None else "; nothing is finalized yet"),
         f"credits  {credits(r.issued)} issued: {credits(r.settled)} settled, {credits(r.pending)} pending, "
         f"{credits(r.voided)} voided; {len(r.standings)} peers",
         f"heads    {a.heads} compared"
-        + (f"; the one seen last was over {a.seen_before.size} entries" if a.seen_before else "; none was seen before"),
+        + (f"; the last one seen was over {a.seen_before.size} entries" if a.seen_before else "; none was seen before"),
     ]
     lines += [f"note     {w}" for w in a.warnings]
     lines += [f"UNPROVED {d.words}" for d in r.unproved]
     lines += [f"WRONG    {d.words}" for d in r.differences]
     if a.clean:
-        lines.append("clean    every entry, line, hash, root and head was recomputed: all is as it should be")
+        lines.append("clean    every entry, line, hash, root and head was recomputed: all are correct")
     else:
-        lines.append(
-            f"{len(r.differences)} differences, {len(r.unproved)} not proved: the log is not what it should be"
-        )
+        lines.append(f"{len(r.differences)} differences, {len(r.unproved)} not proved: the log is wrong")
     return lines
 
 
-def _plain(a: Audited) -> dict[str, Any]:
+def _plain(a: AuditResult) -> dict[str, Any]:
     r = a.report
     return {
         "clean": a.clean,

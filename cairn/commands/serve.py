@@ -16,33 +16,86 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cairn.commands.options import home_option
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError, MalformedError
-from protocol.identity import Identity
-from protocol.ids import Digest
 from protocol.invite import Endpoint, Invite
-from protocol.spec import RunSpec
 
 if TYPE_CHECKING:
-    from cairn.observing import ObserverView
+    from cairn.swarm_view import ObserverView
     from coordinator.authoring import ResolvedRun
     from coordinator.keeping.settings import Settings
     from coordinator.service import Coordinator, CoordinatorConfig
     from peer.store import Store
+    from protocol.identity import Identity
+    from protocol.ids import Digest
+    from protocol.spec import RunSpec
 
 log = logging.getLogger("cairn.coordinator")
 
 OBSERVER_BYTES = 200 * 10**9
+"""Maximum size of the observer's store."""
 
 MAX_FILES = 65_536
 
 INVITE_SECONDS = 10.0
-"""How often the invite in the folder is brought up to date."""
+"""Seconds between two updates of the invite in the folder."""
+
+
+def _archive_options(f):
+    """Add the options about checkpoints to a command; they override coordinator.toml."""
+    for option in reversed(
+        [
+            click.option("--settings", default=None, metavar="FILE", help="[default: coordinator.toml beside it]"),
+            click.option(
+                "--archive", default=None, metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec)."
+            ),
+            click.option("--keep", default=None, metavar="POLICY", help="E.g. newest=5,every=100,best=3,bytes=200G."),
+            click.option(
+                "--evaluate-every",
+                type=click.IntRange(0),
+                default=None,
+                metavar="N",
+                help="Evaluate a checkpoint each N rounds; 0: never.  [default: each]",
+            ),
+        ]
+    ):
+        f = option(f)
+    return f
+
+
+def _settings(
+    run_file: Path, settings: str | None, archive: str | None, keep: str | None, evaluate_every: int | None
+) -> Settings:
+    """Return the settings in the options and in the file. Raises CairnError."""
+    from coordinator.keeping.settings import FILE, load_settings
+
+    file = run_file.with_name(FILE) if settings is None else Path(settings).expanduser()
+    if settings is not None and not file.is_file():
+        raise CairnError(f"--settings {file}: no such file")
+    return load_settings(file if file.is_file() else None, address=archive, keep=keep, evaluate_every=evaluate_every)
+
+
+@click.command()
+@click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path))
+@home_option("Where identity, runs and logs are kept.")
+@click.option("--grpc", default="0.0.0.0:7410", show_default=True, metavar="HOST:PORT", help="For peers.")
+@click.option("--page", default="0.0.0.0:7411", show_default=True, metavar="HOST:PORT", help="For people.")
+@click.option("--swarm", default="/ip4/0.0.0.0/tcp/7412", show_default=True, metavar="MULTIADDR", help="For the swarm.")
+@click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
+@click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
+@click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
+@click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
+@_archive_options
+def serve(run_file, home, grpc, page, swarm, public, code, ledger, webhook, **keeping) -> None:
+    """Serve the run that RUN_FILE (a run.toml) describes, and print its invite."""
+    settings = _settings(run_file, **keeping)
+    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code, ledger, settings, webhook))
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     run_file: Path
     home: Path
@@ -57,12 +110,12 @@ class ServeOptions:
 
 
 def coordinator_folder(home: Path, name: str) -> Path:
-    """Where a run's owner keeps everything of the run."""
+    """Return the folder in which a run's owner keeps everything of the run."""
     return home / "coordinated" / name.replace(" ", "_")
 
 
 def serve_run(options: ServeOptions) -> None:
-    """Until SIGINT or SIGTERM. Raises CairnError."""
+    """Serve a run until SIGINT or SIGTERM. Raises CairnError."""
     from coordinator.alerts.config import load_config
     from coordinator.authoring import load_run, resolve
     from coordinator.service import CoordinatorConfig
@@ -75,7 +128,7 @@ def serve_run(options: ServeOptions) -> None:
     run_file = load_run(options.run_file)
     folder = coordinator_folder(options.home, run_file.run.name)
     set_up_logging(folder / "coordinator.log")
-    # The store's lock first: whoever has it is the one coordinator of this folder.
+    # The store's lock comes first: its holder is the one coordinator of this folder.
     with Store(folder / "store", OBSERVER_BYTES) as store:
         owner = load_or_make(folder / "owner.key")
         resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line))
@@ -94,7 +147,7 @@ def serve_run(options: ServeOptions) -> None:
 
 
 def _allow_many_files() -> None:
-    """Each peer's connection is one; the usual soft limit is 1024."""
+    """Raise the limit of open files: each peer's connection is one, and the usual soft limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -110,7 +163,7 @@ async def _serve(
     announce: tuple[str, ...],
     keeping: Settings | None,
 ) -> None:
-    from cairn.observing import ObserverView
+    from cairn.swarm_view import ObserverView
     from coordinator.archive import Archive
     from coordinator.keeping.copying import file_system
     from coordinator.keeping.keeper import Keeper
@@ -134,11 +187,11 @@ async def _serve(
             return
         if not store.has(digest):
             await asyncio.to_thread(_put, store, digest, path)
-    store.write_value(SPEC, resolved.spec_envelope)  # for whoever asks the observer
+    store.write_value(SPEC, resolved.spec_envelope)  # members ask the observer for it
     keeping = keeping or Settings()
     check_address(keeping.archive.address, folder)
     if keeping.archive.address:
-        file_system(keeping.archive.address)  # a package that is missing is said now, not each five minutes
+        file_system(keeping.archive.address)  # a missing package is an error now, not each five minutes
     archive = Archive(
         folder / "checkpoints", spec, policy=keeping.archive.policy, spec_envelope=resolved.spec_envelope,
         reserve=keeping.archive.reserve,
@@ -209,19 +262,21 @@ def _invite(coordinator: Coordinator, config: CoordinatorConfig) -> Invite:
 
 
 async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> None:
-    """For ever: the invite in the file names members who are there now. By them a newcomer gets in when the coordinator
-    has moved since. Raises CairnError."""
+    """Keep the present members in the invite's file, for ever. Raises CairnError.
+
+    A newcomer enters by them when the coordinator has moved since.
+    """
     written: set[str] = set()
     while True:
         await asyncio.sleep(INVITE_SECONDS)
         invite = _invite(coordinator, config)
-        if set(invite.addresses) != written:  # who was heard of last is no news
+        if set(invite.addresses) != written:  # their order is no news
             _write_private(config.folder / "invite", f"{invite}\n")
             written = set(invite.addresses)
 
 
 def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
-    """What the owner needs to know, in the terminal and (the invite) in a file for scripts."""
+    """Print the run's addresses for the owner, and write the invite to a file for scripts."""
     invite = _invite(coordinator, config)
     _write_private(config.folder / "invite", f"{invite}\n")
     click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
@@ -233,7 +288,7 @@ def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig
 
 
 def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
-    """The invite codes of a run that admits by invite: the given one, or one made once and kept."""
+    """Return the invite codes of a run that admits by invite: the given one, or one made once and kept."""
     if spec.admission.mode != "invite":
         return ()
     if given:
@@ -245,7 +300,7 @@ def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Whole or not at all, and for nobody else: an invite may carry a code. Raises CairnError."""
+    """Write a file whole or not at all, readable by its owner only: an invite may carry a code. Raises CairnError."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.unlink(missing_ok=True)
@@ -260,7 +315,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _public(options: ServeOptions, port: int) -> tuple[tuple[Endpoint, ...], tuple[str, ...]]:
-    """What --public says: the endpoint for invites, the swarm address to tell others."""
+    """Return the endpoint for invites and the swarm address to announce, both from --public."""
     if not options.public:
         return (), ()
     swarm_port = options.swarm.rsplit("/", 1)[-1]
@@ -291,7 +346,7 @@ def _put(store: Store, digest: Digest, path: Path) -> None:
 
 
 def _endpoint(text: str, option: str) -> tuple[str, int]:
-    """Host and port; port 0 takes any that is free."""
+    """Return host and port; port 0 means any free port."""
     try:
         if text.endswith(":0"):
             return Endpoint.parse(text[:-1] + "1").host, 0

@@ -1,6 +1,6 @@
-"""The model that a plan is for: from a transformers config.json, a run.toml's [model] table, or a number of parameters.
+"""The model of a plan: from a transformers config.json, a run.toml's [model] table, or a number of parameters.
 
-What comes out is the [model] table to write, and the layout that it gives.
+The result is the [model] table to write, and the layout of the parameters.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from protocol.layout import Layout
 
 MAX_FILE = 1024 * 1024
 LEAST_VOCABULARY, MOST_VOCABULARY = 257, 2**24
-"""Of a run's tokenizer, as in [data]."""
+"""Limits of a run's tokenizer, as in [data]."""
 FROM_TOKENIZER = ("bos_token_id", "eos_token_id")
-"""Left out of a run.toml: they are filled in from the run's tokenizer."""
+"""Fields that a run.toml leaves out, because they come from the run's tokenizer."""
 LEAST_PARAMETERS = 200_000
-"""The smallest Llama that `llama_of` draws has about so many."""
+"""Parameters of the smallest Llama that `llama_of` can make, approximately."""
 
 
 class ModelFileError(AuthoringError):
@@ -31,25 +31,26 @@ class ModelFileError(AuthoringError):
 
 
 @dataclass(frozen=True)
-class Model:
-    """A [model] table, and what follows from it."""
+class ModelConfig:
+    """A [model] table with the vocabulary, window limit and layout that follow from it."""
 
     table: dict[str, Any]
     vocabulary: int
     positions: int | None
-    """The longest window that it takes; None: any."""
+    """The longest possible window; None if there is no limit."""
     layout: Layout
 
 
-def read_model(path: Path) -> Model:
-    """The model of a config.json, or of a run.toml's [model]. Raises ModelFileError; SpecError for the model."""
+def read_model(path: Path) -> ModelConfig:
+    """Return the model of a config.json, or of a run.toml. Raises ModelFileError; SpecError for the model."""
     return model_of(*_given(path), path)
 
 
-def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> Model:
-    """The model of a config that was read from `path`, and the size of its run's vocabulary where that is known.
+def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> ModelConfig:
+    """Return the model of a config that was read from `path`.
 
-    Raises ModelFileError; SpecError for the model.
+    `vocabulary` is the size of the run's tokenizer, if the file states it. Raises ModelFileError, and SpecError for the
+    model.
     """
     from protocol.model import build_model, model_layout, plain_config
 
@@ -60,7 +61,7 @@ def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> Model
         table = {
             k: _without_nulls(v)
             for k, v in given.items()
-            # A field that the whole config does not have is about storage, or another name for one that it has.
+            # A field that the full config does not have is about storage, or an alias of another field.
             if v is not None and k not in FROM_TOKENIZER and (k in whole or _matters(k, asked, whole))
         }
         again = plain_config({"vocab_size": whole["vocab_size"]} | table)
@@ -79,25 +80,25 @@ def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> Model
             f"{MOST_VOCABULARY:,}"
         )
     positions = [whole[f] for f in ("max_position_embeddings", "n_positions") if type(whole.get(f)) is int]
-    return Model(table, whole["vocab_size"], min(positions, default=None), layout)
+    return ModelConfig(table, whole["vocab_size"], min(positions, default=None), layout)
 
 
 def _matters(field: str, asked: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
-    """Whether a config would be another without this field. Raises SpecError when it would be none."""
+    """Return whether a field changes the config. Raises SpecError if the config is invalid without it."""
     from protocol.model import plain_config
 
     return plain_config({k: v for k, v in asked.items() if k != field}) != whole
 
 
 def _without_nulls(value: Any) -> Any:
-    """The same value, as far as TOML has it: `read_model` compares what comes of it."""
+    """Return the value without nulls, which TOML cannot express; `model_of` checks that the config stays equal."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value if v is not None] if isinstance(value, list) else value
 
 
 def _given(path: Path) -> tuple[dict[str, Any], int | None]:
-    """The config in a file, and the size of its run's vocabulary where the file says one."""
+    """Return the config in a file, and the size of its run's vocabulary if the file states it."""
     try:
         if path.stat().st_size > MAX_FILE:
             raise ModelFileError(f"{path}: larger than {MAX_FILE >> 10} KiB: give a config.json or a run.toml")
@@ -124,9 +125,12 @@ def _given(path: Path) -> tuple[dict[str, Any], int | None]:
 
 
 def llama_of(parameters: int, window: int) -> dict[str, Any]:
-    """The [model] table of a Llama with about so many parameters, at least LEAST_PARAMETERS, embeddings tied."""
+    """Return the [model] table of a Llama with about `parameters` parameters and tied embeddings.
+
+    `parameters` is at least LEAST_PARAMETERS.
+    """
     vocabulary = 1024 if parameters < 10_000_000 else 8192 if parameters < 100_000_000 else 32_768
-    # What is left beside the embeddings is layers * 12 hidden^2; hidden is about 96 times the layers in known models.
+    # Beside the embeddings there are layers * 12 hidden^2; in published models hidden is about 96 times the layers.
     best = min(
         ((layers, hidden) for layers in range(2, 161) for hidden in _widths(layers)),
         key=lambda s: abs(llama_parameters(*s, vocabulary) / parameters - 1) + abs(math.log2(s[1] / s[0] / 96)) / 50,
@@ -146,12 +150,12 @@ def llama_of(parameters: int, window: int) -> dict[str, Any]:
 
 
 def llama_parameters(layers: int, hidden: int, vocabulary: int) -> int:
-    """Of a Llama as `llama_of` draws it."""
+    """Return the number of parameters of a Llama in the shape that `llama_of` makes."""
     return vocabulary * hidden + layers * (4 * hidden**2 + 3 * hidden * _intermediate(hidden) + 2 * hidden) + hidden
 
 
 def parameters_of_table(table: Mapping[str, Any]) -> int:
-    """Of a table that `llama_of` made."""
+    """Return the number of parameters of a table that `llama_of` made."""
     return llama_parameters(table["num_hidden_layers"], table["hidden_size"], table["vocab_size"])
 
 
@@ -165,5 +169,5 @@ def _head(hidden: int) -> int:
 
 
 def _intermediate(hidden: int) -> int:
-    """8/3 of the width, in whole 64s."""
+    """Return 8/3 of the width, rounded up to a multiple of 64."""
     return -(-8 * hidden // (3 * 64)) * 64

@@ -1,8 +1,8 @@
-"""The chain as an auditor reads it: from members of the swarm, and from the coordinator only what they no longer keep.
+"""The chain as an auditor reads it: from members of the swarm, and older certificates from the coordinator.
 
-What a member says is believed no more than what anybody says: each certificate is verified, with the votes of more than
-two thirds of those whose updates it lists and the owner's admission of each, and must fit where it stands. Certificates
-are read as the audit needs them, so that memory does not grow with the run.
+No source is trusted. Each certificate is verified: it has the votes of more than two thirds of the contributors, the
+owner's admission of each, and a parent that was read before. Certificates are read as the audit needs them, so that
+memory does not grow with the run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from protocol.wire import swarm_pb2 as wire
 log = logging.getLogger("cairn.audit")
 
 KEPT = 4096
-"""Rounds whose certificates' sums are remembered: an audit looks back no further, unless many rounds are missing."""
+"""Rounds whose credits are remembered: an audit needs no older ones, unless many rounds are missing."""
 
 PAGE = 64
+"""Certificates in one request to the coordinator."""
 
 
 class AuditedChain:
-    """`ensure(record)` reads on until the record is known or nobody has more; then `find` knows it."""
+    """The certificates read so far, and their credits. `ensure` reads more, `find` looks a record up."""
 
     def __init__(self, spec: RunSpec, asker: ChainAsker | None, coordinator: LogClient):
         self._run = spec.run_id
@@ -44,69 +45,71 @@ class AuditedChain:
         self._asker = asker
         self._coordinator = coordinator
         self._accounts: OrderedDict[Digest, RoundAccount] = OrderedDict()
-        self._left: set[Digest] = set()
+        self._abandoned: set[Digest] = set()
         self._read: set[Digest] = set()
-        """Every record that was read in its place: about 100 bytes a round."""
+        """Every record that was read as part of the chain: about 100 bytes a round."""
         self._final: Signed[Finalization] | None = None
         self._silent: set[PeerKey] = set()
         self._ended = False
         self.from_members: dict[PeerKey, int] = {}
-        """How many certificates each member gave that nobody had given before."""
+        """Number of new certificates that each member sent."""
         self.agreed: set[PeerKey] = set()
-        """Members that gave a certificate of the chain that was read, whoever gave it first."""
+        """Members that sent a certificate of the chain, new or not."""
         self.from_coordinator = 0
         self.epoch = 0
-        """Rollbacks that members know of: what the coordinator alone tells does not count."""
+        """Number of rollbacks that members know of; those that only the coordinator claims do not count."""
         self.warnings: list[str] = []
 
     @property
     def rounds(self) -> int:
-        """Rounds on the heaviest chain that was read."""
+        """Rounds on the heaviest branch that was read."""
         return self._chain.height(self._chain.head)
 
     @property
     def newest_final(self) -> tuple[Round, Digest] | None:
-        """The newest final that a member gave, the owner's signed word; none from before the newest rollback, of which
-        a member that was away, or that wants to harm, may still tell."""
+        """Round and record of the newest finalization that a member sent; None without one since the newest rollback.
+
+        A member that was away, or a hostile one, may send a finalization from before a rollback.
+        """
         if self._final is None or self._final.body.epoch < self.epoch:
             return None
         return self._final.body.round, self._final.body.record
 
     def find(self, record: Digest) -> RoundAccount | None:
-        """What a record earns whom; None when its certificate was not read (or long ago)."""
+        """Return the credits of a record; None if its certificate was not read, or is no longer remembered."""
         return self._accounts.get(record)
 
     def is_followed(self, record: Digest) -> bool:
-        """Whether the heaviest chain that was read leads on from a record."""
+        """Return whether a record is on the heaviest branch that was read."""
         return record == self._chain.genesis or self._chain.is_ancestor(record, self._chain.head)
 
     async def begin(self) -> None:
-        """Ask every member for its final, once: before the log is read, so that the log cannot be behind it.
+        """Request every member's finalization before the log is read, so that the log cannot be older.
 
-        What they give on the way is taken, too. Raises CairnError for nothing: who is silent is passed over.
+        Certificates in the replies are accepted too. Silent members are skipped, and no error is raised.
         """
         if self._asker is None:
             return
-        asked = [self._ask(self._asker, member) for member in self._asker.members]  # at once: many may be gone
-        for member, reply in zip(self._asker.members, await asyncio.gather(*asked), strict=True):
+        replies = [self._ask(self._asker, member) for member in self._asker.members]  # in parallel: many may be gone
+        for member, reply in zip(self._asker.members, await asyncio.gather(*replies), strict=True):
             if reply is not None:
-                self._take(member, reply)
+                self._accept(member, reply)
 
     async def ensure(self, record: Digest) -> bool:
-        """Read on until a record is known. False when nobody gives it."""
+        """Read on until a record is known. Return False if no source has it."""
         while record not in self._accounts and not self._ended:
             if not await self._read_on():
                 self._ended = True
         if record not in self._accounts:
-            await self._from_left(record)
+            await self._read_abandoned(record)
         return record in self._accounts
 
-    def is_left(self, record: Digest) -> bool:
-        """Whether a record is known, but not of the chain that was read: such rounds count only until a rollback."""
-        return record in self._left
+    def is_abandoned(self, record: Digest) -> bool:
+        """Return whether a record is known but not on the chain: such rounds count only until a rollback."""
+        return record in self._abandoned
 
-    async def _from_left(self, record: Digest) -> None:
-        """A record of a branch that was left: members keep none of it, the coordinator's observer may."""
+    async def _read_abandoned(self, record: Digest) -> None:
+        """Read a record of an abandoned branch from the coordinator: members keep none, its observer may."""
         try:
             sent = await self._coordinator.certificate(record)
             if sent is None:
@@ -116,16 +119,16 @@ class AuditedChain:
             self.warnings.append(f"the coordinator gives no certificate of record {record.short}: {e}")
             return
         if certificate.digest == record:
-            if record not in self._read:  # else it was read, and forgotten since
-                self._left.add(record)
+            if record not in self._read:  # else it was read as part of the chain, and forgotten
+                self._abandoned.add(record)
             self._accounts[record] = account_for(certificate, self._rule)
 
-    def look_again(self) -> None:
-        """The chain may have grown since its end was reached."""
+    def refresh(self) -> None:
+        """Read on at the next `ensure`, since the chain may have grown after its end was reached."""
         self._ended = False
 
     async def _read_on(self) -> bool:
-        """The next certificates, from whoever gives some. False at the end."""
+        """Read the next certificates from any source. Return False at the end."""
         if self._asker is not None:
             for member in self._asker.members:
                 if member not in self._silent and await self._from_member(member):
@@ -133,25 +136,25 @@ class AuditedChain:
         return await self._from_coordinator() > 0
 
     async def _from_member(self, member: PeerKey) -> int:
-        """How many certificates it gave that were new."""
+        """Read certificates from a member; return the number of new ones."""
         if self._asker is None or (reply := await self._ask(self._asker, member)) is None:
             return 0
-        return self._take(member, reply)
+        return self._accept(member, reply)
 
     async def _ask(self, asker: ChainAsker, member: PeerKey) -> wire.ChainReply | None:
-        # Not from the newest: that it gives the newest again shows that it is on the same chain.
+        # Start before the newest record: a member that sends it again shows that it is on the same chain.
         locator = self._chain.locator()
         try:
             return await asker.ask(member, locator[1:] or locator)
         except PeerRefused as e:
-            log.info("%s", e)  # it keeps nothing that old: later perhaps
+            log.info("%s", e)  # the member keeps nothing this old, but may have newer certificates
         except PeerUnreachable as e:
             log.info("%s", e)
             self._silent.add(member)
         return None
 
-    def _take(self, member: PeerKey, reply: wire.ChainReply) -> int:
-        """What a member said, verified; how many certificates were new."""
+    def _accept(self, member: PeerKey, reply: wire.ChainReply) -> int:
+        """Verify and accept a member's reply; return the number of new certificates."""
         try:
             if reply.directive:
                 word = self._decoder.open(reply.directive, Directive)
@@ -159,13 +162,13 @@ class AuditedChain:
                 self.epoch = max(self.epoch, word.body.epoch)
             if reply.final:
                 final = self._decoder.open(reply.final, Finalization)
-                known = None if self._final is None else (self._final.body.epoch, self._final.body.round)
-                if known is None or (final.body.epoch, final.body.round) > known:
+                newest = None if self._final is None else (self._final.body.epoch, self._final.body.round)
+                if newest is None or (final.body.epoch, final.body.round) > newest:
                     self._final = final
                 self._chain.add_final(final)
             added = self._add(reply.certificates[:256], by_member=True)
         except ProtocolError as e:
-            self.warnings.append(f"member {member.short} gave what is no part of the chain: {e}")
+            self.warnings.append(f"member {member.short} sent something that is not of the chain: {e}")
             self._silent.add(member)
             return 0
         if reply.certificates:

@@ -1,4 +1,4 @@
-"""`cairn coordinator test-alert`: posts a test event to each webhook, and says how it went."""
+"""`cairn coordinator test-alert`: posts a test event to each webhook, and prints the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocol.errors import CairnError
 @home_option("Where the run's folder is.")
 def test_alert(run_file: Path | None, webhook: tuple[str, ...], home: Path) -> None:
     """Post a test event to the webhooks of RUN_FILE's coordinator (alerts.toml in its folder), and to --webhook."""
-    from cairn.serving import coordinator_folder
+    from cairn.commands.serve import coordinator_folder
     from coordinator.alerts.config import load_config
     from coordinator.authoring import load_run
 
@@ -32,11 +32,11 @@ def test_alert(run_file: Path | None, webhook: tuple[str, ...], home: Path) -> N
         raise CairnError(f'{where}: write [alerts] and webhooks = ["https://..."] there, or give --webhook URL')
     failed = asyncio.run(_post_all(config, name))
     if failed:
-        raise CairnError(f"{failed} of {len(config.hooks)} webhooks did not take the event")
+        raise CairnError(f"{failed} of {len(config.hooks)} webhooks did not accept the event")
 
 
 async def _post_all(config, run: str) -> int:
-    """How many failed."""
+    """Post a test event to all webhooks; return the number of failures."""
     from coordinator.alerts.hooks import HookError, payload, post
     from coordinator.alerts.journal import Event
 
@@ -45,7 +45,7 @@ async def _post_all(config, run: str) -> int:
     for hook in config.hooks:
         try:
             await post(hook, payload(event, run, ""), config.secret)
-            click.echo(f"{hook}: taken" + (", signed" if config.secret else ""))
+            click.echo(f"{hook}: accepted" + (", signed" if config.secret else ""))
         except HookError as e:
             click.echo(f"failed: {e}", err=True)
             failed += 1

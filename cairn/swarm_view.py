@@ -1,4 +1,4 @@
-"""Wires the peer package's observer node to the coordinator: the one place where the two meet."""
+"""The coordinator's view of the swarm, from an observer node: the one place where `peer` and `coordinator` meet."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ from protocol.state import state_layout
 
 log = logging.getLogger("cairn.observer")
 
-FETCH_SECONDS, TURN_SECONDS = 120.0, 20.0
+FETCH_SECONDS = 120.0
+"""Maximum seconds to fetch a checkpoint."""
+
+DIRECTIVE_SECONDS = 20.0
+"""Maximum seconds until the observer's own chain has a new directive."""
+
 RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 120.0
-"""How long after a failure a checkpoint is tried again: so much longer each time."""
+"""Seconds until a failed checkpoint is tried again: the first for each failure in a row, at most the second."""
 
 
 class ObserverView:
@@ -46,10 +51,10 @@ class ObserverView:
         self._seen: tuple[Digest | None, ...] | None = None
         self._news = asyncio.Event()
         self.archive_problem = ""
-        """Why the newest checkpoint is not archived, for people; empty when it is."""
+        """The reason why the newest checkpoint is not archived, for people; empty when it is."""
         size = make_codec(spec.codec, spec.model.layout).size
         self._announcements = Announcements(node.chain, Policy.of(spec), lambda n: n == size)
-        node.network.listeners.append(self._announcements.hear)
+        node.network.listeners.append(self._announcements.receive)
         node.on_change = self._changed
 
     # -- SwarmView -------------------------------------------------------------------------------------------
@@ -109,10 +114,10 @@ class ObserverView:
 
     async def publish_directive(self, word: Signed[Directive]) -> None:
         self._node.post(events.Heard(word))
-        end = time.monotonic() + TURN_SECONDS
+        end = time.monotonic() + DIRECTIVE_SECONDS
         while (newest := self._node.chain.newest) is None or newest.body.rank < word.body.rank:
             if time.monotonic() > end:
-                raise CairnError("the observer does not take the owner's word: its log says why")
+                raise CairnError("the observer does not accept the owner's directive: its log says why")
             await asyncio.sleep(0.01)
         self._node.network.broadcast(word)
 
@@ -143,7 +148,7 @@ class ObserverView:
                 callback()
 
     async def keep_archive(self) -> None:
-        """For ever: fetch each new checkpoint that the chain vouches for, and archive it."""
+        """Fetch and archive each new checkpoint that the chain vouches for, for ever."""
         failed: tuple[Digest, float] | None = None
         said, failures = "", 0
         while True:
@@ -158,7 +163,7 @@ class ObserverView:
                 await self.archive(state, record, tokens)
             except (CairnError, asyncio.TimeoutError) as e:
                 why = str(e) or "it did not come in time"
-                if why != said:  # a full disk may stay full for days: it is said once
+                if why != said:  # a full disk may stay full for days: log it once
                     log.warning(
                         "the checkpoint of round %d was not archived: %s. It is tried again; the chain is followed "
                         "meanwhile, but no round becomes final before a checkpoint is archived after it", number, why,
@@ -176,7 +181,7 @@ class ObserverView:
         number = self._node.chain.height(record)
         size = state_layout(self._spec.model.layout, self._spec.outer).checkpoint_size
         network = self._node.network
-        proof = self._last_word(record, state)
+        proof = self._proof_of_last_state(record, state)
         if not self._node.store.has(state):
             await asyncio.to_thread(self._archive.make_room, size)
         await network.fetch_blob(state, size, network.everyone(), deadline_seconds=FETCH_SECONDS)
@@ -186,15 +191,17 @@ class ObserverView:
             self._archive.add, store.path(state), tokenizer, round=number, state=state, record=record, tokens=tokens,
             certificate=proof[0], witnesses=proof[1],
         )  # fmt: skip
-        await asyncio.to_thread(self._archive.drop, self._left_by_the_chain())
+        await asyncio.to_thread(self._archive.drop, self._abandoned_states())
         await self._node.hold(state)
         for callback in list(self._callbacks):
             callback()
         log.info("archived the state of round %d (%s)", number, state.short)
 
     async def offer(self, archived: Archived) -> None:
-        """Put an archived state back into the observer's store, so that members can fetch it from here: a rollback
-        begins with it. Its digest is checked. Raises CairnError."""
+        """Put an archived state back into the observer's store, and check its digest. Raises CairnError.
+
+        After a rollback members fetch the state from here.
+        """
         store = self._node.store
         if not store.has(archived.state):
             with self._archive.reading(archived):
@@ -202,7 +209,7 @@ class ObserverView:
         await self._node.hold(archived.state)
 
     def _newest_checkpoint(self) -> tuple[Digest, Digest, int] | None:
-        """State, the record before it and accepted tokens, of the newest checkpoint to archive."""
+        """Return state, record and accepted tokens of the newest checkpoint to archive."""
         chain, every = self._node.chain, self._spec.checkpoint.every
         for record in chain.ancestors(chain.head):
             if record == chain.root:
@@ -219,15 +226,18 @@ class ObserverView:
     def _is_archived(self, record: Digest, state: Digest) -> bool:
         return any((a.record, a.state) == (record, state) for a in self._archive.all())
 
-    def _left_by_the_chain(self) -> list[Archived]:
-        """What was archived of a branch that lost: it is no state of the run any more."""
+    def _abandoned_states(self) -> list[Archived]:
+        """Return the archived states of branches that lost: they are no states of the run any more."""
         chain = self._node.chain
         first = chain.height(chain.root)
         return [a for a in self._archive.all() if a.round >= first and chain.on_main(a.round) != a.record]
 
     def _last_state(self, head: Digest) -> tuple[Digest, Digest, int] | None:
-        """The state after a run's last record. No later record vouches for it, so more than two thirds of those who
-        contributed to the last one must say in their (signed) heartbeats that they hold it."""
+        """Return the state after a run's last record.
+
+        No later record vouches for it. So more than two thirds of the last record's contributors must state in their
+        signed heartbeats that they hold it.
+        """
         chain, window = self._node.chain, self._spec.data.window
         tokens = chain.weight(head) * window
         if not self._spec.total_tokens or tokens < self._spec.total_tokens:
@@ -239,13 +249,16 @@ class ObserverView:
         return None
 
     def _claims(self, head: Digest) -> list[Signed[Heartbeat]]:
-        """The contributors' heartbeats that name this record as their head."""
+        """Return the contributors' heartbeats that name this record as their head."""
         entries = self._node.network.directory.entries()
         contributors = self._node.chain.certificate(head).record.body.contributors
         return [e.heartbeat for k in contributors if (e := entries.get(k)) and e.heartbeat.body.head == head]
 
-    def _last_word(self, record: Digest, state: Digest) -> tuple[bytes, list[bytes]]:
-        """For the state after the run's last record: its certificate, and who signs that they hold the state."""
+    def _proof_of_last_state(self, record: Digest, state: Digest) -> tuple[bytes, list[bytes]]:
+        """Return the proof of the run's last state: its certificate, and the heartbeats that state it.
+
+        An earlier state needs none: both are empty.
+        """
         if record != self._node.chain.head:
             return b"", []
         certificate = self._node.chain.certificate(record)
@@ -253,7 +266,7 @@ class ObserverView:
 
 
 def _into_store(store: Store, archived: Archived) -> None:
-    """Linked if possible, else copied. Raises StoreError, MalformedError (another file than it should be)."""
+    """Link or copy an archived state into the store. Raises StoreError, and MalformedError for another digest."""
     source, draft = archived.folder / MODEL, store.scratch / f"offer-{archived.state.hex()}"
     with disk(f"taking the archived state of round {archived.round} into the store"):
         draft.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a volunteer sees: log lines, and under them two live lines: how the node is doing, and what it has earned."""
+"""The terminal of a volunteer: log lines, and below them two live lines with the node's progress and its earnings."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cairn.figures import byte_size, count, credits
+from cairn.formatting import byte_size, count, credits
 from protocol.ids import PeerKey
 
 LINE_SECONDS = 30.0
-"""Without a terminal: a progress line in the log every so often."""
+"""Seconds between progress lines in the log, without a terminal."""
 
 
 _PAGE = re.compile(r"https?://[A-Za-z0-9._~:\[\]-]+(/[A-Za-z0-9._~/-]*)?")
 
 
 def own_page(page: str, key: PeerKey) -> str:
-    """Where a peer finds itself on the run's page; "" when what the coordinator calls its page is no address."""
+    """Return the address of a peer on the run's page; "" when the coordinator's page is no valid address."""
     if not _PAGE.fullmatch(page):
         return ""
     return f"{page}{'' if page.endswith('/') else '/'}#peer/{key}"
 
 
 @dataclass(frozen=True, slots=True)
-class Earned:
-    """What the coordinator says of this peer's account, and whether it answered when it was last asked."""
+class PeerEarnings:
+    """The peer's account at the coordinator. `fresh`: the coordinator answered the last request."""
 
     micro_credits: int
     pending: int
@@ -41,42 +41,42 @@ class Earned:
     fresh: bool = True
 
 
-class PeerView:
-    """`live`: lines that are redrawn in place; else the same as one line in the log now and then."""
+class PeerScreen:
+    """The live lines, redrawn in place if `live`; else the same as a log line each LINE_SECONDS."""
 
     def __init__(self, *, live: bool):
         self._live = live
-        self.earned: Earned | None = None
-        """Whoever asks the coordinator sets it."""
+        self.earnings: PeerEarnings | None = None
+        """Set by the task that asks the coordinator."""
 
         self._console = Console(highlight=False, soft_wrap=True)
         self.handler: logging.Handler = _ConsoleHandler(self._console)
 
     @contextmanager
-    def showing(self, look: Callable[[], Any]) -> Iterator[None]:
-        """Show what `look` gives (a `peer.node.snapshot.Snapshot`) for as long as the block lasts."""
+    def showing(self, snapshot: Callable[[], Any]) -> Iterator[None]:
+        """Show the `peer.node.snapshot.Snapshot` that `snapshot` returns, as long as the block lasts."""
         if self._live:
 
             def draw() -> Text:
-                now = look()
-                return Text("\n").join((progress_line(now), Text(" " * 10) + account_line(now, self.earned)))
+                now = snapshot()
+                return Text("\n").join((progress_line(now), Text(" " * 10) + account_line(now, self.earnings)))
 
-            # Gone at the end: then the last words say how it went.
+            # Transient: the command's last line states the outcome.
             with Live(console=self._console, get_renderable=draw, refresh_per_second=2, transient=True):
                 yield
             return
         over = threading.Event()
-        thread = threading.Thread(target=self._now_and_then, args=(look, over), daemon=True)
+        thread = threading.Thread(target=self._log_progress, args=(snapshot, over), daemon=True)
         thread.start()
         try:
             yield
         finally:
             over.set()
 
-    def _now_and_then(self, look: Callable[[], Any], over: threading.Event) -> None:
+    def _log_progress(self, snapshot: Callable[[], Any], over: threading.Event) -> None:
         while not over.wait(LINE_SECONDS):
-            now = look()
-            line = progress_line(now) + Text(" ") + account_line(now, self.earned)
+            now = snapshot()
+            line = progress_line(now) + Text(" ") + account_line(now, self.earnings)
             logging.getLogger("cairn.peer").info("%s", line.plain)
 
 
@@ -93,7 +93,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 def progress_line(s: Any) -> Text:
-    """Where the round is, how fast, how well."""
+    """Return phase, round, loss and speed as one line."""
     text = Text()
     style = {"training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow"}.get(s.phase, "")
     text.append(f"{s.phase:<10}", style=style)
@@ -117,19 +117,19 @@ def progress_line(s: Any) -> Text:
     return text
 
 
-def account_line(s: Any, earned: Earned | None) -> Text:
-    """What was given and what it earned."""
+def account_line(s: Any, earnings: PeerEarnings | None) -> Text:
+    """Return credits and traffic as one line."""
     text = Text(style="dim")
-    if earned is not None:
-        total = earned.micro_credits + earned.pending
+    if earnings is not None:
+        total = earnings.micro_credits + earnings.pending
         if total:
-            text.append(f" accepted in {earned.rounds} round{'s' * (earned.rounds != 1)}  ")
+            text.append(f" accepted in {earnings.rounds} round{'s' * (earnings.rounds != 1)}  ")
             text.append(f"credits {credits(total)}", style="bold")
         else:
             text.append(" nothing credited yet")
-        if earned.pending:
-            text.append(f" ({credits(earned.pending)} not final yet)")
-        if not earned.fresh:
+        if earnings.pending:
+            text.append(f" ({credits(earnings.pending)} not final yet)")
+        if not earnings.fresh:
             text.append("  the coordinator is silent", style="yellow")
         text.append(" ")
     text.append(f" up {byte_size(s.bytes_up)} down {byte_size(s.bytes_down)}")
@@ -137,6 +137,6 @@ def account_line(s: Any, earned: Earned | None) -> Text:
 
 
 def bar(share: float, width: int = 12) -> str:
-    """A bar of so many characters."""
+    """Return a bar of `width` characters."""
     full = round(share * width)
     return "━" * full + "╌" * (width - full)
