@@ -59,10 +59,10 @@ def _size(text: str, option: str) -> int:
 def _parallel(text: str) -> str:
     """Return the normalized layout. Raises click.BadParameter; the trainer checks it against model and machine."""
     from peer.errors import TrainingError
-    from peer.training.parallel.degrees import Degrees
+    from peer.training.parallel.parallel_dims import ParallelDims
 
     try:
-        return text if text == "auto" else str(Degrees.parse(text))
+        return text if text == "auto" else str(ParallelDims.parse(text))
     except TrainingError as e:
         raise click.BadParameter(str(e).removeprefix("--parallel ")) from None
 

@@ -44,6 +44,7 @@ from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer, state
 from tests.support.coordinator_service import running, settled
 from tests.support.specs import OWNER, digest, identity
+from tests.support.waiting import until
 
 SPEC = make_spec(
     credit={"hold_rounds": 2, "flops_per_parameter_token": 1000}, genesis={"digest": state(0).hex(), "size": 524_288}
@@ -616,14 +617,6 @@ def late_header(swarm: FakeSwarm) -> Any:
 
 async def receipts_of(c: Any, number: int) -> list[bytes]:
     return [i.sent for i in (await c.credit_log.receipts(peer(number).key, None, 10)).items]
-
-
-async def until(done: Any) -> None:
-    for _ in range(400):
-        if done():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("it did not happen")
 
 
 def write_key(path: Path, who: Any) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import os
 import stat
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from protocol.invite import Endpoint, Invite
 from protocol.merkle import blob_digest
 from protocol.spec import RunSpec
 from tests.support.specs import tiny_spec
+from tests.support.waiting import until
 
 
 def options(public: str, *, grpc: str = "0.0.0.0:7410", swarm: str = "/ip4/0.0.0.0/tcp/7412") -> ServeOptions:
@@ -58,14 +58,6 @@ def test_a_public_name_that_is_none_is_refused_with_the_option(public):
 def test_a_public_name_needs_ports_that_stay(port, swarm):
     with pytest.raises(CairnError, match="ports that stay"):
         _public(options("run.example.org", swarm=swarm), port)
-
-
-async def until(look: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if look():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("not in time")
 
 
 def by_invite() -> RunSpec:
@@ -111,7 +103,8 @@ async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_w
     made = replace(made, addresses=("/b", "/a"))
     await until(lambda: file.stat().st_ino != first)
     second, made = file.stat().st_ino, replace(made, addresses=("/a", "/b"))
-    await asyncio.sleep(0.1)
+    seen = len(codes)
+    await until(lambda: len(codes) >= seen + 3, "it has looked again")
     assert file.stat().st_ino == second
     keeping.cancel()
 

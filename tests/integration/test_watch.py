@@ -26,6 +26,7 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import Endpoint, Invite
 from tests.support.coordinator_fakes import FakeSwarm, make_spec
 from tests.support.coordinator_service import running, settled
+from tests.support.waiting import LIMIT, until
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = make_spec()
@@ -130,13 +131,6 @@ async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path,
         swarm.round({0: 600, 1: 700}, loss=3.5)
     screen = WatchScreen(console(80, 24, terminal=False), live=True)
 
-    async def until(right) -> None:
-        for _ in range(200):
-            if right():
-                return
-            await asyncio.sleep(0.05)
-        raise AssertionError("it was not seen")
-
     async with running(tmp_path, SPEC, swarm) as (c, _):
         await settled(c, 5)
         port, invite = c.grpc_port, c.invite()
@@ -166,7 +160,7 @@ def test_ctrl_c_ends_it_cleanly(terminal):
         preexec_fn=os.setsid,
     )  # fmt: skip
     os.close(side)
-    seen, end = b"", time.monotonic() + 60
+    seen, end = b"", time.monotonic() + LIMIT
     while b"answer" not in seen and time.monotonic() < end:
         if select.select([main], [], [], 1)[0]:
             seen += os.read(main, 65536)
@@ -176,7 +170,7 @@ def test_ctrl_c_ends_it_cleanly(terminal):
             seen += os.read(main, 65536)
         except OSError:
             break  # the other side is closed
-    assert process.wait(20) == 0 and b"Traceback" not in seen and b"127.0.0.1:1" in seen
+    assert process.wait(LIMIT) == 0 and b"Traceback" not in seen and b"127.0.0.1:1" in seen
     if terminal:
         assert seen.count(b"\x1b[?1049h") == seen.count(b"\x1b[?1049l") == 1  # the screen is given back
     os.close(main)

@@ -13,6 +13,7 @@ from cairn.commands import join
 from cairn.peer_screen import PeerScreen, own_page, progress_line
 from protocol.errors import CairnError
 from tests.support.specs import identity
+from tests.support.waiting import ended
 
 KEY = identity("volunteer").key
 
@@ -58,7 +59,7 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
     membership = SimpleNamespace(client=Client(), identity=SimpleNamespace(key=KEY))
     with caplog.at_level(logging.INFO, logger="cairn.peer"):
         task = asyncio.create_task(join._ask_for_credits(cast(Any, membership), view, lambda: 3))
-        await asyncio.wait_for(thrice.wait(), 10)
+        await ended(thrice.wait())
         task.cancel()
     assert [r.message for r in caplog.records] == [f"this peer on the run's page: http://192.0.2.1:7180/#peer/{KEY}"]
     assert asked["status"] == 2 and view.earnings is not None and view.earnings.rounds == 2

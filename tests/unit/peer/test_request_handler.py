@@ -1,4 +1,4 @@
-"""The trainer's front: what others wait for is done while a step goes on, and answers keep their order all the same."""
+"""The request handler: it does what peers wait for while a step goes on, and answers keep their order all the same."""
 
 from __future__ import annotations
 
@@ -9,57 +9,87 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from peer.channel import Applied, Apply, Failed, Load, MakeUpdate, NothingDone, RoundUpdates, Save, Stop, UpdateMade
+from peer.channel import (
+    Applied,
+    Apply,
+    Failed,
+    Load,
+    MakeUpdate,
+    NothingDone,
+    RoundUpdates,
+    Start,
+    Stop,
+    UpdateMade,
+)
 from peer.channel.messages import from_line, to_line
 from peer.channel.trainer_end import TrainerEnd
 from peer.errors import ChannelError, TrainingError
-from peer.training.front import Front
-from peer.training.gate import Gate
-from peer.training.spent import Doing
-from peer.training.trainer import Move
+from peer.training.base_state import BaseMove
+from peer.training.gate import YieldGate
+from peer.training.owner import ThreadOwned
+from peer.training.request_handler import Handover, RequestHandler, SaveAfterUpdate, SwapBase
+from peer.training.time_breakdown import Activity
 from protocol.errors import CodecError
-from protocol.ids import Digest
+from protocol.ids import Digest, PeerKey
+from tests.support.waiting import LIMIT, wait_until
 
 D, P = Digest(bytes(32)), Path("/x")
 LOAD = Load(P, D, D, 0, (), (), 0, 0)
 MAKE = MakeUpdate(0, D, P)
 MADE = UpdateMade(D, P, 1, D, 0, 4, 1, 2.0)
+SAVE = SaveAfterUpdate()
+START = Start(P, P, PeerKey(bytes(32)), P, shards={})
 
 
 def apply_of(number: int) -> Apply:
-    return Apply(RoundUpdates(number, D, ()), (), False, 0, 0)
+    return Apply(RoundUpdates(number, D, ()), (), 0, 0)
 
 
 def applied_of(number: int) -> Applied:
     return Applied(D, D, float(number), None)
 
 
-@dataclass
-class StandIn:
-    """A trainer that notes what it is asked; `before` is called first."""
+class StandInBase(ThreadOwned):
+    """A base state that notes its calls; `before` is called first."""
 
-    device: torch.device = torch.device("cpu")
-    gate: Gate = field(default_factory=Gate)
-    did: list[str] = field(default_factory=list)
-    before: Callable[[], None] = lambda: None
-    answer: UpdateMade | NothingDone = MADE
+    def __init__(self) -> None:
+        super().__init__()
+        self.did: list[str] = []
+        self.before: Callable[[], None] = lambda: None
+        self.answer: UpdateMade | NothingDone = MADE
 
-    def advance(self, ask: Apply) -> Move:
+    def advance(self, ask: Apply) -> BaseMove:
+        self.assert_owner()
         self.before()
         self.did.append(f"advance {ask.update.round}")
-        return Move(D, ask.update.round, (), {}, 0, 0)
+        return BaseMove(D, ask.update.round, (), {}, 0, 0)
 
     def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
+        self.assert_owner()
         return applied_of(int(self.did[-1].split()[1]))
 
-    def make_update(self, ask: MakeUpdate, say: object) -> UpdateMade | NothingDone:
+    def make_update(self, ask: MakeUpdate, max_windows: int) -> UpdateMade | NothingDone:
+        self.assert_owner()
         self.before()
-        self.did.append("make")
+        self.did.append(f"make at most {max_windows}")
         return self.answer
+
+
+@dataclass
+class StandIn:
+    """The parts of a trainer that the request handler uses."""
+
+    base: StandInBase = field(default_factory=StandInBase)
+    gate: YieldGate = field(default_factory=YieldGate)
+    backend: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(device=torch.device("cpu"), is_distributed=False)
+    )
+    spec: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_update_windows=7))
 
 
 class Node:
@@ -83,7 +113,10 @@ class Node:
         except TimeoutError:
             return True
         finally:
-            self._socket.settimeout(10)
+            self._socket.settimeout(LIMIT)
+
+    def hang_up(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
         self._file.close()
@@ -94,24 +127,49 @@ class Node:
 class World:
     node: Node
     end: TrainerEnd
-    front: Front
+    handler: RequestHandler
     trainer: StandIn
+    has_ended: bool = False
+
+    def next(self, seconds: float | None) -> object:
+        """The next message for this thread, which trains; `done` completes it."""
+        handover = self.handler.next(seconds)
+        self.handovers += [handover] if handover is not None else []
+        return handover and handover.message
+
+    def done(self) -> None:
+        self.handovers.pop(0).done.set_result(None)
+
+    def fails(self, error: type[BaseException], match: str = "") -> None:
+        """The handler's thread ends with this error."""
+        with pytest.raises(error, match=match):
+            self.handler.next(LIMIT)
+        self.has_ended = True
+
+    handovers: list[Handover] = field(default_factory=list)
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
     ours, theirs = socket.socketpair()
-    ours.settimeout(10)
+    ours.settimeout(LIMIT)
     end = TrainerEnd(theirs)
-    made = World(Node(ours), end, Front(end), StandIn())
-    made.front.trainer = made.trainer  # type: ignore[assignment]
-    made.front.start()
+    made = World(Node(ours), end, RequestHandler(end), StandIn())
+    made.handler.start()
+    made.node.ask(START)
+    first = made.handler.next(LIMIT)
+    assert first is not None and first.message == START
+    made.trainer.base.hand_over()
+    first.done.set_result(made.trainer)  # type: ignore[arg-type]
     yield made
     made.node.leave()
+    for left in made.handovers:
+        left.done.set_result(None)
     with pytest.raises((ChannelError, TrainingError, RuntimeError)):
-        while True:  # until the front has ended
-            if made.front.next(10) is not None:
-                made.front.done()
+        while not made.has_ended:
+            if made.next(LIMIT) is not None:
+                made.done()
+        raise ChannelError("it has ended before")
 
 
 def test_a_round_is_applied_and_an_update_made_while_the_other_thread_is_in_a_step(world):
@@ -120,40 +178,40 @@ def test_a_round_is_applied_and_an_update_made_while_the_other_thread_is_in_a_st
     assert world.node.hear() == MADE
     world.node.ask(apply_of(0))
     assert world.node.hear() == applied_of(0)
-    assert world.front.next(1) == MADE  # what is saved of the update is as it was before the round
-    world.front.done()
-    move = world.front.next(1)
-    assert isinstance(move, Move) and move.round == 0
+    assert world.next(1) == SAVE  # what is saved of the update is as it was before the round
+    world.done()
+    move = world.next(1)
+    assert isinstance(move, SwapBase) and move.move.round == 0
 
 
 def test_answers_keep_their_order_and_a_round_waits_for_those_before_it(world):
     world.node.ask(LOAD, apply_of(7))
-    assert world.front.next(1) == LOAD
-    assert world.node.silent() and not world.trainer.did
+    assert world.next(1) == LOAD
+    assert world.node.silent() and not world.trainer.base.did
     world.end.send(applied_of(1))
-    world.front.done()
+    world.done()
     assert [world.node.hear(), world.node.hear()] == [applied_of(1), applied_of(7)]
 
 
 def test_a_round_is_settled_before_the_next_thing_is_done(world):
-    world.node.ask(apply_of(0), apply_of(1), MAKE, Save(), Stop())
+    world.node.ask(apply_of(0), apply_of(1), MAKE, LOAD, Stop())
     assert world.node.hear() == applied_of(0)
-    assert isinstance(world.front.next(1), Move)
-    assert world.node.silent() and world.trainer.did == ["advance 0"]
-    world.front.done()
+    assert isinstance(world.next(1), SwapBase)
+    assert world.node.silent() and world.trainer.base.did == ["advance 0"]
+    world.done()
     assert world.node.hear() == applied_of(1)
-    assert isinstance(world.front.next(1), Move)
-    assert world.node.silent() and world.trainer.did == ["advance 0", "advance 1"]
-    world.front.done()
+    assert isinstance(world.next(1), SwapBase)
+    assert world.node.silent() and world.trainer.base.did == ["advance 0", "advance 1"]
+    world.done()
     assert world.node.hear() == MADE
-    assert [world.front.next(1), world.front.next(1), world.front.next(1)] == [MADE, Save(), Stop()]
+    assert [world.next(1), world.next(1), world.next(1)] == [SAVE, LOAD, Stop()]
 
 
 def test_an_update_waits_for_what_is_to_be_saved_of_the_last_one(world):
     world.node.ask(MAKE, MAKE)
     assert world.node.hear() == MADE
-    assert world.front.next(1) == MADE and world.node.silent()
-    world.front.done()
+    assert world.next(1) == SAVE and world.node.silent()
+    world.done()
     assert world.node.hear() == MADE
 
 
@@ -161,16 +219,16 @@ def test_a_settled_round_wakes_a_thread_that_waits_at_once(world):
     woke: list[float] = []
 
     def wait() -> None:
-        world.front.next(10)
+        world.next(LIMIT)
         woke.append(time.monotonic())
-        world.front.done()
+        world.done()
 
     thread = threading.Thread(target=wait)
     thread.start()
     world.node.ask(apply_of(0))
     world.node.hear()
     heard = time.monotonic()
-    thread.join(10)
+    thread.join(LIMIT)
     assert woke and woke[0] - heard < 5
 
 
@@ -178,20 +236,18 @@ def test_what_cannot_be_applied_is_told_once_and_leaves_nothing_to_settle(world)
     def spoilt() -> None:
         raise CodecError("not an update")
 
-    world.trainer.before = spoilt
+    world.trainer.base.before = spoilt
     world.node.ask(apply_of(0))
     assert world.node.hear() == Failed("apply", "not an update", False)
-    end = time.monotonic() + 20
-    while world.trainer.gate.is_closed and time.monotonic() < end:
-        time.sleep(0.01)  # it is told, then opened
-    assert world.front.next(0) is None and not world.trainer.gate.is_closed
+    wait_until(lambda: not world.trainer.gate.is_closed, "the gate opens after the answer")
+    assert world.next(0) is None and not world.trainer.gate.is_closed
 
 
 def test_nothing_to_announce_leaves_nothing_to_save(world):
-    world.trainer.answer = NothingDone(D)
+    world.trainer.base.answer = NothingDone(D)
     world.node.ask(MAKE)
     assert world.node.hear() == NothingDone(D)
-    assert world.front.next(0) is None
+    assert world.next(0) is None
 
 
 @pytest.mark.parametrize(
@@ -207,50 +263,46 @@ def test_what_no_next_try_can_mend_ends_the_thread_that_trains(world, ask, error
     def fail() -> None:
         raise error
 
-    world.trainer.before = fail
+    world.trainer.base.before = fail
     world.node.ask(ask)
-    with pytest.raises(raised):
-        world.front.next(10)
+    world.fails(raised)
     assert not world.trainer.gate.is_closed
-    world.front._work.put(raised("again, for the fixture"))
 
 
 def test_a_node_that_is_gone_ends_the_thread_that_trains(world):
-    world.node._socket.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(ChannelError, match="closed the channel"):
-        world.front.next(10)
-    world.front._work.put(ChannelError("again, for the fixture"))
+    world.node.hang_up()
+    world.fails(ChannelError, "closed the channel")
 
 
 def test_a_step_stands_aside_while_a_round_is_applied_and_not_longer(world):
     seen: list[bool] = []
-    world.trainer.before = lambda: seen.append(world.trainer.gate.is_closed)
+    world.trainer.base.before = lambda: seen.append(world.trainer.gate.is_closed)
     world.node.ask(apply_of(0))
     world.node.hear()
-    assert isinstance(world.front.next(10), Move)
+    assert isinstance(world.next(LIMIT), SwapBase)
     assert seen == [True] and not world.trainer.gate.is_closed
     world.trainer.gate.wait()  # does not block
 
 
 def test_a_closed_gate_holds_a_thread_until_it_opens():
-    gate, passed = Gate(), threading.Event()
+    gate, passed = YieldGate(), threading.Event()
 
     def step() -> None:
         gate.wait()
         passed.set()
 
-    with gate.closed(Doing.APPLYING):
+    with gate.closed(Activity.APPLYING):
         thread = threading.Thread(target=step)
         thread.start()
         assert not passed.wait(0.05)
-    assert passed.wait(10)
+    assert passed.wait(LIMIT)
     thread.join()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="niceness of threads is Linux's")
 def test_a_thread_started_before_another_yields_keeps_its_niceness(world):
     mine: list[int] = []
-    world.trainer.before = lambda: mine.append(os.getpriority(os.PRIO_PROCESS, 0))
+    world.trainer.base.before = lambda: mine.append(os.getpriority(os.PRIO_PROCESS, 0))
     yielding = threading.Thread(target=lambda: os.nice(5))
     yielding.start()
     yielding.join()

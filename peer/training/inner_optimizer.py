@@ -1,10 +1,13 @@
-"""The inner loop: one optimiser step at a time on this process's model.
+"""The inner loop: one optimizer step at a time on this process's model.
 
-AdamW with decoupled weight decay (Loshchilov and Hutter 2019) on matrices and embeddings, none on norms and biases
-(parameters of fewer than two dimensions); the gradient's norm is clipped. With `muon`, hidden matrices are stepped by
-Muon (see `hidden_matrices`), all else by AdamW. On CUDA the forward pass runs in bf16 by autocast over fp32 weights. A
-step is `inner.batch` windows, in pieces: on CUDA as few as fit into memory, on a CPU of PIECE_TOKENS, which costs
-nothing there (caches) and lets a round be settled within a step. How the decoder layers run is `layers`'.
+AdamW with decoupled weight decay (Loshchilov and Hutter 2019) steps matrices and embeddings; norms and biases
+(parameters of fewer than two dimensions) have no decay. The gradient's norm is clipped. With `muon`, Muon steps the
+hidden matrices (see `hidden_matrices`) and AdamW all else. On CUDA the forward pass runs in bf16 by autocast over fp32
+weights.
+
+A step is `inner.batch` windows, in pieces. On CUDA there are as few as fit into memory. On a CPU a piece has
+PIECE_TOKENS, which costs nothing there (caches) and lets a round be settled within a step. `layers` runs the decoder
+layers.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from peer.errors import TrainingError
-from peer.training import packing
+from peer.training import packed_sequences
 from peer.training.layers import USUAL, LayerOptions, Layers, Report
 from protocol.spec import InnerSpec
 
@@ -28,41 +31,47 @@ MUON_MOMENTS = ("momentum_buffer",)
 MOMENTS = (*ADAMW_MOMENTS, *MUON_MOMENTS)
 
 PIECE_TOKENS = 512
-"""On a CPU. Of a step of 16 windows of 128 tokens (0.9M parameters, one core): 243 ms in one piece, 230 in pieces of
-512 tokens, 258 in pieces of 256, 324 in pieces of 128."""
+"""Tokens of a piece on a CPU.
+
+A step of 16 windows of 128 tokens (0.9M parameters, one core) took 243 ms in one piece. In pieces of 512 tokens it took
+230 ms, of 256 tokens 258 ms, of 128 tokens 324 ms.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What came of a step: the mean loss of its tokens, the gradient's norm before clipping, whether it is taken."""
+class StepResult:
+    """The result of a step: mean loss of its tokens (nats), the gradient's norm before clipping, finite or not.
+
+    A step whose loss or gradient is not finite changes no parameter.
+    """
 
     loss: float
     gradient_norm: float
-    taken: bool
+    is_finite: bool
 
 
-class Inner:
-    """Model, optimiser, and the step. The only place that runs the model; with many ranks it becomes theirs."""
+class InnerOptimizer:
+    """Model, optimizers and the step. The only place that runs the model of one process."""
 
     def __init__(
         self,
         spec: InnerSpec,
         model: nn.Module,
         device: torch.device,
-        aside: Callable[[], None] = lambda: None,
+        yield_hook: Callable[[], None] = lambda: None,
         layers: LayerOptions = USUAL,
         report: Report = lambda *_: None,
         *,
         named: Mapping[str, Tensor] | None = None,
         hidden: frozenset[str] | None = None,
     ):
-        """`aside` is called often within a step on a CPU: other threads have a turn. `layers`: how they run; `report`:
-        what a person should hear of that.
+        """Build the optimizers. `yield_hook` is called often within a step on a CPU: other threads have a turn.
 
-        `named`: what the optimiser steps, by parameter, where that is not the model's parameters themselves (a rank's
-        parts of them). `hidden`: the names of `hidden_matrices`, where the model does not tell.
+        `layers`: how the layers run. `report`: called with what a person should know of it. `named`: the tensors to
+        step by parameter name, if those are not the model's parameters themselves (a rank's shards of them). `hidden`:
+        the names of `hidden_matrices`, if the model does not have them all.
         """
-        packing.expect_none()
+        packed_sequences.disable_packed_sequence_detection()
         self.spec = spec
         self.model = model
         self.device = device
@@ -86,51 +95,51 @@ class Inner:
         self.layers = Layers(model, layers, report)
         self._report = report
         self._on_cpu = device.type == "cpu"
-        self._aside = aside if self._on_cpu else lambda: None
+        self._yield_hook = yield_hook if self._on_cpu else lambda: None
         if self._on_cpu:
             for module in self.layers.hookable():
-                module.register_forward_pre_hook(lambda *_: aside())
+                module.register_forward_pre_hook(lambda *_: yield_hook())
 
     @property
     def learning_rate(self) -> float:
+        """The present learning rate of AdamW."""
         return self.adamw.param_groups[0]["lr"]
 
     def set_rate(self, factor: float) -> None:
-        """The learning rate from now on, as a factor of the spec's."""
-        for optimiser in self._optimisers:
-            for group in optimiser.param_groups:
+        """Set the learning rate from now on to `factor` times the spec's."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = self.spec.lr * factor
 
     @property
-    def _optimisers(self) -> list[torch.optim.Optimizer]:
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.adamw, self.muon] if self.muon else [self.adamw]
 
-    def _forget_gradients(self) -> None:
-        for optimiser in self._optimisers:
-            optimiser.zero_grad(set_to_none=True)
+    def _zero_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
-    def step(self, windows: Tensor) -> Step | None:
-        """A whole step: `look`, and `take`."""
-        step = self.look(windows)
+    def step(self, windows: Tensor) -> StepResult | None:
+        """Make a whole step: `forward_backward`, then `optimizer_step`."""
+        step = self.forward_backward(windows)
         if step is not None:
-            self.take(step)
+            self.optimizer_step(step)
         return step
 
-    def look(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> Step | None:
-        """A step on tokens [batch, window + 1] (inputs, and targets shifted by one), up to its clipped gradient.
+    def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
+        """Compute the clipped gradient of a step on tokens [batch, window + 1]: inputs, and targets shifted by one.
 
-        Changes no parameter: `take` does. `go_on` is asked between two pieces; when it says no, the step is given up
-        (None). The parameters may be moved while it is asked (a rebase): the step's gradient is then of both places.
-        A step whose loss or gradient is not finite is not to be taken.
-        Raises TrainingError when memory does not suffice for a single window, with `recompute` where that may be.
+        No parameter changes. `go_on` is called between two pieces; when it returns False, the step is dropped and the
+        result is None. The parameters may be moved meanwhile (a rebase): the gradient is then of both places. Raise
+        TrainingError when memory does not suffice for a single window, even with `recompute` where that is allowed.
         """
         if self._on_cpu:
             self._piece = max(1, min(len(windows), PIECE_TOKENS // (windows.shape[1] - 1)))
         while True:
             try:
-                return self._look(windows, go_on)
+                return self._forward_backward(windows, go_on)
             except torch.OutOfMemoryError:
-                self._forget_gradients()
+                self._zero_gradients()
                 if not self._need_less():
                     off = ", leave out --recompute off" if self.layers.refused else ""
                     raise TrainingError(
@@ -141,9 +150,9 @@ class Inner:
             torch.cuda.empty_cache()
 
     def _need_less(self) -> bool:
-        """After memory ran out: fewer windows in a pass, and when one is too much, all once more with `recompute`.
+        """Halve the windows in a pass; below one window, start over with all of them and `recompute`.
 
-        False when there is nothing left to try.
+        Return False when there is nothing left to try.
         """
         if self._piece > 1:
             self._piece //= 2
@@ -158,13 +167,13 @@ class Inner:
         self._report("info", "memory", text + "are computed again in the backward pass (a third more work)")
         return True
 
-    def _look(self, windows: Tensor, go_on: Callable[[], bool]) -> Step | None:
+    def _forward_backward(self, windows: Tensor, go_on: Callable[[], bool]) -> StepResult | None:
         windows = windows.to(self.device, non_blocking=True)
         total = torch.zeros((), device=self.device)
-        self._forget_gradients()
+        self._zero_gradients()
         for i, piece in enumerate(windows.split(self._piece)):
             if i and not go_on():
-                self._forget_gradients()
+                self._zero_gradients()
                 return None
             tokens = piece.long()
             with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -172,58 +181,59 @@ class Inner:
             loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             loss = loss * (len(piece) / len(windows))
             loss.backward()
-            self._aside()
+            self._yield_hook()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self._named.values(), self.spec.clip_norm)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
-        return Step(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
+        return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 
-    def take(self, step: Step) -> None:
-        """The optimiser's step by the gradient that `look` left, if it is one to be taken."""
-        if step.taken:
-            for optimiser in self._optimisers:
-                optimiser.step()
-        self._forget_gradients()
+    def optimizer_step(self, step: StepResult) -> None:
+        """Step the optimizers by the gradient that `forward_backward` left, if the step is finite."""
+        if step.is_finite:
+            for optimizer in self._optimizers:
+                optimizer.step()
+        self._zero_gradients()
 
     # -- what survives a restart -----------------------------------------------------------------------------
 
     def moments(self) -> tuple[int, dict[str, Tensor]]:
-        """(steps taken, the optimisers' moments as MOMENT/parameter). No copies."""
-        taken, out = 0, {}
+        """Return (steps made, the optimizers' moments as MOMENT/parameter), without copies."""
+        made, out = 0, {}
         for name, parameter in self._by_adamw.items():
             state = self.adamw.state.get(parameter)
             if state:
-                taken = max(taken, int(state["step"].item()))
+                made = max(made, int(state["step"].item()))
                 out |= {f"{moment}/{name}": state[moment] for moment in ADAMW_MOMENTS}
         for name, parameter in self._by_muon.items():
             if self.muon is not None and (state := self.muon.state.get(parameter)):
                 out |= {f"{moment}/{name}": state[moment] for moment in MUON_MOMENTS}
-        return taken, out
+        return made, out
 
-    def set_moments(self, taken: int, moments: Mapping[str, Tensor]) -> None:
-        """Take up saved moments. A parameter without any starts anew."""
+    def set_moments(self, steps: int, moments: Mapping[str, Tensor]) -> None:
+        """Restore saved moments. A parameter without any starts from scratch."""
         for name, parameter in self._by_adamw.items():
-            if self._take_up(self.adamw.state[parameter], name, ADAMW_MOMENTS, moments):
-                self.adamw.state[parameter]["step"] = torch.tensor(float(taken), device=self.device)
+            if self._restore(self.adamw.state[parameter], name, ADAMW_MOMENTS, moments):
+                self.adamw.state[parameter]["step"] = torch.tensor(float(steps), device=self.device)
         for name, parameter in self._by_muon.items():
             if self.muon is not None:
-                self._take_up(self.muon.state[parameter], name, MUON_MOMENTS, moments)
+                self._restore(self.muon.state[parameter], name, MUON_MOMENTS, moments)
 
-    def _take_up(
+    def _restore(
         self, state: dict[str, Tensor], name: str, wanted: Sequence[str], moments: Mapping[str, Tensor]
     ) -> bool:
         if not all(f"{moment}/{name}" in moments for moment in wanted):
             return False
         for moment in wanted:
-            # Not as_tensor: the optimiser changes them in place, and the saved ones are the caller's.
+            # Not as_tensor: the optimizer changes them in place, and the saved ones are the caller's.
             state[moment] = moments[f"{moment}/{name}"].to(self.device, torch.float32, copy=True)
         return True
 
 
 def hidden_matrices(model: nn.Module) -> frozenset[str]:
-    """The parameters that Muon steps: matrices that take one hidden activation to another.
+    """Return the names of the parameters that Muon steps: matrices that map one hidden activation to another.
 
-    Not embeddings nor the output head, whose rows are looked up or scored one by one (Jordan et al. 2024).
+    Embeddings and the output head are not among them: their rows are looked up or scored one by one (Jordan et al.
+    2024).
     """
     outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -233,9 +243,9 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
 
 
 def muon(matrices: Iterable[Tensor], spec: InnerSpec) -> torch.optim.Muon:
-    """Muon (Jordan et al. 2024; within DiLoCo: MuLoCo, arXiv 2505.23725), its steps scaled to AdamW's.
+    """Return Muon (Jordan et al. 2024; within DiLoCo: MuLoCo, arXiv 2505.23725), its steps scaled to AdamW's.
 
-    Momentum 0.95 (Nesterov), five Newton-Schulz iterations; "match_rms_adamw" (Moonlight, arXiv 2502.16982) brings the
+    Momentum 0.95 (Nesterov), five Newton-Schulz iterations. "match_rms_adamw" (Moonlight, arXiv 2502.16982) scales the
     root mean square of a step to that of AdamW's, so that one learning rate and weight decay serve both.
     """
     return torch.optim.Muon(

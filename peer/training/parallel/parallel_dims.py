@@ -1,7 +1,7 @@
-"""How many ways a peer splits its work over its ranks: four numbers whose product is the number of ranks.
+"""The degrees of parallelism of a peer: four numbers whose product is the number of its ranks.
 
-Pure: counts, bytes and words in, a decision out. The shape is torchtitan's (`ParallelDims`): one dataclass that owns
-and checks the degrees.
+Pure: counts, bytes and text in, a decision out. The shape is torchtitan's `ParallelDims`: one dataclass owns and checks
+the degrees.
 """
 
 from __future__ import annotations
@@ -14,28 +14,32 @@ from typing import Literal
 from peer.errors import TrainingError
 
 AXES = ("pp", "dp", "fsdp", "tp")
-"""The mesh's axes, outermost first: ranks that talk most lie next to each other."""
+"""The mesh's axes, outermost first: ranks that communicate most are adjacent."""
 
 MAX_RANKS = 64
-"""Of one machine."""
+"""Maximum number of ranks, all on one machine."""
 
 INNER_BYTES = 16
-"""A parameter's share of the model: itself, gradient and two moments, fp32."""
-OUTER_BYTES = 12
-"""Its base, anchor and feedback: always split over all ranks."""
-USABLE = 0.8
-"""Of a GPU's memory: the rest is for activations of one window, buffers and fragments."""
-LISTED = 12
+"""Bytes of a parameter in the model: itself, gradient and two moments, fp32."""
 
-Link = Literal["nvlink", "pcie", "none"]
+OUTER_BYTES = 12
+"""Bytes of its base, anchor and feedback, which are always split over all ranks."""
+
+USABLE = 0.8
+"""Usable share of a GPU's memory: the rest is for activations of one window, buffers and fragments."""
+
+LISTED = 12
+"""Layouts that an error lists at most."""
+
+Interconnect = Literal["nvlink", "pcie", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a model and a run allow. `tp`: the degrees of tensor parallelism divide it; `pp`: stages at most.
+class ModelLimits:
+    """The degrees that a model and a run allow. `tp`: a multiple of every possible degree; `pp`: maximum stages.
 
-    `batch`: windows of an inner step, split over dp * fsdp.
-    `no_tp`, `no_pp`: why not, where it is not possible at all.
+    `batch`: windows of an inner step, split over dp * fsdp. `no_tp`, `no_pp`: the reason when it is not possible at
+    all.
     """
 
     kind: str
@@ -48,10 +52,10 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
+class ParallelDims:
     """`dp` copies of a model, each in `pp` stages, each stage sharded over `fsdp` and its matrices over `tp`.
 
-    `zero` = 3 gathers a layer's shards for each pass over it, 2 once for both passes (more memory, fewer bytes).
+    `zero` = 3 gathers a layer's shards for each pass over it, 2 once for both passes (more memory, less traffic).
     """
 
     dp: int = 1
@@ -62,22 +66,22 @@ class Degrees:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.dp * self.fsdp * self.tp * self.pp
 
     @property
     def shares(self) -> int:
-        """Parts that a step's windows are split into."""
+        """Number of shares that a step's windows are split into."""
         return self.dp * self.fsdp
 
     def __str__(self) -> str:
-        """As `parse` reads it: "fsdp=4,tp=2"; "dp=1" for one process."""
+        """Return the text that `parse` reads: "fsdp=4,tp=2"; "dp=1" for one process."""
         words = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return ",".join([*(words or ["dp=1"]), *(["zero=2"] if self.zero == 2 else [])])
 
     @classmethod
-    def parse(cls, text: str) -> Degrees:
-        """From "fsdp=4,tp=2": dp, fsdp, tp, pp, each once, and zero=2 or zero=3. Raises TrainingError."""
+    def parse(cls, text: str) -> ParallelDims:
+        """Read "fsdp=4,tp=2": dp, fsdp, tp, pp, each once, and zero=2 or zero=3. Raise TrainingError."""
         found: dict[str, int] = {}
         for word in text.split(","):
             name, _, number = (part.strip() for part in word.partition("="))
@@ -93,20 +97,20 @@ class Degrees:
         return cls(**found)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
+        """Return a rank's position on each axis."""
         place: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return place
 
     def share(self, rank: int) -> int:
-        """Which of the `shares` of a step's windows a rank trains on."""
+        """Return the number of the share of a step's windows that a rank trains on."""
         at = self.coordinates(rank)
         return at["dp"] * self.fsdp + at["fsdp"]
 
 
-def why_not(degrees: Degrees, world: int, limits: Limits) -> str:
-    """What speaks against these degrees on `world` ranks, in words that follow their name; "" when nothing does."""
+def rejection(degrees: ParallelDims, world: int, limits: ModelLimits) -> str:
+    """Return why these degrees do not work on `world` ranks, as text that follows their name; "" if they do."""
     d = degrees
     if d.world != world:
         return f"makes {d.world} ranks, and there are {world}"
@@ -119,15 +123,15 @@ def why_not(degrees: Degrees, world: int, limits: Limits) -> str:
     return ""
 
 
-def layouts(world: int, limits: Limits) -> list[Degrees]:
-    """All that would work on `world` ranks (zero = 3), those of fewer kinds of parallelism first."""
-    found = [d for d in _products(world) if not why_not(d, world, limits)]
+def layouts(world: int, limits: ModelLimits) -> list[ParallelDims]:
+    """Return all degrees that work on `world` ranks (zero = 3), those with fewer kinds of parallelism first."""
+    found = [d for d in _products(world) if not rejection(d, world, limits)]
     return sorted(found, key=lambda d: (sum(getattr(d, axis) > 1 for axis in AXES), d.pp, d.tp, d.fsdp))
 
 
-def check(degrees: Degrees, world: int, limits: Limits) -> Degrees:
-    """The same degrees. Raises TrainingError, with the layouts that would work, when they do not."""
-    if reason := why_not(degrees, world, limits):
+def check(degrees: ParallelDims, world: int, limits: ModelLimits) -> ParallelDims:
+    """Return the same degrees. Raise TrainingError, with the layouts that would work, when they do not."""
+    if reason := rejection(degrees, world, limits):
         works = [str(d) for d in layouts(world, limits)]
         list_ = "; ".join(works[:LISTED]) + ("; ..." if len(works) > LISTED else "")
         instead = f"on {world} ranks these work: {list_}" if works else f"no layout works on {world} ranks: use fewer"
@@ -135,29 +139,31 @@ def check(degrees: Degrees, world: int, limits: Limits) -> Degrees:
     return degrees
 
 
-def memory(degrees: Degrees, parameters: int, largest: int = 0) -> int:
-    """Bytes on each rank without activations: its share of the model, of the state between peers, and one tensor.
+def memory(degrees: ParallelDims, parameters: int, largest: int = 0) -> int:
+    """Return the bytes on each rank without activations: its shares of the model and of the state between peers.
 
-    `largest`: the numbers in the largest tensor, which is whole on each rank for a moment.
+    `largest`: the elements of the largest tensor, which each rank gathers for a moment.
     """
     split = degrees.fsdp * degrees.tp * degrees.pp
     gathered = parameters // (degrees.tp * degrees.pp) * 2 if degrees.zero == 2 and degrees.fsdp > 1 else 0
     return INNER_BYTES * parameters // split + OUTER_BYTES * parameters // degrees.world + gathered + 8 * largest
 
 
-def choose(world: int, memory_bytes: int | None, link: Link, limits: Limits, largest: int = 0) -> tuple[Degrees, str]:
-    """The degrees for so many ranks, and one line that says why. `memory_bytes`: of each; None does not bound.
+def choose(
+    world: int, memory_bytes: int | None, link: Interconnect, limits: ModelLimits, largest: int = 0
+) -> tuple[ParallelDims, str]:
+    """Return the degrees for `world` ranks, and the reason in one line.
 
-    As little splitting as fits: dp moves the fewest bytes. Beyond that fsdp, whose traffic any link hides; then tp
-    where there is NVLink (it speaks four times a layer), and pp where there is not. Raises TrainingError when nothing
-    fits.
+    `memory_bytes`: of each rank; None does not bound. The choice splits as little as fits: dp moves the fewest bytes.
+    Next comes fsdp, whose traffic overlaps with computation on any link. Then comes tp with NVLink (it communicates
+    four times a layer), or pp without. Raise TrainingError when nothing fits.
     """
     works = layouts(world, limits)
     if not works:
-        check(Degrees(dp=world), world, limits)
+        check(ParallelDims(dp=world), world, limits)
     room = None if memory_bytes is None else int(memory_bytes * USABLE)
 
-    def needs(d: Degrees) -> int:
+    def needs(d: ParallelDims) -> int:
         return memory(d, limits.parameters, largest)
 
     fitting = [d for d in works if room is None or needs(d) <= room]
@@ -176,16 +182,16 @@ def choose(world: int, memory_bytes: int | None, link: Link, limits: Limits, lar
     return best, _why(best, world, room, link, limits, needs)
 
 
-def _why(best: Degrees, world: int, room: int | None, link: Link, limits: Limits, needs) -> str:
-    """The line for people."""
+def _why(best: ParallelDims, world: int, room: int | None, link: Interconnect, limits: ModelLimits, needs) -> str:
+    """Return the reason for people."""
     if world == 1:
         return "one process"
     over = {"nvlink": "over NVLink", "pcie": "over PCIe", "none": "on CPUs"}[link]
-    whole = Degrees(dp=world)
+    whole = ParallelDims(dp=world)
     if best.fsdp == best.tp == best.pp == 1:
         return f"{best}: the model fits on each of {world} ranks, so only gradients travel, {over}"
-    if why_not(whole, world, limits):
-        reason = f"dp={world} {why_not(whole, world, limits)}"
+    if rejection(whole, world, limits):
+        reason = f"dp={world} {rejection(whole, world, limits)}"
     else:
         reason = f"dp={world} would need {_gib(needs(whole))} of {_gib(room or 0)} on each"
     return f"{best}: {_gib(needs(best))} a rank before activations, {over}; {reason}"
@@ -195,12 +201,12 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _products(world: int) -> Iterator[Degrees]:
-    """All ways to write `world` as dp * fsdp * tp * pp."""
+def _products(world: int) -> Iterator[ParallelDims]:
+    """Yield every way to write `world` as dp * fsdp * tp * pp."""
     for pp in _divisors(world):
         for tp in _divisors(world // pp):
             for fsdp in _divisors(world // pp // tp):
-                yield Degrees(world // pp // tp // fsdp, fsdp, tp, pp)
+                yield ParallelDims(world // pp // tp // fsdp, fsdp, tp, pp)
 
 
 def _divisors(n: int) -> list[int]:

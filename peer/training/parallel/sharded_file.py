@@ -1,12 +1,11 @@
-"""A file of tensors that many ranks write and hash together, each the bytes that it holds: checkpoints, saved states.
+"""A file of tensors that several ranks write and hash together: checkpoints, saved states.
 
-The bytes are those of `Layout.checkpoint_header` and `protocol.state.checkpoint_chunks`, the digest that of the blob:
-nobody can tell from a file, nor from its digest, how many ranks made it.
+The bytes are those of `Layout.checkpoint_header` and `protocol.state.checkpoint_chunks`, and the digest is the blob's.
+Neither the file nor its digest tells how many ranks made it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peer.durable import write_at
 from protocol.ids import Digest
 from protocol.layout import Layout, Part
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
@@ -24,15 +24,15 @@ HASH = 32
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """Consecutive bytes of a file."""
 
     start: int
     stop: int
 
 
-class PartFile:
-    """The file of one layout. `parts`: each rank's, in layout order."""
+class ShardedFile:
+    """The file of one layout. `parts`: each rank's slices of the tensors, in layout order."""
 
     def __init__(self, layout: Layout, parts: Mapping[int, Sequence[Part]]):
         self.layout = layout
@@ -41,22 +41,22 @@ class PartFile:
         self._starts = list(accumulate((4 * t.numel for t in layout.tensors), initial=header))
         self.size = self._starts[-1]
 
-    def spans(self, rank: int) -> list[Span]:
-        """The bytes that a rank holds; the header is rank 0's too."""
-        found = [Span(0, self._starts[0])] if rank == 0 else []
+    def ranges(self, rank: int) -> list[ByteRange]:
+        """Return the bytes that a rank holds; rank 0 also has the header."""
+        found = [ByteRange(0, self._starts[0])] if rank == 0 else []
         for part in self.parts[rank]:
             start = self._starts[part.index] + 4 * part.start
             if found and found[-1].stop == start:
-                found[-1] = Span(found[-1].start, start + 4 * part.numel)
+                found[-1] = ByteRange(found[-1].start, start + 4 * part.numel)
             else:
-                found.append(Span(start, start + 4 * part.numel))
+                found.append(ByteRange(start, start + 4 * part.numel))
         return found
 
     # -- hashing and writing -----------------------------------------------------------------------------------
 
     def report_size(self, rank: int) -> int:
-        """Bytes of `report`: known to all."""
-        return sum(HASH if self._is_leaf(s) else s.stop - s.start for s in self._cuts(rank))
+        """Return the bytes of `report`, which every rank can compute."""
+        return sum(HASH if self._is_leaf(r) else r.stop - r.start for r in self._cuts(rank))
 
     def report(
         self,
@@ -65,10 +65,11 @@ class PartFile:
         file: int | None = None,
         after: Callable[[int], None] = lambda size: None,
     ) -> bytes:
-        """What rank 0 needs of a rank to digest the file: hashes of whole leaves, and the bytes of parts of one.
+        """Return a rank's contribution to the digest: hashes of whole leaves, and the bytes of incomplete ones.
 
-        `tensors`: the rank's parts, 1-d fp32, in order; each is used before the next is asked for. `file`: a descriptor
-        to write the bytes to, where they belong. `after` is told of bytes hashed, often. Raises OSError.
+        `tensors`: the rank's slices, 1-d fp32, in order; each is used before the next one is requested. `file`: a
+        descriptor to write the bytes to, at their place. `after` is called with the number of bytes after each piece.
+        Raise OSError.
         """
         out = bytearray()
         cuts = iter(self._cuts(rank))
@@ -86,13 +87,13 @@ class PartFile:
                 data = memoryview(pending) if pending else some
                 out += leaf_hash(data) if self._is_leaf(cut) else data
                 if file is not None:
-                    _write_all(file, data, cut.start)
+                    write_at(file, data, cut.start)
                 after(len(data))
                 cut, pending = next(cuts, None), bytearray()
         return bytes(out)
 
     def digest(self, reports: Sequence[bytes | memoryview]) -> Digest:
-        """The file's digest, from what each rank reports, in the order of ranks."""
+        """Return the file's digest from every rank's report, in the order of ranks."""
         leaves: dict[int, bytes] = {}
         torn: dict[int, dict[int, bytes]] = {}
         for rank, report in enumerate(reports):
@@ -109,18 +110,18 @@ class PartFile:
             leaves[number] = leaf_hash(b"".join(pieces[start] for start in sorted(pieces)))
         return tree_hash([leaves[n] for n in range(-(-self.size // CHUNK))])
 
-    def _cuts(self, rank: int) -> list[Span]:
-        """The rank's spans, cut where a leaf ends."""
+    def _cuts(self, rank: int) -> list[ByteRange]:
+        """Return the rank's ranges, cut where a leaf ends."""
         found = []
-        for span in self.spans(rank):
-            start = span.start
-            while start < span.stop:
-                stop = min(span.stop, (start // CHUNK + 1) * CHUNK)
-                found.append(Span(start, stop))
+        for whole in self.ranges(rank):
+            start = whole.start
+            while start < whole.stop:
+                stop = min(whole.stop, (start // CHUNK + 1) * CHUNK)
+                found.append(ByteRange(start, stop))
                 start = stop
         return found
 
-    def _is_leaf(self, cut: Span) -> bool:
+    def _is_leaf(self, cut: ByteRange) -> bool:
         return cut.start % CHUNK == 0 and (cut.stop % CHUNK == 0 or cut.stop == self.size)
 
     def _bytes(self, rank: int, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
@@ -134,7 +135,7 @@ class PartFile:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def read(self, path: Path, rank: int, device: torch.device) -> dict[str, Tensor]:
-        """A rank's parts of a file that was checked, by name: 1-d, fresh. Raises OSError."""
+        """Return a rank's slices of a file that was checked, by name: 1-d fp32, fresh. Raise OSError."""
         found: dict[str, Tensor] = {}
         with open(path, "rb") as file:
             for part in self.parts[rank]:
@@ -144,9 +145,3 @@ class PartFile:
                     raise OSError(f"{path} is cut off")
                 found[self.layout.tensors[part.index].name] = tensor.to(device)
         return found
-
-
-def _write_all(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
