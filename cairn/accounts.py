@@ -179,7 +179,7 @@ def export_credits(text: str, out: Path, *, via: Sequence[str], force: bool) -> 
     draft = out.with_name(f".{out.name}.{os.getpid()}")
 
     async def pieces(r: Reached) -> AsyncIterator[bytes]:
-        from coordinator.credit_export import exported
+        from coordinator.credits.export import exported
 
         async for piece in exported(r.log, form):
             yield piece

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from coordinator.swarm import Announced
+from coordinator.swarm import AnnouncedUpdate
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Signed, UpdateHeader
@@ -42,14 +42,14 @@ class Announcements:
             if len(mine) > PER_AUTHOR:
                 mine.popitem(last=False)
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         """The updates of the round after a record, by ascending key of their authors."""
         heard = [mine[parent] for mine in self._heard.values() if parent in mine]
         if not heard or parent not in self._chain:
             return ()
         policy = self._policy.under(self._chain.standing(parent).changes)
         ballot = Ballot(policy, self._chain, parent, None, 0.0)
-        found = [Announced(header, late, ballot.flaw(header, self._size_ok) or "") for header, late in heard]
+        found = [AnnouncedUpdate(header, late, ballot.flaw(header, self._size_ok) or "") for header, late in heard]
         return sorted(found, key=lambda a: a.header.author)
 
     def _is_decided(self, parent: Digest) -> bool:

@@ -86,7 +86,7 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
             asker = await stack.enter_async_context(asking)
         chain = AuditedChain(r.spec, asker, r.log)
         await chain.begin()
-        final = chain.newest_final
+        final = chain.newest_finalization
         heads, bad = await _heads(r)
         if not heads and not bad:
             raise CairnError("the coordinator has signed no tree head yet: try again in a minute")
@@ -98,7 +98,7 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
             wanted.append(SeenHead(seen.body, f"seen by this machine, signed at {_when(seen.body)}"))
         auditor = Auditor(r.spec, chain.find, wanted, is_left=chain.is_left)
         await _take_all(r, auditor, chain, newest.size)
-        if chain.newest_final is None:
+        if chain.newest_finalization is None:
             final = None  # a rollback that the chain carries is newer
     report = auditor.finish(*(final or (None, None)), epoch=chain.epoch if chain.agreed else None)
     if not chain.is_followed(auditor.tip):

@@ -65,7 +65,7 @@ class AuditedChain:
         return self._chain.height(self._chain.head)
 
     @property
-    def newest_final(self) -> tuple[Round, Digest] | None:
+    def newest_finalization(self) -> tuple[Round, Digest] | None:
         """The newest final that a member gave, the owner's signed word; none from before the newest rollback, of which
         a member that was away, or that wants to harm, may still tell."""
         if self._final is None or self._final.body.epoch < self.epoch:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cairn.announcements import Announcements
-from coordinator.archive import MODEL, Archive, Archived
-from coordinator.follower import wait_at_most
-from coordinator.swarm import Announced, Heard
+from coordinator.chain_indexer import wait_at_most
+from coordinator.checkpoints.archive import MODEL, Archive, ArchivedState
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
 from peer.node.node import Node
 from peer.store import Store
 from peer.store.disk import disk
@@ -76,12 +76,12 @@ class ObserverView:
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
         self._node.network.listeners.append(callback)
 
-    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+    def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         now = time.monotonic()
         entries = self._node.network.directory.entries()
-        return {k: Heard(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
+        return {k: ReceivedHeartbeat(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         return self._announcements.announced(parent)
 
     def addresses(self) -> Sequence[str]:
@@ -178,7 +178,7 @@ class ObserverView:
         network = self._node.network
         proof = self._last_word(record, state)
         if not self._node.store.has(state):
-            await asyncio.to_thread(self._archive.make_room, size)
+            await asyncio.to_thread(self._archive.free_space, size)
         await network.fetch_blob(state, size, network.everyone(), deadline_seconds=FETCH_SECONDS)
         store = self._node.store
         tokenizer = store.path(self._spec.tokenizer.name)
@@ -192,7 +192,7 @@ class ObserverView:
             callback()
         log.info("archived the state of round %d (%s)", number, state.short)
 
-    async def offer(self, archived: Archived) -> None:
+    async def offer(self, archived: ArchivedState) -> None:
         """Put an archived state back into the observer's store, so that members can fetch it from here: a rollback
         begins with it. Its digest is checked. Raises CairnError."""
         store = self._node.store
@@ -219,7 +219,7 @@ class ObserverView:
     def _is_archived(self, record: Digest, state: Digest) -> bool:
         return any((a.record, a.state) == (record, state) for a in self._archive.all())
 
-    def _left_by_the_chain(self) -> list[Archived]:
+    def _left_by_the_chain(self) -> list[ArchivedState]:
         """What was archived of a branch that lost: it is no state of the run any more."""
         chain = self._node.chain
         first = chain.height(chain.root)
@@ -252,7 +252,7 @@ class ObserverView:
         return encode_certificate(certificate), [h.sent for h in self._claims(record) if h.body.state == state]
 
 
-def _into_store(store: Store, archived: Archived) -> None:
+def _into_store(store: Store, archived: ArchivedState) -> None:
     """Linked if possible, else copied. Raises StoreError, MalformedError (another file than it should be)."""
     source, draft = archived.folder / MODEL, store.scratch / f"offer-{archived.state.hex()}"
     with disk(f"taking the archived state of round {archived.round} into the store"):

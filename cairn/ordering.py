@@ -83,11 +83,11 @@ def give(run: Run, change: Change) -> None:
 
 
 async def _give(run: Run, change: Change) -> None:
-    from coordinator.control import FILE, append_line, line_of, read_words
+    from coordinator.control import FILE, append_line, line_of, read_directives
     from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 
     decoder = MessageDecoder(run.spec.run_id, run.owner.key, remember=4)
-    words, _ = read_words(run.folder / FILE, decoder)
+    words, _ = read_directives(run.folder / FILE, decoder)
     async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
         number: int | None = None
         try:
@@ -216,7 +216,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None:
     """`cairn run rollback`. Raises CairnError."""
-    from coordinator.archive import Archive
+    from coordinator.checkpoints.archive import Archive
 
     opened = open_run(run, home)
     archived = {a.round: a for a in Archive(opened.folder / "checkpoints", opened.spec).all() if a.round}

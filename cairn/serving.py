@@ -26,7 +26,7 @@ from protocol.spec import RunSpec
 if TYPE_CHECKING:
     from cairn.observing import ObserverView
     from coordinator.authoring import ResolvedRun
-    from coordinator.keeping.settings import Settings
+    from coordinator.checkpoints.settings import CheckpointSettings
     from coordinator.service import Coordinator, CoordinatorConfig
     from peer.store import Store
 
@@ -52,7 +52,7 @@ class ServeOptions:
     public: str
     code: str
     ledger: str = ""
-    keeping: Settings | None = None
+    keeping: CheckpointSettings | None = None
     webhooks: tuple[str, ...] = ()
 
 
@@ -108,13 +108,13 @@ async def _serve(
     resolved: ResolvedRun,
     listen: str,
     announce: tuple[str, ...],
-    keeping: Settings | None,
+    keeping: CheckpointSettings | None,
 ) -> None:
     from cairn.observing import ObserverView
-    from coordinator.archive import Archive
-    from coordinator.keeping.copying import file_system
-    from coordinator.keeping.keeper import Keeper
-    from coordinator.keeping.settings import Settings, check_address
+    from coordinator.checkpoints.archive import Archive
+    from coordinator.checkpoints.archiver import CheckpointArchiver
+    from coordinator.checkpoints.copies import file_system
+    from coordinator.checkpoints.settings import CheckpointSettings, check_address
     from coordinator.service import Coordinator
     from peer.keyfile import load_or_make
     from peer.node.locator import SPEC
@@ -135,7 +135,7 @@ async def _serve(
         if not store.has(digest):
             await asyncio.to_thread(_put, store, digest, path)
     store.write_value(SPEC, resolved.spec_envelope)  # for whoever asks the observer
-    keeping = keeping or Settings()
+    keeping = keeping or CheckpointSettings()
     check_address(keeping.archive.address, folder)
     if keeping.archive.address:
         file_system(keeping.archive.address)  # a package that is missing is said now, not each five minutes
@@ -159,7 +159,7 @@ async def _serve(
     node = Node(membership, NodeOptions(folder, (listen,), announce, observer=True))
     view = ObserverView(node, spec, archive)
     shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
-    keeper = Keeper(archive, folder, spec, owner, view, keeping, shards=shards)
+    keeper = CheckpointArchiver(archive, folder, spec, owner, view, keeping, shards=shards)
     keeper.other_problem = lambda: view.archive_problem
     coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, keeper=keeper)
     running = asyncio.create_task(node.run())

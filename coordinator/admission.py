@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import RefusedError, TooManyError, UnknownRunError
-from coordinator.ledger import Admitted
+from coordinator.ledger import AdmissionRow
 from coordinator.ledger_thread import LedgerThread
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError
@@ -34,7 +34,7 @@ _FRESH = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class AdmissionRequest:
     """A verified request: who asks, for which run, when by its own clock, with which code, under which name."""
 
     peer: PeerKey
@@ -44,7 +44,7 @@ class Request:
     name: str
 
 
-def open_request(sent: bytes) -> Request:
+def open_request(sent: bytes) -> AdmissionRequest:
     """Verify, then decode. Raises MalformedError, SignatureError."""
     envelope = open_envelope(sent, KIND, limit=MAX_REQUEST)
     body = wire.AdmitBody()
@@ -56,7 +56,7 @@ def open_request(sent: bytes) -> Request:
     if len(name.encode()) > MAX_NAME or not name.isprintable():
         raise MalformedError(f"a name is at most {MAX_NAME} bytes of printable text: choose a shorter one")
     check_code(body.code)
-    return Request(envelope.author, RunId(body.run), body.time, body.code, name)
+    return AdmissionRequest(envelope.author, RunId(body.run), body.time, body.code, name)
 
 
 def check_clock(time: int, now: float) -> None:
@@ -69,7 +69,7 @@ def check_clock(time: int, now: float) -> None:
         )
 
 
-def check_policy(request: Request, policy: AdmissionSpec, codes: Sequence[str]) -> None:
+def check_policy(request: AdmissionRequest, policy: AdmissionSpec, codes: Sequence[str]) -> None:
     """Raises RefusedError unless the run's policy lets this peer in."""
     if policy.mode == "allow" and str(request.peer) not in policy.allow:
         raise RefusedError(
@@ -108,7 +108,7 @@ class Admitter:
         self._ledger = ledger
         self._now = now
         self._refusal = refusal
-        self._admitted: dict[PeerKey, Admitted] = {}
+        self._admitted: dict[PeerKey, AdmissionRow] = {}
 
     async def load(self) -> None:
         """Read whom the ledger's file knows. Raises LedgerError."""
@@ -149,7 +149,7 @@ class Admitter:
         body = Admission(self._run, request.peer, start, start + self._policy.seconds, request.name)
         signed = self._signer.sign(body)
         first_at = known.first_at if known else start
-        admitted = Admitted(request.peer, request.name, first_at, start, body.not_after, signed.sent)
+        admitted = AdmissionRow(request.peer, request.name, first_at, start, body.not_after, signed.sent)
         # Before the write, so that two requests at once do not pass the bound together.
         self._admitted[request.peer] = admitted
         await self._ledger.run(lambda ledger: ledger.admit(admitted))

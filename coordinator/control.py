@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from coordinator.chain_indexer import ChainIndexer
 from coordinator.errors import CoordinatorError, RefusedError
-from coordinator.follower import Follower
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
 from protocol.errors import CairnError, MalformedError, ProtocolError
@@ -33,10 +33,10 @@ rollback. Only ever added to."""
 MAX_LINE = 128 * 1024
 
 
-class Control:
+class RunControl:
     """One run's. Read on the event loop."""
 
-    def __init__(self, spec: RunSpec, view: SwarmView, follower: Follower, ledger: LedgerThread, folder: Path):
+    def __init__(self, spec: RunSpec, view: SwarmView, follower: ChainIndexer, ledger: LedgerThread, folder: Path):
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=16)
         self._view = view
         self._follower = follower
@@ -61,7 +61,7 @@ class Control:
             await asyncio.gather(self._hearing, return_exceptions=True)
 
     async def _go_on(self) -> None:
-        words, done = await asyncio.to_thread(read_words, self._path, self._decoder)
+        words, done = await asyncio.to_thread(read_directives, self._path, self._decoder)
         theirs = self._view.directive
         if theirs is not None and all(theirs.body.rank > w.body.rank for w in words):
             await asyncio.to_thread(append_line, self._path, line_of(theirs))
@@ -76,7 +76,7 @@ class Control:
             if first is not None and epoch not in done:
                 await self._roll_back(first)
         await self._follower.turn(newest.body.epoch)
-        log.info("the owner's newest word: %s", in_words(newest.body))
+        log.info("the owner's newest word: %s", describe(newest.body))
 
     async def take(self, sent: bytes) -> Signed[Directive]:
         """A word of the owner's: kept and told when this returns. Raises RefusedError, ProtocolError, CairnError."""
@@ -102,7 +102,7 @@ class Control:
             if word.body.epoch > before:
                 await self._roll_back(word)
             await self._follower.turn(word.body.epoch)
-        log.warning("by the owner's word: %s", in_words(word.body))
+        log.warning("by the owner's word: %s", describe(word.body))
         return word
 
     def _look(self) -> None:
@@ -126,7 +126,7 @@ class Control:
                 if word.body.epoch > before:
                     await self._roll_back(word)
                 await self._follower.turn(word.body.epoch)
-            log.warning("by the owner's word, heard from the swarm: %s", in_words(word.body))
+            log.warning("by the owner's word, heard from the swarm: %s", describe(word.body))
         except CairnError as e:
             log.error("the owner's word that the swarm knows cannot be followed here: %s", e)
 
@@ -172,7 +172,7 @@ def line_of(word: Signed[Directive]) -> str:
     return base64.b64encode(word.sent).decode()
 
 
-def in_words(body: Directive) -> str:
+def describe(body: Directive) -> str:
     """For the log."""
     parts = [body.order]
     if body.banned:
@@ -201,7 +201,7 @@ def append_line(path: Path, line: str) -> None:
         raise CoordinatorError(f"{path} cannot be written: {why}; the order was not given") from None
 
 
-def read_words(path: Path, decoder: MessageDecoder) -> tuple[list[Signed[Directive]], set[int]]:
+def read_directives(path: Path, decoder: MessageDecoder) -> tuple[list[Signed[Directive]], set[int]]:
     """The words in the order in which they were kept, and the rollbacks that the ledger has followed. A line that was
     torn by a kill is left out: its order was not acknowledged. Raises CoordinatorError."""
     words: list[Signed[Directive]] = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.sightings import Typical
+from coordinator.round_observations import TypicalDurations
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PeerProgress:
     """One training peer, by its own words: tokens done in this round, tokens a second, and how old these words are."""
 
     tokens: int
@@ -18,13 +18,13 @@ class Work:
 
 
 def next_round_seconds(
-    work: Iterable[Work],
+    work: Iterable[PeerProgress],
     *,
     target_tokens: int,
     max_seconds: float,
     elapsed: float | None,
     announced: float | None,
-    typical: Typical | None,
+    typical: TypicalDurations | None,
 ) -> float | None:
     """Seconds until the round that is being trained is decided; 0 when it is due, None when nothing tells.
 

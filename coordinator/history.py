@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class RoundPoint:
     """A round: its number, the tokens accepted up to its end, its loss, when it was seen (None: not at first hand)."""
 
     round: int
@@ -31,7 +31,7 @@ class Charts:
     rates: list[float]
 
 
-class History:
+class RoundHistory:
     """All final rounds, 32 bytes each."""
 
     def __init__(self):
@@ -53,18 +53,18 @@ class History:
     def __len__(self) -> int:
         return len(self._round)
 
-    def points(self, last: int | None = None) -> list[Point]:
+    def points(self, last: int | None = None) -> list[RoundPoint]:
         """The last so many final rounds (or all), in order."""
         start = 0 if last is None else max(0, len(self) - last)
         return [
-            Point(r, t, x, None if math.isnan(s) else s)
+            RoundPoint(r, t, x, None if math.isnan(s) else s)
             for r, t, x, s in zip(
                 self._round[start:], self._tokens[start:], self._loss[start:], self._seen[start:], strict=True
             )
         ]
 
 
-def charts(points: Sequence[Point], limit: int = 600) -> Charts:
+def charts(points: Sequence[RoundPoint], limit: int = 600) -> Charts:
     """At most `limit` points a chart; neighbours are put together, the loss as their mean by tokens."""
     step = max(1, math.ceil(len(points) / limit))
     rounds: list[int] = []
@@ -92,7 +92,7 @@ def charts(points: Sequence[Point], limit: int = 600) -> Charts:
     return Charts(rounds, tokens, loss, seen_at, times, rates)
 
 
-def tokens_per_second(points: Sequence[Point], now: float, *, rounds: int = 8) -> float:
+def tokens_per_second(points: Sequence[RoundPoint], now: float, *, rounds: int = 8) -> float:
     """The rate of accepted tokens over the last few rounds seen at first hand; it falls when no more rounds come."""
     seen = [p for p in points if p.seen_at is not None][-rounds - 1 :]
     if len(seen) < 2:
@@ -104,7 +104,7 @@ def tokens_per_second(points: Sequence[Point], now: float, *, rounds: int = 8) -
     return (seen[-1].tokens - seen[0].tokens) / elapsed if elapsed > 0 else 0.0
 
 
-def _pairs(points: Iterable[Point]) -> Iterable[tuple[Point, Point]]:
+def _pairs(points: Iterable[RoundPoint]) -> Iterable[tuple[RoundPoint, RoundPoint]]:
     previous = None
     for point in points:
         if previous is not None:

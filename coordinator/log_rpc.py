@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from coordinator.credit_views import MAX_CERTIFICATES, MAX_ENTRIES, MAX_PAGE, CreditLog
+from coordinator.credits.views import MAX_CERTIFICATES, MAX_ENTRIES, MAX_PAGE, CreditLogProtocol
 from coordinator.limits import Rate, RateLimit, caller_of
 from protocol.envelope import author_of
 from protocol.errors import MalformedError
@@ -24,7 +24,7 @@ BINDINGS_OF_ONE = Rate(per_second=0.1, burst=20)
 class LogCalls:
     """A mixin of `rpc.Service`, which answers and counts; `_log` is what is answered from."""
 
-    _log: Callable[[], CreditLog]
+    _log: Callable[[], CreditLogProtocol]
     _reads: RateLimit
     _answer: Callable[[str, Any, RateLimit, Callable[[], Awaitable[Any]]], Awaitable[Any]]
     _check_run: Callable[[bytes], None]

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.measuring import RoundClock, Traffic
 from coordinator.overview import Overview
-from coordinator.peers import PHASES
+from coordinator.peer_registry import PHASES
+from coordinator.round_metrics import RoundTimer, TrafficCounter
 
 LAG_SECONDS = 0.5
 HEALTHS = (
@@ -34,7 +34,7 @@ _LASTING = ("events", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class MetricSources:
     """Where the numbers come from. `ledger_entries` and `head_seconds` (since the newest tree head) may be None."""
 
     look: Callable[[], Overview]
@@ -53,7 +53,7 @@ class Sources:
 class Metrics:
     """What /metrics answers: the swarm at the moment of asking, and how the coordinator itself is doing."""
 
-    def __init__(self, sources: Sources):
+    def __init__(self, sources: MetricSources):
         self.registry = registry = CollectorRegistry()
         self._sources = sources
         self._calls = Counter("cairn_grpc_calls", "gRPC calls answered.", ["method", "code"], registry=registry)
@@ -82,8 +82,8 @@ class Metrics:
             self._rounds.labels(phase)
         for result in ("delivered", "failed", "dropped"):
             self._deliveries.labels(result)
-        self._clock = RoundClock(lambda phase, seconds: self._rounds.labels(phase).observe(seconds))
-        self._traffic = Traffic()
+        self._clock = RoundTimer(lambda phase, seconds: self._rounds.labels(phase).observe(seconds))
+        self._traffic = TrafficCounter()
         registry.register(_Swarm(sources, self._traffic))
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
@@ -143,7 +143,7 @@ class Metrics:
 class _Swarm:
     """Gauges computed from an overview when they are asked for."""
 
-    def __init__(self, sources: Sources, traffic: Traffic):
+    def __init__(self, sources: MetricSources, traffic: TrafficCounter):
         self._sources = sources
         self._traffic = traffic
 

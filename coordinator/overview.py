@@ -6,21 +6,21 @@ from collections import Counter as CountOf
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.absences import Absence
-from coordinator.alerts.journal import Alert
-from coordinator.credits import Balance, RoundAccount
-from coordinator.estimate import Work, next_round_seconds
-from coordinator.follower import MAX_REMEMBERED, Follower
+from coordinator.alerts.tracker import Alert
+from coordinator.chain_indexer import MAX_REMEMBERED, ChainIndexer
+from coordinator.estimate import PeerProgress, next_round_seconds
 from coordinator.history import tokens_per_second
-from coordinator.peers import PeerBook
-from coordinator.sightings import Sighting, Sightings
+from coordinator.non_participation import NonParticipation
+from coordinator.peer_registry import PeerRegistry
+from coordinator.round_observations import RoundObservation, RoundObservations
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey
+from protocol.ledger.credits import Balance, RoundAccount
 from protocol.messages import Heartbeat
 from protocol.spec import RunSpec
 
 NEWEST = 20
-WORKING = ("training", "exchanging")
+TRAINING_PHASES = ("training", "exchanging")
 _ORDER = {
     "training": 0, "exchanging": 0, "paused": 0, "syncing": 1, "joining": 1, "silent": 2, "observing": 3, "gone": 4,
     "banned": 5,
@@ -28,7 +28,7 @@ _ORDER = {
 
 
 @dataclass(frozen=True, slots=True)
-class PeerView:
+class PeerOverview:
     """One peer. What it says of itself is for display only; credits are the chain's.
 
     `since`: unix seconds when it began to do what it does (of a silent one: when it was last heard). `up`, `down`:
@@ -46,11 +46,11 @@ class PeerView:
     up: float = 0.0
     down: float = 0.0
     last_round: int | None = None
-    absence: Absence | None = None
+    absence: NonParticipation | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class RoundView:
+class RoundOverview:
     """One round: who was in, with how many tokens; who could have been and was not (None: nobody looked); all that the
     chain has of it, and what was seen of it."""
 
@@ -62,7 +62,7 @@ class RoundView:
     absent: tuple[str, ...] | None
     final: bool
     account: RoundAccount
-    seen: Sighting | None
+    seen: RoundObservation | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class Overview:
     tokens_per_second: float
     loss: float | None
     working: int
-    peers: tuple[PeerView, ...]
-    rounds: tuple[RoundView, ...]
+    peers: tuple[PeerOverview, ...]
+    rounds: tuple[RoundOverview, ...]
     settled: int
     pending: int
     final_round: int | None
@@ -105,11 +105,11 @@ class Overview:
         return self.health == "paused" and not self.working
 
 
-class Overlooker:
+class OverviewBuilder:
     """Makes overviews of the parts that know."""
 
     def __init__(
-        self, spec: RunSpec, follower: Follower, book: PeerBook, sightings: Sightings,
+        self, spec: RunSpec, follower: ChainIndexer, book: PeerRegistry, sightings: RoundObservations,
         name_of: Callable[[PeerKey], str], alerts: Callable[[], tuple[Alert, ...]] = lambda: (),
     ):  # fmt: skip
         self._spec = spec
@@ -120,7 +120,7 @@ class Overlooker:
         self._sightings = sightings
         self._name_of = name_of
         self._last_rounds: tuple[Digest | None, dict[PeerKey, int]] = (None, {})
-        self._rounds: dict[Digest, RoundView] = {}
+        self._rounds: dict[Digest, RoundOverview] = {}
         self._round = -1
         self._moved_at: float | None = None
 
@@ -133,7 +133,7 @@ class Overlooker:
         if training != self._round or self._moved_at is None:
             self._round, self._moved_at = training, now
         peers = self._peers(now)
-        working = [p for p in peers if p.phase in WORKING]
+        working = [p for p in peers if p.phase in TRAINING_PHASES]
         if not working:
             self._moved_at = now  # nobody can be late
         points = [*f.history.points(last=16), *f.open_points()]
@@ -167,7 +167,7 @@ class Overlooker:
             alerts=self._alerts(),
         )
 
-    def _differing(self, working: list[PeerView]) -> tuple[str, ...]:
+    def _differing(self, working: list[PeerOverview]) -> tuple[str, ...]:
         """A record's child names the state after it; of the head, most of those who hold a state are believed."""
         named = {a.parent: a.base_state for a in self._follower.newest(NEWEST)}
         claims = [(p, h.head, h.state) for p in working if (h := p.heartbeat) is not None and h.state is not None]
@@ -180,7 +180,7 @@ class Overlooker:
 
     def _health(
         self,
-        working: list[PeerView],
+        working: list[PeerOverview],
         training: int,
         tokens: int,
         loss: float | None,
@@ -221,14 +221,14 @@ class Overlooker:
         speed = f", {amount(rate)} tokens/s" if rate else ""
         return "healthy", f"{who}, round {training}, loss {loss:.2f}{speed}{after}"
 
-    def _next_round(self, working: list[PeerView], head: Digest, now: float) -> float | None:
+    def _next_round(self, working: list[PeerOverview], head: Digest, now: float) -> float | None:
         """Seconds until the round that is being trained is decided."""
         s, r, window = self._sightings, self._follower.rules, self._spec.data.window
         work = []
         for p in working:
             if (h := p.heartbeat) is not None:  # one that says nothing of this round yet will be as fast in it as it is
                 here = h.head == head
-                work.append(Work(h.windows * window * here, h.tokens_per_second, p.seconds_since * here))
+                work.append(PeerProgress(h.windows * window * here, h.tokens_per_second, p.seconds_since * here))
         return next_round_seconds(
             work,
             target_tokens=r.target_tokens,
@@ -239,14 +239,14 @@ class Overlooker:
         )
 
     @staticmethod
-    def _astray(p: PeerView, training: int, recent: set[Digest]) -> bool:
+    def _astray(p: PeerOverview, training: int, recent: set[Digest]) -> bool:
         """On another branch, or more than two rounds behind. One that is ahead, this coordinator has yet to hear of."""
         h = p.heartbeat
         if h is None or h.round > training:
             return False
         return h.round < training - 2 or h.head not in recent
 
-    def _peers(self, now: float) -> tuple[PeerView, ...]:
+    def _peers(self, now: float) -> tuple[PeerOverview, ...]:
         """Everyone heard of or credited; those who train first, then by credits."""
         f = self._follower
         views, nothing = [], Balance()
@@ -262,7 +262,7 @@ class Overlooker:
             began = None if known is None else known.heard_at if phase in ("silent", "gone") else known.since
             up, down = (known.up_per_second, known.down_per_second) if known else (0.0, 0.0)
             views.append(
-                PeerView(
+                PeerOverview(
                     peer, self._name_of(peer), phase, heartbeat, max(0.0, since), settled, pending, began, up, down,
                     last_rounds.get(peer), missing.get(peer),
                 )
@@ -270,7 +270,7 @@ class Overlooker:
         views.sort(key=lambda v: (_ORDER.get(v.phase, 6), -(v.settled + v.pending), v.peer))
         return tuple(views)
 
-    def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, Absence]]:
+    def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, NonParticipation]]:
         """The newest round that each was in, and why those who were not in the newest were not."""
         f = self._follower
         head = f.head[1] if f.head else None
@@ -280,7 +280,7 @@ class Overlooker:
         seen = self._sightings.get(head) if head is not None else None
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 
-    def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundView, ...]:
+    def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundOverview, ...]:
         """Each made once, and once more when it has become final: there may be thousands of names in them."""
         settled = self._follower.settled
         made = {}
@@ -291,17 +291,17 @@ class Overlooker:
         self._rounds = made
         return tuple(made.values())
 
-    def _round_view(self, account: RoundAccount) -> RoundView:
+    def _round_view(self, account: RoundAccount) -> RoundOverview:
         settled = self._follower.settled
         final = settled is not None and account.round <= settled[0]
-        return round_view(account, self._sightings.get(account.record), final, self._name_of)
+        return round_overview(account, self._sightings.get(account.record), final, self._name_of)
 
 
-def round_view(
-    account: RoundAccount, seen: Sighting | None, final: bool, name_of: Callable[[PeerKey], str]
-) -> RoundView:
+def round_overview(
+    account: RoundAccount, seen: RoundObservation | None, final: bool, name_of: Callable[[PeerKey], str]
+) -> RoundOverview:
     """Both together."""
-    return RoundView(
+    return RoundOverview(
         account.round,
         account.record,
         account.tokens,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from coordinator.sightings import Sighting
+from coordinator.round_observations import RoundObservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class RoundCharts:
     received: list[float | None]
 
 
-def round_charts(seen: Sequence[Sighting], limit: int = 400) -> RoundCharts:
+def round_charts(seen: Sequence[RoundObservation], limit: int = 400) -> RoundCharts:
     """At most `limit` entries, oldest first."""
     step = max(1, math.ceil(len(seen) / limit))
     groups = [seen[i : i + step] for i in range(0, len(seen), step)]

@@ -15,13 +15,13 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from coordinator.admission import MAX_REQUEST
-from coordinator.credit_views import CreditLog
+from coordinator.credits.views import CreditLogProtocol
 from coordinator.errors import PortTakenError, RefusedError, TooManyError, UnknownRunError
-from coordinator.guard import Guard
 from coordinator.health import Health, Reflection
+from coordinator.interceptor import LimitsInterceptor
 from coordinator.limits import Rate, RateLimit, caller_of
 from coordinator.log_rpc import LogCalls
-from coordinator.tls import Certificate
+from coordinator.tls import TlsCertificate
 from protocol.envelope import author_of
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 from protocol.ids import PeerKey, RunId
@@ -77,13 +77,13 @@ _CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
 )
 
 
-class Backend(Protocol):
+class RpcBackend(Protocol):
     """What the calls are answered from."""
 
     run: RunId
 
     @property
-    def credit_log(self) -> CreditLog: ...
+    def credit_log(self) -> CreditLogProtocol: ...
 
     async def run_reply(self) -> wire.GetRunReply: ...
 
@@ -96,10 +96,10 @@ class Backend(Protocol):
     async def directive_reply(self, sent: bytes) -> wire.DirectiveReply: ...
 
 
-class Service(LogCalls, stubs.CoordinatorServicer):
+class CoordinatorService(LogCalls, stubs.CoordinatorServicer):
     """All calls; those about credits are in `log_rpc`. `counted(method, code, seconds)` hears of each."""
 
-    def __init__(self, backend: Backend, counted: Callable[[str, str, float], None]):
+    def __init__(self, backend: RpcBackend, counted: Callable[[str, str, float], None]):
         super().__init__()
         self._log = lambda: backend.credit_log
         self._backend = backend
@@ -186,9 +186,11 @@ class Service(LogCalls, stubs.CoordinatorServicer):
         raise AssertionError("abort raises")
 
 
-async def start_server(service: Service, certificate: Certificate, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+async def start_server(
+    service: CoordinatorService, certificate: TlsCertificate, host: str, port: int
+) -> tuple[grpc.aio.Server, int]:
     """The running server and its port. Raises PortTakenError."""
-    guard = Guard(service.counted, METHODS, MAX_CALLS)
+    guard = LimitsInterceptor(service.counted, METHODS, MAX_CALLS)
     server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     stubs.add_CoordinatorServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(Health(lambda: service.serving), server)

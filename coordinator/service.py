@@ -12,39 +12,39 @@ from pathlib import Path
 import grpc.aio
 
 from coordinator import tls
+from coordinator.address_publisher import AddressPublisher
 from coordinator.admission import Admitter
 from coordinator.alerts.config import AlertConfig
-from coordinator.alerts.rules import Sight
-from coordinator.alerts.seeing import sight_of
-from coordinator.alerts.watcher import Watcher
-from coordinator.announcing import Announcer
-from coordinator.control import Control
-from coordinator.credit_log import LedgerLog
-from coordinator.credits import Balance
+from coordinator.alerts.inputs import alert_input
+from coordinator.alerts.rules import AlertInput
+from coordinator.alerts.watcher import AlertWatcher
+from coordinator.chain_indexer import ChainIndexer, wait_at_most
+from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.shown import ModelKept
+from coordinator.control import RunControl
+from coordinator.credits.log import CreditLog
 from coordinator.errors import CoordinatorError, LedgerError, TooManyError
-from coordinator.follower import Follower, wait_at_most
 from coordinator.history import charts
-from coordinator.keeping.keeper import Keeper
-from coordinator.keeping.shown import Kept
-from coordinator.ledger.checking import REMEDY
+from coordinator.ledger.integrity import REMEDY
 from coordinator.ledger_thread import LedgerThread
-from coordinator.metrics import Metrics, Sources
-from coordinator.overview import Overlooker, Overview, PeerView
+from coordinator.metrics import Metrics, MetricSources
+from coordinator.observation_file import ObservationFile
+from coordinator.overview import Overview, OverviewBuilder, PeerOverview
 from coordinator.page import json_view
+from coordinator.page.api import PageApi
 from coordinator.page.app import make_app
+from coordinator.page.credit_paths import LOG_PATHS
+from coordinator.page.credit_routes import leaderboard_of, log_routes
 from coordinator.page.feed import Feed
-from coordinator.page.log_paths import LOG_PATHS
-from coordinator.page.log_routes import leaderboard_of, log_routes
 from coordinator.page.server import PageServer
-from coordinator.peers import PeerBook
-from coordinator.rpc import Service, start_server
-from coordinator.showing import Showing
-from coordinator.sightings import Sightings
-from coordinator.sightings_file import SightingsFile
+from coordinator.peer_registry import PeerRegistry
+from coordinator.round_observations import RoundObservations
+from coordinator.rpc import CoordinatorService, start_server
 from coordinator.swarm import SwarmView
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.invite import MAX_SWARM_ADDRESSES, Endpoint, Invite, one_of_each
+from protocol.ledger.credits import Balance
 from protocol.messages import MAX_ADDRESSES
 from protocol.spec import RunSpec
 from protocol.wire import coordinator_pb2 as wire
@@ -91,7 +91,7 @@ class Coordinator:
 
     def __init__(
         self, config: CoordinatorConfig, spec: RunSpec, spec_envelope: bytes, owner: Identity, view: SwarmView, *,
-        now: Callable[[], float] = time.time, keeper: Keeper | None = None,
+        now: Callable[[], float] = time.time, keeper: CheckpointArchiver | None = None,
     ):  # fmt: skip
         if owner.key != spec.owner_key:
             raise CoordinatorError(
@@ -106,40 +106,40 @@ class Coordinator:
         self._view = view
         self._now = now
         self._ledger = LedgerThread()
-        self._follower = Follower(spec, owner, view, self._ledger, now)
-        self.control = Control(spec, view, self._follower, self._ledger, config.folder)
+        self._follower = ChainIndexer(spec, owner, view, self._ledger, now)
+        self.control = RunControl(spec, view, self._follower, self._ledger, config.folder)
         self._admitter = Admitter(spec, owner, config.codes, self._ledger, now, self.control.refusal)
-        self._log = LedgerLog(spec, owner, view, self._ledger, self._admitter, now)
-        self._book = PeerBook(spec.round.member_seconds)
-        self._sightings = Sightings(spec.round.member_seconds, now)
-        self._sightings_file = SightingsFile(config.folder / SIGHTINGS_FILE)
+        self._log = CreditLog(spec, owner, view, self._ledger, self._admitter, now)
+        self._book = PeerRegistry(spec.round.member_seconds)
+        self._sightings = RoundObservations(spec.round.member_seconds, now)
+        self._sightings_file = ObservationFile(config.folder / SIGHTINGS_FILE)
         self.keeper = keeper
         """What looks after the archive, where there is one."""
         self._news = asyncio.Event()
-        self._watcher = Watcher(
+        self._watcher = AlertWatcher(
             config.folder, config.alerts, spec.name, lambda: self.page_url, self._sight,
             self._news.set, lambda result: self._metrics.delivered(result),
         )  # fmt: skip
-        self._overlooker = Overlooker(
+        self._overlooker = OverviewBuilder(
             spec, self._follower, self._book, self._sightings, self._admitter.name_of, lambda: self._watcher.standing
         )
-        self._metrics = Metrics(Sources(
+        self._metrics = Metrics(MetricSources(
             look=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
             admitted=lambda: self._admitter.count, ledger_entries=lambda: self._entries,
             head_seconds=lambda: self._log.head_seconds, alerts=lambda: self._watcher.names,
             kept=lambda: self.keeper.facts() if self.keeper else [],
         ))  # fmt: skip
-        self._showing = Showing(
+        self._showing = PageApi(
             feed=self.feed, look=self.overview, follower=self._follower, sightings=self._sightings, ledger=self._ledger,
             view=view, name_of=self._admitter.name_of, checkpoints=config.folder / "checkpoints",
             metrics_text=self._metrics.text, now=now, standings=leaderboard_of(self._log),
-            model=None if keeper is None else Kept(keeper),
+            model=None if keeper is None else ModelKept(keeper),
         )  # fmt: skip
         self._page = PageServer(self._metrics.counting(make_app(self._showing, log_routes(self), LOG_PATHS)))
-        self._announcer = Announcer(owner, view, self.invite, now)
+        self._announcer = AddressPublisher(owner, view, self.invite, now)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
-        self._service: Service | None = None
+        self._service: CoordinatorService | None = None
         self._overview: tuple[float, Overview] | None = None
         self._lasts = 0.25
         self._status: tuple[Overview, wire.StatusReply] | None = None
@@ -175,13 +175,13 @@ class Coordinator:
         if self.keeper is not None:
             self.keeper.start(self._is_settled)
         await self._log.start()
-        self._service = service = Service(self, self._metrics.counted)
+        self._service = service = CoordinatorService(self, self._metrics.counted)
         self._server, self.grpc_port = await start_server(service, certificate, c.listen_host, c.listen_port)
         self.page_port = await self._page.start(c.page_host, c.page_port)
         self._began = self._now()
         await self._watcher.start()
         for name, work in {
-            "publisher": self._publish_on, "ledger check": self._check_on, "announcer": self._announcer.announce_on,
+            "publisher": self._publish_on, "ledger check": self._check_on, "announcer": self._announcer.publish_forever,
             "credits": lambda: self._log.keep_on(self._follower.newest), "event loop": self._metrics.watch_loop,
             "log": self._look_at_log,
         }.items():  # fmt: skip
@@ -244,9 +244,9 @@ class Coordinator:
                 log.warning("the log's size is not known: %s", e)
             await asyncio.sleep(LOG_SECONDS)
 
-    def _sight(self) -> Sight:
+    def _sight(self) -> AlertInput:
         now, f = self._now(), self._follower
-        return sight_of(
+        return alert_input(
             self.overview(), f.rules, self._config.folder, now=now, up=now - self._began, caught_up=f.caught_up,
             head_age=self._log.head_seconds, judged=self.keeper.judged() if self.keeper else (),
             log_problem=self._log.problem,
@@ -255,7 +255,7 @@ class Coordinator:
     # -- what is told ----------------------------------------------------------------------------------------
 
     @property
-    def credit_log(self) -> LedgerLog:
+    def credit_log(self) -> CreditLog:
         """Receipts, proofs, accounts: what `log_rpc` and `page.log_routes` answer from."""
         return self._log
 
@@ -426,7 +426,7 @@ async def _go_on(name: str, work: Callable[[], Awaitable[None]]) -> None:
         await asyncio.sleep(AGAIN_SECONDS)
 
 
-def _peer_status(p: PeerView) -> wire.PeerStatus:
+def _peer_status(p: PeerOverview) -> wire.PeerStatus:
     status = wire.PeerStatus(
         peer=p.peer, name=p.name, phase=p.phase, micro_credits_settled=p.settled, micro_credits_pending=p.pending,
         seconds_since_heard=p.seconds_since,

@@ -15,7 +15,7 @@ from protocol.messages import Certificate, Directive, Finalization, Heartbeat, S
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ReceivedHeartbeat:
     """A member's newest heartbeat, and how long ago it came."""
 
     heartbeat: Heartbeat
@@ -23,7 +23,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class AnnouncedUpdate:
     """An update that was announced: its header, whether it came when its round was decided already, and what rule of
     the chain it breaks ("": none)."""
 
@@ -67,11 +67,11 @@ class SwarmView(Protocol):
         it is heard. For what people are shown; a message may be missed, or come twice."""
         ...
 
-    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+    def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         """The members that were heard of lately, observers too."""
         ...
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         """The updates that this observer heard announced for the round after a record, accepted or not; of an author
         the first. Of the newest few rounds only, and nothing from before its start."""
         ...

@@ -25,7 +25,7 @@ YEARS = 10
 
 
 @dataclass(frozen=True)
-class Certificate:
+class TlsCertificate:
     """A private key and its certificate, as PEM."""
 
     key_pem: bytes
@@ -33,7 +33,7 @@ class Certificate:
     fingerprint: Digest
 
 
-def load_or_make(folder: Path, *, now: datetime.datetime | None = None) -> Certificate:
+def load_or_make(folder: Path, *, now: datetime.datetime | None = None) -> TlsCertificate:
     """The certificate in the folder, made when there is none. Raises CertificateFileError."""
     path = folder / FILE
     now = now or datetime.datetime.now(datetime.timezone.utc)
@@ -94,7 +94,7 @@ def _write(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
-def _read(path: Path, data: bytes, now: datetime.datetime) -> Certificate:
+def _read(path: Path, data: bytes, now: datetime.datetime) -> TlsCertificate:
     try:
         key = serialization.load_pem_private_key(data, password=None)
         certificate = x509.load_pem_x509_certificate(data)
@@ -110,7 +110,7 @@ def _read(path: Path, data: bytes, now: datetime.datetime) -> Certificate:
             "new one, and publish the new invite"
         )
     der = certificate.public_bytes(serialization.Encoding.DER)
-    return Certificate(
+    return TlsCertificate(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
         certificate.public_bytes(serialization.Encoding.PEM),
         Digest(sha256(der)),

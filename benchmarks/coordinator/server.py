@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.coordinator.swarm import OWNER, SimulatedSwarm, make_spec
-from coordinator import guard, rpc
+from coordinator import interceptor, rpc
 from coordinator.service import Coordinator, CoordinatorConfig
 from protocol.spec import sign_spec
 
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--by-address", action="store_true")
     options = parser.parse_args()
     if not options.by_address:
-        rpc.caller_of = guard.caller_of = lambda peer: peer
+        rpc.caller_of = interceptor.caller_of = lambda peer: peer
     asyncio.run(serve(options.folder, options.peers, min(options.contributors, options.peers), options.round_seconds))
     return 0
 

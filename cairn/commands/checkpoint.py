@@ -51,7 +51,7 @@ def settings_of(run_file, settings, archive, keep, evaluate_every):
     """The settings that the options and the file name. Raises CairnError."""
     from pathlib import Path
 
-    from coordinator.keeping.settings import FILE, load_settings
+    from coordinator.checkpoints.settings import FILE, load_settings
 
     file = run_file.with_name(FILE) if settings is None else Path(settings).expanduser()
     if settings is not None and not file.is_file():

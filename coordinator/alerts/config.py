@@ -27,7 +27,7 @@ class AlertConfigError(CoordinatorError):
 
 
 @dataclass(frozen=True, slots=True)
-class Hook:
+class Webhook:
     """A webhook's address in parts. Whoever knows the path may post, so people are shown the host alone."""
 
     url: str
@@ -45,7 +45,7 @@ class Hook:
         return self.host
 
     @classmethod
-    def parse(cls, url: str) -> Hook:
+    def parse(cls, url: str) -> Webhook:
         """Raises AlertConfigError."""
         try:
             parts = urlsplit(url)
@@ -66,7 +66,7 @@ class Hook:
 class AlertConfig:
     """The hooks, the secret to sign with ("": none), and after how many seconds an alert that lasts is told again."""
 
-    hooks: tuple[Hook, ...] = ()
+    hooks: tuple[Webhook, ...] = ()
     secret: str = ""
     repeat: float = 6 * 3600.0
 
@@ -89,7 +89,7 @@ def load_config(folder: Path | None, urls: Sequence[str] = ()) -> AlertConfig:
         if not isinstance(repeat, int | float) or not 0.1 <= repeat <= 1000:
             raise AlertConfigError(f"{path}: repeat_hours is a number from 0.1 to 1000")
         urls = [*urls, *own]
-    hooks = tuple(dict.fromkeys(Hook.parse(u) for u in urls))
+    hooks = tuple(dict.fromkeys(Webhook.parse(u) for u in urls))
     if len(hooks) > MAX_HOOKS:
         raise AlertConfigError(f"{len(hooks)} webhooks are too many: at most {MAX_HOOKS}")
     return AlertConfig(hooks, secret, repeat * 3600.0)

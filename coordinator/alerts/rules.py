@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-SETTLE_SECONDS = 120.0
+STARTUP_SECONDS = 120.0
 """After its start the coordinator hears from peers bit by bit: what it does not see yet is no news."""
 
 UNSIGNED_SECONDS = 300.0
@@ -30,7 +30,7 @@ Memory = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AlertInput:
     """What is seen at a time. `up` are the seconds since the coordinator's start, `limit` those that a round may take;
     `losses` those of the newest rounds, newest first; `differing` who says another state digest than the chain.
     `head_age`: seconds since the newest tree head; None where no log is signed."""
@@ -58,16 +58,16 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AlertRule:
     """`look`, and for how many seconds its words must stand before they are an alert, and be gone before it is over."""
 
     name: str
-    look: Callable[[Memory, Sight], str | None]
+    look: Callable[[Memory, AlertInput], str | None]
     after: float = 0.0
     clear: float = 0.0
 
 
-def loss(memory: Memory, s: Sight) -> str | None:
+def loss(memory: Memory, s: AlertInput) -> str | None:
     """A loss that is no number; or two rounds in a row far above the median of those before, by their own spread.
 
     What was normal when it fired stays the measure: a spike does not become normal by lasting.
@@ -90,14 +90,14 @@ def loss(memory: Memory, s: Sight) -> str | None:
     return f"the loss is {s.losses[0]:.2f}, and was {memory['normal']:.2f} before" if s.losses else None
 
 
-def stalled(memory: Memory, s: Sight) -> str | None:
+def stalled(memory: Memory, s: AlertInput) -> str | None:
     """Peers train, and the round has not ended for longer than one may take."""
     if s.health in _OVER:
         memory.clear()
         return ""
     if memory.get("round") != s.round:
         memory.update(round=s.round, since=s.time)
-    if s.up < SETTLE_SECONDS or not s.caught_up:
+    if s.up < STARTUP_SECONDS or not s.caught_up:
         return None
     if not s.training:
         memory["since"] = s.time  # nobody can be late
@@ -108,21 +108,21 @@ def stalled(memory: Memory, s: Sight) -> str | None:
     return f"{s.training} peers train, and round {s.round} has not ended for {late / 60:.0f} min"
 
 
-def digests(memory: Memory, s: Sight) -> str | None:
+def digests(memory: Memory, s: AlertInput) -> str | None:
     """Members hold another state than the chain names for the same record: they compute something else."""
     del memory
     if not s.differing:
-        return None if s.up < SETTLE_SECONDS else ""
+        return None if s.up < STARTUP_SECONDS else ""
     names = ", ".join(s.differing[:5]) + (" and others" if len(s.differing) > 5 else "")
     return f"{len(s.differing)} peers hold another state than the chain names: {names}"
 
 
-def peers(memory: Memory, s: Sight) -> str | None:
+def peers(memory: Memory, s: AlertInput) -> str | None:
     """A third of those who trained within ten minutes are gone. Over when they are back, or after an hour."""
     if s.health in _OVER:
         memory.clear()
         return ""
-    if s.up < SETTLE_SECONDS:
+    if s.up < STARTUP_SECONDS:
         memory.pop("seen", None)
         return None
     if (was := memory.get("was")) is not None:
@@ -142,7 +142,7 @@ def peers(memory: Memory, s: Sight) -> str | None:
     return f"{s.training} peers train, of {was} a few minutes ago"
 
 
-def disk(memory: Memory, s: Sight) -> str | None:
+def disk(memory: Memory, s: AlertInput) -> str | None:
     """The run's folder is nearly full: 5% or 20 GB, whichever is less; over at a fifth more."""
     low = min(DISK_SHARE * s.disk_size, DISK_BYTES)
     if s.disk_free >= (1.2 * low if memory.get("low") else low):
@@ -152,7 +152,7 @@ def disk(memory: Memory, s: Sight) -> str | None:
     return f"{s.disk_free / 1e9:.1f} GB of {s.disk_size / 1e9:.0f} GB are free where the run is kept"
 
 
-def log(memory: Memory, s: Sight) -> str | None:
+def log(memory: Memory, s: AlertInput) -> str | None:
     """No tree head was signed for five minutes."""
     del memory
     if s.head_age is None or s.up < UNSIGNED_SECONDS:
@@ -163,17 +163,17 @@ def log(memory: Memory, s: Sight) -> str | None:
     return f"the ledger's log was signed {s.head_age / 60:.0f} min ago for the last time{why}"
 
 
-def chain(memory: Memory, s: Sight) -> str | None:
+def chain(memory: Memory, s: AlertInput) -> str | None:
     """The coordinator cannot follow the chain, or the peers are on more than one."""
     del memory
     if s.problem:
         return s.problem
     if s.health == "split":
         return s.words
-    return None if s.up < SETTLE_SECONDS else ""
+    return None if s.up < STARTUP_SECONDS else ""
 
 
-def validation(memory: Memory, s: Sight) -> str | None:
+def validation(memory: Memory, s: AlertInput) -> str | None:
     """The newest state is much worse than the best, or gives no numbers."""
     del memory
     if not s.judged:
@@ -186,20 +186,20 @@ def validation(memory: Memory, s: Sight) -> str | None:
     return f"the validation loss is {s.judged[0]:.2f}, and was {best:.2f}: look at the rounds between"
 
 
-def archive(memory: Memory, s: Sight) -> str | None:
+def archive(memory: Memory, s: AlertInput) -> str | None:
     """States are not archived, copied or judged."""
     del memory
     return s.archive_problem
 
 
 RULES = (
-    Rule("loss", loss),
-    Rule("validation", validation),
-    Rule("stalled", stalled),
-    Rule("digests", digests, after=10, clear=60),
-    Rule("peers", peers),
-    Rule("disk", disk),
-    Rule("log", log, after=30),  # a machine that was suspended signs again within seconds
-    Rule("archive", archive, after=600, clear=60),
-    Rule("chain", chain, after=60, clear=30),
+    AlertRule("loss", loss),
+    AlertRule("validation", validation),
+    AlertRule("stalled", stalled),
+    AlertRule("digests", digests, after=10, clear=60),
+    AlertRule("peers", peers),
+    AlertRule("disk", disk),
+    AlertRule("log", log, after=30),  # a machine that was suspended signs again within seconds
+    AlertRule("archive", archive, after=600, clear=60),
+    AlertRule("chain", chain, after=60, clear=30),
 )

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
-from coordinator.alerts.config import AlertConfig, Hook
-from coordinator.alerts.hooks import HookError, payload, post
-from coordinator.alerts.journal import Alert, Event, Journal, back_off
-from coordinator.alerts.rules import Sight
+from coordinator.alerts.config import AlertConfig, Webhook
+from coordinator.alerts.rules import AlertInput
+from coordinator.alerts.tracker import Alert, AlertEvent, AlertTracker, back_off
+from coordinator.alerts.webhooks import WebhookError, payload, post
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +25,12 @@ SAVE_SECONDS = 60.0
 """What rules remember is written so often; what happened, before anybody is told."""
 
 
-class Watcher:
+class AlertWatcher:
     """One run's. `see` gives what is seen now; `changed` is called when other alerts stand than before; `told(result)`
     hears of each delivery: delivered, failed, dropped."""
 
     def __init__(
-        self, folder: Path, config: AlertConfig, run: str, page: Callable[[], str], see: Callable[[], Sight],
+        self, folder: Path, config: AlertConfig, run: str, page: Callable[[], str], see: Callable[[], AlertInput],
         changed: Callable[[], None] = lambda: None, told: Callable[[str], None] = lambda _: None,
     ):  # fmt: skip
         self._path = folder / FILE
@@ -40,7 +40,7 @@ class Watcher:
         self._see = see
         self._changed = changed
         self._told = told
-        self._journal = Journal([h.name for h in config.hooks], repeat=config.repeat)
+        self._journal = AlertTracker([h.name for h in config.hooks], repeat=config.repeat)
         self._news = {h.name: asyncio.Event() for h in config.hooks}
         self._tasks: list[asyncio.Task[None]] = []
         self._saved_at = 0.0
@@ -61,7 +61,7 @@ class Watcher:
         """Go on from what is on disk."""
         saved = await asyncio.to_thread(self._load)
         try:
-            self._journal = Journal([h.name for h in self._config.hooks], saved, repeat=self._config.repeat)
+            self._journal = AlertTracker([h.name for h in self._config.hooks], saved, repeat=self._config.repeat)
         except (TypeError, KeyError, AttributeError, ValueError) as e:
             log.error("%s is damaged (%s): alerts that stand are told again", self._path, e)
         self._tasks = [asyncio.create_task(self._look_on(), name="alerts")]
@@ -76,7 +76,7 @@ class Watcher:
             await self._save()
         self._disk.shutdown(wait=False)
 
-    async def look(self) -> list[Event]:
+    async def look(self) -> list[AlertEvent]:
         """Once."""
         events = self._journal.look(self._see())
         for e in events:
@@ -97,7 +97,7 @@ class Watcher:
                 log.exception("looking for alerts failed")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _tell_always(self, hook: Hook) -> None:
+    async def _tell_always(self, hook: Webhook) -> None:
         for faults in count(1):
             try:
                 await self._tell_on(hook)
@@ -105,7 +105,7 @@ class Watcher:
                 log.exception("webhook %s: a fault of the coordinator; what it was to be told is told again", hook.name)
             await asyncio.sleep(back_off(faults))
 
-    async def _tell_on(self, hook: Hook) -> None:
+    async def _tell_on(self, hook: Webhook) -> None:
         failures = 0
         while True:
             event = self._journal.next_for(hook.name)
@@ -115,7 +115,7 @@ class Watcher:
                 continue
             try:
                 await post(hook, payload(event, self._run, self._page()), self._config.secret)
-            except HookError as e:
+            except WebhookError as e:
                 failures += 1
                 self._told("dropped" if e.final else "failed")
                 log.warning("webhook: %s; %s", e, "the event is dropped" if e.final else "it is told again")

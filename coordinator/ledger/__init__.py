@@ -4,7 +4,7 @@
 in, `store` the ledger as the coordinator uses it, `checking` how it is compared with itself.
 """
 
-from coordinator.ledger.rows import Admitted, Binding, Earned, Head, Refusal, SettledRound
+from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow, TreeHeadRow
 from coordinator.ledger.store import Ledger
 
-__all__ = ["Admitted", "Binding", "Earned", "Head", "Ledger", "Refusal", "SettledRound"]
+__all__ = ["AdmissionRow", "BindingRow", "CreditedLine", "TreeHeadRow", "Ledger", "RefusedUpdate", "RoundRow"]

@@ -7,11 +7,11 @@ from typing import Literal
 
 from protocol.ids import Digest, PeerKey, Round
 
-Status = Literal["pending", "settled", "voided"]
+LineStatus = Literal["pending", "settled", "voided"]
 
 
 @dataclass(frozen=True, slots=True)
-class SettledRound:
+class RoundRow:
     """A final round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand."""
 
     round: Round
@@ -23,7 +23,7 @@ class SettledRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Earned:
+class CreditedLine:
     """A line of the ledger with where it stands: `entry` is the sequence of its round entry, `number` counts those."""
 
     entry: int
@@ -36,11 +36,11 @@ class Earned:
     windows: int
     tokens: int
     micro_credits: int
-    status: Status
+    status: LineStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedUpdate:
     """An announced update that a round left out: `update` is the digest of its signed header; `at` in unix seconds."""
 
     round: Round
@@ -53,7 +53,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class TreeHeadRow:
     """A signed tree head: `sent` is the envelope, `time` in unix milliseconds."""
 
     size: int
@@ -63,7 +63,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class BindingRow:
     """A peer's word, and its account's, that they belong together: `sent` is the account's envelope."""
 
     peer: PeerKey
@@ -73,7 +73,7 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmissionRow:
     """The newest admission of a peer."""
 
     peer: PeerKey

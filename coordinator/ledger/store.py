@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from coordinator.credits import Balance, RoundAccount
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import reading, writing
-from coordinator.ledger.checking import check_all, check_opened
+from coordinator.ledger import queries, writes
 from coordinator.ledger.database import Database, SqliteDatabase
-from coordinator.ledger.migrating import migrate
-from coordinator.ledger.rows import Admitted, Binding, Earned, Head, Refusal, SettledRound
+from coordinator.ledger.integrity import check_all, check_opened
+from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow, TreeHeadRow
+from coordinator.ledger.schema import migrate
 from protocol.errors import BooksError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.accounts import Standing
 from protocol.ledger.books import Books, Posted
-from protocol.ledger.credits import CreditRule
+from protocol.ledger.credits import Balance, CreditRule, RoundAccount
 from protocol.ledger.entries import encode_line
 from protocol.spec import RunSpec
 
@@ -54,7 +53,7 @@ class Ledger:
         self._now = now
         self._grouped = False
         self._books: Books | None = None
-        self._numbers: writing.PeerNumbers | None = None
+        self._numbers: writes.PeerNumbers | None = None
         self._db = connect(where, spec, reader=reader)
         try:
             if not reader:
@@ -101,7 +100,7 @@ class Ledger:
         return self._grouped and not self._db.in_transaction
 
     @contextmanager
-    def _writing(self) -> Iterator[tuple[Books, writing.PeerNumbers]]:
+    def _writing(self) -> Iterator[tuple[Books, writes.PeerNumbers]]:
         try:
             with self._db.savepoint() if self._grouped else self._db.transaction():
                 yield self._current()
@@ -111,11 +110,11 @@ class Ledger:
             self._forget()
             raise
 
-    def _current(self) -> tuple[Books, writing.PeerNumbers]:
+    def _current(self) -> tuple[Books, writes.PeerNumbers]:
         """The books, read again when another process has written meanwhile."""
         if self._books is None or self._numbers is None or self._books.size != self.size():
-            self._books = writing.read_books(self._db, self.run, self._rule, self._spec.owner_key)
-            self._numbers = writing.PeerNumbers(self._db)
+            self._books = writes.read_books(self._db, self.run, self._rule, self._spec.owner_key)
+            self._numbers = writes.PeerNumbers(self._db)
         return self._books, self._numbers
 
     def _forget(self) -> None:
@@ -137,12 +136,12 @@ class Ledger:
             seen = self._db.query("SELECT seen_at FROM sightings WHERE record = ?", (bytes(account.record),))
             seen_at = seen[0][0] if seen else None
             for posted in made:
-                writing.write(self._db, posted)
+                writes.write(self._db, posted)
                 if posted.lines:
-                    writing.write_round(self._db, numbers, posted, account, seen_at, final)
-                writing.write_transfers(self._db, numbers, posted)
+                    writes.write_round(self._db, numbers, posted, account, seen_at, final)
+                writes.write_transfers(self._db, numbers, posted)
             self._write_standings(books, numbers, made)
-            writing.write_last_seen(self._db, numbers, (e.peer for e in account.entries), seen_at)
+            writes.write_last_seen(self._db, numbers, (e.peer for e in account.entries), seen_at)
             self._db.query("DELETE FROM sightings WHERE round <= ?", (account.round,))
         return True
 
@@ -164,8 +163,8 @@ class Ledger:
         """Void a pending line by a verdict of the owner. Returns the entry's sequence. Raises LedgerConflictError."""
         with self._writing() as (books, numbers):
             posted = books.void(verdict, int(self._now() * 1000))
-            writing.write(self._db, posted)
-            writing.write_transfers(self._db, numbers, posted)
+            writes.write(self._db, posted)
+            writes.write_transfers(self._db, numbers, posted)
             self._write_standings(books, numbers, [posted])
             return posted.entry.sequence
 
@@ -178,39 +177,39 @@ class Ledger:
             if books.has_done(directive):
                 return False
             posted = books.rollback(record, round_, directive, int(self._now() * 1000))
-            writing.write(self._db, posted)
+            writes.write(self._db, posted)
             self._db.query("DELETE FROM branch WHERE round > ?", (round_,))
         return True
 
-    def _write_standings(self, books: Books, numbers: writing.PeerNumbers, made: list[Posted]) -> None:
+    def _write_standings(self, books: Books, numbers: writes.PeerNumbers, made: list[Posted]) -> None:
         peers = {t.target.peer for posted in made for t in posted.transfers if t.target.peer is not None}
-        writing.write_standings(self._db, numbers, books, sorted(peers))
+        writes.write_standings(self._db, numbers, books, sorted(peers))
 
     # -- the log ---------------------------------------------------------------------------------------------
 
     def size(self) -> int:
         """Entries in the log."""
-        return reading.size(self._db)
+        return queries.size(self._db)
 
     def entries(self, first: int, limit: int) -> list[bytes]:
         """Entries as they were written, in order."""
-        return reading.entries(self._db, first, limit)
+        return queries.entries(self._db, first, limit)
 
     def leaf(self, index: int) -> bytes:
         """The leaf hash of an entry. Raises IndexError."""
-        return writing.node(self._db, 0, index)
+        return writes.node(self._db, 0, index)
 
     def node(self, level: int, index: int) -> bytes:
         """The hash over the 2^level leaves from index * 2^level on, when all of them are there. Raises IndexError."""
-        return writing.node(self._db, level, index)
+        return writes.node(self._db, level, index)
 
     def root(self, size: int | None = None) -> Digest:
         """The root of the tree over the first `size` entries (all). Raises IndexError."""
-        return reading.root(self._db, self.size() if size is None else size)
+        return queries.root(self._db, self.size() if size is None else size)
 
     def lines(self, sequence: int) -> list[bytes]:
         """The lines under a round entry, as they were written, in order; none for other entries."""
-        return reading.lines(self._db, sequence)
+        return queries.lines(self._db, sequence)
 
     def entry_of(self, record: Digest) -> int | None:
         """The sequence of the round entry of a record."""
@@ -229,27 +228,27 @@ class Ledger:
 
     def last(self) -> tuple[Round, Digest] | None:
         """The newest round of the branch, and its record."""
-        return reading.last(self._db)
+        return queries.last(self._db)
 
-    def newest_final(self) -> bytes | None:
+    def newest_finalization(self) -> bytes | None:
         """The signed final of the newest round of the branch for which the owner made one."""
-        return reading.newest_final(self._db)
+        return queries.newest_finalization(self._db)
 
-    def rounds(self, *, after: int = -1, limit: int = 1000) -> list[SettledRound]:
+    def rounds(self, *, after: int = -1, limit: int = 1000) -> list[RoundRow]:
         """Rounds of the branch in ascending order, from the one after `after`."""
-        return reading.rounds(self._db, after, limit)
+        return queries.rounds(self._db, after, limit)
 
     def accounts(self, *, after: int = -1, limit: int = 100) -> list[RoundAccount]:
         """Rounds of the branch with their lines, in ascending order, from the one after `after`."""
-        return reading.accounts(self._db, after, limit)
+        return queries.accounts(self._db, after, limit)
 
-    def history_of(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[Earned]:
+    def history_of(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[CreditedLine]:
         """A peer's lines with where they stand, newest first; of entries before `before`."""
-        return reading.history_of(self._db, peer, before, limit)
+        return queries.history_of(self._db, peer, before, limit)
 
     def standings(self) -> dict[PeerKey, Standing]:
         """What every peer has pending, settled and voided; from a derived table, so it is quick."""
-        return writing.read_standings(self._db)
+        return writes.read_standings(self._db)
 
     def current(self) -> dict[PeerKey, Standing]:
         """The same from memory, within what is being written."""
@@ -263,59 +262,59 @@ class Ledger:
         """Whether a record's credit is pending: posted, and not settled."""
         return any(h.record == record for h in self._current()[0].held)
 
-    def at_work_since(self, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
+    def active_since(self, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
         """When the newest posted record with a peer in it was seen; of those in none, when they were first admitted.
 
         In unix seconds, as this coordinator saw it; who was seen by others only is left out.
         """
-        return reading.at_work_since(self._db, peers)
+        return queries.active_since(self._db, peers)
 
     # -- refusals, tree heads, bindings: append-only ---------------------------------------------------------
 
-    def refuse(self, refusal: Refusal) -> bool:
+    def refuse(self, refusal: RefusedUpdate) -> bool:
         """Note an announced update that its round left out; False when it is noted already."""
         with self._writing():
-            return reading.refuse(self._db, refusal)
+            return queries.refuse(self._db, refusal)
 
-    def refusals(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, Refusal]]:
+    def refusals(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
         """A peer's refusals, newest first, each with its number; of those before number `before`."""
-        return reading.refusals(self._db, peer, before, limit)
+        return queries.refusals(self._db, peer, before, limit)
 
-    def refused(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, Refusal]]:
+    def refused(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
         """A peer's refusals in rounds that are posted, newest first, each with the round's entry; of those before entry
         `before`."""
-        return reading.refused(self._db, peer, before, limit)
+        return queries.refused(self._db, peer, before, limit)
 
     def posted(self) -> int:
         """Round entries in the log."""
-        return reading.posted(self._db)
+        return queries.posted(self._db)
 
     def first_since(self, time: int) -> int:
         """The first entry of a time (unix milliseconds) or later; the log's size when there is none."""
-        return reading.first_since(self._db, time)
+        return queries.first_since(self._db, time)
 
     def earned(self, first: int, end: int, upto: int) -> list[tuple[PeerKey, float, int]]:
         """Who was credited how many micro-credits by the round entries of a range, less what entries before `upto`
         voided of them; and at about which times (unix seconds, by the hour)."""
-        return reading.earned(self._db, first, end, upto)
+        return queries.earned(self._db, first, end, upto)
 
-    def add_head(self, head: Head) -> None:
+    def add_head(self, head: TreeHeadRow) -> None:
         """Keep a signed tree head."""
         with self._writing():
-            reading.add_head(self._db, head)
+            queries.add_head(self._db, head)
 
-    def heads(self, limit: int = 1, before: int | None = None) -> list[Head]:
+    def heads(self, limit: int = 1, before: int | None = None) -> list[TreeHeadRow]:
         """Signed tree heads, newest first; of those of fewer than `before` entries."""
-        return reading.heads(self._db, limit, before)
+        return queries.heads(self._db, limit, before)
 
-    def bind(self, binding: Binding) -> None:
+    def bind(self, binding: BindingRow) -> None:
         """Keep a word on the account of a peer."""
         with self._writing():
-            reading.bind(self._db, binding)
+            queries.bind(self._db, binding)
 
-    def bindings(self) -> list[Binding]:
+    def bindings(self) -> list[BindingRow]:
         """All words on accounts, oldest first."""
-        return reading.bindings(self._db)
+        return queries.bindings(self._db)
 
     # -- when records were seen, who was admitted: not the ledger's ------------------------------------------
 
@@ -331,16 +330,16 @@ class Ledger:
         """When records that are not final yet were first seen."""
         return {Digest(r[0]): r[1] for r in self._db.query("SELECT record, seen_at FROM sightings")}
 
-    def admit(self, admitted: Admitted) -> None:
+    def admit(self, admitted: AdmissionRow) -> None:
         """Keep the newest admission of a peer; when it was first admitted stays."""
         with self._writing():
-            reading.admit(self._db, admitted)
+            queries.admit(self._db, admitted)
 
-    def admissions(self) -> list[Admitted]:
+    def admissions(self) -> list[AdmissionRow]:
         """The newest admission of every peer that is kept."""
-        return reading.admissions(self._db)
+        return queries.admissions(self._db)
 
     def forget_admissions(self, before: int) -> int:
         """Drop admissions that ended before a time, of peers without credits. Returns how many."""
         with self._writing():
-            return reading.forget_admissions(self._db, before)
+            return queries.forget_admissions(self._db, before)

@@ -24,7 +24,7 @@ _SMALL = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class EncodedBody:
     """Bytes to send, also compressed, and their tag."""
 
     plain: bytes
@@ -33,7 +33,7 @@ class Body:
     tag: str
 
     @classmethod
-    def of(cls, data: bytes, kind: str = "application/json", *, level: int = 5) -> Body:
+    def of(cls, data: bytes, kind: str = "application/json", *, level: int = 5) -> EncodedBody:
         zipped = gzip.compress(data, level, mtime=0) if len(data) >= _SMALL else None
         return cls(data, zipped, kind, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
 
@@ -47,16 +47,18 @@ class Body:
         return Response(self.plain, headers=headers, media_type=self.kind)
 
 
-class Answers:
+class AnswerCache:
     """Bodies by what was asked. Each is made at most once in its time, however many ask meanwhile."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
-        self._kept: OrderedDict[Hashable, tuple[float, Body | None]] = OrderedDict()
-        self._making: dict[Hashable, asyncio.Task[Body | None]] = {}
+        self._kept: OrderedDict[Hashable, tuple[float, EncodedBody | None]] = OrderedDict()
+        self._making: dict[Hashable, asyncio.Task[EncodedBody | None]] = {}
         self._bytes = 0
 
-    async def get(self, asked: Hashable, seconds: float, make: Callable[[], Awaitable[Body | None]]) -> Body | None:
+    async def get(
+        self, asked: Hashable, seconds: float, make: Callable[[], Awaitable[EncodedBody | None]]
+    ) -> EncodedBody | None:
         """What was made for this at most so many seconds ago, or is made now; None: there is no such thing.
 
         What takes long to make is kept longer: making one thing takes a tenth of the time at most."""
@@ -70,7 +72,9 @@ class Answers:
             task.add_done_callback(lambda _: self._making.pop(asked, None))
         return await asyncio.shield(task)
 
-    async def _make(self, asked: Hashable, seconds: float, make: Callable[[], Awaitable[Body | None]]) -> Body | None:
+    async def _make(
+        self, asked: Hashable, seconds: float, make: Callable[[], Awaitable[EncodedBody | None]]
+    ) -> EncodedBody | None:
         began = self._now()
         body = await make()
         ended = self._now()
@@ -87,5 +91,5 @@ class Answers:
             self._bytes -= _size(kept[1])
 
 
-def _size(body: Body | None) -> int:
+def _size(body: EncodedBody | None) -> int:
     return 0 if body is None else len(body.plain) + len(body.zipped or b"")

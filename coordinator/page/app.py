@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.errors import LedgerError, TooManyError
 from coordinator.limits import Rate, RateLimit, network_of
 from coordinator.page import json_view, openapi
-from coordinator.page.answers import Answers, Body
-from coordinator.page.api_page import api_page
+from coordinator.page.answers import AnswerCache, EncodedBody
+from coordinator.page.api_docs import api_page
 from coordinator.page.downloads import Downloads
-from coordinator.page.endpoints import ENDPOINTS, Endpoint, Source
+from coordinator.page.endpoints import ENDPOINTS, ApiEndpoint, Source
 
 STATIC = Path(__file__).parent / "static"
 REQUESTS_OF_ONE = Rate(30, 200)
@@ -45,11 +45,11 @@ def make_app(source: Source, more: Sequence[Route] = (), described: Mapping[str,
 
     Files that the page needs and that are missing fail here, not at the first visitor."""
     files = _load()
-    answers, rate = Answers(), RateLimit(REQUESTS_OF_ONE)
+    answers, rate = AnswerCache(), RateLimit(REQUESTS_OF_ONE)
     downloads = Downloads(source.checkpoint_file)
     document = openapi.document(ENDPOINTS, described)
-    spec = Body.of(json_view.encode(document), level=9)
-    human = Body.of(api_page(document).encode(), "text/html; charset=utf-8", level=9)
+    spec = EncodedBody.of(json_view.encode(document), level=9)
+    human = EncodedBody.of(api_page(document).encode(), "text/html; charset=utf-8", level=9)
 
     async def static(request: Request) -> Response:
         found = files.get(request.path_params["name"])
@@ -105,7 +105,7 @@ def make_app(source: Source, more: Sequence[Route] = (), described: Mapping[str,
     return _secured(answer)
 
 
-def _answering(endpoint: Endpoint, source: Source, answers: Answers) -> Callable[[Request], Awaitable[Response]]:
+def _answering(endpoint: ApiEndpoint, source: Source, answers: AnswerCache) -> Callable[[Request], Awaitable[Response]]:
     """The route of one line of the table."""
 
     async def answer(request: Request) -> Response:
@@ -117,9 +117,9 @@ def _answering(endpoint: Endpoint, source: Source, answers: Answers) -> Callable
         except ValueError as e:
             return PlainTextResponse(f"{e}\n", 400)
 
-        async def make() -> Body | None:
+        async def make() -> EncodedBody | None:
             value = await endpoint.make(source, **asked)
-            return None if value is None else Body.of(json_view.encode(value))
+            return None if value is None else EncodedBody.of(json_view.encode(value))
 
         try:
             # With the head: who hears of a round and asks must not get what was made before it.
@@ -140,7 +140,7 @@ def _stranger(scope: Scope) -> str | None:
     return network_of(host)
 
 
-def _load() -> dict[str, Body]:
+def _load() -> dict[str, EncodedBody]:
     """Files are few and small: kept in memory, compressed once."""
     files = {}
     for path in sorted(p for p in STATIC.rglob("*") if p.is_file()):
@@ -148,7 +148,7 @@ def _load() -> dict[str, Body]:
         if path.suffix == ".js":
             kind = "text/javascript"  # whatever this machine's table says: a browser takes modules as nothing else
         text = f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
-        files[path.relative_to(STATIC).as_posix()] = Body.of(path.read_bytes(), text, level=9)
+        files[path.relative_to(STATIC).as_posix()] = EncodedBody.of(path.read_bytes(), text, level=9)
     return files
 
 

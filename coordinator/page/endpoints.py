@@ -104,7 +104,7 @@ async def _now(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ApiEndpoint:
     """One question: `make` answers it from a source and the parameters' values; an answer stays good for `seconds`."""
 
     path: str
@@ -122,21 +122,21 @@ SORTS = ("state", "name", "since", "round", "loss", "speed", "up", "down", "cred
 _LIMIT = Parameter("limit", "at most so many", 50, 1, MAX_ROUNDS)
 _NUMBER = Parameter("number", "the round's number", in_path=True)
 
-ENDPOINTS: tuple[Endpoint, ...] = (
-    Endpoint(
+ENDPOINTS: tuple[ApiEndpoint, ...] = (
+    ApiEndpoint(
         "/api/status",
         "How the run is, in words first; the first peers and the newest rounds",
         s.STATUS,
         lambda source: _now(source.status()),
         seconds=0.5,
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/charts",
         "Loss by tokens and by time, tokens a second, durations, peers and bytes by round",
         s.CHARTS,
         lambda source: source.charts(),
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/peers",
         "Peers: sorted, filtered and paged by the server",
         s.of({"total": s.COUNT, "matching": s.COUNT, "offset": s.COUNT, "peers": s.many(s.PEER)}),
@@ -149,7 +149,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
             Parameter("limit", "at most so many", 25, 1, MAX_PEERS),
         ),
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/peers/{key}",
         "One peer, and how it went in the newest rounds",
         s.of(
@@ -177,7 +177,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         (Parameter("key", "the peer's key", key=True, in_path=True),),
         missing="this run knows no such peer",
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/rounds",
         "Rounds with all their credits, oldest first: what the ledger says, to check it by. There may be fewer than "
         "`limit`: go on after the last",
@@ -185,7 +185,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         lambda source, after, limit: source.accounts(after, limit),
         (Parameter("after", "the round before the first", -1, -1), _LIMIT),
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/rounds/newest",
         "Rounds, newest first: who was in, who was not and why, how long each part took",
         s.of({"rounds": s.many(s.ROUND_ROW), "next": s.maybe(s.COUNT)}),
@@ -195,7 +195,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
             Parameter("limit", "at most so many", 25, 1, 100),
         ),
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/rounds/{number}",
         "One round with everybody in it",
         s.ROUND,
@@ -203,7 +203,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         (_NUMBER,),
         missing="there is no such round (yet)",
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/rounds/{number}/certificate",
         "The signed record and the votes for it, to be checked by anybody",
         s.CERTIFICATE,
@@ -212,7 +212,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         seconds=5,
         missing="this coordinator does not hold that certificate: any peer of the run may",
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/leaderboard",
         "Who has most credits",
         s.many(s.LEADER),
@@ -224,7 +224,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ),
         seconds=3,
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/samples",
         "What the model writes, newest round first",
         s.many(s.SAMPLE),
@@ -235,7 +235,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ),
         seconds=10,
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/checkpoints",
         "Checkpoints that are kept here, newest first",
         s.many(s.CHECKPOINT),

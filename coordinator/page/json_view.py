@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.absences import Absence
-from coordinator.credits import RoundAccount
 from coordinator.history import Charts
-from coordinator.overview import Overview, PeerView, RoundView
+from coordinator.non_participation import NonParticipation
+from coordinator.overview import Overview, PeerOverview, RoundOverview
 from coordinator.round_charts import RoundCharts
-from coordinator.sightings import Sighting
+from coordinator.round_observations import RoundObservation
 from protocol.ids import PeerKey
+from protocol.ledger.credits import RoundAccount
 from protocol.messages import Certificate
 
 FIRST_PEERS, FIRST_ROUNDS = 25, 8
@@ -65,7 +65,7 @@ def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
     }
 
 
-def peer(p: PeerView) -> dict[str, Any]:
+def peer(p: PeerOverview) -> dict[str, Any]:
     """One row of the table of peers."""
     h = p.heartbeat
     row = {
@@ -100,7 +100,7 @@ _SAID_BY_ITSELF = (
 )  # fmt: skip
 
 
-def round_row(r: RoundView, name_of: NameOf) -> dict[str, Any]:
+def round_row(r: RoundOverview, name_of: NameOf) -> dict[str, Any]:
     """One row of the table of rounds."""
     a, seen = r.account, r.seen
     return {
@@ -117,7 +117,7 @@ def round_row(r: RoundView, name_of: NameOf) -> dict[str, Any]:
     }
 
 
-def round_page(r: RoundView, announced: dict[PeerKey, float], name_of: NameOf) -> dict[str, Any]:
+def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameOf) -> dict[str, Any]:
     """One round whole. `announced`: seconds from the first announcement to each."""
     a, seen = r.account, r.seen
     return round_row(r, name_of) | {
@@ -214,15 +214,15 @@ def _entry(e, name_of: NameOf) -> dict[str, Any]:
     return _named(e.peer, name_of) | {"windows": e.windows, "tokens": e.tokens, "micro_credits": e.micro_credits}
 
 
-def _reason(a: Absence) -> dict[str, str]:
+def _reason(a: NonParticipation) -> dict[str, str]:
     return {"reason": a.reason, "words": a.words}
 
 
-def _absent(absent: tuple[Absence, ...], name_of: NameOf) -> list[dict[str, Any]]:
+def _absent(absent: tuple[NonParticipation, ...], name_of: NameOf) -> list[dict[str, Any]]:
     return [_named(a.peer, name_of) | _reason(a) for a in absent]
 
 
-def _times(s: Sighting) -> dict[str, Any]:
+def _times(s: RoundObservation) -> dict[str, Any]:
     seconds = {"train": s.train, "exchange": s.exchange, "commit": s.commit, "whole": s.whole}
     times = {name: None if t is None else round(t, 2) for name, t in seconds.items()}
     return times | {"certified": round(s.certified, 1), "working": s.working, "sent": s.sent, "received": s.received}

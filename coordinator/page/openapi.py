@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from coordinator.page import schemas as s
-from coordinator.page.endpoints import Endpoint, Parameter
+from coordinator.page.endpoints import ApiEndpoint, Parameter
 
 ABOUT = (
     "Everything that a Cairn coordinator's page shows, as JSON. Reading only; no key is needed. Answers are made at "
@@ -60,7 +60,7 @@ _OTHERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def document(endpoints: Iterable[Endpoint], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def document(endpoints: Iterable[ApiEndpoint], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The whole document; `others` are more paths, as the document has them."""
     paths = {e.path: {"get": _operation(e)} for e in endpoints}
     return {
@@ -70,7 +70,7 @@ def document(endpoints: Iterable[Endpoint], others: Mapping[str, Any] | None = N
     }
 
 
-def _operation(e: Endpoint) -> dict[str, Any]:
+def _operation(e: ApiEndpoint) -> dict[str, Any]:
     answers: dict[str, Any] = {
         "200": {"description": "the answer", "content": {"application/json": {"schema": e.answer}}},
         "304": {"description": "as you have it (If-None-Match)"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.peers import PHASES
+from coordinator.peer_registry import PHASES
 
 Schema = dict[str, Any]
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coordinator.archive import Archive
+from coordinator.checkpoints.archive import Archive
 from tests.e2e.world import World
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]

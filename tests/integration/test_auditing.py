@@ -23,17 +23,17 @@ from cairn.auditing import Audited, _lines, _plain, audited, head_file, receipt_
 from cairn.main import main
 from cairn.reaching import Reached
 from coordinator import rpc
-from coordinator.credit_log import LedgerLog
-from coordinator.credits import CreditRule, account_for
+from coordinator.credits.log import CreditLog
 from coordinator.ledger_thread import LedgerThread
-from coordinator.page.log_routes import FOR_EVER, leaderboard_of, log_routes
-from coordinator.swarm import Announced
+from coordinator.page.credit_routes import FOR_EVER, leaderboard_of, log_routes
+from coordinator.swarm import AnnouncedUpdate
 from peer.coordinator_client import CoordinatorRefused
 from peer.keyfile import load_or_make
 from peer.log_client import LogClient
 from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain, UnknownParent
 from protocol.ids import Digest, PeerKey, Round
+from protocol.ledger.credits import CreditRule, account_for
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry, encode_line, lines_root
 from protocol.ledger.statements import TreeHead, open_receipt, sign
 from protocol.merkle import leaf_hash, tree_hash
@@ -75,7 +75,7 @@ class Asker:
 class Backend:
     """A coordinator's log behind its real calls, without a network."""
 
-    def __init__(self, log: LedgerLog):
+    def __init__(self, log: CreditLog):
         self.run = SPEC.run_id
         self.credit_log = log
 
@@ -116,7 +116,7 @@ class World:
         self.ledger = LedgerThread()
         await self.ledger.open(self.folder / "ledger.sqlite", SPEC, lambda: self.clock[0])
         admitter: Any = SimpleNamespace(name_of=lambda k: k.short, knows=lambda k: True)
-        self.log = LedgerLog(SPEC, OWNER, self.swarm, self.ledger, admitter, lambda: self.clock[0])
+        self.log = CreditLog(SPEC, OWNER, self.swarm, self.ledger, admitter, lambda: self.clock[0])
         await self.log.start()
 
     async def post(self, rounds: int) -> None:
@@ -466,7 +466,7 @@ async def test_what_is_final_and_not_credited_is_named(tmp_path, monkeypatch):
 
 
 class Source:
-    def __init__(self, log: LedgerLog):
+    def __init__(self, log: CreditLog):
         self.credit_log = log
 
     def export_credits(self, form: str):
@@ -508,8 +508,8 @@ async def test_the_routes_give_the_same(tmp_path, monkeypatch):
 
 async def test_all_credits_come_as_csv_and_parquet(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
-        monkeypatch.setattr("coordinator.credit_export.MAX_ENTRIES", 4)  # page by page
-        monkeypatch.setattr("coordinator.credit_export.ROW_GROUP", 5)
+        monkeypatch.setattr("coordinator.credits.export.MAX_ENTRIES", 4)  # page by page
+        monkeypatch.setattr("coordinator.credits.export.ROW_GROUP", 5)
         app = Starlette(routes=log_routes(Source(w.log)))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as web:
             text = await web.get("/api/export/credits.csv")
@@ -523,7 +523,7 @@ async def test_all_credits_come_as_csv_and_parquet(tmp_path, monkeypatch):
             data = (await web.get("/api/export/credits.parquet")).content
             table = pyarrow.read_table(io.BytesIO(data))
             assert [{k: str(v) for k, v in r.items()} for r in table.to_pylist()] == rows
-            monkeypatch.setattr("coordinator.credit_log.MAX_EXPORTS", 0)
+            monkeypatch.setattr("coordinator.credits.log.MAX_EXPORTS", 0)
             assert (await web.get("/api/export/credits.csv")).status_code == 503
 
 
@@ -534,7 +534,7 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
     async with running(tmp_path, spec=SPEC, swarm=FakeSwarm(SPEC)) as (c, swarm):
         for n in (1, 2):
             await c._admitter.admit(admit_request(n))
-        swarm.headers.append(Announced(late_header(swarm), True, ""))
+        swarm.headers.append(AnnouncedUpdate(late_header(swarm), True, ""))
         for _ in range(7):
             swarm.round({1: 40, 2: 30})
         await settled(c, 7)
@@ -571,7 +571,7 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         done = await asyncio.to_thread(CliRunner().invoke, main, ["account", "export", invite, str(out)])
         assert done.exit_code == 0 and len(out.read_text().splitlines()) == 9, done.output
         assert "no signed head yet" in await run("audit", "receipt", invite)  # the first was signed at the start
-        monkeypatch.setattr("coordinator.treeheads.EVERY", 0)
+        monkeypatch.setattr("coordinator.credits.tree_heads.EVERY", 0)
         assert "good: entry" in await run("audit", "receipt", invite)
         file = tmp_path / "one.receipt"
         file.write_text(shown["receipts"][0]["bytes"])

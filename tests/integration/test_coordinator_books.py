@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from coordinator import service
-from coordinator.credits import CreditRule, account_for, pending
 from coordinator.ledger.store import connect
+from protocol.ledger.credits import CreditRule, account_for, pending
 from tests.integration.test_coordinator_service import client, running, settled
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
 

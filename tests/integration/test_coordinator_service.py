@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cairn import status
-from coordinator import admission, announcing, rpc
+from coordinator import address_publisher, admission, rpc
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
 from coordinator.overview import amount, duration
@@ -253,7 +253,7 @@ async def told(swarm: FakeSwarm, count: int) -> CoordinatorAddress:
 
 
 async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(announcing, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(address_publisher, "AGAIN_SECONDS", 0.05)
     swarm = FakeSwarm(SPEC)
     async with running(tmp_path, swarm=swarm) as (c, _):
         first = await told(swarm, 3)

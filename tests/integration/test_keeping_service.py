@@ -37,7 +37,7 @@ async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgem
     await coordinator.start()
     try:
         for _ in range(400):
-            if (newest := world.archive.newest_final()) is not None:
+            if (newest := world.archive.newest_finalization()) is not None:
                 break
             await asyncio.sleep(0.05)
         assert newest is not None and newest.round == 5  # 12 rounds, three of depth: 8 is final, 10 is not
@@ -86,7 +86,7 @@ async def test_a_full_disk_is_said_once_with_what_it_means_and_the_chain_is_foll
         tries.append(1)
         raise CoordinatorError("the disk of checkpoints is full: 0.00 GB are free: free some disk space")
 
-    monkeypatch.setattr(o.archive, "make_room", full)
+    monkeypatch.setattr(o.archive, "free_space", full)
     o.node.store.has = lambda d: False
     monkeypatch.setattr("cairn.observing.wait_at_most", lambda event, seconds: asyncio.sleep(0.01))
     monkeypatch.setattr("cairn.observing.RETRY_SECONDS", 0.01)

@@ -12,10 +12,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.alerts.rules import RULES
-from coordinator.measuring import MAX_BYTES_PER_SECOND, RoundClock, Traffic
 from coordinator.metrics import HEALTHS
-from coordinator.overview import Overview, PeerView
-from coordinator.peers import PHASES
+from coordinator.overview import Overview, PeerOverview
+from coordinator.peer_registry import PHASES
+from coordinator.round_metrics import MAX_BYTES_PER_SECOND, RoundTimer, TrafficCounter
 from protocol.ids import Digest, Round
 from protocol.messages import Heartbeat
 from tests.integration.test_coordinator_service import client, running, settled, web
@@ -129,7 +129,7 @@ def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
     """Peers by number: phase, and bytes that they say they have sent."""
     run = SPEC.run_id
     views = tuple(
-        PeerView(
+        PeerOverview(
             peer(n).key, str(n), phase,
             Heartbeat(run, 1, Round(round_), Digest(bytes(32)), 0, 0, phase, 1.0, 1.0, up, 2 * up, (), (), b"", ""),
             0.0, 0, 0,
@@ -143,7 +143,7 @@ def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
 
 def test_a_rounds_parts_are_told_apart_and_rounds_that_were_slept_through_have_no_time():
     took: list[tuple[str, float]] = []
-    clock = RoundClock(lambda phase, seconds: took.append((phase, seconds)))
+    clock = RoundTimer(lambda phase, seconds: took.append((phase, seconds)))
     training, exchanging = ("training", 0), ("exchanging", 0)
     clock.look(overview(4, {1: training, 2: training}), 0)
     clock.look(overview(5, {1: training, 2: training}), 10)
@@ -161,7 +161,7 @@ def test_a_rounds_parts_are_told_apart_and_rounds_that_were_slept_through_have_n
 
 def test_a_pause_is_no_part_of_a_round():
     took: list[tuple[str, float]] = []
-    clock = RoundClock(lambda phase, seconds: took.append((phase, seconds)))
+    clock = RoundTimer(lambda phase, seconds: took.append((phase, seconds)))
     clock.look(overview(4, {1: ("training", 0)}), 0)
     clock.look(overview(5, {1: ("training", 0)}), 10)
     for now in range(20, 5000, 500):
@@ -172,7 +172,7 @@ def test_a_pause_is_no_part_of_a_round():
 
 
 def test_bytes_only_grow_also_when_peers_start_again_leave_or_lie():
-    traffic = Traffic()
+    traffic = TrafficCounter()
     traffic.look(overview(1, {1: ("training", 1000), 2: ("training", 500)}), 0)
     assert (traffic.up, traffic.down) == (0, 0)  # what was before one looked is not known
     traffic.look(overview(1, {1: ("training", 1500), 2: ("training", 100)}), 10)

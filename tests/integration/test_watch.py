@@ -19,7 +19,7 @@ from rich.console import Console
 
 from cairn.status_view import whole
 from cairn.watching import Screen, _look_on
-from coordinator.alerts.journal import Alert
+from coordinator.alerts.tracker import Alert
 from peer.coordinator_client import AlertStatus, PeerStatus, RoundStatus, Status
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import Endpoint, Invite

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from starlette.routing import Route
 
+from coordinator.observation_file import ObservationFile
 from coordinator.page.app import make_app
 from coordinator.page.server import PageServer
+from coordinator.round_observations import RoundObservation
 from coordinator.service import Coordinator, CoordinatorConfig
-from coordinator.sightings import Sighting
-from coordinator.sightings_file import SightingsFile
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
@@ -127,10 +127,10 @@ class World:
 
     def name_peers(self, count: int | None = None) -> None:
         """Admits peers under names, as the ledger remembers them."""
-        from coordinator.ledger import Admitted
+        from coordinator.ledger import AdmissionRow
 
         rows = [
-            Admitted(peer(n).key, NAMES[n] if n < len(NAMES) else f"{NAMES[n % len(NAMES)]}-{n}", 0, 0, 2**33, b"")
+            AdmissionRow(peer(n).key, NAMES[n] if n < len(NAMES) else f"{NAMES[n % len(NAMES)]}-{n}", 0, 0, 2**33, b"")
             for n in range(self.peers if count is None else count)
         ]
 
@@ -250,9 +250,9 @@ def crowd(folder: Path, *, peers: int = 1000, rounds: int = 10_000) -> World:
         c = swarm.chain.add(dict.fromkeys(range(peers), 20) if r >= rounds - 2 else {0: 900, 1: 800}, loss=_loss(r))
         at = began + 40.0 * r
         seen.append(
-            Sighting(r, c.digest, at - 40, at - 8, at - 2, at, 900 + r % 90, 10**9 + r, 10**10, (), 0)
+            RoundObservation(r, c.digest, at - 40, at - 8, at - 2, at, 900 + r % 90, 10**9 + r, 10**10, (), 0)
         )  # fmt: skip
-    SightingsFile(folder / "sightings.jsonl").append(seen)
+    ObservationFile(folder / "sightings.jsonl").append(seen)
     world = World(folder, swarm, peers=peers)
     world.beats()
     world.start()

@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import tests.support.coordinator_fakes as fakes
-from coordinator.archive import Archive, Archived
-from coordinator.keeping.keeper import Keeper
-from coordinator.keeping.policy import Policy
-from coordinator.keeping.settings import Settings
+from coordinator.checkpoints.archive import Archive, ArchivedState
+from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.retention import RetentionPolicy
+from coordinator.checkpoints.settings import CheckpointSettings
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round
 from protocol.merkle import blob_digest
@@ -77,7 +77,7 @@ class KeptWorld:
         monkeypatch.setattr(fakes, "state", lambda r: self.digests.get(r) or fakes.Digest(bytes([r]) * 32))
         self.swarm = fakes.FakeSwarm(self.spec)
         self.archive = Archive(
-            folder / "run" / "checkpoints", self.spec, policy=Policy(newest=3), spec_envelope=self.envelope
+            folder / "run" / "checkpoints", self.spec, policy=RetentionPolicy(newest=3), spec_envelope=self.envelope
         )
         self.settled = -1
 
@@ -96,7 +96,7 @@ class KeptWorld:
                 self.state(number)
             self.swarm.round(work or {1: 2, 2: 1})
 
-    def add(self, round_: int, **more: Any) -> Archived:
+    def add(self, round_: int, **more: Any) -> ArchivedState:
         """Archive the state of this round."""
         chain = self.swarm.chain
         record = chain.certificates[round_ - 1].digest if round_ else genesis_digest(self.spec.run_id)
@@ -105,28 +105,28 @@ class KeptWorld:
             tokens=48 * round_, **more,
         )  # fmt: skip
 
-    def finalise(self, archived: Archived) -> Archived:
+    def mark_final(self, archived: ArchivedState) -> ArchivedState:
         """Signed by the owner, by the record that names it."""
         c = self.swarm.chain.certificates[archived.round]
         final = KeySigner(OWNER).sign(Finalization(self.spec.run_id, c.record.body.round, c.digest))
-        return self.archive.finalise(archived, final.sent, encode_certificate(c))
+        return self.archive.mark_final(archived, final.sent, encode_certificate(c))
 
-    def final(self, round_: int) -> Archived:
+    def final(self, round_: int) -> ArchivedState:
         """An archived state that is final; round 0 is by the spec."""
         while len(self.swarm.chain.certificates) <= round_:
             self.rounds(1)
         archived = self.add(round_)
-        return self.finalise(archived) if round_ else archived
+        return self.mark_final(archived) if round_ else archived
 
     async def is_settled(self, round_: Round, record: Digest) -> bool:
         return round_ <= self.settled and self.swarm.chain.certificates[round_].digest == record
 
-    def keeper(self, **settings: Any) -> Keeper:
+    def keeper(self, **settings: Any) -> CheckpointArchiver:
         """With evaluation off unless it is asked for."""
-        wanted = Settings.model_validate({"evaluation": {"every": 0}} | settings)
+        wanted = CheckpointSettings.model_validate({"evaluation": {"every": 0}} | settings)
         folder = self.folder / "run"
         folder.mkdir(exist_ok=True)
-        return Keeper(self.archive, folder, self.spec, OWNER, self.swarm, wanted, shards=[self.shard])
+        return CheckpointArchiver(self.archive, folder, self.spec, OWNER, self.swarm, wanted, shards=[self.shard])
 
 
 def nan(tensors: dict[str, torch.Tensor]) -> None:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.alerts.journal import KEEP_SECONDS, MAX_WAITING, REPEAT_SECONDS, Journal, back_off
-from coordinator.alerts.rules import RULES, Sight
+from coordinator.alerts.rules import RULES, AlertInput
+from coordinator.alerts.tracker import KEEP_SECONDS, MAX_WAITING, REPEAT_SECONDS, AlertTracker, back_off
 
 LOSSES = tuple(3.0 + 0.01 * i for i in range(20))  # newest first: it falls
-GOOD = Sight(
+GOOD = AlertInput(
     time=1e9, up=1e6, health="healthy", words="all is well", problem="", caught_up=True, round=50, limit=100.0,
     losses=LOSSES, training=10, differing=(), disk_free=10**12, disk_size=2 * 10**12, head_age=30.0,
     judged=(3.0, 3.1),
@@ -26,7 +26,7 @@ class World:
 
     def __init__(self, hooks=("a",)):
         self.hooks = hooks
-        self.journal = Journal(hooks)
+        self.journal = AlertTracker(hooks)
         self.time = GOOD.time
         self.round = 50
 
@@ -46,7 +46,7 @@ class World:
         return seen
 
     def restart(self) -> None:
-        self.journal = Journal(self.hooks, json.loads(json.dumps(self.journal.to_json())))
+        self.journal = AlertTracker(self.hooks, json.loads(json.dumps(self.journal.to_json())))
 
 
 BAD = {

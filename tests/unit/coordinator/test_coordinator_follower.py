@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.credits import CreditRule, account_for, pending
+from coordinator.chain_indexer import ChainIndexer
+from coordinator.credits.plausibility import PlausibilityCheck
 from coordinator.errors import LedgerConflictError
-from coordinator.follower import Follower
-from coordinator.history import Point, charts, tokens_per_second
-from coordinator.ledger import Admitted, Ledger
+from coordinator.history import RoundPoint, charts, tokens_per_second
+from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
-from coordinator.plausible import Plausibility
 from protocol.ids import Round
+from protocol.ledger.credits import CreditRule, account_for, pending
 from protocol.ledger.entries import VoidEntry, decode_entry
 from protocol.ledger.verdicts import open_verdict
 from protocol.message_codec import KeySigner
@@ -31,7 +31,7 @@ DEPTH = SPEC.checkpoint.final_depth
 async def following(swarm, tmp_path, now=lambda: 1000.0):
     ledger = LedgerThread()
     await ledger.open(tmp_path / "ledger.sqlite", swarm.spec, now)
-    follower = Follower(swarm.spec, OWNER, swarm, ledger, now)
+    follower = ChainIndexer(swarm.spec, OWNER, swarm, ledger, now)
     passes = asyncio.Semaphore(0)
     follower.changed = passes.release
     await follower.start()
@@ -192,16 +192,16 @@ async def test_the_times_of_rounds_survive_a_restart(tmp_path):
 
 
 def test_the_rate_is_of_accepted_tokens_and_falls_when_no_round_comes():
-    points = [Point(r, 1000 * (r + 1), 5.0, 100.0 + 10 * r) for r in range(10)]
+    points = [RoundPoint(r, 1000 * (r + 1), 5.0, 100.0 + 10 * r) for r in range(10)]
     assert tokens_per_second(points, 190.0) == pytest.approx(100)
     assert tokens_per_second(points, 195.0) == pytest.approx(100)
     assert tokens_per_second(points, 600.0) < 20
     assert tokens_per_second(points[:1], 100.0) == 0
-    assert tokens_per_second([Point(0, 1, 1.0, None)] * 3, 1.0) == 0
+    assert tokens_per_second([RoundPoint(0, 1, 1.0, None)] * 3, 1.0) == 0
 
 
 def test_charts_are_thinned_and_keep_the_mean_by_tokens():
-    points = [Point(r, 10 * (r + 1), float(r), None if r == 5 else float(r)) for r in range(5000)]
+    points = [RoundPoint(r, 10 * (r + 1), float(r), None if r == 5 else float(r)) for r in range(5000)]
     c = charts(points, limit=100)
     assert len(c.tokens) == len(c.loss) == 100 and len(c.times) == len(c.rates) <= 100
     assert c.tokens[-1] == 50_000
@@ -262,7 +262,7 @@ def test_when_the_clock_was_set_back_nobody_is_judged_by_it():
     swarm = FakeSwarm(spec)
     swarm.round({0: 900_000_000 // spec.data.window})
     account, who = account_for(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
-    judge = Plausibility(spec, OWNER)
+    judge = PlausibilityCheck(spec, OWNER)
     assert len(judge.verdicts(account, 10_000.0, {who: 9_990.0})) == 1
     assert judge.verdicts(account, 10_000.0, {who: 13_000.0}) == []
 
@@ -276,7 +276,7 @@ async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_
     ledger = LedgerThread()
     await ledger.open(tmp_path / "ledger.sqlite", spec)
     for n, at in ((2, 9_000), (3, 9_990)):
-        await ledger.run(lambda db, n=n, at=at: db.admit(Admitted(peer(n).key, "", at, at, 2 * at, b"")))
+        await ledger.run(lambda db, n=n, at=at: db.admit(AdmissionRow(peer(n).key, "", at, at, 2 * at, b"")))
     await ledger.close()
     async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
 

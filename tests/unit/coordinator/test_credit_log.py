@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from coordinator import treeheads
-from coordinator.credit_log import LedgerLog
-from coordinator.credits import CreditRule, account_for
+from coordinator.credits.leaderboard import Leaderboard, RecentAverageCredit
+from coordinator.credits.log import CreditLog
+from coordinator.credits.receipts import why_not
 from coordinator.errors import LedgerConflictError, LedgerError, RefusedError, TooManyError
-from coordinator.ledger import Head, Ledger
+from coordinator.ledger import Ledger, TreeHeadRow
 from coordinator.ledger_thread import LedgerThread
-from coordinator.receipts import why_not
-from coordinator.standing import Recent, Standings
-from coordinator.swarm import Announced
+from coordinator.swarm import AnnouncedUpdate
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
+from protocol.ledger.credits import CreditRule, account_for, tree_heads
 from protocol.ledger.entries import RoundEntry, decode_entry, decode_line
 from protocol.ledger.statements import bind, open_receipt, open_tree_head
 from protocol.ledger.verdicts import Verdict, seal_verdict
@@ -58,13 +57,13 @@ class World:
         self.clock = [1_700_000_000.0]
         self.swarm = FakeSwarm(SPEC)
         self.ledger = LedgerThread()
-        self.log: LedgerLog = None  # type: ignore[assignment]
+        self.log: CreditLog = None  # type: ignore[assignment]
 
     async def open(self) -> None:
         self.ledger = LedgerThread()
         await self.ledger.open(self.place, SPEC, lambda: self.clock[0])
         admitter: Any = Admitters()
-        self.log = LedgerLog(SPEC, OWNER, self.swarm, self.ledger, admitter, lambda: self.clock[0])
+        self.log = CreditLog(SPEC, OWNER, self.swarm, self.ledger, admitter, lambda: self.clock[0])
         await self.log.start()
         await self.log._standings.load_recent()
 
@@ -98,7 +97,7 @@ class World:
             b"",  # type: ignore
         )
         signed = KeySigner(peer(number)).sign(header)
-        self.swarm.headers.append(Announced(signed, late, flaw))
+        self.swarm.headers.append(AnnouncedUpdate(signed, late, flaw))
         return signed.digest
 
     async def receipts(self, number: int, before: int | None = None, limit: int = 50):
@@ -239,7 +238,7 @@ def test_a_long_reason_is_cut_to_what_a_receipt_holds():
         UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
     )
     account = account_for(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
-    reason = why_not(Announced(header, False, "ü" * 400), account, False)
+    reason = why_not(AnnouncedUpdate(header, False, "ü" * 400), account, False)
     assert len(reason.encode()) <= 200 and reason.endswith("...")
 
 
@@ -279,12 +278,12 @@ async def test_unsigned_growth_is_counted_until_it_is_signed(ledger_place, monke
         w.clock[0] += 300
         assert w.log.unsigned_seconds == 300
 
-        def full(ledger: Ledger, head: Head) -> None:
+        def full(ledger: Ledger, head: TreeHeadRow) -> None:
             raise LedgerConflictError("no space left")
 
         with monkeypatch.context() as m:
             m.setattr(Ledger, "add_head", full)
-            monkeypatch.setattr(treeheads, "LOOK", 0.01)
+            monkeypatch.setattr(tree_heads, "LOOK", 0.01)
             signing = asyncio.create_task(w.log._heads.sign_on())
             await asyncio.sleep(0.1)
             assert "no space left" in w.log.problem and w.log.unsigned_seconds == 300
@@ -366,7 +365,7 @@ async def test_a_log_that_does_not_grow_is_signed_all_the_same(ledger_place):
         assert w.log.head_seconds == 30
 
 
-async def reopened(w: World) -> treeheads.TreeHeads:
+async def reopened(w: World) -> tree_heads.TreeHeadSigner:
     w.clock[0] += 100
 
     class Opened(LedgerThread):
@@ -377,7 +376,7 @@ async def reopened(w: World) -> treeheads.TreeHeads:
     reader = Ledger(w.place, SPEC, reader=True)
     ledger.__dict__.update(reader.__dict__)
     w.ledger._ledger = w.ledger._reader = reader
-    log = treeheads.TreeHeads(SPEC.run_id, OWNER, w.ledger, lambda: w.clock[0])
+    log = tree_heads.TreeHeadSigner(SPEC.run_id, OWNER, w.ledger, lambda: w.clock[0])
     await log.start()
     return log
 
@@ -459,7 +458,7 @@ async def test_totals_follow_the_ledger_and_survive_a_restart(ledger_place):
 
 
 def test_the_recent_average_is_what_one_earns_a_day_and_halves_in_a_week():
-    recent, key = Recent(), peer(1).key
+    recent, key = RecentAverageCredit(), peer(1).key
     for minute in range(60 * 24 * 70):
         if minute % 30 == 0:
             recent.add(key, 1000, minute * 60)
@@ -471,7 +470,7 @@ def test_the_recent_average_is_what_one_earns_a_day_and_halves_in_a_week():
 
 
 def test_the_order_of_earning_does_not_matter_and_what_is_taken_back_is_gone():
-    a, b, key = Recent(), Recent(), peer(1).key
+    a, b, key = RecentAverageCredit(), RecentAverageCredit(), peer(1).key
     for at in (1.0, 3 * DAY, 5 * DAY):
         a.add(key, 10**9, at)
     for at in (5 * DAY, 1.0, 3 * DAY):
@@ -526,7 +525,7 @@ async def test_what_is_voided_while_recent_credits_are_read_is_taken_out_once(le
         await w.ledger.close()
         w.ledger = LedgerThread()
         await w.ledger.open(w.place, SPEC, lambda: w.clock[0])
-        standings = Standings(SPEC.run_id, w.ledger, Admitters().name_of, Admitters().knows, lambda: w.clock[0])
+        standings = Leaderboard(SPEC.run_id, w.ledger, Admitters().name_of, Admitters().knows, lambda: w.clock[0])
         await standings.load()
         verdict = Verdict(SPEC.run_id, account.round, account.record, peer(1).key, account.entries[0].update, "no")
         await w.ledger.run(lambda ledger: ledger.void(seal_verdict(OWNER, verdict).sent))
@@ -538,7 +537,7 @@ async def test_what_is_voided_while_recent_credits_are_read_is_taken_out_once(le
 
 async def test_a_page_that_was_just_full_still_brings_new_totals(ledger_place, monkeypatch):
     async with made(ledger_place) as w:
-        monkeypatch.setattr("coordinator.standing.PAGE", 1)
+        monkeypatch.setattr("coordinator.credits.leaderboard.PAGE", 1)
         await w.post({1: 40})
         assert (await w.log.standing(peer(1).key)).pending == RULE.micro_credits(40)
 
@@ -571,7 +570,7 @@ async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_
 
 
 async def test_standings_are_up_to_date_also_when_a_page_was_just_full(tmp_path, monkeypatch):
-    monkeypatch.setattr("coordinator.standing.PAGE", 2)
+    monkeypatch.setattr("coordinator.credits.leaderboard.PAGE", 2)
     async with made(str(tmp_path / "ledger.sqlite")) as w:
         for _ in range(2):
             account = account_for(w.swarm.chain.add({1: 40}), RULE)
@@ -598,10 +597,10 @@ async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):
         stolen = sign(peer(2), BindPeer(SPEC.run_id, bob.key, now)).sent
         with pytest.raises(AdmissionError):
             await w.log.bind(sign(ada, BindAccount(SPEC.run_id, stolen, now, "ada", "")).sent)
-        monkeypatch.setattr("coordinator.standing.MAX_PEERS_OF_ACCOUNT", 1)
+        monkeypatch.setattr("coordinator.credits.leaderboard.MAX_PEERS_OF_ACCOUNT", 1)
         with pytest.raises(TooManyError, match="at most 1 peers"):
             await w.log.bind(bind(peer(2), ada, SPEC.run_id, now, "ada").sent)
-        monkeypatch.setattr("coordinator.standing.MAX_BINDINGS_OF_PEER", 1)
+        monkeypatch.setattr("coordinator.credits.leaderboard.MAX_BINDINGS_OF_PEER", 1)
         with pytest.raises(TooManyError, match="bound 1 times"):
             await w.log.bind(bind(peer(1), ada, SPEC.run_id, now + 1, "ada").sent)
         assert time.time() > 0 and (await w.log.standing(ada.key)).peers == (peer(1).key,)

@@ -19,15 +19,15 @@ import pytest
 import torch
 
 from cairn.checkpoints import verify_checkpoint
+from coordinator.checkpoints import evaluation_job
+from coordinator.checkpoints import keeper as keeping
+from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.copies import CopyStore
+from coordinator.checkpoints.evaluation import measure
+from coordinator.checkpoints.evaluation_job import free_device, plain
+from coordinator.checkpoints.evaluations import EvaluationLog
+from coordinator.checkpoints.job import JobError, run_job
 from coordinator.errors import CoordinatorError
-from coordinator.evaluation import measure
-from coordinator.keeping import evaluating
-from coordinator.keeping import keeper as keeping
-from coordinator.keeping.copying import Place
-from coordinator.keeping.errand import ErrandError, run_errand
-from coordinator.keeping.evaluating import free_device, plain
-from coordinator.keeping.evaluations import Evaluations
-from coordinator.keeping.keeper import Keeper
 from protocol.errors import CairnError
 from tests.support.keeping_world import KeptWorld, nan
 from tests.unit.coordinator.test_archive import SPEC, Uniform, shards
@@ -53,7 +53,7 @@ class Kept:
         self.world = world
         self.keeper = world.keeper(**settings)
 
-    async def __aenter__(self) -> Keeper:
+    async def __aenter__(self) -> CheckpointArchiver:
         self.keeper.start(self.world.is_settled)
         return self.keeper
 
@@ -70,9 +70,9 @@ async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_nam
     world.settled = 4
     async with Kept(world) as keeper:
         await asyncio.sleep(0.3)
-        assert world.archive.newest_final() is None
+        assert world.archive.newest_finalization() is None
         world.settled = 5
-        await until(world.archive.newest_final)
+        await until(world.archive.newest_finalization)
         assert keeper.checkpoints()[0]["final"] is True
     assert verify_checkpoint(str(made.folder), world.spec.owner).signed == world.swarm.chain.certificates[5].digest
 
@@ -85,7 +85,7 @@ async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(
     world.settled = 6
     async with Kept(world) as keeper:
         await until(lambda: "is not the one that the chain names" in keeper.problem)
-        assert world.archive.newest_final() is None
+        assert world.archive.newest_finalization() is None
         assert dict((n, v) for n, _, v in keeper.facts())["cairn_archive_problem"] == 1
 
 
@@ -98,7 +98,7 @@ def test_the_newest_final_state_and_an_open_one_outlive_the_policy(world: KeptWo
             world.rounds(5)
             world.add(r)
         assert [a.round for a in world.archive.all()] == [5, 35, 40]
-        world.finalise(world.archive.all()[1])
+        world.mark_final(world.archive.all()[1])
         world.archive.prune()
         assert [a.round for a in world.archive.all()] == [5, 35, 40]
     world.archive.prune()
@@ -124,10 +124,10 @@ def test_a_full_disk_takes_what_is_merely_new_and_then_says_so(world: KeptWorld,
         return SimpleNamespace(free=free["bytes"] + 100 * (4 - len(list(world.archive.folder.glob("round-*")))))
 
     monkeypatch.setattr("shutil.disk_usage", usage)
-    world.archive.make_room(100)
+    world.archive.free_space(100)
     assert [a.round for a in world.archive.all()] == [0, 10, 15]
     with pytest.raises(CoordinatorError, match=r"the disk of .* is full.*free some disk space, or keep fewer"):
-        world.archive.make_room(10**6)
+        world.archive.free_space(10**6)
     assert [a.round for a in world.archive.all()] == [0, 15]  # the first and the newest final one
 
 
@@ -176,7 +176,7 @@ async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_end
     made, address = world.final(5), world.folder / "copies"
     job = world.keeper(archive={"address": str(address), "mbits": 0.2})._copy_job([made], set())
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coordinator.keeping.copying", stdin=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "coordinator.checkpoints.copies", stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     assert process.stdin is not None
@@ -190,7 +190,7 @@ async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_end
     )
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
-    place = Place(str(address), world.spec.run_id)
+    place = CopyStore(str(address), world.spec.run_id)
     assert place.list() == []
     with pytest.raises(CairnError, match="cairn.json is not there"):
         verify_checkpoint(str(next(address.iterdir())), world.spec.owner)
@@ -220,7 +220,7 @@ def test_a_process_killed_at_any_step_of_archiving_leaves_whole_states_only(worl
         with monkeypatch.context() as m:
             m.setattr(archiving, "_flush", cut)
             try:
-                world.finalise(world.add(5))
+                world.mark_final(world.add(5))
             except Power:
                 pass
         for found in world.archive.all():
@@ -243,12 +243,12 @@ def test_a_process_killed_at_any_step_of_archiving_leaves_whole_states_only(worl
 
 async def _here(module: str, job: dict, heard: Callable[[dict], None], **limits: Any) -> None:
     """The evaluation without its process."""
-    await asyncio.to_thread(evaluating._work, job, heard)
+    await asyncio.to_thread(evaluation_job._work, job, heard)
 
 
 async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkeypatch):
     monkeypatch.setattr(keeping, "run_errand", _here)
-    monkeypatch.setattr(evaluating, "bound_memory", lambda size: None)
+    monkeypatch.setattr(evaluation_job, "bound_memory", lambda size: None)
     world.rounds(7)
     world.add(0)
     async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 6}) as keeper:
@@ -264,7 +264,7 @@ async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkey
     assert all(abs(loss - math.log(256)) < 1 for loss in losses)
     assert len(found) == 12 and found[0]["round"] == 5
     assert all(1 <= len(s["prompt"]) <= 16 for s in found)
-    again = Evaluations(world.folder / "run")
+    again = EvaluationLog(world.folder / "run")
     assert again.rows() == keeper.evaluations.rows()
     assert again.samples(None, 100) == keeper.evaluations.samples(None, 100)
     row = again.rows()[0]
@@ -272,7 +272,7 @@ async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkey
     assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
     again.leave([world.digests[5]])
     assert [r["round"] for r in again.rows()] == [0] and {s["round"] for s in again.samples(None, 100)} == {0}
-    assert Evaluations(world.folder / "run").newest() == row
+    assert EvaluationLog(world.folder / "run").newest() == row
 
 
 async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: KeptWorld, caplog):
@@ -292,7 +292,7 @@ async def test_rounds_between_are_passed_over_and_what_fails_is_tried_twice(worl
     async def fails(module, job, heard, **limits):
         asked.append(Path(job["folder"]).name)
         if len(asked) <= 2:
-            raise ErrandError("its process was killed: most likely memory ran out")
+            raise JobError("its process was killed: most likely memory ran out")
         heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
 
     monkeypatch.setattr(keeping, "run_errand", fails)
@@ -362,7 +362,9 @@ def errand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
     """A module that does this work."""
 
     def write(body: str) -> str:
-        text = "from coordinator.keeping.errand import *\nimport os, time, signal\n" + f"def work(job, say):\n {body}\n"
+        text = (
+            "from coordinator.checkpoints.job import *\nimport os, time, signal\n" + f"def work(job, say):\n {body}\n"
+        )
         (tmp_path / "an_errand.py").write_text(text + "serve_errand(work)\n")
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", os.getcwd())]))
         return "an_errand"
@@ -382,14 +384,14 @@ def errand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
     ],
 )
 async def test_an_errand_that_fails_says_why(errand, body, said):
-    with pytest.raises(ErrandError, match=said):
-        await run_errand(errand(body), {}, lambda row: None, deadline=3 if "sleep" in body else 30)
+    with pytest.raises(JobError, match=said):
+        await run_job(errand(body), {}, lambda row: None, deadline=3 if "sleep" in body else 30)
 
 
 async def test_an_errand_answers_line_by_line_at_low_priority_and_ends_with_the_one_who_asked(errand):
     rows: list[dict] = []
     work = "print('noise'); say({'pid': os.getpid(), 'nice': os.nice(0), 'got': job['x']}); time.sleep(60)"
-    running = asyncio.create_task(run_errand(errand(work), {"x": 7}, rows.append, deadline=60))
+    running = asyncio.create_task(run_job(errand(work), {"x": 7}, rows.append, deadline=60))
     await until(lambda: rows)
     assert rows[0]["nice"] == 19 and rows[0]["got"] == 7
     running.cancel()
@@ -400,7 +402,7 @@ async def test_an_errand_answers_line_by_line_at_low_priority_and_ends_with_the_
 async def test_an_errand_dies_with_a_coordinator_that_is_killed(errand, tmp_path):
     work = "open(job['file'], 'w').write(str(os.getpid())); time.sleep(60)"
     file, module = tmp_path / "pid", errand(work)
-    ask = "import asyncio, sys; from coordinator.keeping.errand import run_errand; "
+    ask = "import asyncio, sys; from coordinator.checkpoints.job import run_errand; "
     ask += "asyncio.run(run_errand(sys.argv[1], {'file': sys.argv[2]}, print, deadline=60))"
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", ask, module, str(file))
     await until(lambda: file.exists() and file.read_text())
@@ -418,6 +420,6 @@ def _runs(pid: int) -> bool:
 
 async def test_silence_is_taken_for_a_hang(errand):
     rows: list[dict] = []
-    with pytest.raises(ErrandError, match="nothing came of it for 2 s"):
-        await run_errand(errand("say({'a': 1}); time.sleep(60)"), {}, rows.append, deadline=60, silence=2)
+    with pytest.raises(JobError, match="nothing came of it for 2 s"):
+        await run_job(errand("say({'a': 1}); time.sleep(60)"), {}, rows.append, deadline=60, silence=2)
     assert rows == [{"a": 1}]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from cairn.checkpoints import verify_checkpoint
-from coordinator.archive import Archived
+from coordinator.checkpoints.archive import ArchivedState
+from coordinator.checkpoints.copies import CopyStore
 from coordinator.errors import CoordinatorError
-from coordinator.keeping.copying import Place
 from protocol.errors import CairnError
 from protocol.ids import Digest, Round
 from protocol.invite import Endpoint, Invite
@@ -141,7 +141,7 @@ def _heartbeat(world: KeptWorld, number: int, head: Digest, state: Digest) -> by
     return KeySigner(who).sign(beat).sent
 
 
-def _last(world: KeptWorld, *holders: int) -> Archived:
+def _last(world: KeptWorld, *holders: int) -> ArchivedState:
     world.rounds(5, {1: 1, 2: 1, 3: 1})
     world.state(5)
     last = world.swarm.chain.certificates[-1]
@@ -149,7 +149,7 @@ def _last(world: KeptWorld, *holders: int) -> Archived:
     words = [_heartbeat(world, n, last.digest, world.digests[5]) for n in holders]
     made = world.add(5, certificate=sent, witnesses=words)
     final = KeySigner(OWNER).sign(Finalization(world.spec.run_id, Round(4), last.digest))
-    return world.archive.finalise(made, final.sent, sent)
+    return world.archive.mark_final(made, final.sent, sent)
 
 
 def test_the_last_state_is_what_the_last_contributors_sign_that_they_hold(world: KeptWorld):
@@ -211,7 +211,7 @@ def test_a_copy_in_memory_is_whole_is_listed_and_goes_by_the_policy(world: KeptW
 
     MemoryFileSystem.store.clear()
     said: list[dict] = []
-    place = Place("memory://bucket/runs", world.spec.run_id, said.append)
+    place = CopyStore("memory://bucket/runs", world.spec.run_id, said.append)
     assert place.list() == []
     folders = [world.final(r).folder for r in (0, 5, 10)]
     place.keep(folders, replace(world.archive.policy, newest=5), {}, set())
@@ -233,7 +233,7 @@ def test_half_a_copy_is_no_checkpoint_and_is_gone_on_with(world: KeptWorld, monk
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
-    place = Place("memory://bucket", world.spec.run_id)
+    place = CopyStore("memory://bucket", world.spec.run_id)
     made = world.final(5)
     with monkeypatch.context() as m:
         m.setattr(MemoryFileSystem, "pipe_file", lambda *a, **k: (_ for _ in ()).throw(OSError("quota exceeded")))
@@ -241,7 +241,7 @@ def test_half_a_copy_is_no_checkpoint_and_is_gone_on_with(world: KeptWorld, monk
             place.copy(made)
     assert place.list() == [] and MemoryFileSystem.store
     sent: list[str] = []
-    monkeypatch.setattr(Place, "_send", lambda self, source, path, size: sent.append(path))
+    monkeypatch.setattr(CopyStore, "_send", lambda self, source, path, size: sent.append(path))
     place.copy(made)
     assert sent == [] and [t.archived.round for t in place.list()] == [5]  # what was whole is not sent again
 
@@ -250,16 +250,16 @@ def test_what_reads_back_otherwise_is_never_named_as_whole(world: KeptWorld, mon
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
-    place = Place("memory://bucket", world.spec.run_id)
+    place = CopyStore("memory://bucket", world.spec.run_id)
     made = world.final(5)
-    send = Place._send
+    send = CopyStore._send
 
     def rots(self, source, path, size):
         send(self, source, path, size)
         if path.endswith("model.safetensors"):
             self._fs.pipe_file(path, bytes(size))
 
-    monkeypatch.setattr(Place, "_send", rots)
+    monkeypatch.setattr(CopyStore, "_send", rots)
     with pytest.raises(CoordinatorError, match="reads back otherwise"):
         place.copy(made)
     assert place.list() == []
@@ -270,16 +270,16 @@ def test_copies_of_another_run_are_left_alone(world: KeptWorld):
 
     MemoryFileSystem.store.clear()
     made = world.final(5)
-    Place("memory://bucket", world.spec.run_id).copy(made)
-    other = Place("memory://bucket", tiny_spec(seed=4).run_id)
+    CopyStore("memory://bucket", world.spec.run_id).copy(made)
+    other = CopyStore("memory://bucket", tiny_spec(seed=4).run_id)
     assert other.list() == []
     other.keep([], replace(world.archive.policy, newest=1), {}, {world.digests[5]})
-    assert len(Place("memory://bucket", world.spec.run_id).list()) == 1
+    assert len(CopyStore("memory://bucket", world.spec.run_id).list()) == 1
 
 
 def test_an_address_that_cannot_be_is_refused_with_the_remedy():
     run = tiny_spec().run_id
     with pytest.raises(CoordinatorError, match="nosuch://x"):
-        Place("nosuch://x", run)
+        CopyStore("nosuch://x", run)
     with pytest.raises(CoordinatorError, match="install the package for s3://|s3://"):
-        Place("s3://bucket/x", run)
+        CopyStore("s3://bucket/x", run)

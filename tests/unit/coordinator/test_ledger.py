@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.credits import Balance, CreditRule, account_for, pending
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import Admitted, Binding, Head, Ledger, Refusal
+from coordinator.ledger import AdmissionRow, BindingRow, Ledger, RefusedUpdate, TreeHeadRow
 from coordinator.ledger.database import Database, SqliteDatabase
-from coordinator.ledger.migrating import migrate, migrations
+from coordinator.ledger.schema import migrate, migrations
 from coordinator.ledger.store import connect
 from protocol.ids import Digest
+from protocol.ledger.credits import Balance, CreditRule, account_for, pending
 from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_spec, peer
 
 SPEC = make_spec()
@@ -119,9 +119,9 @@ def filled(ledger) -> None:
     for account in accounts:
         ledger.post(account)
     a, line = accounts[0], accounts[0].entries[0]
-    ledger.refuse(Refusal(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
-    ledger.add_head(Head(ledger.size(), ledger.root(), 5, b"head"))
-    ledger.bind(Binding(line.peer, peer(7).key, 5, b"word"))
+    ledger.refuse(RefusedUpdate(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
+    ledger.add_head(TreeHeadRow(ledger.size(), ledger.root(), 5, b"head"))
+    ledger.bind(BindingRow(line.peer, peer(7).key, 5, b"word"))
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -257,10 +257,10 @@ def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
 def test_admissions_of_peers_without_credits_are_forgotten_in_the_end(ledger):
     ledger.post(make_accounts(1)[0])
     for n in (0, 9):
-        ledger.admit(Admitted(peer(n).key, f"p{n}", 1, 1, 10, b"x"))
-    ledger.admit(Admitted(peer(0).key, "new name", 5, 5, 20, b"y"))
+        ledger.admit(AdmissionRow(peer(n).key, f"p{n}", 1, 1, 10, b"x"))
+    ledger.admit(AdmissionRow(peer(0).key, "new name", 5, 5, 20, b"y"))
     assert ledger.forget_admissions(1000) == 1
-    assert ledger.admissions() == [Admitted(peer(0).key, "new name", 1, 5, 20, b"y")]
+    assert ledger.admissions() == [AdmissionRow(peer(0).key, "new name", 1, 5, 20, b"y")]
 
 
 def test_a_ledger_that_forgets_uniqueness_would_be_caught_by_these_tests():

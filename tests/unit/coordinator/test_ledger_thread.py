@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from coordinator.errors import LedgerConflictError, LedgerError, TooManyError
-from coordinator.ledger import Admitted, Ledger
+from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import MAX_WAITING, LedgerThread
 from tests.support.coordinator_fakes import make_spec, peer
 from tests.unit.coordinator.test_ledger import make_accounts
@@ -24,8 +24,8 @@ async def thread(ledger_place):
     await opened.close()
 
 
-def admitted(n: int) -> Admitted:
-    return Admitted(peer(n).key, f"p{n}", 1, 1, 10, b"x")
+def admitted(n: int) -> AdmissionRow:
+    return AdmissionRow(peer(n).key, f"p{n}", 1, 1, 10, b"x")
 
 
 class Held:

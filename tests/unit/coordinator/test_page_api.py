@@ -14,15 +14,15 @@ import httpx
 import jsonschema
 import pytest
 
-from coordinator.alerts.journal import Alert
-from coordinator.archive import SHEET
-from coordinator.keeping.shown import Kept
+from coordinator.alerts.tracker import Alert
+from coordinator.checkpoints.archive import MANIFEST
+from coordinator.checkpoints.shown import ModelKept
 from coordinator.page import downloads, json_view, openapi, schemas
-from coordinator.page.answers import MAX_KEPT, Answers, Body
+from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
 from coordinator.page.app import make_app
+from coordinator.page.credit_paths import LOG_PATHS
 from coordinator.page.endpoints import ENDPOINTS, SORTS
-from coordinator.page.log_paths import LOG_PATHS
-from coordinator.peers import PHASES
+from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
 from tests.integration.test_metrics import overview
@@ -59,7 +59,7 @@ def checkpoint(folder: Path, round_: int, **more) -> bytes:
     (place / "model.safetensors").write_bytes(weights)
     (place / "config.json").write_text("{}")
     names = dict.fromkeys(("run", "state", "record"), str(Digest(bytes(32))))
-    (place / SHEET).write_text(json.dumps(names | {"round": round_, "tokens": 99} | more))
+    (place / MANIFEST).write_text(json.dumps(names | {"round": round_, "tokens": 99} | more))
     return weights
 
 
@@ -225,13 +225,13 @@ def test_what_a_browser_has_is_not_sent_again(get):
 async def test_many_who_ask_the_same_cost_one_making():
     clock, made = [0.0], []
 
-    async def make() -> Body:
+    async def make() -> EncodedBody:
         made.append(1)
         await asyncio.sleep(0.01)
         clock[0] += 0.2
-        return Body.of(b"[]")
+        return EncodedBody.of(b"[]")
 
-    answers = Answers(lambda: clock[0])
+    answers = AnswerCache(lambda: clock[0])
     await asyncio.gather(*(answers.get("x", 1.0, make) for _ in range(50)))
     assert len(made) == 1
     clock[0] += 1.5
@@ -248,12 +248,12 @@ async def test_many_who_ask_the_same_cost_one_making():
 async def test_one_who_leaves_does_not_end_the_making_for_others_and_a_failure_is_not_kept():
     begun, go = asyncio.Event(), asyncio.Event()
 
-    async def make() -> Body:
+    async def make() -> EncodedBody:
         begun.set()
         await go.wait()
-        return Body.of(b"[]")
+        return EncodedBody.of(b"[]")
 
-    answers = Answers()
+    answers = AnswerCache()
     first = asyncio.create_task(answers.get("x", 1.0, make))
     await begun.wait()
     second = asyncio.create_task(answers.get("x", 1.0, make))
@@ -262,7 +262,7 @@ async def test_one_who_leaves_does_not_end_the_making_for_others_and_a_failure_i
     go.set()
     assert await second is not None
 
-    async def fail() -> Body:
+    async def fail() -> EncodedBody:
         raise ValueError("no")
 
     for _ in range(2):
@@ -292,7 +292,7 @@ async def test_one_address_that_asks_too_much_is_told_to_wait_and_others_are_not
 
 def test_a_checkpoint_is_downloaded_whole_or_by_range(get):
     (row,) = get.get("/api/checkpoints").json()
-    assert row["round"] == 5 and {f["name"] for f in row["files"]} == {"model.safetensors", "config.json", SHEET}
+    assert row["round"] == 5 and {f["name"] for f in row["files"]} == {"model.safetensors", "config.json", MANIFEST}
     place, weights = "/checkpoints/round-000005/model.safetensors", bytes(range(256)) * 4000
     whole = get.get(place)
     assert whole.content == weights and whole.headers["accept-ranges"] == "bytes"
@@ -363,7 +363,7 @@ async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world)
     async def standings(by, limit, after):
         return [{"by": by, "limit": limit, "after": after}]
 
-    showing._model, showing._standings = Kept(keeper), standings
+    showing._model, showing._standings = ModelKept(keeper), standings
     try:
         async with serving(showing) as get:
             assert (await get.get("/api/samples")).json()[0]["prompt"] == "Once"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.absences import REASONS
-from coordinator.credits import CreditRule, account_for
-from coordinator.estimate import Work, next_round_seconds
-from coordinator.peers import RATE_SECONDS, PeerBook
+from coordinator.estimate import PeerProgress, next_round_seconds
+from coordinator.non_participation import REASONS
+from coordinator.observation_file import ObservationFile
+from coordinator.peer_registry import RATE_SECONDS, PeerRegistry
 from coordinator.round_charts import round_charts
-from coordinator.sightings import MAX_WITH_ABSENCES, Sightings, Typical
-from coordinator.sightings_file import SightingsFile
+from coordinator.round_observations import MAX_WITH_ABSENCES, RoundObservations, TypicalDurations
 from protocol.ids import Digest
+from protocol.ledger.credits import CreditRule, account_for
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
 
 SPEC = make_spec()
@@ -25,7 +25,7 @@ class Watch:
     def __init__(self):
         self.swarm = FakeSwarm(SPEC)
         self.now = 1000.0
-        self.seen = Sightings(MEMBER, lambda: self.now)
+        self.seen = RoundObservations(MEMBER, lambda: self.now)
         self.swarm.listen(self.seen.hear)
 
     def certified(self, certificate):
@@ -47,7 +47,7 @@ def test_a_rounds_time_is_split_into_training_exchange_and_commit():
     seen = w.round({0: 10, 1: 10}, train=30, exchange=5, commit=2)
     assert (seen.train, seen.exchange, seen.commit, seen.whole) == (30, 5, 2, 37)
     assert seen.certified == w.now and w.seen.began == w.now
-    assert w.seen.typical() == Typical(37, 7)
+    assert w.seen.typical() == TypicalDurations(37, 7)
     assert set(w.seen.announcements(seen.record)) == {peer(0).key, peer(1).key}
 
 
@@ -136,7 +136,7 @@ def test_one_author_cannot_fill_the_memory_nor_replace_what_came_first():
 
 
 def test_what_was_seen_outlives_a_restart_and_a_torn_line(tmp_path):
-    w, file = Watch(), SightingsFile(tmp_path / "sightings.jsonl")
+    w, file = Watch(), ObservationFile(tmp_path / "sightings.jsonl")
     w.swarm.beat(3, phase="syncing")
     for _ in range(3):
         w.round({0: 10, 1: 10})
@@ -158,7 +158,7 @@ def test_what_was_seen_outlives_a_restart_and_a_torn_line(tmp_path):
 
 
 def test_the_file_is_bounded_and_rubbish_in_it_is_left_out(tmp_path):
-    w, file = Watch(), SightingsFile(tmp_path / "sightings.jsonl", max_bytes=4000)
+    w, file = Watch(), ObservationFile(tmp_path / "sightings.jsonl", max_bytes=4000)
     for _ in range(100):
         w.round({0: 10})
         file.append(w.seen.take_unsaved())
@@ -167,7 +167,7 @@ def test_the_file_is_bounded_and_rubbish_in_it_is_left_out(tmp_path):
     assert kept == list(w.seen)[-len(kept) :] and len(kept) > 20
     file.path.write_bytes(b'{"a":1}\n\xff\n[1,2]\n[]\n' + b"[" * 100_000 + b"\n")
     assert all(s in kept for s in file.read())
-    SightingsFile(tmp_path / "missing" / "x.jsonl").append(kept)  # said in the log; nothing is lost but that
+    ObservationFile(tmp_path / "missing" / "x.jsonl").append(kept)  # said in the log; nothing is lost but that
 
 
 def test_old_rounds_keep_their_times_and_lose_who_was_not_in():
@@ -185,21 +185,21 @@ def test_old_rounds_keep_their_times_and_lose_who_was_not_in():
 
 
 def due(work=(), **changes):
-    known = dict(target_tokens=1000, max_seconds=300.0, elapsed=10.0, announced=None, typical=Typical(60, 8))
+    known = dict(target_tokens=1000, max_seconds=300.0, elapsed=10.0, announced=None, typical=TypicalDurations(60, 8))
     return next_round_seconds(work, **(known | changes))
 
 
 def test_the_next_round_is_due_when_the_tokens_are_done_and_exchanged():
-    assert due([Work(100, 5, 2), Work(300, 5, 0)]) == pytest.approx((1000 - 410) / 10 + 8)
-    assert due([Work(100, 5, 2)], typical=None) == pytest.approx(178)
-    assert due([Work(5000, 5, 2)]) == 8, "all is done: the exchange is left"
-    assert due([Work(0, 0.1, 0)]) == 290 + 8, "a round ends after max_seconds whatever was done"
+    assert due([PeerProgress(100, 5, 2), PeerProgress(300, 5, 0)]) == pytest.approx((1000 - 410) / 10 + 8)
+    assert due([PeerProgress(100, 5, 2)], typical=None) == pytest.approx(178)
+    assert due([PeerProgress(5000, 5, 2)]) == 8, "all is done: the exchange is left"
+    assert due([PeerProgress(0, 0.1, 0)]) == 290 + 8, "a round ends after max_seconds whatever was done"
 
 
 def test_once_updates_are_announced_only_the_exchange_is_left():
-    assert due([Work(0, 5, 0)], announced=3.0) == 5
-    assert due([Work(0, 5, 0)], announced=30.0) == 0
-    assert due([Work(0, 5, 0)], announced=3.0, typical=None) is None
+    assert due([PeerProgress(0, 5, 0)], announced=3.0) == 5
+    assert due([PeerProgress(0, 5, 0)], announced=30.0) == 0
+    assert due([PeerProgress(0, 5, 0)], announced=3.0, typical=None) is None
 
 
 def test_without_speeds_rounds_so_far_tell_and_without_rounds_nothing_does():
@@ -211,7 +211,7 @@ def test_without_speeds_rounds_so_far_tell_and_without_rounds_nothing_does():
 
 
 def test_a_peers_state_has_a_beginning_and_its_counters_a_speed():
-    swarm, book = FakeSwarm(SPEC), PeerBook(MEMBER)
+    swarm, book = FakeSwarm(SPEC), PeerRegistry(MEMBER)
     for i in range(12):
         swarm.beat(0, phase="exchanging" if i % 2 else "training", bytes_up=30_000 * i, bytes_down=0)
         book.update(swarm.heartbeats(), 1000.0 + 3 * i)

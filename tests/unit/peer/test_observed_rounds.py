@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cairn.observing import ObserverView
-from coordinator.archive import Archive
+from coordinator.checkpoints.archive import Archive
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.node.membership import Membership
 from peer.node.node import Node

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.credits import CreditRule, account_for, pending
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import Binding, Head, Ledger, Refusal, checking
+from coordinator.ledger import BindingRow, Ledger, RefusedUpdate, TreeHeadRow, integrity
 from coordinator.ledger.store import connect
 from protocol.ids import Digest, Round
 from protocol.ledger.books import Books
+from protocol.ledger.credits import CreditRule, account_for, pending
 from protocol.ledger.entries import decode_entry, decode_line
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
@@ -185,16 +185,16 @@ def test_refusals_heads_and_bindings_are_kept_in_order(ledger):
     for account in accounts:
         ledger.post(account)
     who = peer(8).key
-    first, second = (Refusal(a.round, a.parent, a.record, who, Digest(bytes(32)), "late", 3.5) for a in accounts)
+    first, second = (RefusedUpdate(a.round, a.parent, a.record, who, Digest(bytes(32)), "late", 3.5) for a in accounts)
     assert ledger.refuse(first) and ledger.refuse(second) and not ledger.refuse(first)
     (number, newest), (_, oldest) = ledger.refusals(who)
     assert (newest, oldest) == (second, first) and [r for _, r in ledger.refusals(who, before=number)] == [first]
     assert ledger.refusals(peer(0).key) == []
-    heads = [Head(n, ledger.root(n), 1000 + n, b"sent %d" % n) for n in (1, 2)]
+    heads = [TreeHeadRow(n, ledger.root(n), 1000 + n, b"sent %d" % n) for n in (1, 2)]
     for head in heads:
         ledger.add_head(head)
     assert ledger.heads() == [heads[1]] and ledger.heads(limit=9) == heads[::-1] and ledger.heads(before=2) == heads[:1]
-    words = [Binding(who, peer(n).key, n, b"word") for n in (1, 2)]
+    words = [BindingRow(who, peer(n).key, n, b"word") for n in (1, 2)]
     for word in words:
         ledger.bind(word)
     assert ledger.bindings() == words
@@ -267,7 +267,7 @@ def test_what_somebody_altered_behind_the_ledgers_back_is_said_at_the_start(ledg
     ],
 )
 def test_of_a_large_ledger_the_chain_the_sums_and_the_newest_rounds_are_checked(tmp_path, monkeypatch, table, change):
-    monkeypatch.setattr(checking, "CHECKED_LINES", 0)
+    monkeypatch.setattr(integrity, "CHECKED_LINES", 0)
     place = str(tmp_path / "ledger.sqlite")
     ledger = Ledger(place, SPEC)
     for account in accounts_of(chain_of(2)):

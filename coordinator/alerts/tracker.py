@@ -1,0 +1,144 @@
+"""Which alerts stand, since when, when they were told last, and what is still to be told to whom. Pure; one JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from coordinator.alerts.rules import RULES, AlertInput, AlertRule, Memory
+
+FORM = 1
+REPEAT_SECONDS = 6 * 3600.0
+MAX_WAITING = 64
+"""Events that a webhook has not taken yet; the oldest goes first when there are more."""
+
+KEEP_SECONDS = 86_400.0
+"""An event that nobody took for so long is no news any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One that stands."""
+
+    name: str
+    since: float
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class AlertEvent:
+    """What is told: `what` is "fired", "lasts" or "resolved". The same id is the same event, should it come twice."""
+
+    id: str
+    name: str
+    what: str
+    words: str
+    since: float
+    time: float
+
+
+@dataclass(slots=True)
+class _State:
+    """A rule's. `wrong_since` and `right_since`: since when its words say so without a break; `told`: when last."""
+
+    wrong_since: float | None = None
+    right_since: float | None = None
+    since: float | None = None
+    told: float = 0.0
+    words: str = ""
+    memory: Memory = field(default_factory=dict)
+
+
+class AlertTracker:
+    """`hooks` are the names of those who are to be told. `saved`: what `to_json` gave before the restart."""
+
+    def __init__(
+        self, hooks: Sequence[str], saved: Mapping[str, Any] | None = None, *, rules: Sequence[AlertRule] = RULES,
+        repeat: float = REPEAT_SECONDS,
+    ):  # fmt: skip
+        self._rules = rules
+        self._repeat = repeat
+        self._states = {r.name: _State() for r in rules}
+        self._waiting: dict[str, list[AlertEvent]] = {hook: [] for hook in hooks}
+        self.lost = 0
+        """Events that were never taken."""
+
+        if saved and saved.get("form") == FORM:
+            for name, state in saved["rules"].items():
+                if name in self._states:
+                    self._states[name] = _State(**state)
+            for hook, events in saved["waiting"].items():
+                if hook in self._waiting:
+                    self._waiting[hook] = [AlertEvent(**e) for e in events]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "form": FORM,
+            "rules": {name: asdict(s) for name, s in self._states.items()},
+            "waiting": {hook: [asdict(e) for e in events] for hook, events in self._waiting.items()},
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all alerts there may be."""
+        return tuple(self._states)
+
+    @property
+    def standing(self) -> tuple[Alert, ...]:
+        """Those that stand now, oldest first."""
+        alerts = [Alert(n, s.since, s.words) for n, s in self._states.items() if s.since is not None]
+        return tuple(sorted(alerts, key=lambda a: a.since))
+
+    def look(self, sight: AlertInput) -> list[AlertEvent]:
+        """Take in what is seen; what happened by it. Each event waits for every hook from now on."""
+        events = [e for rule in self._rules for e in self._judge(rule, self._states[rule.name], sight)]
+        for waiting in self._waiting.values():
+            waiting += events
+            fresh = [e for e in waiting if sight.time - e.time <= KEEP_SECONDS][-MAX_WAITING:]
+            self.lost += len(waiting) - len(fresh)
+            waiting[:] = fresh
+        return events
+
+    def _judge(self, rule: AlertRule, s: _State, sight: AlertInput) -> Iterator[AlertEvent]:
+        now, words = sight.time, rule.look(s.memory, sight)
+        if words is None:
+            return
+        s.wrong_since = (now if s.wrong_since is None else s.wrong_since) if words else None
+        s.right_since = (now if s.right_since is None else s.right_since) if not words else None
+
+        def event(what: str) -> AlertEvent:
+            return AlertEvent(
+                f"{rule.name}-{s.since:.0f}-{what}-{now:.0f}", rule.name, what, s.words, s.since or now, now
+            )
+
+        if words:
+            s.words = words
+            if s.since is None and now - (s.wrong_since or now) >= rule.after:
+                s.since, s.told = s.wrong_since, now
+                yield event("fired")
+            elif s.since is not None and not 0 <= now - s.told < self._repeat:
+                s.told = now
+                yield event("lasts")
+        elif s.since is not None and now - (s.right_since or now) >= rule.clear:
+            yield event("resolved")
+            s.since, s.told, s.words = None, 0.0, ""
+
+    # -- telling ---------------------------------------------------------------------------------------------
+
+    def next_for(self, hook: str) -> AlertEvent | None:
+        """The oldest that this hook has not taken."""
+        return next(iter(self._waiting[hook]), None)
+
+    def done(self, hook: str, event: AlertEvent, *, taken: bool) -> None:
+        """It was taken, or never will be."""
+        if event in self._waiting[hook]:
+            self._waiting[hook].remove(event)
+            self.lost += not taken
+
+
+def back_off(failures: int) -> float:
+    """Seconds to wait after so many failures in a row: 1, 2, 4, ... up to five minutes."""
+    return min(300.0, math.ldexp(1.0, min(failures, 10) - 1))

@@ -1,0 +1,332 @@
+"""Archives states as folders that `transformers` loads: the model's weights, its config, the tokenizer, and where from.
+
+checkpoints/round-000030/model.safetensors   the checkpoint itself: its blob digest is the state digest
+                         config.json         for AutoModelForCausalLM.from_pretrained
+                         tokenizer.json
+                         cairn.json          run, round, state digest, the record before it, accepted tokens; once it is
+                                             final, the owner's signature on the record that names it (`final`, base64)
+                         spec.signed         the run's spec, by which its owner's key is known
+                         certificate.bin     the record that the signature is on, with its votes
+                         witnesses.json      of a run's last state, which no record names: who says that they hold it
+
+A folder has its name when all of it is on disk, and loses it before the first file goes: half of one is never seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, evictable, to_delete
+from coordinator.errors import CoordinatorError
+from protocol.errors import MalformedError
+from protocol.ids import Digest, RunId
+from protocol.spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+MANIFEST, MODEL, CONFIG, TOKENIZER = "cairn.json", "model.safetensors", "config.json", "tokenizer.json"
+SPEC, CERTIFICATE, WITNESSES = "spec.signed", "certificate.bin", "witnesses.json"
+FILES = (MODEL, CONFIG, TOKENIZER, MANIFEST, SPEC, CERTIFICATE, WITNESSES)
+"""All that an archived state may hold."""
+
+MAX_MANIFEST = 64 * 1024
+DRAFT = ".round-"
+DEFAULT = RetentionPolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedState:
+    """One archived state: the state after `record`, with which `round` begins. `final`: the owner's signed Final for
+    the record that names it; none (b"") while it is not final."""
+
+    folder: Path
+    run: RunId
+    round: int
+    state: Digest
+    record: Digest
+    tokens: int
+    final: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files; 0 when they are gone."""
+        return sum(size for _, size in self.files())
+
+    def files(self) -> list[tuple[str, int]]:
+        """Name and bytes of each file."""
+        found = []
+        for name in FILES:
+            with contextlib.suppress(OSError):
+                found.append((name, (self.folder / name).stat().st_size))
+        return found
+
+
+class Archive:
+    """The archived states of one run, in `folder`; `policy` says which stay. Thread-safe.
+
+    `spec_envelope`: the signed spec, for strangers who check a copy. `reserve`: bytes of the disk that stay free.
+    """
+
+    def __init__(
+        self, folder: Path, spec: RunSpec, *, policy: RetentionPolicy = DEFAULT, spec_envelope: bytes = b"", reserve: int = 0
+    ):  # fmt: skip
+        self.folder = folder
+        c = spec.checkpoint
+        self.policy = replace(policy, waiting=-(-c.final_depth // c.every) + 1)
+        self.losses: Callable[[], Mapping[Digest, float]] = dict
+        """The validation loss by state, for `policy.best`."""
+        self.on_drop: Callable[[Sequence[ArchivedState]], None] = lambda _: None
+        """Called (in any thread) with states that the chain has left, when they are dropped."""
+        self._spec = spec
+        self._run = spec.run_id
+        self._spec_envelope = spec_envelope
+        self._reserve = reserve
+        self._writing = threading.RLock()
+        """Held by what changes the folder: for minutes, on a slow disk. Never taken on the event loop."""
+        self._lock = threading.RLock()
+        """Held for moments."""
+        self._open: Counter[Path] = Counter()
+        self._known: dict[Path, tuple[tuple[int, int, int], ArchivedState | None]] = {}
+
+    def add(
+        self, checkpoint: Path, tokenizer: Path, *, round: int, state: Digest, record: Digest, tokens: int,
+        certificate: bytes = b"", witnesses: Sequence[bytes] = (),
+    ) -> ArchivedState:  # fmt: skip
+        """Archive a checkpoint file that lies in a store (linked if possible, else copied). Idempotent.
+
+        `certificate`, `witnesses`: of a run's last state, the certificate of `record`, and the signed heartbeats of its
+        contributors that name the state. Raises CoordinatorError.
+        """
+        with self._writing:
+            target = self.folder / f"round-{round:06d}"
+            if (existing := read_manifest(target)) is not None and (existing.state, existing.record) == (state, record):
+                return existing
+            draft = self.folder / f"{DRAFT}{round:06d}"
+            try:
+                self._sweep()
+                draft.mkdir(parents=True)
+                self._link_or_copy(checkpoint, draft / MODEL)
+                _copy(tokenizer, draft / TOKENIZER)
+                _write_json(draft / CONFIG, self._spec.model.config)
+                if self._spec_envelope:
+                    _write(draft / SPEC, self._spec_envelope)
+                if certificate:
+                    _write(draft / CERTIFICATE, certificate)
+                    _write_json(draft / WITNESSES, [base64.b64encode(w).decode() for w in witnesses])
+                names = {"run": str(self._run), "name": self._spec.name, "state": str(state), "record": str(record)}
+                _write_json(draft / MANIFEST, names | {"round": round, "tokens": tokens})
+                _flush(draft)
+                if existing is not None:
+                    self.on_drop([existing])  # of a branch that lost
+                if target.exists():
+                    self._remove(target, even_if_open=True)
+                os.rename(draft, target)
+                _flush(self.folder)
+            except OSError as e:
+                shutil.rmtree(draft, ignore_errors=True)
+                remedy = (
+                    "free some disk space" if e.errno in (errno.ENOSPC, errno.EDQUOT) else "make the folder writable"
+                )
+                why = (e.strerror or str(e)).lower()
+                raise CoordinatorError(f"cannot archive round {round} in {target}: {why}; {remedy}") from None
+            self.prune()
+            return ArchivedState(target, self._run, round, state, record, tokens)
+
+    def mark_final(self, archived: ArchivedState, final: bytes, certificate: bytes) -> ArchivedState:
+        """Write down that a state is final: the owner's signed Final, and the certificate that it is for. Durable when
+        it returns. Raises CoordinatorError."""
+        with self._writing:
+            try:
+                sheet = json.loads((archived.folder / MANIFEST).read_bytes())
+                _replace(archived.folder / CERTIFICATE, certificate)
+                sheet["final"] = base64.b64encode(final).decode()
+                _replace(archived.folder / MANIFEST, _json(sheet))
+                _flush(archived.folder)
+            except (OSError, ValueError) as e:
+                why = ((isinstance(e, OSError) and e.strerror) or str(e)).lower()
+                raise CoordinatorError(
+                    f"the signature under round {archived.round} cannot be written to {archived.folder}: {why}; free "
+                    "some disk space, or make the folder writable"
+                ) from None
+            found = read_manifest(archived.folder)
+            if found is None:
+                raise CoordinatorError(f"{archived.folder / MANIFEST} cannot be read back: check the disk")
+            return found
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    def all(self) -> list[ArchivedState]:
+        """What is archived, oldest first."""
+        with self._lock:
+            found, known = [], self._known
+            self._known = {}
+            for folder in self.folder.glob("round-*"):
+                try:
+                    s = (folder / MANIFEST).stat()
+                except OSError:
+                    continue
+                mark = (s.st_ino, s.st_mtime_ns, s.st_size)
+                old = known.get(folder)
+                a = old[1] if old is not None and old[0] == mark else read_manifest(folder)
+                self._known[folder] = (mark, a)
+                if a is not None and a.run == self._run:
+                    found.append(a)
+            return sorted(found, key=lambda a: a.round)
+
+    def newest(self) -> ArchivedState | None:
+        """The archived state of the highest round."""
+        archived = self.all()
+        return archived[-1] if archived else None
+
+    def newest_finalization(self) -> ArchivedState | None:
+        """The newest that the owner has signed as final."""
+        return next((a for a in reversed(self.all()) if a.final), None)
+
+    def state_for(self, record: Digest) -> ArchivedState | None:
+        """The archived state after a record (the genesis digest: the run's first state); None when it is not here."""
+        return next((a for a in self.all() if a.record == record), None)
+
+    @contextlib.contextmanager
+    def reading(self, archived: ArchivedState) -> Iterator[ArchivedState]:
+        """Nothing removes this state meanwhile. Raises CoordinatorError when it is gone already."""
+        with self._lock:
+            if not (archived.folder / MANIFEST).is_file():
+                raise CoordinatorError(
+                    f"the state of round {archived.round} is not archived any more: take a newer one"
+                )
+            self._open[archived.folder] += 1
+        try:
+            yield archived
+        finally:
+            with self._lock:
+                self._open[archived.folder] -= 1
+
+    # -- what goes -----------------------------------------------------------------------------------------------
+
+    def drop(self, archived: Iterable[ArchivedState]) -> None:
+        """Remove these: states that the chain has left."""
+        gone = list(archived)
+        if gone:
+            self.on_drop(gone)
+        with self._writing:
+            for a in gone:
+                self._remove(a.folder, even_if_open=True)
+
+    def prune(self) -> None:
+        """Remove what the policy does not keep."""
+        with self._writing:
+            for kept in to_delete(self._kept(), self.policy):
+                self._remove(kept.key.folder)
+
+    def free_space(self, size: int) -> None:
+        """Room for so many bytes more, by removing states that are kept only for being new.
+
+        Raises CoordinatorError when that is not enough.
+        """
+        with self._writing:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            going = evictable(self._kept(), self.policy)
+            while (free := shutil.disk_usage(self.folder).free) < size + self._reserve:
+                if not going:
+                    raise CoordinatorError(
+                        f"the disk of {self.folder} is full: {free / 1e9:.2f} GB are free, the next checkpoint takes "
+                        f"{size / 1e9:.2f} GB, and {self._reserve / 1e9:.2f} GB stay free: free some disk space, or "
+                        "keep fewer checkpoints ([archive] in coordinator.toml)"
+                    )
+                a = going.pop(0).key
+                log.warning("the disk is full: the archived state of round %d goes to make room", a.round)
+                self._remove(a.folder)
+
+    def _kept(self) -> list[RetentionCandidate[ArchivedState]]:
+        losses = self.losses()
+        return [
+            RetentionCandidate(a, a.round, a.size, bool(a.final), losses.get(a.state), self._open[a.folder] > 0)
+            for a in self.all()
+        ]
+
+    def _remove(self, folder: Path, *, even_if_open: bool = False) -> None:
+        """Its name first: a process that is killed half-way leaves a draft, which the next one sweeps."""
+        going = folder.with_name(f"{DRAFT}{folder.name.removeprefix('round-')}.gone")
+        with contextlib.suppress(OSError):
+            shutil.rmtree(going, ignore_errors=True)
+            with self._lock:
+                if self._open[folder] and not even_if_open:
+                    return
+                os.rename(folder, going)
+            shutil.rmtree(going, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        for left in self.folder.glob(f"{DRAFT}*"):  # by a process that was killed: one archives at a time
+            shutil.rmtree(left)
+
+    def _link_or_copy(self, source: Path, target: Path) -> None:
+        with contextlib.suppress(OSError):
+            os.link(source, target)
+            return
+        self.free_space(source.stat().st_size)
+        _copy(source, target)
+
+
+def read_manifest(folder: Path) -> ArchivedState | None:
+    """What an archived folder says of itself; None when it is not one."""
+    try:
+        with (folder / MANIFEST).open("rb") as file:
+            return parse_manifest(folder, file.read(MAX_MANIFEST))
+    except OSError:
+        return None
+
+
+def parse_manifest(folder: Path, data: bytes) -> ArchivedState | None:
+    """What a cairn.json says; None when it is not one."""
+    try:
+        sheet = json.loads(data)
+        run, state, record = RunId.parse(sheet["run"]), Digest.parse(sheet["state"]), Digest.parse(sheet["record"])
+        final = base64.b64decode(sheet.get("final", ""), validate=True)
+        return ArchivedState(folder, run, int(sheet["round"]), state, record, int(sheet["tokens"]), final)
+    except (ValueError, KeyError, TypeError, AttributeError, MalformedError, binascii.Error):
+        return None
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _write_json(path: Path, value: object) -> None:
+    _write(path, _json(value))
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    _flush(path)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    _write(draft, data)
+    os.replace(draft, path)
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    _flush(target)
+
+
+def _flush(path: Path) -> None:
+    """What is in a file, or a folder, is there after a power cut too."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

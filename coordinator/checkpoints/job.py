@@ -1,0 +1,156 @@
+"""Work in a process of its own: at low priority, first to go when memory is short, ended when it takes too long.
+
+What hangs (a store that does not answer), grows (a model) or crashes (a driver) does it there. The job goes in as JSON
+on stdin; what comes of it comes back as lines of JSON, each as soon as it is known: what was done in time counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import async_timeout
+
+from coordinator.errors import CoordinatorError
+from protocol.errors import CairnError
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+MAX_LINE = 1024 * 1024
+MAX_LINES = 10_000_000
+MAX_MESSAGE = 2000
+"""Characters of the process's own last words that are passed on."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class JobError(CoordinatorError):
+    """Work that did not come to its end; the message says why."""
+
+
+async def run_job(
+    module: str, job: Row, heard: Callable[[Row], None], *, deadline: float, silence: float | None = None
+) -> None:
+    """Run `python -m module` with this job; `heard` gets each line. Ends the process when this is cancelled.
+
+    `deadline`: seconds for all of it; `silence`: seconds without a line. Raises ErrandError.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_LINE,
+        env={**os.environ, "CAIRN_ERRAND_OF": str(os.getpid())},
+    )  # fmt: skip
+    words = asyncio.create_task(_last_words(process))
+    try:
+        try:
+            async with async_timeout.timeout(deadline):
+                failed = await _talk(process, job, heard, silence)
+            async with async_timeout.timeout(30):
+                code = await process.wait()
+        except asyncio.TimeoutError:
+            raise JobError(f"it took longer than {deadline:.0f} s and was ended") from None
+        if failed is not None:
+            raise JobError(failed)
+        if code:
+            raise JobError(_why(code, await words))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        words.cancel()
+        await asyncio.gather(words, process.wait(), return_exceptions=True)
+
+
+async def _talk(process: asyncio.subprocess.Process, job: Row, heard: Callable[[Row], None], silence: float | None):
+    """What the process says has failed; None when it says nothing of the kind."""
+    stdin, stdout = process.stdin, process.stdout
+    if stdin is None or stdout is None:
+        raise JobError("the process was started without pipes")
+    with contextlib.suppress(OSError):  # one that ended at once: its code says why
+        stdin.write(json.dumps(job).encode())
+        await stdin.drain()
+        stdin.close()
+    for _ in range(MAX_LINES):
+        try:
+            async with async_timeout.timeout(silence):
+                line = await stdout.readline()
+        except asyncio.TimeoutError:
+            raise JobError(f"nothing came of it for {silence:.0f} s, and it was ended") from None
+        except ValueError:
+            raise JobError("it said more in a line than is taken") from None
+        if not line:
+            return None
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            if "failed" in row:
+                return str(row["failed"])[:MAX_MESSAGE]
+            heard(row)
+    raise JobError("it said more than is taken")
+
+
+async def _last_words(process: asyncio.subprocess.Process) -> str:
+    kept = b""
+    while process.stderr is not None and (data := await process.stderr.read(4096)):
+        kept = (kept + data)[-MAX_MESSAGE:]
+    return " ".join("".join(c if c.isprintable() else " " for c in kept.decode(errors="replace")).split())
+
+
+def _why(code: int, words: str) -> str:
+    if code == -signal.SIGKILL:
+        return "its process was killed: most likely memory ran out"
+    return f"its process ended with code {code}: {words[-500:] or 'it said nothing'}"
+
+
+# -- in the process ---------------------------------------------------------------------------------------------
+
+
+def serve_job(work: Callable[[Row, Callable[[Row], None]], None]) -> None:
+    """The main function of an errand's module: do `work(job, say)`, and say what failed in one line."""
+    _lie_low()
+    # What libraries print is no answer: it goes where their warnings go.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(row: Row) -> None:
+        answers.write(json.dumps(row, allow_nan=False) + "\n")
+        answers.flush()
+
+    job = json.loads(sys.stdin.buffer.read())
+    try:
+        work(job, say)
+    except CairnError as e:
+        say({"failed": str(e)})
+    except MemoryError:
+        say({"failed": "memory did not suffice"})
+
+
+def _lie_low() -> None:
+    """Behind everybody else, and gone when the parent is."""
+    parent = os.environ.get("CAIRN_ERRAND_OF", "")
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent.isdigit() and os.getppid() != int(parent):
+            sys.exit(1)  # it died before we could ask to be told
+
+
+def bound_memory(size: int) -> None:
+    """This process gets no more than so many bytes of its own (files that it maps do not count)."""
+    import resource
+
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (size, resource.getrlimit(resource.RLIMIT_DATA)[1]))

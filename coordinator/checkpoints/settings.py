@@ -1,0 +1,181 @@
+"""coordinator.toml: how this coordinator keeps and judges checkpoints. No peer needs to know, so no spec has it.
+
+[archive]
+newest = 5                  # so many of the newest stay
+every = 0                   # and the first in each so many rounds, for ever
+best = 0                    # and so many with the lowest validation loss
+bytes = "0"                 # all together at most: "200G"; 0: no bound
+reserve = "1G"              # of the disk stay free
+address = ""                # copies: a folder or any fsspec address, such as "s3://bucket/runs"
+mbits = 0                   # megabits a second for copies at most; 0: no bound
+copies = { newest = 50 }    # a policy of their own (newest, every, best, bytes); none: the same
+
+[evaluation]
+every = 1                   # a state is judged when so many rounds have passed; 0: never
+windows = 512               # of the validation shards
+device = "auto"             # a GPU that nobody else works on, else the CPU; or cpu, cuda:0
+threads = 0                 # of the CPU; 0: a quarter of the cores
+memory = "0"                # on the CPU; 0: as the model needs
+seconds = 1800              # then it is ended
+
+[samples]
+prompts = []                # texts to go on from; none: beginnings of validation windows
+tokens = 48                 # of a text; 0: no samples
+temperature = 0.8
+seed = 1
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from coordinator.checkpoints.retention import RetentionPolicy
+from coordinator.errors import CoordinatorError
+from protocol.spec import explain
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+FILE = "coordinator.toml"
+OTHERS = ("alerts", "ledger", "page")
+"""Tables of the file that are others' to read."""
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+MAX_FILE = 1024 * 1024
+
+
+class SettingsError(CoordinatorError):
+    """A coordinator.toml, or an option, that does not say what it should."""
+
+
+def parse_bytes(value: Any) -> int:
+    """Bytes in 200, "800M" or "50G". Raises ValueError."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)([KMGT]?)", str(value).strip().upper())
+    if found is None:
+        raise ValueError('write bytes, or a number with K, M, G or T such as "50G"')
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PolicyTable(_Table):
+    """Which states stay: see `keeping.policy`."""
+
+    newest: Annotated[int, Field(ge=1, le=10**6)] = 5
+    every: Count = 0
+    best: Count = 0
+    bytes: Bytes = 0
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        return RetentionPolicy(self.newest, self.every, self.best, self.bytes)
+
+
+class ArchiveTable(PolicyTable):
+    """[archive]."""
+
+    reserve: Bytes = 10**9
+    address: Annotated[str, Field(max_length=4096)] = ""
+    mbits: Annotated[float, Field(ge=0)] = 0.0
+    copies: PolicyTable | None = None
+
+    @property
+    def policy_of_copies(self) -> RetentionPolicy:
+        return (self.copies or self).policy
+
+
+class EvaluationTable(_Table):
+    """[evaluation]."""
+
+    every: Count = 1
+    windows: Annotated[int, Field(ge=1, le=10**6)] = 512
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    memory: Bytes = 0
+    seconds: Annotated[float, Field(ge=1, le=10**6)] = 1800.0
+
+
+class SamplesTable(_Table):
+    """[samples]."""
+
+    prompts: Annotated[list[Annotated[str, Field(min_length=1, max_length=2000)]], Field(max_length=16)] = []
+    tokens: Annotated[int, Field(ge=0, le=1000)] = 48
+    temperature: Annotated[float, Field(gt=0, le=10)] = 0.8
+    seed: Count = 1
+
+
+class CheckpointSettings(_Table):
+    """All of it."""
+
+    archive: ArchiveTable = ArchiveTable()
+    evaluation: EvaluationTable = EvaluationTable()
+    samples: SamplesTable = SamplesTable()
+
+
+def load_settings(
+    file: Path | None = None, *, address: str | None = None, keep: str | None = None, evaluate_every: int | None = None
+) -> CheckpointSettings:
+    """What the file says, and the options over it. Raises SettingsError.
+
+    `keep`: such as "newest=5,every=100,best=3,bytes=200G".
+    """
+    tables: dict[str, Any] = {} if file is None else _read(file)
+    where = "the options" if file is None else str(file)
+    tables = {k: v for k, v in tables.items() if k not in OTHERS}
+    archive = tables.get("archive", {})
+    if isinstance(archive, dict):
+        given = {} if keep is None else _parse_keep(keep)
+        tables["archive"] = archive | given | ({} if address is None else {"address": address})
+    if evaluate_every is not None and isinstance(tables.setdefault("evaluation", {}), dict):
+        tables["evaluation"] = tables["evaluation"] | {"every": evaluate_every}
+    try:
+        return CheckpointSettings.model_validate(tables)
+    except ValidationError as e:
+        raise SettingsError(explain(e, where).replace("a field of the spec", "a setting")) from None
+
+
+def check_address(address: str, folder: Path) -> None:
+    """Raises SettingsError for an address within the run's own folder, whose copies would be taken for the archive, and
+    for one to which nothing can be written."""
+    if address.startswith(("http://", "https://")):
+        raise SettingsError(f"{address}: a web address is only read from: name a folder, or such as s3://bucket/runs")
+    local = address.removeprefix("file://").removeprefix("local://")
+    if address and "://" not in local and "::" not in local:
+        there = Path(local).expanduser().resolve()
+        if folder.resolve() in (there, *there.parents):
+            raise SettingsError(f"{address}: copies need a place of their own: name one outside {folder}")
+
+
+def _parse_keep(text: str) -> dict[str, str]:
+    found = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals or name not in ("newest", "every", "best", "bytes"):
+            raise SettingsError(f"--keep {text}: write such as newest=5,every=100,best=3,bytes=200G, or some of it")
+        found[name] = value.strip()
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        data = file.read_bytes()
+        if len(data) > MAX_FILE:
+            raise SettingsError(f"{file}: larger than {MAX_FILE} bytes: name a coordinator.toml")
+        return tomllib.loads(data.decode())
+    except OSError as e:
+        raise SettingsError(f"{file}: cannot be read: {e.strerror or e}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise SettingsError(f"{file}: not TOML: {e}") from None

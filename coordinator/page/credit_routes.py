@@ -1,0 +1,188 @@
+"""The routes about credits: the log with its proofs, receipts, accounts, and all credits as a file. Reading only."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from coordinator.credits.export import CSV_TYPE, PARQUET_TYPE, ParquetMissingError
+from coordinator.credits.views import MAX_ENTRIES, MAX_PAGE, CreditLogProtocol, CreditSummary, ReceiptItem
+from coordinator.errors import LedgerError, TooManyError
+from coordinator.page import json_view
+from protocol.errors import MalformedError, ProtocolError
+from protocol.ids import MAX_COUNT, PeerKey
+
+FOR_EVER = "public, max-age=31536000, immutable"
+"""What was written once never changes: an entry, a proof between two sizes."""
+
+
+class LogSource(Protocol):
+    """What the routes are answered from."""
+
+    @property
+    def credit_log(self) -> CreditLogProtocol: ...
+
+    def export_credits(self, form: str) -> AsyncIterator[bytes]:
+        """All credits as "csv" or "parquet", in pieces. Raises CairnError before the first."""
+        ...
+
+
+def log_routes(source: LogSource) -> list[Route]:
+    """/api/log/..., /api/receipts, /api/accounts/KEY, /api/export/credits.csv and .parquet."""
+
+    async def head(request: Request) -> Response:
+        before, limit = _optional(request, "before"), _whole(request, "limit", 1, 1, MAX_PAGE)
+        heads = await source.credit_log.heads(before, limit)
+        return _json({"heads": [_b64(h) for h in heads]})
+
+    async def entries(request: Request) -> Response:
+        first, limit = _whole(request, "first", 0), _whole(request, "limit", MAX_ENTRIES, 1, MAX_ENTRIES)
+        found, size = await source.credit_log.entries(first, limit)
+        whole = len(found) == limit
+        return _json({"first": first, "size": size, "entries": [_b64(e) for e in found]}, for_ever=whole)
+
+    async def lines(request: Request) -> Response:
+        entry = _whole(request, "entry", None)
+        found, _ = await source.credit_log.lines(entry, 1)
+        if not found:
+            return PlainTextResponse("no round entry has that number\n", 404)
+        return _json({"entry": entry, "lines": [_b64(line) for line in found[0].lines]}, for_ever=True)
+
+    async def inclusion(request: Request) -> Response:
+        entry, size = _whole(request, "entry", None), _whole(request, "size", None)
+        hashes = await source.credit_log.inclusion(entry, size)
+        return _json({"entry": entry, "size": size, "hashes": [h.hex() for h in hashes]}, for_ever=True)
+
+    async def consistency(request: Request) -> Response:
+        first, second = _whole(request, "first", None), _whole(request, "second", None)
+        hashes = await source.credit_log.consistency(first, second)
+        return _json({"first": first, "second": second, "hashes": [h.hex() for h in hashes]}, for_ever=True)
+
+    async def receipts(request: Request) -> Response:
+        peer = PeerKey.parse(request.query_params.get("peer", ""))
+        before, limit = _optional(request, "before"), _whole(request, "limit", 50, 1, MAX_PAGE)
+        page = await source.credit_log.receipts(peer, before, limit)
+        return _json({"peer": str(peer), "receipts": [_receipt(i) for i in page.items], "next": page.next})
+
+    async def account(request: Request) -> Response:
+        view = await source.credit_log.standing(PeerKey.parse(request.path_params["key"]))
+        return _json(standing(view) | {"rounds_in_all": source.credit_log.rounds})
+
+    async def export(request: Request) -> Response:
+        form = request.path_params["form"]
+        if form not in ("csv", "parquet"):
+            return PlainTextResponse("there is credits.csv and credits.parquet\n", 404)
+        pieces = source.export_credits(form)
+        try:
+            first = await anext(pieces, b"")
+        except ParquetMissingError as e:
+            return PlainTextResponse(f"{e}\n", 501)
+        headers = {"content-disposition": f'attachment; filename="credits.{form}"', "cache-control": "no-store"}
+        kind = CSV_TYPE if form == "csv" else PARQUET_TYPE
+        return StreamingResponse(_chained(first, pieces), headers=headers, media_type=kind)
+
+    return [
+        Route("/api/log/head", _guarded(head)),
+        Route("/api/log/entries", _guarded(entries)),
+        Route("/api/log/lines", _guarded(lines)),
+        Route("/api/log/inclusion", _guarded(inclusion)),
+        Route("/api/log/consistency", _guarded(consistency)),
+        Route("/api/receipts", _guarded(receipts)),
+        Route("/api/accounts/{key}", _guarded(account)),
+        Route("/api/export/credits.{form}", _guarded(export)),
+    ]
+
+
+def leaderboard_of(log: CreditLogProtocol) -> Callable[[str, int, str], Awaitable[list[dict[str, Any]]]]:
+    """Rows of /api/leaderboard: by "peer", "account" or "team", how many, after the row of which key."""
+
+    async def leaderboard(by: str, limit: int, after: str) -> list[dict[str, Any]]:
+        if by not in ("peer", "account", "team"):
+            raise MalformedError("by is peer, account or team")
+        return [standing(v) for v in await log.leaderboard(by, limit, after)]
+
+    return leaderboard
+
+
+def standing(v: CreditSummary) -> dict[str, Any]:
+    """A row of the leaderboard, and what /api/accounts gives."""
+    return {
+        "key": v.key,
+        "kind": v.kind,
+        "name": v.name,
+        "team": v.team,
+        "account": None if v.account is None else str(v.account),
+        "micro_credits_settled": v.settled,
+        "micro_credits_pending": v.pending,
+        "micro_credits_voided": v.voided,
+        "recent": v.recent,
+        "tokens": v.tokens,
+        "rounds": v.rounds,
+        "peers": [str(p) for p in v.peers],
+    }
+
+
+def _receipt(item: ReceiptItem) -> dict[str, Any]:
+    r = item.receipt
+    return {
+        "round": r.round,
+        "record": str(r.record),
+        "update": str(r.update),
+        "accepted": r.accepted,
+        "reason": r.reason,
+        "windows": r.windows,
+        "tokens": r.tokens,
+        "micro_credits": r.micro_credits,
+        "entry": r.entry,
+        "line": r.line,
+        "pending_until": r.pending_until,
+        "status": item.status,
+        "bytes": _b64(item.sent),
+    }
+
+
+def _guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Bad questions are answered with 400, a ledger that cannot be read with 503."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except ProtocolError as e:
+            return PlainTextResponse(f"{e}\n", 400)
+        except (LedgerError, TooManyError):
+            return PlainTextResponse("the ledger cannot be read at this moment: try again\n", 503)
+
+    return guarded
+
+
+async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+def _json(value: Any, *, for_ever: bool = False) -> Response:
+    headers = {"cache-control": FOR_EVER if for_ever else "no-store"}
+    return Response(json_view.encode(value), headers=headers, media_type="application/json")
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _optional(request: Request, name: str) -> int | None:
+    return None if request.query_params.get(name) is None else _whole(request, name, None)
+
+
+def _whole(request: Request, name: str, default: int | None, low: int = 0, top: int = MAX_COUNT) -> int:
+    text = request.query_params.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdigit() and len(text) <= 16 and low <= int(text) <= top):
+        raise MalformedError(f"{name} must be a whole number from {low} to {top}")
+    return int(text)
