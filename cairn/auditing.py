@@ -84,7 +84,7 @@ async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Au
             own = members_at(r.own)
             asking = chain_asker(r.spec.run_id, r.members, leave_out=own, listen=listen or ANY)
             asker = await stack.enter_async_context(asking)
-        chain = AuditedChain(r.spec, asker, r.log)
+        chain = AuditedChain(r.spec, asker, r.client)
         await chain.begin()
         final = chain.newest_finalization
         heads, bad = await _heads(r)

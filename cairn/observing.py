@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cairn.announcements import Announcements
-from coordinator.chain_indexer import wait_at_most
 from coordinator.checkpoints.archive import MODEL, Archive, ArchivedState
 from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
+from coordinator.tasks import wait_at_most
 from peer.node.node import Node
 from peer.store import Store
 from peer.store.disk import disk

@@ -83,11 +83,12 @@ def give(run: Run, change: Change) -> None:
 
 
 async def _give(run: Run, change: Change) -> None:
-    from coordinator.control import FILE, append_line, line_of, read_directives
+    from coordinator.directive_file import DirectiveFile
     from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 
     decoder = MessageDecoder(run.spec.run_id, run.owner.key, remember=4)
-    words, _ = read_directives(run.folder / FILE, decoder)
+    file = DirectiveFile(run.folder, decoder)
+    words, _ = file.read()
     async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
         number: int | None = None
         try:
@@ -104,7 +105,7 @@ async def _give(run: Run, change: Change) -> None:
         body = replace(body, sequence=max(newest.sequence + 1, int(time.time() * 1000)))
         word = KeySigner(run.owner).sign(body)
         if number is None:
-            append_line(run.folder / FILE, line_of(word))
+            file.append(word)
             click.echo(f"the order is left in {run.folder}: the coordinator gives it when it is started again")
             return
         await client.publish_directive(word.sent)
@@ -115,12 +116,12 @@ async def _say_who_heard(client: Any) -> None:
     end_at = time.monotonic() + HEAR_SECONDS
     while True:
         reply = await client.publish_directive()
-        if reply.heard >= reply.peers or time.monotonic() > end_at:
+        if reply.informed >= reply.peers or time.monotonic() > end_at:
             break
         await asyncio.sleep(0.3)
-    many = "peer has" if reply.heard == 1 else "peers have"
-    rest = "" if reply.heard >= reply.peers else f"; the other {reply.peers - reply.heard} hear it from them"
-    click.echo(f"ordered: {reply.heard} {many} heard it{rest}")
+    many = "peer has" if reply.informed == 1 else "peers have"
+    rest = "" if reply.informed >= reply.peers else f"; the other {reply.peers - reply.informed} hear it from them"
+    click.echo(f"ordered: {reply.informed} {many} heard it{rest}")
 
 
 def _newest(words: Sequence[Signed[Directive]], run: Run) -> Directive:

@@ -62,5 +62,5 @@ async def reached(text: str, via: Sequence[str] = ()) -> AsyncIterator[Reached]:
             own = list(found.coordinator_address.body.addresses)
             info = await client.get_run()
         members = tuple(dict.fromkeys([*via, *info.addresses, *invite.addresses]))
-        log = LogClient(client, info.spec.owner_key)
+        log = LogClient(info.page, info.spec.run_id, info.spec.owner_key)
         yield Reached(invite, client, log, info.spec, members, (*own, *info.addresses[:1]))

@@ -114,6 +114,7 @@ async def _serve(
     from coordinator.checkpoints.archive import Archive
     from coordinator.checkpoints.archiver import CheckpointArchiver
     from coordinator.checkpoints.copies import file_system
+    from coordinator.checkpoints.evaluations import EvaluationLog
     from coordinator.checkpoints.settings import CheckpointSettings, check_address
     from coordinator.service import Coordinator
     from peer.keyfile import load_or_make
@@ -139,9 +140,10 @@ async def _serve(
     check_address(keeping.archive.address, folder)
     if keeping.archive.address:
         file_system(keeping.archive.address)  # a package that is missing is said now, not each five minutes
+    evaluations = EvaluationLog(folder)
     archive = Archive(
         folder / "checkpoints", spec, policy=keeping.archive.policy, spec_envelope=resolved.spec_envelope,
-        reserve=keeping.archive.reserve,
+        reserve=keeping.archive.reserve, losses=evaluations.losses, on_left=evaluations.mark_left,
     )  # fmt: skip
     genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
     begin = genesis_digest(spec.run_id)
@@ -159,9 +161,10 @@ async def _serve(
     node = Node(membership, NodeOptions(folder, (listen,), announce, observer=True))
     view = ObserverView(node, spec, archive)
     shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
-    keeper = CheckpointArchiver(archive, folder, spec, owner, view, keeping, shards=shards)
-    keeper.other_problem = lambda: view.archive_problem
-    coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, keeper=keeper)
+    archiver = CheckpointArchiver(
+        archive, evaluations, spec, view, keeping, shards=shards, fetch_problem=lambda: view.archive_problem
+    )
+    coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, archiver)
     running = asyncio.create_task(node.run())
     stopping = asyncio.create_task(until.wait())
     starting = asyncio.create_task(node.started(running))

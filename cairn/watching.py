@@ -64,13 +64,13 @@ class Screen:
             self._line(f"the coordinator answers again, after {ago(self._at - back[0])}")
         for a in status.alerts:
             if a.name not in self._told:
-                self._line(f"ALERT {a.name}: {a.words}")
+                self._line(f"ALERT {a.name}: {a.message}")
         for name in self._told - {a.name for a in status.alerts}:
             self._line(f"over: {name}")
         self._told = frozenset(a.name for a in status.alerts)
         what = (status.health, status.round, self._told)
         if what != self._said or self._at - self._said_at >= SAY_SECONDS:
-            self._line(f"{status.health}: {status.words}")
+            self._line(f"{status.health}: {status.message}")
             self._said, self._said_at = what, self._at
 
     def missed(self, why: str) -> None:

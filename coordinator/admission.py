@@ -152,5 +152,5 @@ class Admitter:
         admitted = AdmissionRow(request.peer, request.name, first_at, start, body.not_after, signed.sent)
         # Before the write, so that two requests at once do not pass the bound together.
         self._admitted[request.peer] = admitted
-        await self._ledger.run(lambda ledger: ledger.admit(admitted))
+        await self._ledger.run(lambda ledger: ledger.add_admission(admitted))
         return signed

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator import durable
 from coordinator.errors import CoordinatorError
 from coordinator.model_card import Origin, model_card, tokenizer_settings
 from protocol.errors import MalformedError
@@ -94,7 +95,7 @@ def export(
             draft / "tokenizer_config.json", json.dumps(tokenizer_settings(text, tokenizer, config), indent=2) + "\n"
         )
         _write(draft / "README.md", model_card(origin, digest, layout.numel, made, config))
-        _flush_folder(draft)
+        durable.sync(draft)
         _put_in_place(draft, out)
     except OSError as e:
         raise ExportError(_disk_error(e, out)) from None
@@ -225,7 +226,7 @@ def _put_in_place(draft: Path, out: Path) -> None:
         if replaced:
             os.rename(old, out)
         raise
-    _flush_folder(out.parent)
+    durable.sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -240,18 +241,7 @@ def _read_tokenizer(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    durable.write(path, text.encode())
 
 
 def _disk_error(e: OSError, out: Path) -> str:

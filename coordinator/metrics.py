@@ -37,7 +37,7 @@ _LASTING = ("events", "checkpoints")
 class MetricSources:
     """Where the numbers come from. `ledger_entries` and `head_seconds` (since the newest tree head) may be None."""
 
-    look: Callable[[], Overview]
+    overview: Callable[[], Overview]
     viewers: Callable[[], int]
     folder: Path
     admitted: Callable[[], int] = lambda: 0
@@ -46,7 +46,7 @@ class MetricSources:
     alerts: Callable[[], tuple[str, ...]] = lambda: ()
     """Of all there may be."""
 
-    kept: Callable[[], Sequence[tuple[str, str, float]]] = lambda: ()
+    archive: Callable[[], Sequence[tuple[str, str, float]]] = lambda: ()
     """Of the archive: names, what they are, values."""
 
 
@@ -97,10 +97,10 @@ class Metrics:
         """A webhook was tried: delivered, failed (told again), dropped."""
         self._deliveries.labels(result).inc()
 
-    def looked(self, o: Overview, now: float) -> None:
+    def update(self, o: Overview, now: float) -> None:
         """The swarm was looked at."""
-        self._clock.look(o, now)
-        self._traffic.look(o, now)
+        self._clock.update(o, now)
+        self._traffic.update(o, now)
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -152,7 +152,7 @@ class _Swarm:
 
     def collect(self) -> Iterator[Metric]:
         s = self._sources
-        o, disk = s.look(), shutil.disk_usage(s.folder)
+        o, disk = s.overview(), shutil.disk_usage(s.folder)
         entries, age = s.ledger_entries(), s.head_seconds()
         newest = o.rounds[0] if o.rounds else None
         for name, what, value in (
@@ -165,7 +165,7 @@ class _Swarm:
             ("cairn_round_contributors", "Peers in the newest round.", newest and len(newest.contributors)),
             ("cairn_round_absent", "Peers that trained and were not in the newest round.",
              len(newest.absent) if newest and newest.absent is not None else None),
-            ("cairn_peers_differing", "Peers whose state differs from the chain's.", len(o.differing)),
+            ("cairn_peers_diverged", "Peers whose state differs from the chain's.", len(o.diverged)),
             ("cairn_peers_admitted", "Peers that hold or held an admission and are remembered.", s.admitted()),
             ("cairn_chain_problem", "1 while the chain cannot be followed.", bool(o.problem)),
             ("cairn_page_viewers", "Open live views of the page.", s.viewers()),
@@ -173,7 +173,7 @@ class _Swarm:
             ("cairn_disk_size_bytes", "Size of the disk where the run's folder is.", disk.total),
             ("cairn_ledger_entries", "Entries of the ledger's log.", entries),
             ("cairn_tree_head_age_seconds", "Since the newest signed tree head.", age),
-            *s.kept(),
+            *s.archive(),
         ):  # fmt: skip
             if value is not None:
                 yield GaugeMetricFamily(name, what, value=float(value))

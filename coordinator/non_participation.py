@@ -18,7 +18,7 @@ class NonParticipation:
 
     peer: PeerKey
     reason: str
-    words: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ REASONS = {
     "left": "it has left",
     "syncing": "it was fetching the state",
     "behind": "it was rounds behind",
-    "astray": "it was on another branch of the chain",
-    "unheard": "it says that it announced; the announcement did not come here",
-    "nothing yet": "it had no window done",
+    "other branch": "it was on another branch of the chain",
+    "not received": "it says that it announced; the announcement did not come here",
+    "no window": "it had no window done",
     "no announcement": "it did not announce before the others went on",
 }
 
@@ -94,10 +94,10 @@ def _of_peer(
         return "behind", f"was {back} round{'s' * (back != 1)} behind"
     if beat.round == account.round:
         if beat.head != account.parent:
-            return "astray", "was on another branch of the chain"
+            return "other branch", "was on another branch of the chain"
         if beat.phase == "exchanging":
-            return "unheard", "says that it announced; the announcement did not come here"
+            return "not received", "says that it announced; the announcement did not come here"
         if not beat.windows:
-            return "nothing yet", "had no window done yet"
+            return "no window", "had no window done yet"
         return "no announcement", f"had {beat.windows} windows done, and did not announce before the others went on"
     return "no announcement", "did not announce before the others went on"

@@ -34,7 +34,7 @@ def round_charts(seen: Sequence[RoundObservation], limit: int = 400) -> RoundCha
         [_mean(s.train for s in g) for g in groups],
         [_mean(s.exchange for s in g) for g in groups],
         [_mean(s.commit for s in g) for g in groups],
-        [_mean(s.working for s in g) for g in groups],
+        [_mean(s.training for s in g) for g in groups],
         [_mean(s.sent for s in g) for g in groups],
         [_mean(s.received for s in g) for g in groups],
     )

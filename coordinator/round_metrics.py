@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coordinator.overview import TRAINING_PHASES, Overview
+from coordinator.overview import Overview
+from coordinator.swarm import TRAINING_PHASES
 from protocol.ids import PeerKey
 
 MAX_BYTES_PER_SECOND = 10 * 10**9
@@ -23,7 +24,7 @@ class RoundTimer:
         self._began: float | None = None  # None: nobody saw it begin
         self._exchange: float | None = None
 
-    def look(self, o: Overview, now: float) -> None:
+    def update(self, o: Overview, now: float) -> None:
         """Take in what is so now."""
         if o.round != self._round:
             # Rounds that were caught up with have no time of their own.
@@ -53,7 +54,7 @@ class TrafficCounter:
         self._last: dict[PeerKey, tuple[int, int]] = {}
         self._at: float | None = None
 
-    def look(self, o: Overview, now: float) -> None:
+    def update(self, o: Overview, now: float) -> None:
         """Take in what is so now."""
         most = int(MAX_BYTES_PER_SECOND * max(0.0, now - (now if self._at is None else self._at)))
         last: dict[PeerKey, tuple[int, int]] = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from coordinator.non_participation import NonParticipation, ReceivedUpdate, non_participants
-from coordinator.swarm import ReceivedHeartbeat
+from coordinator.swarm import TRAINING_PHASES, ReceivedHeartbeat
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import RoundAccount
 from protocol.messages import RoundRecord, Signed, UpdateHeader
@@ -25,7 +25,6 @@ MAX_ANNOUNCED = 64
 MAX_AUTHORS = 10_000
 MAX_PROPOSALS = 64
 TYPICAL = 8
-_WORKING = ("training", "exchanging")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,11 @@ class RoundObservation:
     announced: float | None
     proposed: float | None
     certified: float
-    working: int
+    training: int
     sent: int | None
     received: int | None
     absent: tuple[NonParticipation, ...] | None
-    absent_in_all: int
+    absent_total: int
 
     @property
     def train(self) -> float | None:
@@ -150,7 +149,7 @@ class RoundObservations:
         if self._began is not None and not self._heard:
             self._began = self._now()
 
-    def hear(self, message: Signed) -> None:
+    def receive(self, message: Signed) -> None:
         """A verified announcement or proposal. Of others nothing is kept."""
         if not isinstance(message.body, UpdateHeader | RoundRecord):
             return
@@ -184,11 +183,11 @@ class RoundObservations:
         if proposed is not None and first is not None:
             proposed = max(proposed, first)
         came = first is not None or proposed is not None  # else it was decided before this coordinator was there
-        working = sum(_works(h, self.member_seconds) for h in heard.values())
+        training = sum(_works(h, self.member_seconds) for h in heard.values())
         found = non_participants(account, inside, self._before, self._heard, proposed, heard, self.member_seconds)
         sent, received = self._traffic(heard)
         seen = RoundObservation(
-            account.round, account.record, self._began if came else None, first, proposed, now, working, sent, received,
+            account.round, account.record, self._began if came else None, first, proposed, now, training, sent, received,
             tuple(found[:MAX_LISTED]), len(found),
         )  # fmt: skip
         self._rounds[seen.record] = seen
@@ -241,7 +240,7 @@ MAX_LISTED = 100
 
 
 def _works(h: ReceivedHeartbeat, member_seconds: float) -> bool:
-    return h.heartbeat.phase in _WORKING and h.seconds_since <= member_seconds
+    return h.heartbeat.phase in TRAINING_PHASES and h.seconds_since <= member_seconds
 
 
 def _between(start: float | None, end: float | None) -> float | None:

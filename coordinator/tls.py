@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from coordinator import durable
 from coordinator.errors import CertificateFileError
 from protocol.ids import Digest, sha256
 from protocol.invite import TLS_NAME
@@ -42,7 +43,7 @@ def load_or_make(folder: Path, *, now: datetime.datetime | None = None) -> TlsCe
             data = path.read_bytes()
         except FileNotFoundError:
             data = _make(now)
-            _write(path, data)
+            durable.replace(path, data, 0o600)
         else:
             if path.stat().st_mode & 0o077:
                 os.chmod(path, 0o600)
@@ -72,26 +73,6 @@ def _make(now: datetime.datetime) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     ) + certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all: a cut-off file would lock every holder of the invite out."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.rename(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _read(path: Path, data: bytes, now: datetime.datetime) -> TlsCertificate:

@@ -12,14 +12,14 @@ from protocol.spec import RoundSpec
 
 def alert_input(
     o: Overview, rules: RoundSpec, folder: Path, *, now: float, up: float, caught_up: bool, head_age: float | None,
-    judged: tuple[float, ...] = (), log_problem: str = "",
+    validation_losses: tuple[float, ...] = (), log_problem: str = "",
 ) -> AlertInput:  # fmt: skip
     """`rules`: those that hold now; `up`: seconds since the start; `head_age`: since the newest tree head, None where
     there is none; `judged`, `log_problem`: as in `AlertInput`."""
     r, usage = rules, disk_usage(folder)
     return AlertInput(
-        time=now, up=up, health=o.health, words=o.words, problem=o.problem, caught_up=caught_up, round=o.round,
-        limit=r.max_seconds + r.exchange_seconds + r.patience_seconds, losses=tuple(x.loss for x in o.rounds),
-        training=o.working, differing=o.differing, disk_free=usage.free, disk_size=usage.total, head_age=head_age,
-        judged=judged, archive_problem=o.archive_problem, log_problem=log_problem,
+        time=now, up=up, health=o.health, message=o.message, problem=o.problem, caught_up=caught_up, round=o.round,
+        round_limit=r.max_seconds + r.exchange_seconds + r.patience_seconds, losses=tuple(x.loss for x in o.rounds),
+        training=o.training, diverged=o.diverged, disk_free=usage.free, disk_size=usage.total, head_age=head_age,
+        validation_losses=validation_losses, archive_problem=o.archive_problem, log_problem=log_problem,
     )  # fmt: skip

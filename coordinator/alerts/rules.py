@@ -32,24 +32,24 @@ Memory = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class AlertInput:
     """What is seen at a time. `up` are the seconds since the coordinator's start, `limit` those that a round may take;
-    `losses` those of the newest rounds, newest first; `differing` who says another state digest than the chain.
+    `losses` those of the newest rounds, newest first; `diverged` who says another state digest than the chain.
     `head_age`: seconds since the newest tree head; None where no log is signed."""
 
     time: float
     up: float
     health: str
-    words: str
+    message: str
     problem: str
     caught_up: bool
     round: int
-    limit: float
+    round_limit: float
     losses: tuple[float, ...]
     training: int
-    differing: tuple[str, ...]
+    diverged: tuple[str, ...]
     disk_free: int
     disk_size: int
     head_age: float | None
-    judged: tuple[float, ...] = ()
+    validation_losses: tuple[float, ...] = ()
     """Validation losses, newest first; NaN for a state whose output was not finite."""
 
     archive_problem: str = ""
@@ -62,7 +62,7 @@ class AlertRule:
     """`look`, and for how many seconds its words must stand before they are an alert, and be gone before it is over."""
 
     name: str
-    look: Callable[[Memory, AlertInput], str | None]
+    judge: Callable[[Memory, AlertInput], str | None]
     after: float = 0.0
     clear: float = 0.0
 
@@ -103,7 +103,7 @@ def stalled(memory: Memory, s: AlertInput) -> str | None:
         memory["since"] = s.time  # nobody can be late
         return ""
     late = s.time - memory["since"]
-    if late <= s.limit:
+    if late <= s.round_limit:
         return ""
     return f"{s.training} peers train, and round {s.round} has not ended for {late / 60:.0f} min"
 
@@ -111,10 +111,10 @@ def stalled(memory: Memory, s: AlertInput) -> str | None:
 def digests(memory: Memory, s: AlertInput) -> str | None:
     """Members hold another state than the chain names for the same record: they compute something else."""
     del memory
-    if not s.differing:
+    if not s.diverged:
         return None if s.up < STARTUP_SECONDS else ""
-    names = ", ".join(s.differing[:5]) + (" and others" if len(s.differing) > 5 else "")
-    return f"{len(s.differing)} peers hold another state than the chain names: {names}"
+    names = ", ".join(s.diverged[:5]) + (" and others" if len(s.diverged) > 5 else "")
+    return f"{len(s.diverged)} peers hold another state than the chain names: {names}"
 
 
 def peers(memory: Memory, s: AlertInput) -> str | None:
@@ -169,21 +169,21 @@ def chain(memory: Memory, s: AlertInput) -> str | None:
     if s.problem:
         return s.problem
     if s.health == "split":
-        return s.words
+        return s.message
     return None if s.up < STARTUP_SECONDS else ""
 
 
 def validation(memory: Memory, s: AlertInput) -> str | None:
     """The newest state is much worse than the best, or gives no numbers."""
     del memory
-    if not s.judged:
+    if not s.validation_losses:
         return None
-    if not math.isfinite(s.judged[0]):
+    if not math.isfinite(s.validation_losses[0]):
         return "the newest state that was judged gives no finite numbers: roll back to a checkpoint before it"
-    best = min((x for x in s.judged if math.isfinite(x)), default=s.judged[0])
-    if s.judged[0] <= best + max(0.25, 0.05 * best):
+    best = min((x for x in s.validation_losses if math.isfinite(x)), default=s.validation_losses[0])
+    if s.validation_losses[0] <= best + max(0.25, 0.05 * best):
         return ""
-    return f"the validation loss is {s.judged[0]:.2f}, and was {best:.2f}: look at the rounds between"
+    return f"the validation loss is {s.validation_losses[0]:.2f}, and was {best:.2f}: look at the rounds between"
 
 
 def archive(memory: Memory, s: AlertInput) -> str | None:

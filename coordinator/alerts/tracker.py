@@ -24,7 +24,7 @@ class Alert:
 
     name: str
     since: float
-    words: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class AlertEvent:
 
     id: str
     name: str
-    what: str
-    words: str
+    kind: str
+    message: str
     since: float
     time: float
 
@@ -47,7 +47,7 @@ class _State:
     right_since: float | None = None
     since: float | None = None
     told: float = 0.0
-    words: str = ""
+    message: str = ""
     memory: Memory = field(default_factory=dict)
 
 
@@ -87,44 +87,44 @@ class AlertTracker:
         return tuple(self._states)
 
     @property
-    def standing(self) -> tuple[Alert, ...]:
+    def active(self) -> tuple[Alert, ...]:
         """Those that stand now, oldest first."""
-        alerts = [Alert(n, s.since, s.words) for n, s in self._states.items() if s.since is not None]
+        alerts = [Alert(n, s.since, s.message) for n, s in self._states.items() if s.since is not None]
         return tuple(sorted(alerts, key=lambda a: a.since))
 
-    def look(self, sight: AlertInput) -> list[AlertEvent]:
+    def update(self, seen: AlertInput) -> list[AlertEvent]:
         """Take in what is seen; what happened by it. Each event waits for every hook from now on."""
-        events = [e for rule in self._rules for e in self._judge(rule, self._states[rule.name], sight)]
+        events = [e for rule in self._rules for e in self._judge(rule, self._states[rule.name], seen)]
         for waiting in self._waiting.values():
             waiting += events
-            fresh = [e for e in waiting if sight.time - e.time <= KEEP_SECONDS][-MAX_WAITING:]
+            fresh = [e for e in waiting if seen.time - e.time <= KEEP_SECONDS][-MAX_WAITING:]
             self.lost += len(waiting) - len(fresh)
             waiting[:] = fresh
         return events
 
-    def _judge(self, rule: AlertRule, s: _State, sight: AlertInput) -> Iterator[AlertEvent]:
-        now, words = sight.time, rule.look(s.memory, sight)
-        if words is None:
+    def _judge(self, rule: AlertRule, s: _State, seen: AlertInput) -> Iterator[AlertEvent]:
+        now, message = seen.time, rule.judge(s.memory, seen)
+        if message is None:
             return
-        s.wrong_since = (now if s.wrong_since is None else s.wrong_since) if words else None
-        s.right_since = (now if s.right_since is None else s.right_since) if not words else None
+        s.wrong_since = (now if s.wrong_since is None else s.wrong_since) if message else None
+        s.right_since = (now if s.right_since is None else s.right_since) if not message else None
 
-        def event(what: str) -> AlertEvent:
+        def event(kind: str) -> AlertEvent:
             return AlertEvent(
-                f"{rule.name}-{s.since:.0f}-{what}-{now:.0f}", rule.name, what, s.words, s.since or now, now
+                f"{rule.name}-{s.since:.0f}-{kind}-{now:.0f}", rule.name, kind, s.message, s.since or now, now
             )
 
-        if words:
-            s.words = words
+        if message:
+            s.message = message
             if s.since is None and now - (s.wrong_since or now) >= rule.after:
                 s.since, s.told = s.wrong_since, now
                 yield event("fired")
             elif s.since is not None and not 0 <= now - s.told < self._repeat:
                 s.told = now
-                yield event("lasts")
+                yield event("ongoing")
         elif s.since is not None and now - (s.right_since or now) >= rule.clear:
             yield event("resolved")
-            s.since, s.told, s.words = None, 0.0, ""
+            s.since, s.told, s.message = None, 0.0, ""
 
     # -- telling ---------------------------------------------------------------------------------------------
 

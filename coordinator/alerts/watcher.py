@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
+from coordinator import durable
 from coordinator.alerts.config import AlertConfig, Webhook
 from coordinator.alerts.rules import AlertInput
 from coordinator.alerts.tracker import Alert, AlertEvent, AlertTracker, back_off
@@ -20,7 +20,7 @@ from coordinator.alerts.webhooks import WebhookError, payload, post
 log = logging.getLogger(__name__)
 
 FILE = "alerts.json"
-LOOK_SECONDS = 5.0
+CHECK_SECONDS = 5.0
 SAVE_SECONDS = 60.0
 """What rules remember is written so often; what happened, before anybody is told."""
 
@@ -30,17 +30,17 @@ class AlertWatcher:
     hears of each delivery: delivered, failed, dropped."""
 
     def __init__(
-        self, folder: Path, config: AlertConfig, run: str, page: Callable[[], str], see: Callable[[], AlertInput],
-        changed: Callable[[], None] = lambda: None, told: Callable[[str], None] = lambda _: None,
+        self, folder: Path, config: AlertConfig, run: str, page: Callable[[], str], input: Callable[[], AlertInput],
+        on_change: Callable[[], None] = lambda: None, on_delivery: Callable[[str], None] = lambda _: None,
     ):  # fmt: skip
         self._path = folder / FILE
         self._config = config
         self._run = run
         self._page = page
-        self._see = see
-        self._changed = changed
-        self._told = told
-        self._journal = AlertTracker([h.name for h in config.hooks], repeat=config.repeat)
+        self._input = input
+        self._on_change = on_change
+        self._on_delivery = on_delivery
+        self._tracker = AlertTracker([h.name for h in config.hooks], repeat=config.repeat)
         self._news = {h.name: asyncio.Event() for h in config.hooks}
         self._tasks: list[asyncio.Task[None]] = []
         self._saved_at = 0.0
@@ -48,24 +48,24 @@ class AlertWatcher:
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="alerts")
 
     @property
-    def standing(self) -> tuple[Alert, ...]:
+    def active(self) -> tuple[Alert, ...]:
         """The alerts that stand."""
-        return self._journal.standing
+        return self._tracker.active
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of all alerts that there may be."""
-        return self._journal.names
+        return self._tracker.names
 
     async def start(self) -> None:
         """Go on from what is on disk."""
         saved = await asyncio.to_thread(self._load)
         try:
-            self._journal = AlertTracker([h.name for h in self._config.hooks], saved, repeat=self._config.repeat)
+            self._tracker = AlertTracker([h.name for h in self._config.hooks], saved, repeat=self._config.repeat)
         except (TypeError, KeyError, AttributeError, ValueError) as e:
             log.error("%s is damaged (%s): alerts that stand are told again", self._path, e)
-        self._tasks = [asyncio.create_task(self._look_on(), name="alerts")]
-        self._tasks += [asyncio.create_task(self._tell_always(h), name=f"webhook {h}") for h in self._config.hooks]
+        self._tasks = [asyncio.create_task(self._check_forever(), name="alerts")]
+        self._tasks += [asyncio.create_task(self._deliver_forever(h), name=f"webhook {h}") for h in self._config.hooks]
 
     async def stop(self) -> None:
         """What was not told yet is told after the next start."""
@@ -76,39 +76,39 @@ class AlertWatcher:
             await self._save()
         self._disk.shutdown(wait=False)
 
-    async def look(self) -> list[AlertEvent]:
+    async def check(self) -> list[AlertEvent]:
         """Once."""
-        events = self._journal.look(self._see())
+        events = self._tracker.update(self._input())
         for e in events:
-            (log.info if e.what == "resolved" else log.warning)("alert %s %s: %s", e.name, e.what, e.words)
+            (log.info if e.kind == "resolved" else log.warning)("alert %s %s: %s", e.name, e.kind, e.message)
         if events or time.monotonic() - self._saved_at > SAVE_SECONDS:
             await self._save()
         if events:
-            self._changed()
+            self._on_change()
         for news in self._news.values() if events else ():
             news.set()
         return events
 
-    async def _look_on(self) -> None:
+    async def _check_forever(self) -> None:
         while True:
             try:
-                await self.look()
+                await self.check()
             except Exception:  # a fault in a rule must not silence the others for ever
                 log.exception("looking for alerts failed")
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
 
-    async def _tell_always(self, hook: Webhook) -> None:
+    async def _deliver_forever(self, hook: Webhook) -> None:
         for faults in count(1):
             try:
-                await self._tell_on(hook)
+                await self._deliver(hook)
             except Exception:  # a fault here must not silence a webhook until the next start
                 log.exception("webhook %s: a fault of the coordinator; what it was to be told is told again", hook.name)
             await asyncio.sleep(back_off(faults))
 
-    async def _tell_on(self, hook: Webhook) -> None:
+    async def _deliver(self, hook: Webhook) -> None:
         failures = 0
         while True:
-            event = self._journal.next_for(hook.name)
+            event = self._tracker.next_for(hook.name)
             if event is None:
                 self._news[hook.name].clear()
                 await self._news[hook.name].wait()
@@ -117,16 +117,16 @@ class AlertWatcher:
                 await post(hook, payload(event, self._run, self._page()), self._config.secret)
             except WebhookError as e:
                 failures += 1
-                self._told("dropped" if e.final else "failed")
+                self._on_delivery("dropped" if e.final else "failed")
                 log.warning("webhook: %s; %s", e, "the event is dropped" if e.final else "it is told again")
                 if not e.final:
                     await asyncio.sleep(back_off(failures))
                     continue
-                self._journal.done(hook.name, event, taken=False)
+                self._tracker.done(hook.name, event, taken=False)
             else:
                 failures = 0
-                self._told("delivered")
-                self._journal.done(hook.name, event, taken=True)
+                self._on_delivery("delivered")
+                self._tracker.done(hook.name, event, taken=True)
             await self._save()
 
     def _load(self) -> dict | None:
@@ -140,19 +140,9 @@ class AlertWatcher:
 
     async def _save(self) -> None:
         self._saved_at = time.monotonic()
-        text = json.dumps(self._journal.to_json())
+        data = json.dumps(self._tracker.to_json()).encode()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._disk, _write, self._path, text)
+            await asyncio.get_running_loop().run_in_executor(self._disk, durable.replace, self._path, data, 0o600)
         except OSError as e:
             # The disk may be what is wrong: then telling matters more than keeping.
             log.error("%s cannot be written (%s): after a restart alerts may be told twice", self._path, e)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for nobody else."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)

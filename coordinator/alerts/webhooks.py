@@ -23,8 +23,8 @@ from coordinator.errors import CoordinatorError
 
 DEADLINE = 10.0
 MAX_ANSWER = 16 * 1024
-MAX_WORDS = 600
-_SIGNS = {"fired": "ALERT", "lasts": "STILL", "resolved": "RESOLVED", "test": "TEST"}
+MAX_MESSAGE = 600
+_SIGNS = {"fired": "ALERT", "ongoing": "STILL", "resolved": "RESOLVED", "test": "TEST"}
 
 
 class WebhookError(CoordinatorError):
@@ -37,13 +37,13 @@ class WebhookError(CoordinatorError):
 
 def plain(text: str) -> str:
     """Words that hold what strangers chose, for chats that make links, mentions and markup of it."""
-    text = "".join(c if c.isprintable() else " " for c in text[:MAX_WORDS])
+    text = "".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE])
     return re.sub(r"[<>&@`*_~|\[\]\\#]", "'", text)
 
 
 def payload(event: AlertEvent, run: str, page: str) -> bytes:
     """The body to post. `run` is the run's name."""
-    sentence = f"{_SIGNS[event.what]} {plain(run)}: {event.name}: {plain(event.words)}"
+    sentence = f"{_SIGNS[event.kind]} {plain(run)}: {event.name}: {plain(event.message)}"
     if page:
         sentence += f" ({page})"
     body = {

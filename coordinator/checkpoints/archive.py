@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coordinator import durable
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, evictable, to_delete
 from coordinator.errors import CoordinatorError
 from protocol.errors import MalformedError
@@ -74,31 +75,36 @@ class ArchivedState:
 
 
 class Archive:
-    """The archived states of one run, in `folder`; `policy` says which stay. Thread-safe.
+    """The archived states of one run, in `folder`. Thread-safe.
 
-    `spec_envelope`: the signed spec, for strangers who check a copy. `reserve`: bytes of the disk that stay free.
+    `policy` decides which states stay, `losses` gives the validation losses by state for `policy.best`. `spec_envelope` is
+    the signed spec, for strangers who verify a copy. `reserve` is the number of bytes of the disk to leave free.
+    `on_left` is called, in any thread, with states that the chain has left, before they are deleted.
     """
 
     def __init__(
-        self, folder: Path, spec: RunSpec, *, policy: RetentionPolicy = DEFAULT, spec_envelope: bytes = b"", reserve: int = 0
+        self, folder: Path, spec: RunSpec, *, policy: RetentionPolicy = DEFAULT, spec_envelope: bytes = b"",
+        reserve: int = 0, losses: Callable[[], Mapping[Digest, float]] = dict,
+        on_left: Callable[[Sequence[Digest]], None] = lambda _: None,
     ):  # fmt: skip
         self.folder = folder
         c = spec.checkpoint
         self.policy = replace(policy, waiting=-(-c.final_depth // c.every) + 1)
-        self.losses: Callable[[], Mapping[Digest, float]] = dict
-        """The validation loss by state, for `policy.best`."""
-        self.on_drop: Callable[[Sequence[ArchivedState]], None] = lambda _: None
-        """Called (in any thread) with states that the chain has left, when they are dropped."""
+        self._losses = losses
+        self._on_left = on_left
         self._spec = spec
         self._run = spec.run_id
         self._spec_envelope = spec_envelope
         self._reserve = reserve
         self._writing = threading.RLock()
         """Held by what changes the folder: for minutes, on a slow disk. Never taken on the event loop."""
+
         self._lock = threading.RLock()
         """Held for moments."""
+
         self._open: Counter[Path] = Counter()
-        self._known: dict[Path, tuple[tuple[int, int, int], ArchivedState | None]] = {}
+        self._manifests: dict[Path, tuple[tuple[int, int, int], ArchivedState | None]] = {}
+        self._left: set[Digest] = set()
 
     def add(
         self, checkpoint: Path, tokenizer: Path, *, round: int, state: Digest, record: Digest, tokens: int,
@@ -119,21 +125,21 @@ class Archive:
                 draft.mkdir(parents=True)
                 self._link_or_copy(checkpoint, draft / MODEL)
                 _copy(tokenizer, draft / TOKENIZER)
-                _write_json(draft / CONFIG, self._spec.model.config)
+                durable.write(draft / CONFIG, _json(self._spec.model.config))
                 if self._spec_envelope:
-                    _write(draft / SPEC, self._spec_envelope)
+                    durable.write(draft / SPEC, self._spec_envelope)
                 if certificate:
-                    _write(draft / CERTIFICATE, certificate)
-                    _write_json(draft / WITNESSES, [base64.b64encode(w).decode() for w in witnesses])
+                    durable.write(draft / CERTIFICATE, certificate)
+                    durable.write(draft / WITNESSES, _json([base64.b64encode(w).decode() for w in witnesses]))
                 names = {"run": str(self._run), "name": self._spec.name, "state": str(state), "record": str(record)}
-                _write_json(draft / MANIFEST, names | {"round": round, "tokens": tokens})
-                _flush(draft)
+                durable.write(draft / MANIFEST, _json(names | {"round": round, "tokens": tokens}))
+                durable.sync(draft)
                 if existing is not None:
-                    self.on_drop([existing])  # of a branch that lost
+                    self._mark_left([existing])
                 if target.exists():
                     self._remove(target, even_if_open=True)
                 os.rename(draft, target)
-                _flush(self.folder)
+                durable.sync(self.folder)
             except OSError as e:
                 shutil.rmtree(draft, ignore_errors=True)
                 remedy = (
@@ -149,11 +155,10 @@ class Archive:
         it returns. Raises CoordinatorError."""
         with self._writing:
             try:
-                sheet = json.loads((archived.folder / MANIFEST).read_bytes())
-                _replace(archived.folder / CERTIFICATE, certificate)
-                sheet["final"] = base64.b64encode(final).decode()
-                _replace(archived.folder / MANIFEST, _json(sheet))
-                _flush(archived.folder)
+                manifest = json.loads((archived.folder / MANIFEST).read_bytes())
+                durable.replace(archived.folder / CERTIFICATE, certificate)
+                manifest["final"] = base64.b64encode(final).decode()
+                durable.replace(archived.folder / MANIFEST, _json(manifest))
             except (OSError, ValueError) as e:
                 why = ((isinstance(e, OSError) and e.strerror) or str(e)).lower()
                 raise CoordinatorError(
@@ -170,8 +175,8 @@ class Archive:
     def all(self) -> list[ArchivedState]:
         """What is archived, oldest first."""
         with self._lock:
-            found, known = [], self._known
-            self._known = {}
+            found, known = [], self._manifests
+            self._manifests = {}
             for folder in self.folder.glob("round-*"):
                 try:
                     s = (folder / MANIFEST).stat()
@@ -180,7 +185,7 @@ class Archive:
                 mark = (s.st_ino, s.st_mtime_ns, s.st_size)
                 old = known.get(folder)
                 a = old[1] if old is not None and old[0] == mark else read_manifest(folder)
-                self._known[folder] = (mark, a)
+                self._manifests[folder] = (mark, a)
                 if a is not None and a.run == self._run:
                     found.append(a)
             return sorted(found, key=lambda a: a.round)
@@ -190,7 +195,7 @@ class Archive:
         archived = self.all()
         return archived[-1] if archived else None
 
-    def newest_finalization(self) -> ArchivedState | None:
+    def newest_final(self) -> ArchivedState | None:
         """The newest that the owner has signed as final."""
         return next((a for a in reversed(self.all()) if a.final), None)
 
@@ -218,11 +223,27 @@ class Archive:
     def drop(self, archived: Iterable[ArchivedState]) -> None:
         """Remove these: states that the chain has left."""
         gone = list(archived)
-        if gone:
-            self.on_drop(gone)
+        self._mark_left(gone)
         with self._writing:
             for a in gone:
                 self._remove(a.folder, even_if_open=True)
+
+    def _mark_left(self, archived: Sequence[ArchivedState]) -> None:
+        if archived:
+            states = [a.state for a in archived]
+            with self._lock:
+                self._left |= set(states)
+            self._on_left(states)
+
+    def left(self) -> set[Digest]:
+        """Return the states that the chain has left, and whose copies are not known to be deleted."""
+        with self._lock:
+            return set(self._left)
+
+    def forget_left(self, states: Iterable[Digest]) -> None:
+        """Drop states from `left`: their copies are deleted."""
+        with self._lock:
+            self._left -= set(states)
 
     def prune(self) -> None:
         """Remove what the policy does not keep."""
@@ -250,7 +271,7 @@ class Archive:
                 self._remove(a.folder)
 
     def _kept(self) -> list[RetentionCandidate[ArchivedState]]:
-        losses = self.losses()
+        losses = self._losses()
         return [
             RetentionCandidate(a, a.round, a.size, bool(a.final), losses.get(a.state), self._open[a.folder] > 0)
             for a in self.all()
@@ -291,10 +312,10 @@ def read_manifest(folder: Path) -> ArchivedState | None:
 def parse_manifest(folder: Path, data: bytes) -> ArchivedState | None:
     """What a cairn.json says; None when it is not one."""
     try:
-        sheet = json.loads(data)
-        run, state, record = RunId.parse(sheet["run"]), Digest.parse(sheet["state"]), Digest.parse(sheet["record"])
-        final = base64.b64decode(sheet.get("final", ""), validate=True)
-        return ArchivedState(folder, run, int(sheet["round"]), state, record, int(sheet["tokens"]), final)
+        manifest = json.loads(data)
+        run, state, record = RunId.parse(manifest["run"]), Digest.parse(manifest["state"]), Digest.parse(manifest["record"])
+        final = base64.b64decode(manifest.get("final", ""), validate=True)
+        return ArchivedState(folder, run, int(manifest["round"]), state, record, int(manifest["tokens"]), final)
     except (ValueError, KeyError, TypeError, AttributeError, MalformedError, binascii.Error):
         return None
 
@@ -303,30 +324,6 @@ def _json(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _write_json(path: Path, value: object) -> None:
-    _write(path, _json(value))
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-    _flush(path)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    draft = path.with_name(f".{path.name}.draft")
-    _write(draft, data)
-    os.replace(draft, path)
-
-
 def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
-    _flush(target)
-
-
-def _flush(path: Path) -> None:
-    """What is in a file, or a folder, is there after a power cut too."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    durable.sync(target)

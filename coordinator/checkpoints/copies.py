@@ -71,29 +71,29 @@ class CopyStore:
         self._say = say
         self._mbits = mbits
         self._fs, self._root = file_system(self.address)
-        self._told, self._steps = 0.0, 0
+        self._reported, self._steps = 0.0, 0
 
     def keep(self, folders: list[Path], policy: RetentionPolicy, losses: dict[str, float], left: set[Digest]) -> None:
         """Copy what is not there yet, oldest first, and remove what the policy does not keep, or the chain has left."""
         there = self.list()
-        self._say({"there": [str(t.archived.state) for t in there]})
+        self._say({"present": [str(t.archived.state) for t in there]})
         for t in [t for t in there if t.archived.state in left]:
             there.remove(t)
             self.remove(t)
         states = {t.archived.state for t in there}
         for a in [a for folder in folders if (a := read_manifest(folder)) is not None and a.state not in states]:
-            if a.state in _doomed([*there, StoredCopy("", a, a.size)], policy, losses):
-                self._say({"passed": str(a.state)})  # it would go as soon as it had come
+            if a.state in _to_delete([*there, StoredCopy("", a, a.size)], policy, losses):
+                self._say({"skipped": str(a.state)})  # it would be deleted as soon as it was copied
             else:
                 there.append(self.copy(a))
-        gone = _doomed(there, policy, losses)
+        gone = _to_delete(there, policy, losses)
         for t in [t for t in there if t.archived.state in gone]:
             self.remove(t)
 
     def list(self) -> list[StoredCopy]:
         """The whole copies of this run that are there, oldest first."""
         found = []
-        with self._said("listing"):
+        with self._explained("listing"):
             self._fs.invalidate_cache()
             try:
                 names = [str(n) for n in self._fs.ls(self._root, detail=False)]
@@ -109,7 +109,7 @@ class CopyStore:
         """Copy one state; what an earlier attempt left whole is not sent again."""
         path = f"{self._root}/round-{archived.round:06d}-{archived.state.short}"
         files = [(name, size) for name, size in archived.files() if name != MANIFEST]
-        with self._said("writing to"):
+        with self._explained("writing to"):
             self._fs.makedirs(path, exist_ok=True)
         listed = []
         for name, size in files:
@@ -125,7 +125,7 @@ class CopyStore:
             sheet = json.loads((archived.folder / MANIFEST).read_bytes()) | {"files": listed}
         except (OSError, ValueError) as e:
             raise CopyError(f"{archived.folder / MANIFEST} cannot be read: {e}") from None
-        with self._said("writing to"):
+        with self._explained("writing to"):
             self._fs.pipe_file(f"{path}/{MANIFEST}", (json.dumps(sheet, indent=1, sort_keys=True) + "\n").encode())
         made = self._look(path)
         if made is None:
@@ -135,14 +135,14 @@ class CopyStore:
 
     def remove(self, there: StoredCopy) -> None:
         """The sheet first: what is left of a removal that was cut off is no checkpoint."""
-        with self._said("removing from"):
+        with self._explained("removing from"):
             self._fs.rm_file(f"{there.path}/{MANIFEST}")
             self._fs.rm(there.path, recursive=True)
         self._say({"removed": str(there.archived.state)})
 
     def _look(self, path: str) -> StoredCopy | None:
         """The whole copy in this folder; None for half of one, or one of another run."""
-        with self._said("reading from"):
+        with self._explained("reading from"):
             try:
                 data = self._fs.cat_file(f"{path}/{MANIFEST}", start=0, end=MAX_MANIFEST)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -158,7 +158,7 @@ class CopyStore:
 
     def _is(self, path: str, size: int, digest: Digest) -> bool:
         """Whether this file is there with these bytes: read back, all of it."""
-        with self._said("reading from"):
+        with self._explained("reading from"):
             try:
                 self._fs.invalidate_cache()
                 if self._fs.size(path) != size:
@@ -174,7 +174,7 @@ class CopyStore:
 
     def _send(self, source: Path, path: str, size: int) -> None:
         began, sent = time.monotonic(), 0
-        with self._said("writing to"), source.open("rb") as file:
+        with self._explained("writing to"), source.open("rb") as file:
             with self._fs.open(path, "wb", block_size=max(PART, -(-size // PARTS))) as to:
                 while chunk := file.read(CHUNK):
                     to.write(chunk)
@@ -197,12 +197,12 @@ class CopyStore:
     def _step(self, size: int) -> None:
         """A sign of life each second."""
         self._steps += size
-        if (now := time.monotonic()) > self._told + 1:
+        if (now := time.monotonic()) > self._reported + 1:
             self._say({"step": self._steps})
-            self._told = now
+            self._reported = now
 
     @contextmanager
-    def _said(self, doing: str) -> Iterator[None]:
+    def _explained(self, doing: str) -> Iterator[None]:
         try:
             yield
         except CoordinatorError:
@@ -214,7 +214,7 @@ class CopyStore:
             ) from None
 
 
-def _doomed(there: list[StoredCopy], policy: RetentionPolicy, losses: dict[str, float]) -> set[Digest]:
+def _to_delete(there: list[StoredCopy], policy: RetentionPolicy, losses: dict[str, float]) -> set[Digest]:
     kept = [
         RetentionCandidate(t, t.archived.round, t.size, bool(t.archived.final), losses.get(str(t.archived.state)))
         for t in there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.checkpoints.archive import ArchivedState
+from coordinator.errors import CoordinatorError
 from coordinator.json_lines import JsonLines, Row
 from protocol.ids import Digest
+
+log = logging.getLogger(__name__)
 
 EVALUATIONS, SAMPLES = "evaluations.jsonl", "samples.jsonl"
 MOST_EVALUATIONS, MOST_SAMPLES = 10_000, 2_000
@@ -40,11 +44,14 @@ class EvaluationLog:
             if texts:
                 self._samples.add(*(about | t | {"validation_loss": loss} for t in texts))
 
-    def leave(self, states: Collection[Digest]) -> None:
-        """The chain has left these states: they count no more, and stay to be read."""
-        gone = {str(s) for s in states}
-        for journal in (self._rows, self._samples):
-            journal.change(lambda row: row | {"left": True} if row.get("state") in gone else row)
+    def mark_left(self, states: Collection[Digest]) -> None:
+        """Mark rows of states that the chain has left: they are kept, and count no more. A full disk is logged."""
+        left = {str(s) for s in states}
+        for file in (self._rows, self._samples):
+            try:
+                file.change(lambda row: row | {"left": True} if row.get("state") in left else row)
+            except CoordinatorError as e:
+                log.warning("%s", e)
 
     def rows(self) -> list[Row]:
         """One for each state of the chain that was measured, by round; the newest measurement of each round."""

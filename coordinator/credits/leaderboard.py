@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from coordinator.credits.views import CreditSummary, Grouping
 from coordinator.errors import RefusedError, TooManyError
+from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import BindingRow as BindingRow
 from coordinator.ledger import Ledger
 from coordinator.ledger_thread import LedgerThread
 from protocol.errors import ProtocolError
 from protocol.ids import PeerKey, RunId
-from protocol.ledger.accounts import Standing
+from protocol.ledger.accounts import Standing as AccountBalance
 from protocol.ledger.entries import RoundEntry, VoidEntry, decode_entry, decode_line
 from protocol.ledger.statements import Binding, open_binding
 
@@ -80,28 +81,32 @@ class Leaderboard:
         self,
         run: RunId,
         ledger: LedgerThread,
+        chain: IndexedChain,
         name_of: Callable[[PeerKey], str],
-        is_known: Callable[[PeerKey], bool],
+        is_admitted: Callable[[PeerKey], bool],
         now: Callable[[], float],
     ):
-        """`is_known`: whether a peer was admitted; only such are bound."""
+        """Prepare; only peers for which `is_admitted` returns True are bound."""
         self._run = run
         self._ledger = ledger
         self._name_of = name_of
-        self._is_known = is_known
+        self._chain = chain
+        self._is_admitted = is_admitted
         self._now = now
         self._size = 0
         self._loaded = 0
         """Entries from this one on are taken in by `refresh`, with what they void of earlier ones."""
         self._unread = 0
         """Of the entries before this one the recent averages know nothing yet."""
-        self._peers: dict[PeerKey, Standing] = {}
         self._recent = RecentAverageCredit()
         self._bound: dict[PeerKey, Binding] = {}
         self._accounts: dict[PeerKey, _Account] = {}
         self._words: dict[PeerKey, int] = {}
         self._teams: dict[str, list[PeerKey]] | None = None
         self._ranked: dict[Grouping, tuple[list[str], dict[str, int]]] = {}
+        self._ranked_for: Mapping[PeerKey, AccountBalance] = {}
+        """The balances by which `_ranked` was sorted."""
+
         self._binding = asyncio.Lock()
         self.rounds = 0
         """Round entries in the log."""
@@ -110,9 +115,9 @@ class Leaderboard:
         """Read totals, and who is bound to which account. Raises LedgerError."""
 
         def read(ledger: Ledger) -> tuple:
-            return ledger.size(), ledger.posted(), ledger.standings(), ledger.bindings()
+            return ledger.size(), ledger.posted(), ledger.bindings()
 
-        self._size, self.rounds, self._peers, rows = await self._ledger.read(read)
+        self._size, self.rounds, rows = await self._ledger.read(read)
         self._unread = self._loaded = self._size
         for row in rows:
             try:
@@ -121,7 +126,6 @@ class Leaderboard:
                 log.error(
                     "a binding of peer %s in the database does not verify, and is left out: %s", row.peer.short, e
                 )
-        self._ranked = {}
 
     async def load_recent(self) -> None:
         """Read what was earned in the recent weeks, up to what `load` read: in pieces, newest first, so that a long run
@@ -137,7 +141,7 @@ class Leaderboard:
 
     async def refresh(self) -> None:
         """Take in what the log has more than before. Raises LedgerError."""
-        first = began = self._size
+        first = self._size
 
         def read(ledger: Ledger) -> tuple:
             entries = [decode_entry(sent) for sent in ledger.entries(first, PAGE)]
@@ -150,19 +154,14 @@ class Leaderboard:
                     of = decode_entry(ledger.entries(entry.what.entry, 1)[0])
                     line = decode_line(ledger.lines(entry.what.entry)[entry.what.line])
                     moved.append((line.peer, of.time / 1000, -line.micro_credits))
-            ends = len(entries) < PAGE and (entries or first > began)
-            standings = ledger.standings() if ends else None
-            return len(entries), moved, standings, ledger.posted()
+            return len(entries), moved, ledger.posted()
 
         while True:
-            count, moved, standings, rounds = await self._ledger.read(read)
+            count, moved, rounds = await self._ledger.read(read)
             for peer, at, micro_credits in moved:
                 self._recent.add(peer, micro_credits, at)
             first = self._size = self._size + count
             self.rounds = rounds
-            if standings is not None:
-                self._peers = standings
-                self._ranked = {}
             if count < PAGE:
                 return
 
@@ -179,7 +178,7 @@ class Leaderboard:
             known = self._bound.get(b.peer)
             if known is None or known.sent != b.sent:
                 row = BindingRow(b.peer, b.account, b.peer_time, b.sent)
-                await self._ledger.run(lambda ledger: ledger.bind(row))
+                await self._ledger.run(lambda ledger: ledger.add_binding(row))
                 self._take(b)  # not before it is on disk: who asks again would be told that it is
             return len(self._accounts[b.account].peers)
 
@@ -192,7 +191,7 @@ class Leaderboard:
         known = self._bound.get(b.peer)
         if known is not None and known.sent == b.sent:
             return
-        if not self._is_known(b.peer):
+        if not self._is_admitted(b.peer):
             raise RefusedError(f"peer {b.peer.short} was never admitted to this run: join it first, then bind")
         if known is not None and b.order <= known.order:
             raise RefusedError(f"peer {b.peer.short} has said something newer: sign anew, by a clock that is right")
@@ -224,6 +223,8 @@ class Leaderboard:
 
     def leaderboard(self, by: Grouping, limit: int, after: str = "") -> list[CreditSummary]:
         """Those with most credits first, after the row of that key; none after a key that is unknown."""
+        if self._ranked_for is not self._chain.balances:
+            self._ranked, self._ranked_for = {}, self._chain.balances
         if by not in self._ranked:
             views = sorted(self._all(by), key=lambda v: (-(v.settled + v.pending), v.key))
             keys = [v.key for v in views]
@@ -234,7 +235,7 @@ class Leaderboard:
 
     def _all(self, by: Grouping) -> Iterable[CreditSummary]:
         if by == "peer":
-            return (self._peer_view(peer) for peer in self._peers)
+            return (self._peer_view(peer) for peer in self._chain.balances)
         if by == "account":
             return (self._account_view(key) for key in self._accounts)
         return (self._team_view(team) for team in self._in_teams())
@@ -269,8 +270,8 @@ class Leaderboard:
     def _sum(
         self, key: str, kind: Grouping, name: str, team: str, peers: Iterable[PeerKey], account: PeerKey | None = None
     ) -> CreditSummary:
-        peers, now, nothing = tuple(peers), self._now(), Standing()
-        found = [self._peers.get(p, nothing) for p in peers]
+        peers, now, nothing = tuple(peers), self._now(), AccountBalance()
+        found = [self._chain.balances.get(p, nothing) for p in peers]
         return CreditSummary(
             key, kind, name, team,
             settled=sum(s.settled.micro_credits for s in found),

@@ -1,13 +1,11 @@
-"""The coordinator's answers about credits: the log and its proofs, receipts, standings. Bounded, a page at a time."""
+"""The coordinator's answers about credits: the log and its proofs, receipts, totals. Bounded, a page at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 
-from coordinator.admission import Admitter
-from coordinator.chain_indexer import wait_at_most
 from coordinator.credits.export import exported
 from coordinator.credits.leaderboard import Leaderboard
 from coordinator.credits.receipts import LOOK_BACK, Receipts
@@ -22,72 +20,71 @@ from coordinator.credits.views import (
     ReceiptPage,
 )
 from coordinator.errors import TooManyError
+from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
+from coordinator.tasks import wait_at_most
 from protocol.errors import CairnError, MalformedError
-from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
-from protocol.ledger.credits import RoundAccount
 from protocol.message_codec import encode_certificate
 from protocol.proofs import consistency_proof, inclusion_proof
-from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
+POLL_SECONDS = 5.0
 PAGE_BYTES = 1024 * 1024
-"""What an answer holds, and one entry, group of lines or certificate more: it fits a message of 4 MiB."""
+"""Maximum size of an answer, which may exceed it by one entry, group of lines or certificate: it fits in 4 MiB."""
 
 MAX_EXPORTS = 2
+"""Exports at once."""
 
 
 class CreditLog:
-    """A `CreditLog` over the ledger's database. `start`, then `keep_on` for as long as the coordinator lives."""
+    """The credit log over the ledger's database. `start`, then `run` for as long as the coordinator lives.
+
+    Every answer raises CairnError.
+    """
 
     def __init__(
-        self,
-        spec: RunSpec,
-        owner: Identity,
-        view: SwarmView,
-        ledger: LedgerThread,
-        admitter: Admitter,
-        now: Callable[[], float],
-    ):
+        self, ledger: LedgerThread, view: SwarmView, chain: IndexedChain, heads: TreeHeadSigner, receipts: Receipts,
+        leaderboard: Leaderboard, news: asyncio.Event,
+    ):  # fmt: skip
+        """Prepare; `news` is set when the chain or the ledger may have changed."""
         self._ledger = ledger
         self._view = view
-        self._heads = TreeHeadSigner(spec.run_id, owner, ledger, now)
-        self._receipts = Receipts(spec, owner, view, ledger, now)
-        self._standings = Leaderboard(spec.run_id, ledger, admitter.name_of, admitter.knows, now)
+        self._chain = chain
+        self._heads = heads
+        self._receipts = receipts
+        self._leaderboard = leaderboard
+        self._news = news
         self._exports = 0
-        self.news = asyncio.Event()
-        """Set when the chain or the ledger may have changed."""
 
     # -- life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Read what was signed and who has what. Raises LedgerError."""
+        """Read the newest tree head and the bindings. Raises LedgerError."""
         await self._heads.start()
-        await self._standings.load()
+        await self._leaderboard.load()
 
-    async def keep_on(self, newest: Callable[[int], Sequence[RoundAccount]]) -> None:
-        """For ever: sign a head each minute; note what each new round leaves out, and what it earned. `newest` gives so
-        many of the newest rounds, newest first."""
-        signing = asyncio.create_task(self._heads.sign_on(), name="tree heads")
-        reading = asyncio.create_task(self._standings.load_recent(), name="recent credits")
+    async def run(self) -> None:
+        """Sign a head each minute, note the updates that each new round leaves out, and add up what it earned."""
+        signing = asyncio.create_task(self._heads.sign_forever(), name="tree heads")
+        reading = asyncio.create_task(self._leaderboard.load_recent(), name="recent credits")
         try:
             while True:
-                await wait_at_most(self.news, 5.0)
-                self.news.clear()
+                await wait_at_most(self._news, POLL_SECONDS)
+                self._news.clear()
                 try:
-                    await self._receipts.note(newest(LOOK_BACK))
-                    await self._standings.refresh()
+                    await self._receipts.note(self._chain.newest(LOOK_BACK))
+                    await self._leaderboard.refresh()
                 except CairnError as e:  # the ledger's own trouble is on the page already; tried again in 5 s
                     log.error("credits are not brought up to date: %s", e)
-                except Exception:  # said loudly, and tried again: heads go on being signed meanwhile
+                except Exception:  # tried again; heads are signed meanwhile
                     log.exception("credits are not brought up to date")
                 if reading.done() and not reading.cancelled() and (error := reading.exception()) is not None:
                     log.error("recent averages are read again: %s", error)
-                    reading = asyncio.create_task(self._standings.load_recent(), name="recent credits")
+                    reading = asyncio.create_task(self._leaderboard.load_recent(), name="recent credits")
         finally:
             for task in (signing, reading):
                 task.cancel()
@@ -102,10 +99,12 @@ class CreditLog:
 
     @property
     def rounds(self) -> int:
-        return self._standings.rounds
+        """Round entries in the log."""
+        return self._leaderboard.rounds
 
     @property
     def unsigned_seconds(self) -> float:
+        """Seconds for which the log has grown without a signed tree head: 0 when all is signed."""
         return self._heads.unsigned_seconds
 
     @property
@@ -114,6 +113,7 @@ class CreditLog:
         return self._heads.age
 
     async def heads(self, before: int | None, limit: int) -> list[bytes]:
+        """Return signed tree heads, newest first, of sizes less than `before`; the newest of all is at most a minute old."""
         if before is not None:
             return [h.sent for h in await self._ledger.read(lambda ledger: ledger.heads(limit, before))]
         newest = await self._heads.newest()
@@ -124,6 +124,7 @@ class CreditLog:
         return [newest.sent, *(h.sent for h in older)]
 
     async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]:
+        """Return entries from `first` on, and the log's size."""
         def read(ledger: Ledger) -> tuple[list[bytes], int]:
             found = ledger.entries(first, min(limit, MAX_ENTRIES))
             return found, ledger.size()
@@ -132,6 +133,7 @@ class CreditLog:
         return _fitting(found), size
 
     async def lines(self, first: int, limit: int) -> tuple[list[EntryLines], int]:
+        """Return the lines of the round entries among `limit` entries from `first` on, and where to continue."""
         def read(ledger: Ledger) -> tuple[list[EntryLines], int]:
             found: list[EntryLines] = []
             at, end, total = first, min(first + min(limit, MAX_ENTRIES), ledger.size()), 0
@@ -145,9 +147,11 @@ class CreditLog:
         return await self._ledger.read(read)
 
     async def inclusion(self, entry: int, size: int) -> tuple[bytes, ...]:
+        """Return the proof that an entry is in the log of a size."""
         return await self._prove(size, lambda ledger: inclusion_proof(entry, size, ledger.node))
 
     async def consistency(self, first: int, second: int) -> tuple[bytes, ...]:
+        """Return the proof that the log of one size extends that of another."""
         return await self._prove(second, lambda ledger: consistency_proof(first, second, ledger.node))
 
     async def _prove(self, size: int, prove: Callable[[Ledger], tuple[bytes, ...]]) -> tuple[bytes, ...]:
@@ -159,22 +163,28 @@ class CreditLog:
         return await self._ledger.read(checked)
 
     async def receipts(self, peer: PeerKey, before: int | None, limit: int) -> ReceiptPage:
+        """Return a peer's receipts, newest first, of entries before `before`."""
         return await self._receipts.page(peer, before, min(limit, MAX_PAGE))
 
-    async def standing(self, key: PeerKey) -> CreditSummary:
-        return self._standings.of(key)
+    async def summary(self, key: PeerKey) -> CreditSummary:
+        """Return the totals of an account or a peer with this key; all zero for a key that is unknown."""
+        return self._leaderboard.of(key)
 
     async def leaderboard(self, by: Grouping, limit: int, after: str) -> list[CreditSummary]:
-        return self._standings.leaderboard(by, min(limit, MAX_PAGE), after)
+        """Return those with most credits first, after the row of a key ("": from the first)."""
+        return self._leaderboard.leaderboard(by, min(limit, MAX_PAGE), after)
 
     async def bind(self, sent: bytes) -> int:
-        return await self._standings.bind(sent)
+        """Store a binding, and return how many peers the account has then."""
+        return await self._leaderboard.bind(sent)
 
     async def certificate(self, record: Digest) -> bytes | None:
+        """Return the certificate of one record, also of a branch that was left; None if the observer does not hold it."""
         found = self._view.certificate(record)
         return None if found is None else encode_certificate(found)
 
     async def certificates(self, after: Digest, limit: int) -> tuple[list[bytes], bool]:
+        """Return the chain after a record, and whether there is more."""
         limit = min(limit, MAX_CERTIFICATES)
         found = await self._view.certificates_after(after, limit)
         if found is None:

@@ -23,9 +23,9 @@ class PlausibilityCheck:
         self._flops_per_token = spec.credit.flops_per_parameter_token * spec.model.layout.numel
         # Training goes on while a round is exchanged, so an update may hold work from before the record was seen.
         self._slack = 0.0
-        self.allow(spec.round)
+        self.update_rules(spec.round)
 
-    def allow(self, rules: RoundSpec) -> None:
+    def update_rules(self, rules: RoundSpec) -> None:
         """These hold now. Who was once given more time keeps it: nobody loses credit by a change that came since."""
         self._slack = max(self._slack, rules.exchange_seconds + rules.patience_seconds + CLOCK_SLACK)
 

@@ -59,7 +59,7 @@ class Receipts:
                 )  # fmt: skip
         for i in range(0, len(refusals), AT_ONCE):
             some = refusals[i : i + AT_ONCE]
-            await self._ledger.run(lambda ledger, some=some: [ledger.refuse(r) for r in some])
+            await self._ledger.run(lambda ledger, some=some: [ledger.add_refusal(r) for r in some])
             self._noted.update(((r.record, r.update), None) for r in some)  # only now: what fails is tried again
         while len(self._noted) > REMEMBERED:
             self._noted.popitem(last=False)

@@ -21,10 +21,10 @@ from protocol.ledger.statements import TreeHead, Word, open_tree_head, sign
 
 log = logging.getLogger(__name__)
 
-EVERY = 60.0
+HEAD_SECONDS = 60.0
 """Seconds between two heads, and the most that the newest is old when somebody asks."""
 
-LOOK = 5.0
+POLL_SECONDS = 5.0
 """Seconds between two looks at whether the log has grown."""
 
 KEEP_UNCHANGED = 3600.0
@@ -33,7 +33,7 @@ one before did not bind the owner to."""
 
 
 class TreeHeadSigner:
-    """`start`, then `sign_on` for as long as the coordinator lives."""
+    """`start`, then `sign_forever` for as long as the coordinator lives."""
 
     def __init__(self, run: RunId, owner: Identity, ledger: LedgerThread, now: Callable[[], float]):
         self._run = run
@@ -81,11 +81,11 @@ class TreeHeadSigner:
                 "Nothing is signed until it is as it was"
             )
 
-    async def sign_on(self) -> None:
+    async def sign_forever(self) -> None:
         """For ever: a head each minute. What is in the way is logged, kept in `problem`, and tried again."""
         while True:
             try:
-                await self._look()
+                await self._note_unsigned()
                 await self.newest()
             except CairnError as e:
                 if str(e) != self.problem:
@@ -95,18 +95,18 @@ class TreeHeadSigner:
                 if not self.problem:
                     log.exception("the log of credits is not signed")
                 self.problem = f"a fault of the coordinator ({type(e).__name__}: {e}); its log has the details"
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def newest(self) -> Word[TreeHead]:
         """A head that is at most a minute old; signed now if the newest is older. Raises LedgerError."""
         async with self._lock:
             newest, now = self._newest, self._now()
-            if newest is None or not 0 <= now - newest.body.time / 1000 < EVERY:
+            if newest is None or not 0 <= now - newest.body.time / 1000 < HEAD_SECONDS:
                 newest = await self._sign(now)
             self.problem = ""
             return newest
 
-    async def _look(self) -> None:
+    async def _note_unsigned(self) -> None:
         covered = self.size
 
         def unsigned(ledger: Ledger) -> float | None:

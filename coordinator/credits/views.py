@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from protocol.ids import Digest, PeerKey
+from protocol.ids import PeerKey
 from protocol.ledger.statements import Receipt
 
 ReceiptStatus = Literal["pending", "settled", "voided", "not accepted"]
@@ -63,61 +63,3 @@ class EntryLines:
 
     entry: int
     lines: tuple[bytes, ...]
-
-
-class CreditLogProtocol(Protocol):
-    """What the calls and the routes about credits are answered from. All raise CairnError."""
-
-    async def heads(self, before: int | None, limit: int) -> list[bytes]:
-        """Signed tree heads, newest first, of sizes less than `before`; the newest of all is at most a minute old."""
-        ...
-
-    async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]:
-        """Entries from `first` on, and the log's size."""
-        ...
-
-    async def lines(self, first: int, limit: int) -> tuple[list[EntryLines], int]:
-        """The lines of the round entries among `limit` entries from `first` on, and where to go on."""
-        ...
-
-    async def inclusion(self, entry: int, size: int) -> tuple[bytes, ...]:
-        """That an entry is in the log of a size."""
-        ...
-
-    async def consistency(self, first: int, second: int) -> tuple[bytes, ...]:
-        """That the log of one size extends that of another."""
-        ...
-
-    async def receipts(self, peer: PeerKey, before: int | None, limit: int) -> ReceiptPage:
-        """A peer's receipts, newest first, of entries before `before`."""
-        ...
-
-    async def standing(self, key: PeerKey) -> CreditSummary:
-        """Of an account of that key, or of a peer; all zero for a key that is unknown."""
-        ...
-
-    async def leaderboard(self, by: Grouping, limit: int, after: str) -> list[CreditSummary]:
-        """Those with most credits first, after the row of that key ("": from the first)."""
-        ...
-
-    async def bind(self, sent: bytes) -> int:
-        """Keep a binding; how many peers the account has then."""
-        ...
-
-    async def certificate(self, record: Digest) -> bytes | None:
-        """Of one record, also of a branch that was left; None when the observer does not hold it."""
-        ...
-
-    async def certificates(self, after: Digest, limit: int) -> tuple[list[bytes], bool]:
-        """The chain after a record, and whether there is more."""
-        ...
-
-    @property
-    def rounds(self) -> int:
-        """Round entries in the log."""
-        ...
-
-    @property
-    def unsigned_seconds(self) -> float:
-        """For how long the log has grown without a signed tree head: 0 when all is signed."""
-        ...

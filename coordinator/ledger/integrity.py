@@ -65,7 +65,7 @@ def _quickly(db: Database, spec: RunSpec) -> list[str]:
     found = []
     if first == 0 and leaves and queries.root(db, size) != tree_hash(leaves):
         found.append("the Merkle tree is not that of the entries")
-    standings = writes.read_standings(db).values()
+    standings = queries.read_balances(db).values()
     sums = [sum(getattr(s, k).micro_credits for s in standings) for k in ("pending", "settled", "voided")]
     if first == 0 and sums != [issued - settled - voided, settled, voided]:
         found.append("the peers' balances are not what the entries give them")
@@ -77,11 +77,11 @@ def _quickly(db: Database, spec: RunSpec) -> list[str]:
 
 def _chain(db: Database, run: RunId, first: int, size: int) -> Iterator[tuple[Entry, bytes]]:
     """The entries from `first` on, each with its leaf hash. Raises MalformedError where the chain is not whole."""
-    before = writes.node(db, 0, first - 1) if first else bytes(first_previous(run))
+    before = queries.node(db, 0, first - 1) if first else bytes(first_previous(run))
     at = first
     while at < size:
         rows = db.query(
-            "SELECT sequence, kind, previous, leaf, time, sent FROM entries WHERE sequence >= ? "
+            "SELECT sequence, kind, previous, leaf, time, encoded FROM entries WHERE sequence >= ? "
             "ORDER BY sequence LIMIT ?",
             (at, PAGE),
         )
@@ -114,7 +114,7 @@ def check_all(db: Database, spec: RunSpec) -> Iterator[str]:
     size = queries.size(db)
     seen: dict[int, Posted] = {}
     for at in range(size):
-        rows = db.query("SELECT kind, previous, leaf, time, sent FROM entries WHERE sequence = ?", (at,))
+        rows = db.query("SELECT kind, previous, leaf, time, encoded FROM entries WHERE sequence = ?", (at,))
         if not rows:
             yield f"entry {at} is missing"
             return
@@ -188,7 +188,7 @@ def _compare_tables(db: Database, books: Books, leaves: list[bytes]) -> Iterator
     branch = [tuple(r) for r in db.query("SELECT round, entry FROM branch ORDER BY round")]
     if branch != [(r, books.entry_of(Round(r))) for r in range(books.rounds)]:
         yield "the branch of rounds is not the one that the entries lead to"
-    standings = writes.read_standings(db)
+    standings = queries.read_balances(db)
     if standings != books.standings:
         wrong = [p for p in {**standings, **books.standings} if standings.get(p) != books.standings.get(p)]
         yield f"the balances of {len(wrong)} peers are not what the entries give them: {min(wrong).short} and on"

@@ -7,10 +7,13 @@ from functools import partial
 
 from coordinator.ledger.database import Database
 from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow, TreeHeadRow
-from coordinator.ledger.writes import node, settled_count
-from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.credits import RoundAccount
-from protocol.ledger.entries import Line, decode_line
+from protocol.directive_codec import decode_directive
+from protocol.envelope import open_envelope
+from protocol.ids import Digest, PeerKey, Round, RunId
+from protocol.ledger.accounts import Standing
+from protocol.ledger.books import Books, BooksState, Held
+from protocol.ledger.credits import Balance, CreditRule, RoundAccount
+from protocol.ledger.entries import Line, RollbackEntry, SettleEntry, decode_entry, decode_line, first_previous
 from protocol.proofs import root_at
 
 
@@ -21,7 +24,7 @@ def size(db: Database) -> int:
 
 def entries(db: Database, first: int, limit: int) -> list[bytes]:
     rows = db.query(
-        "SELECT sent FROM entries WHERE sequence >= ? AND sequence < ? ORDER BY sequence", (first, first + limit)
+        "SELECT encoded FROM entries WHERE sequence >= ? AND sequence < ? ORDER BY sequence", (first, first + limit)
     )
     return [bytes(r[0]) for r in rows]
 
@@ -32,8 +35,19 @@ def root(db: Database, count: int) -> Digest:
 
 
 def lines(db: Database, sequence: int) -> list[bytes]:
-    rows = db.query("SELECT sent FROM lines WHERE entry = ? ORDER BY line", (sequence,))
+    rows = db.query("SELECT encoded FROM lines WHERE entry = ? ORDER BY line", (sequence,))
     return [bytes(r[0]) for r in rows]
+
+
+def node(db: Database, level: int, index: int) -> bytes:
+    """The hash of a complete subtree: of the 2^level leaves from index * 2^level on. Raises IndexError."""
+    if level == 0:
+        rows = db.query("SELECT leaf FROM entries WHERE sequence = ?", (index,))
+    else:
+        rows = db.query("SELECT hash FROM nodes WHERE level = ? AND place = ?", (level, index))
+    if not rows:
+        raise IndexError((level, index))
+    return bytes(rows[0][0])
 
 
 # -- rounds --------------------------------------------------------------------------------------------------
@@ -69,7 +83,7 @@ def accounts(db: Database, after: int, limit: int) -> list[RoundAccount]:
     shares: dict[int, list[Line]] = {r[5]: [] for r in rows}
     if rows:
         found = db.query(
-            "SELECT l.entry, l.sent FROM branch b JOIN lines l ON l.entry = b.entry WHERE b.round > ? AND b.round <= ? "
+            "SELECT l.entry, l.encoded FROM branch b JOIN lines l ON l.entry = b.entry WHERE b.round > ? AND b.round <= ? "
             "ORDER BY b.round, l.line",
             (after, rows[-1][0]),
         )
@@ -82,7 +96,7 @@ def accounts(db: Database, after: int, limit: int) -> list[RoundAccount]:
 
 def history_of(db: Database, peer: PeerKey, before: int | None, limit: int) -> list[CreditedLine]:
     rows = db.query(
-        "SELECT l.entry, l.line, r.number, r.round, r.record, l.sent, v.line FROM peers p "
+        "SELECT l.entry, l.line, r.number, r.round, r.record, l.encoded, v.line FROM peers p "
         "JOIN lines l ON l.peer = p.id JOIN rounds r ON r.entry = l.entry "
         "LEFT JOIN transfers v ON v.entry = l.entry AND v.line = l.line AND v.target = 4 * p.id + 3 "
         "WHERE p.peer = ? AND l.entry < ? ORDER BY l.entry DESC LIMIT ?",
@@ -101,7 +115,7 @@ def history_of(db: Database, peer: PeerKey, before: int | None, limit: int) -> l
 
 
 def active_since(db: Database, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
-    seen = dict(db.query("SELECT p.peer, s.last_at FROM standings s JOIN peers p ON p.id = s.peer"))
+    seen = dict(db.query("SELECT p.peer, s.last_at FROM balances s JOIN peers p ON p.id = s.peer"))
     found = {}
     for peer in peers:
         if bytes(peer) in seen:
@@ -115,23 +129,6 @@ def active_since(db: Database, peers: Iterable[PeerKey]) -> dict[PeerKey, float]
 
 
 # -- refusals, tree heads, bindings --------------------------------------------------------------------------
-
-
-def _next(db: Database, table: str) -> int:
-    """The next row's number; there is one writer at a time."""
-    return db.query(f"SELECT coalesce(max(id), 0) + 1 FROM {table}")[0][0]
-
-
-def refuse(db: Database, r: RefusedUpdate) -> bool:
-    key = (bytes(r.peer), bytes(r.record), bytes(r.update))
-    if db.query("SELECT 1 FROM refusals WHERE peer = ? AND record = ? AND header = ?", key):
-        return False
-    db.query(
-        "INSERT INTO refusals (id, round, parent, record, peer, header, reason, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (_next(db, "refusals"), r.round, bytes(r.parent), bytes(r.record), bytes(r.peer), bytes(r.update), r.reason,
-         r.at),
-    )  # fmt: skip
-    return True
 
 
 def refusals(db: Database, peer: PeerKey, before: int | None, limit: int) -> list[tuple[int, RefusedUpdate]]:
@@ -187,52 +184,94 @@ def earned(db: Database, first: int, end: int, upto: int) -> list[tuple[PeerKey,
     return [(PeerKey(bytes(r[0])), (r[1] + 0.5) * 3600, int(r[2])) for r in rows]
 
 
-def add_head(db: Database, h: TreeHeadRow) -> None:
-    db.query(
-        "INSERT INTO heads (id, size, root, time, sent) VALUES (?, ?, ?, ?, ?)",
-        (_next(db, "heads"), h.size, bytes(h.root), h.time, h.sent),
-    )
-
-
 def heads(db: Database, limit: int, before: int | None) -> list[TreeHeadRow]:
     rows = db.query(
-        "SELECT size, root, time, sent FROM heads WHERE size < ? ORDER BY size DESC, id DESC LIMIT ?",
+        "SELECT size, root, time, encoded FROM heads WHERE size < ? ORDER BY size DESC, id DESC LIMIT ?",
         (2**62 if before is None else before, limit),
     )
     return [TreeHeadRow(r[0], Digest(r[1]), r[2], bytes(r[3])) for r in rows]
 
 
-def bind(db: Database, b: BindingRow) -> None:
-    db.query(
-        "INSERT INTO bindings (id, peer, account, time, sent) VALUES (?, ?, ?, ?, ?)",
-        (_next(db, "bindings"), bytes(b.peer), bytes(b.account), b.time, b.sent),
-    )
-
-
 def bindings(db: Database) -> list[BindingRow]:
-    rows = db.query("SELECT peer, account, time, sent FROM bindings ORDER BY id")
+    rows = db.query("SELECT peer, account, time, encoded FROM bindings ORDER BY id")
     return [BindingRow(PeerKey(r[0]), PeerKey(r[1]), r[2], bytes(r[3])) for r in rows]
 
 
 # -- admissions ----------------------------------------------------------------------------------------------
 
 
-def admit(db: Database, a: AdmissionRow) -> None:
-    db.query(
-        "INSERT INTO admissions (peer, name, first_at, not_before, not_after, sent) VALUES (?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (peer) DO UPDATE SET name = excluded.name, not_before = excluded.not_before, "
-        "not_after = excluded.not_after, sent = excluded.sent",
-        (bytes(a.peer), a.name, a.first_at, a.not_before, a.not_after, a.sent),
-    )
-
-
 def admissions(db: Database) -> list[AdmissionRow]:
-    rows = db.query("SELECT peer, name, first_at, not_before, not_after, sent FROM admissions")
+    rows = db.query("SELECT peer, name, first_at, not_before, not_after, encoded FROM admissions")
     return [AdmissionRow(PeerKey(r[0]), r[1], r[2], r[3], r[4], bytes(r[5])) for r in rows]
 
 
-def forget_admissions(db: Database, before: int) -> int:
-    where = "not_after < ? AND peer NOT IN (SELECT peer FROM peers)"
-    count = db.query(f"SELECT count(*) FROM admissions WHERE {where}", (before,))[0][0]
-    db.query(f"DELETE FROM admissions WHERE {where}", (before,))
-    return count
+def first_seen(db: Database) -> dict[Digest, float]:
+    return {Digest(r[0]): r[1] for r in db.query("SELECT record, seen_at FROM first_seen")}
+
+
+def first_seen_at(db: Database, record: Digest) -> float | None:
+    rows = db.query("SELECT seen_at FROM first_seen WHERE record = ?", (bytes(record),))
+    return rows[0][0] if rows else None
+
+
+def entry_of(db: Database, record: Digest) -> int | None:
+    rows = db.query("SELECT entry FROM rounds WHERE record = ?", (bytes(record),))
+    return rows[0][0] if rows else None
+
+
+# -- the state to continue from ---------------------------------------------------------------------------------
+
+
+def read_balances(db: Database) -> dict[PeerKey, Standing]:
+    """Every peer's standing, from the derived table."""
+    rows = db.query(
+        "SELECT p.peer, pending_micro, pending_tokens, pending_rounds, settled_micro, settled_tokens, settled_rounds, "
+        "voided_micro, voided_tokens, voided_rounds FROM balances s JOIN peers p ON p.id = s.peer"
+    )
+    return {PeerKey(r[0]): Standing(Balance(*r[1:4]), Balance(*r[4:7]), Balance(*r[7:10])) for r in rows}
+
+
+def read_state(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> Books:
+    """Books that go on where the database ends."""
+    last = db.query("SELECT sequence, leaf, time FROM entries ORDER BY sequence DESC LIMIT 1")
+    size, leaf, time = (last[0][0] + 1, Digest(last[0][1]), last[0][2]) if last else (0, first_previous(run), 0)
+    posted = db.query("SELECT count(*) FROM rounds")[0][0]
+    settled = settled_count(db)
+    branch = db.query(
+        "SELECT r.record, r.tokens, r.entry FROM branch b JOIN rounds r ON r.entry = b.entry ORDER BY b.round"
+    )
+    reverted = db.query("SELECT record FROM rounds WHERE entry NOT IN (SELECT entry FROM branch)")
+    held = db.query("SELECT entry, number, round, record FROM rounds WHERE number >= ? ORDER BY number", (settled,))
+    state = BooksState(
+        size, leaf, time, posted, _epoch(db), ((Digest(r[0]), r[1], r[2]) for r in branch),
+        (Digest(r[0]) for r in reverted), [_held(db, row) for row in held], read_balances(db),
+    )  # fmt: skip
+    return Books.resumed(run, rule, owner, state)
+
+
+def settled_count(db: Database) -> int:
+    """How many round entries are settled: they settle in the order of their numbers."""
+    rows = db.query("SELECT encoded FROM entries WHERE kind = 'settle' ORDER BY sequence DESC LIMIT 1")
+    what = decode_entry(bytes(rows[0][0])).what if rows else None
+    if not isinstance(what, SettleEntry):
+        return 0
+    return db.query("SELECT number FROM rounds WHERE entry = ?", (what.entry,))[0][0] + 1
+
+
+def _epoch(db: Database) -> int:
+    """Of the newest rollback; 0 when there was none."""
+    rows = db.query("SELECT encoded FROM entries WHERE kind = 'rollback' ORDER BY sequence DESC LIMIT 1")
+    what = decode_entry(bytes(rows[0][0])).what if rows else None
+    if not isinstance(what, RollbackEntry):
+        return 0
+    return decode_directive(open_envelope(what.directive, "directive").payload).epoch
+
+
+def _held(db: Database, row: tuple) -> Held:
+    entry, number, round_, record = row
+    lines = db.query("SELECT encoded FROM lines WHERE entry = ? ORDER BY line", (entry,))
+    voided = db.query("SELECT line FROM transfers WHERE entry = ? AND target % 4 = 3", (entry,))
+    return Held(
+        entry, number, Round(round_), Digest(record), tuple(decode_line(bytes(r[0])) for r in lines),
+        {r[0] for r in voided},
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from protocol.errors import BooksError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.accounts import Standing
 from protocol.ledger.books import Books, Posted
-from protocol.ledger.credits import Balance, CreditRule, RoundAccount
+from protocol.ledger.credits import CreditRule, RoundAccount
 from protocol.ledger.entries import encode_line
 from protocol.spec import RunSpec
 
@@ -113,7 +113,7 @@ class Ledger:
     def _current(self) -> tuple[Books, writes.PeerNumbers]:
         """The books, read again when another process has written meanwhile."""
         if self._books is None or self._numbers is None or self._books.size != self.size():
-            self._books = writes.read_books(self._db, self.run, self._rule, self._spec.owner_key)
+            self._books = queries.read_state(self._db, self.run, self._rule, self._spec.owner_key)
             self._numbers = writes.PeerNumbers(self._db)
         return self._books, self._numbers
 
@@ -123,8 +123,8 @@ class Ledger:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def post(self, account: RoundAccount, *, final: bytes | None = None) -> bool:
-        """Append a final round, and what it settles; False when it is there already. `final`: the owner's signed final.
+    def post(self, account: RoundAccount, *, finalization: bytes | None = None) -> bool:
+        """Append a final round, and what it settles; False when it is there already. `finalization`: the owner's, signed.
 
         Raises LedgerConflictError when another record of this round is there, or the round before is another's parent.
         """
@@ -133,16 +133,15 @@ class Ledger:
                 self._check_same(account, books)
                 return False
             made = books.post_round(account, int(self._now() * 1000))
-            seen = self._db.query("SELECT seen_at FROM sightings WHERE record = ?", (bytes(account.record),))
-            seen_at = seen[0][0] if seen else None
+            seen_at = queries.first_seen_at(self._db, account.record)
             for posted in made:
                 writes.write(self._db, posted)
                 if posted.lines:
-                    writes.write_round(self._db, numbers, posted, account, seen_at, final)
+                    writes.write_round(self._db, numbers, posted, account, seen_at, finalization)
                 writes.write_transfers(self._db, numbers, posted)
-            self._write_standings(books, numbers, made)
+            self._write_balances(books, numbers, made)
             writes.write_last_seen(self._db, numbers, (e.peer for e in account.entries), seen_at)
-            self._db.query("DELETE FROM sightings WHERE round <= ?", (account.round,))
+            writes.forget_first_seen(self._db, account.round)
         return True
 
     def _check_same(self, account: RoundAccount, books: Books) -> None:
@@ -165,7 +164,7 @@ class Ledger:
             posted = books.void(verdict, int(self._now() * 1000))
             writes.write(self._db, posted)
             writes.write_transfers(self._db, numbers, posted)
-            self._write_standings(books, numbers, [posted])
+            self._write_balances(books, numbers, [posted])
             return posted.entry.sequence
 
     def rollback(self, record: Digest, round_: Round, directive: bytes) -> bool:
@@ -178,12 +177,12 @@ class Ledger:
                 return False
             posted = books.rollback(record, round_, directive, int(self._now() * 1000))
             writes.write(self._db, posted)
-            self._db.query("DELETE FROM branch WHERE round > ?", (round_,))
+            writes.forget_rounds_after(self._db, round_)
         return True
 
-    def _write_standings(self, books: Books, numbers: writes.PeerNumbers, made: list[Posted]) -> None:
+    def _write_balances(self, books: Books, numbers: writes.PeerNumbers, made: list[Posted]) -> None:
         peers = {t.target.peer for posted in made for t in posted.transfers if t.target.peer is not None}
-        writes.write_standings(self._db, numbers, books, sorted(peers))
+        writes.write_balances(self._db, numbers, books, sorted(peers))
 
     # -- the log ---------------------------------------------------------------------------------------------
 
@@ -197,11 +196,11 @@ class Ledger:
 
     def leaf(self, index: int) -> bytes:
         """The leaf hash of an entry. Raises IndexError."""
-        return writes.node(self._db, 0, index)
+        return queries.node(self._db, 0, index)
 
     def node(self, level: int, index: int) -> bytes:
         """The hash over the 2^level leaves from index * 2^level on, when all of them are there. Raises IndexError."""
-        return writes.node(self._db, level, index)
+        return queries.node(self._db, level, index)
 
     def root(self, size: int | None = None) -> Digest:
         """The root of the tree over the first `size` entries (all). Raises IndexError."""
@@ -213,8 +212,7 @@ class Ledger:
 
     def entry_of(self, record: Digest) -> int | None:
         """The sequence of the round entry of a record."""
-        rows = self._db.query("SELECT entry FROM rounds WHERE record = ?", (bytes(record),))
-        return rows[0][0] if rows else None
+        return queries.entry_of(self._db, record)
 
     def check(self) -> list[str]:
         """Where the ledger differs from what it should be; replays and reads everything. Empty: it is whole.
@@ -246,17 +244,13 @@ class Ledger:
         """A peer's lines with where they stand, newest first; of entries before `before`."""
         return queries.history_of(self._db, peer, before, limit)
 
-    def standings(self) -> dict[PeerKey, Standing]:
+    def balances(self) -> dict[PeerKey, Standing]:
         """What every peer has pending, settled and voided; from a derived table, so it is quick."""
-        return writes.read_standings(self._db)
+        return queries.read_balances(self._db)
 
-    def current(self) -> dict[PeerKey, Standing]:
+    def current_balances(self) -> dict[PeerKey, Standing]:
         """The same from memory, within what is being written."""
         return dict(self._current()[0].standings)
-
-    def balances(self) -> dict[PeerKey, Balance]:
-        """What every peer has settled."""
-        return {peer: s.settled for peer, s in self.standings().items() if s.settled.rounds}
 
     def holds(self, record: Digest) -> bool:
         """Whether a record's credit is pending: posted, and not settled."""
@@ -271,10 +265,10 @@ class Ledger:
 
     # -- refusals, tree heads, bindings: append-only ---------------------------------------------------------
 
-    def refuse(self, refusal: RefusedUpdate) -> bool:
+    def add_refusal(self, refusal: RefusedUpdate) -> bool:
         """Note an announced update that its round left out; False when it is noted already."""
         with self._writing():
-            return queries.refuse(self._db, refusal)
+            return writes.add_refusal(self._db, refusal)
 
     def refusals(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
         """A peer's refusals, newest first, each with its number; of those before number `before`."""
@@ -301,16 +295,16 @@ class Ledger:
     def add_head(self, head: TreeHeadRow) -> None:
         """Keep a signed tree head."""
         with self._writing():
-            queries.add_head(self._db, head)
+            writes.add_head(self._db, head)
 
     def heads(self, limit: int = 1, before: int | None = None) -> list[TreeHeadRow]:
         """Signed tree heads, newest first; of those of fewer than `before` entries."""
         return queries.heads(self._db, limit, before)
 
-    def bind(self, binding: BindingRow) -> None:
+    def add_binding(self, binding: BindingRow) -> None:
         """Keep a word on the account of a peer."""
         with self._writing():
-            queries.bind(self._db, binding)
+            writes.add_binding(self._db, binding)
 
     def bindings(self) -> list[BindingRow]:
         """All words on accounts, oldest first."""
@@ -318,22 +312,19 @@ class Ledger:
 
     # -- when records were seen, who was admitted: not the ledger's ------------------------------------------
 
-    def saw(self, record: Digest, round_: Round, seen_at: float) -> None:
-        """Note when a record that is not final yet was first seen."""
+    def note_first_seen(self, record: Digest, round_: Round, seen_at: float) -> None:
+        """Note when a record that is not final yet was first seen (unix seconds)."""
         with self._writing():
-            self._db.query(
-                "INSERT INTO sightings (record, round, seen_at) VALUES (?, ?, ?) ON CONFLICT (record) DO NOTHING",
-                (bytes(record), round_, seen_at),
-            )
+            writes.note_first_seen(self._db, record, round_, seen_at)
 
-    def sightings(self) -> dict[Digest, float]:
-        """When records that are not final yet were first seen."""
-        return {Digest(r[0]): r[1] for r in self._db.query("SELECT record, seen_at FROM sightings")}
+    def first_seen(self) -> dict[Digest, float]:
+        """Return when records that are not final yet were first seen (unix seconds)."""
+        return queries.first_seen(self._db)
 
-    def admit(self, admitted: AdmissionRow) -> None:
+    def add_admission(self, admitted: AdmissionRow) -> None:
         """Keep the newest admission of a peer; when it was first admitted stays."""
         with self._writing():
-            queries.admit(self._db, admitted)
+            writes.add_admission(self._db, admitted)
 
     def admissions(self) -> list[AdmissionRow]:
         """The newest admission of every peer that is kept."""
@@ -342,4 +333,4 @@ class Ledger:
     def forget_admissions(self, before: int) -> int:
         """Drop admissions that ended before a time, of peers without credits. Returns how many."""
         with self._writing():
-            return queries.forget_admissions(self._db, before)
+            return writes.forget_admissions(self._db, before)

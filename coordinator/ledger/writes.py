@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from coordinator.ledger import queries
 from coordinator.ledger.database import Database
-from protocol.directive_codec import decode_directive
-from protocol.envelope import open_envelope
-from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.ledger.accounts import Account, Standing
-from protocol.ledger.books import Books, BooksState, Held, Posted
-from protocol.ledger.credits import Balance, CreditRule, RoundAccount
-from protocol.ledger.entries import (
-    RollbackEntry,
-    SettleEntry,
-    decode_entry,
-    decode_line,
-    encode_line,
-    first_previous,
-)
+from coordinator.ledger.rows import AdmissionRow, BindingRow, RefusedUpdate, TreeHeadRow
+from protocol.ids import Digest, PeerKey, Round
+from protocol.ledger.accounts import Account
+from protocol.ledger.books import Books, Posted
+from protocol.ledger.credits import RoundAccount
+from protocol.ledger.entries import encode_line
 from protocol.proofs import completed
 
 _KINDS = {"issuance": 0, "pending": 1, "settled": 2, "voided": 3}
@@ -57,7 +50,7 @@ def write(db: Database, posted: Posted) -> None:
     """The entry, and its leaf in the tree."""
     entry = posted.entry
     db.query(
-        "INSERT INTO entries (sequence, kind, previous, leaf, time, sent) VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO entries (sequence, kind, previous, leaf, time, encoded) VALUES (?, ?, ?, ?, ?, ?)",
         (entry.sequence, entry.kind, bytes(entry.previous), bytes(posted.leaf), entry.time, posted.sent),
     )
     _grow_tree(db, entry.sequence, posted.leaf)
@@ -76,7 +69,7 @@ def write_round(
          bytes(account.base_state), account.loss, account.tokens, seen_at, final),
     )  # fmt: skip
     lines = [(sequence, i, numbers.of(line.peer), encode_line(line)) for i, line in enumerate(posted.lines)]
-    db.many("INSERT INTO lines (entry, line, peer, sent) VALUES (?, ?, ?, ?)", lines)
+    db.many("INSERT INTO lines (entry, line, peer, encoded) VALUES (?, ?, ?, ?)", lines)
     db.query("INSERT INTO branch (round, entry) VALUES (?, ?)", (account.round, sequence))
 
 
@@ -92,7 +85,7 @@ def write_transfers(db: Database, numbers: PeerNumbers, posted: Posted) -> None:
         )
 
 
-def write_standings(db: Database, numbers: PeerNumbers, books: Books, peers: Iterable[PeerKey]) -> None:
+def write_balances(db: Database, numbers: PeerNumbers, books: Books, peers: Iterable[PeerKey]) -> None:
     """The derived standings of some peers, as the books have them."""
     rows = []
     for peer in peers:
@@ -102,7 +95,7 @@ def write_standings(db: Database, numbers: PeerNumbers, books: Books, peers: Ite
     names = [f"{kind}_{what}" for kind in ("pending", "settled", "voided") for what in ("micro", "tokens", "rounds")]
     sets = ", ".join(f"{n} = excluded.{n}" for n in names)
     db.many(
-        f"INSERT INTO standings (peer, {', '.join(names)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+        f"INSERT INTO balances (peer, {', '.join(names)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
         f"ON CONFLICT (peer) DO UPDATE SET {sets}",
         rows,
     )
@@ -110,79 +103,77 @@ def write_standings(db: Database, numbers: PeerNumbers, books: Books, peers: Ite
 
 def write_last_seen(db: Database, numbers: PeerNumbers, peers: Iterable[PeerKey], seen_at: float | None) -> None:
     """When the newest record with these peers in it was seen."""
-    db.many("UPDATE standings SET last_at = ? WHERE peer = ?", [(seen_at, numbers.of(p)) for p in peers])
+    db.many("UPDATE balances SET last_at = ? WHERE peer = ?", [(seen_at, numbers.of(p)) for p in peers])
 
 
 def _grow_tree(db: Database, index: int, leaf: bytes) -> None:
     """Write the hashes of the subtrees that this leaf completes (RFC 9162 section 2.1)."""
-    for done in completed(index, leaf, partial(node, db))[1:]:  # the first is the leaf itself
+    for done in completed(index, leaf, partial(queries.node, db))[1:]:  # the first is the leaf itself
         db.query("INSERT INTO nodes (level, place, hash) VALUES (?, ?, ?)", (done.level, done.index, done.hash))
 
 
-def node(db: Database, level: int, index: int) -> bytes:
-    """The hash of a complete subtree: of the 2^level leaves from index * 2^level on. Raises IndexError."""
-    if level == 0:
-        rows = db.query("SELECT leaf FROM entries WHERE sequence = ?", (index,))
-    else:
-        rows = db.query("SELECT hash FROM nodes WHERE level = ? AND place = ?", (level, index))
-    if not rows:
-        raise IndexError((level, index))
-    return bytes(rows[0][0])
+def forget_rounds_after(db: Database, round_: Round) -> None:
+    """Cut the branch after a round: a rollback."""
+    db.query("DELETE FROM branch WHERE round > ?", (round_,))
 
 
-# -- reading back --------------------------------------------------------------------------------------------
+# -- rows that are not entries ---------------------------------------------------------------------------------
 
 
-def read_standings(db: Database) -> dict[PeerKey, Standing]:
-    """Every peer's standing, from the derived table."""
-    rows = db.query(
-        "SELECT p.peer, pending_micro, pending_tokens, pending_rounds, settled_micro, settled_tokens, settled_rounds, "
-        "voided_micro, voided_tokens, voided_rounds FROM standings s JOIN peers p ON p.id = s.peer"
-    )
-    return {PeerKey(r[0]): Standing(Balance(*r[1:4]), Balance(*r[4:7]), Balance(*r[7:10])) for r in rows}
+def _next(db: Database, table: str) -> int:
+    """The next row's number; there is one writer at a time."""
+    return db.query(f"SELECT coalesce(max(id), 0) + 1 FROM {table}")[0][0]
 
 
-def read_books(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> Books:
-    """Books that go on where the database ends."""
-    last = db.query("SELECT sequence, leaf, time FROM entries ORDER BY sequence DESC LIMIT 1")
-    size, leaf, time = (last[0][0] + 1, Digest(last[0][1]), last[0][2]) if last else (0, first_previous(run), 0)
-    posted = db.query("SELECT count(*) FROM rounds")[0][0]
-    settled = settled_count(db)
-    branch = db.query(
-        "SELECT r.record, r.tokens, r.entry FROM branch b JOIN rounds r ON r.entry = b.entry ORDER BY b.round"
-    )
-    reverted = db.query("SELECT record FROM rounds WHERE entry NOT IN (SELECT entry FROM branch)")
-    held = db.query("SELECT entry, number, round, record FROM rounds WHERE number >= ? ORDER BY number", (settled,))
-    state = BooksState(
-        size, leaf, time, posted, _epoch(db), ((Digest(r[0]), r[1], r[2]) for r in branch),
-        (Digest(r[0]) for r in reverted), [_held(db, row) for row in held], read_standings(db),
+def add_refusal(db: Database, r: RefusedUpdate) -> bool:
+    key = (bytes(r.peer), bytes(r.record), bytes(r.update))
+    if db.query("SELECT 1 FROM refusals WHERE peer = ? AND record = ? AND header = ?", key):
+        return False
+    db.query(
+        "INSERT INTO refusals (id, round, parent, record, peer, header, reason, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (_next(db, "refusals"), r.round, bytes(r.parent), bytes(r.record), bytes(r.peer), bytes(r.update), r.reason,
+         r.at),
     )  # fmt: skip
-    return Books.resumed(run, rule, owner, state)
+    return True
 
 
-def settled_count(db: Database) -> int:
-    """How many round entries are settled: they settle in the order of their numbers."""
-    rows = db.query("SELECT sent FROM entries WHERE kind = 'settle' ORDER BY sequence DESC LIMIT 1")
-    what = decode_entry(bytes(rows[0][0])).what if rows else None
-    if not isinstance(what, SettleEntry):
-        return 0
-    return db.query("SELECT number FROM rounds WHERE entry = ?", (what.entry,))[0][0] + 1
+def add_head(db: Database, h: TreeHeadRow) -> None:
+    db.query(
+        "INSERT INTO heads (id, size, root, time, encoded) VALUES (?, ?, ?, ?, ?)",
+        (_next(db, "heads"), h.size, bytes(h.root), h.time, h.sent),
+    )
 
 
-def _epoch(db: Database) -> int:
-    """Of the newest rollback; 0 when there was none."""
-    rows = db.query("SELECT sent FROM entries WHERE kind = 'rollback' ORDER BY sequence DESC LIMIT 1")
-    what = decode_entry(bytes(rows[0][0])).what if rows else None
-    if not isinstance(what, RollbackEntry):
-        return 0
-    return decode_directive(open_envelope(what.directive, "directive").payload).epoch
+def add_binding(db: Database, b: BindingRow) -> None:
+    db.query(
+        "INSERT INTO bindings (id, peer, account, time, encoded) VALUES (?, ?, ?, ?, ?)",
+        (_next(db, "bindings"), bytes(b.peer), bytes(b.account), b.time, b.sent),
+    )
 
 
-def _held(db: Database, row: tuple) -> Held:
-    entry, number, round_, record = row
-    lines = db.query("SELECT sent FROM lines WHERE entry = ? ORDER BY line", (entry,))
-    voided = db.query("SELECT line FROM transfers WHERE entry = ? AND target % 4 = 3", (entry,))
-    return Held(
-        entry, number, Round(round_), Digest(record), tuple(decode_line(bytes(r[0])) for r in lines),
-        {r[0] for r in voided},
-    )  # fmt: skip
+def add_admission(db: Database, a: AdmissionRow) -> None:
+    db.query(
+        "INSERT INTO admissions (peer, name, first_at, not_before, not_after, encoded) VALUES (?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (peer) DO UPDATE SET name = excluded.name, not_before = excluded.not_before, "
+        "not_after = excluded.not_after, encoded = excluded.encoded",
+        (bytes(a.peer), a.name, a.first_at, a.not_before, a.not_after, a.sent),
+    )
+
+
+def forget_admissions(db: Database, before: int) -> int:
+    where = "not_after < ? AND peer NOT IN (SELECT peer FROM peers)"
+    count = db.query(f"SELECT count(*) FROM admissions WHERE {where}", (before,))[0][0]
+    db.query(f"DELETE FROM admissions WHERE {where}", (before,))
+    return count
+
+
+def note_first_seen(db: Database, record: Digest, round_: Round, seen_at: float) -> None:
+    db.query(
+        "INSERT INTO first_seen (record, round, seen_at) VALUES (?, ?, ?) ON CONFLICT (record) DO NOTHING",
+        (bytes(record), round_, seen_at),
+    )
+
+
+def forget_first_seen(db: Database, round_: Round) -> None:
+    """Delete what was noted of this round and those before it: it is part of the posted rounds."""
+    db.query("DELETE FROM first_seen WHERE round <= ?", (round_,))

@@ -1,16 +1,18 @@
-"""What the page and its API show: the parts of a coordinator put together as JSON values. Reading only."""
+"""What the page and its API answer, as JSON values: reading only."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from coordinator.chain_indexer import ChainIndexer
-from coordinator.checkpoints.archive import FILES, ArchivedState, read_manifest
+from coordinator.checkpoints.archive import FILES
+from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.credits.log import CreditLog
 from coordinator.history import charts
+from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
 from coordinator.overview import Overview, PeerOverview, RoundOverview, round_overview
 from coordinator.page import json_view
@@ -18,29 +20,17 @@ from coordinator.page.feed import Feed
 from coordinator.round_charts import round_charts
 from coordinator.round_observations import RoundObservations
 from coordinator.swarm import SwarmView
+from protocol.errors import MalformedError
 from protocol.ids import PeerKey
 from protocol.ledger.credits import Balance, RoundAccount
 
 MAX_LINES = 20_000
-"""Entries in one answer of /api/rounds: in a large swarm there are fewer rounds in it."""
+"""Maximum number of credit lines in one answer of /api/rounds: a large swarm gets fewer rounds in it."""
+
+NEWEST_OF_PEER = 64
+"""Newest rounds that the view of one peer covers."""
 
 _FOLDER = re.compile(r"round-[0-9]{6,12}")
-
-Standings = Callable[[str, int, str], Awaitable[list[dict[str, Any]]]]
-"""By "peer", "account" or "team", how many, after the line of which key: lines of the leaderboard."""
-
-
-class ModelShown(Protocol):
-    """Who keeps samples and checkpoints: rows as /api/samples and /api/checkpoints have them, newest first."""
-
-    async def samples(self, before: int | None, limit: int) -> list[dict[str, Any]]: ...
-
-    async def checkpoints(self) -> list[dict[str, Any]]: ...
-
-    def validation(self) -> list[tuple[int, float]]:
-        """Round of a state and its validation loss, ascending."""
-        ...
-
 
 _BY: dict[str, Callable[[PeerOverview], Any]] = {
     "name": lambda p: (p.name or str(p.peer)).casefold(),
@@ -57,54 +47,53 @@ _BY: dict[str, Callable[[PeerOverview], Any]] = {
 
 
 class PageApi:
-    """The page's source (`coordinator.page.endpoints.Source`)."""
+    """The source of every answer in `coordinator.page.endpoints`; methods return None where there is no such thing."""
 
     def __init__(
         self,
         *,
         feed: Feed,
-        look: Callable[[], Overview],
-        follower: ChainIndexer,
-        sightings: RoundObservations,
+        overview: Callable[[], Overview],
+        chain: IndexedChain,
+        observations: RoundObservations,
         ledger: LedgerThread,
         view: SwarmView,
         name_of: Callable[[PeerKey], str],
-        checkpoints: Path,
+        credits: CreditLog,
+        archiver: CheckpointArchiver,
         metrics_text: Callable[[], bytes],
         now: Callable[[], float],
-        standings: Standings | None = None,
-        model: ModelShown | None = None,
     ):
         self.feed = feed
         self.metrics_text = metrics_text
-        self._look = look
-        self._follower = follower
-        self._sightings = sightings
+        self._overview = overview
+        self._chain = chain
+        self._observations = observations
         self._ledger = ledger
         self._view = view
         self._name_of = name_of
-        self._checkpoints = checkpoints
+        self._credits = credits
+        self._archiver = archiver
         self._now = now
-        self._standings = standings
-        self._model = model
         self._charts: tuple[object, dict[str, Any]] | None = None
 
     @property
     def head(self) -> Hashable:
-        """What all that is shown of rounds belongs to: the newest record, and the newest final one."""
-        return self._follower.head, self._follower.settled
+        """The key of everything that is shown of rounds: the newest record, and the newest final one."""
+        return self._chain.head, self._chain.posted
 
     def status(self) -> dict[str, Any]:
-        return json_view.status(self._look(), self._name_of, self._now())
+        """Return the state, the first peers and the newest rounds."""
+        return json_view.status(self._overview(), self._name_of, self._now())
 
     def event(self) -> dict[str, Any]:
-        """What every viewer is sent."""
-        return json_view.event(self._look(), self._now())
+        """Return what every viewer is sent."""
+        return json_view.event(self._overview(), self._now())
 
     # -- peers -----------------------------------------------------------------------------------------------
 
     def peers(self, sort: str, descending: bool, text: str, offset: int, limit: int) -> dict[str, Any]:
-        every = self._look().peers
+        every = self._overview().peers
         wanted = text.casefold()
         found = [p for p in every if wanted in _searched(p)] if wanted else list(every)
         if sort != "state":  # in the order of an overview already
@@ -115,9 +104,9 @@ class PageApi:
         return {"total": len(every), "matching": len(found), "offset": offset, "peers": page}
 
     def peer(self, key: PeerKey) -> dict[str, Any] | None:
-        shown = next((p for p in self._look().peers if p.peer == key), None)
-        f, nothing = self._follower, Balance()
-        settled, pending = f.settled_balances.get(key, nothing), f.pending.get(key, nothing)
+        shown = next((p for p in self._overview().peers if p.peer == key), None)
+        chain, nothing = self._chain, Balance()
+        settled, pending = chain.settled.get(key, nothing), chain.pending.get(key, nothing)
         if shown is None:
             if not settled.rounds + pending.rounds:
                 return None
@@ -125,19 +114,19 @@ class PageApi:
                 key, self._name_of(key), "gone", None, 0.0, settled.micro_credits, pending.micro_credits
             )
         newest = []
-        for account in f.newest(64):
+        for account in chain.newest(NEWEST_OF_PEER):
             entry = next((e for e in account.entries if e.peer == key), None)
-            seen = self._sightings.get(account.record)
+            seen = self._observations.get(account.record)
             absence = next((a for a in (seen.absent or () if seen else ()) if a.peer == key), None)
             if entry is not None or absence is not None:
                 newest.append(
                     {
                         "round": account.round,
                         "record": str(account.record),
-                        "final": self._is_final(account),
+                        "final": self._chain.is_final(account.round),
                         "tokens": entry.tokens if entry else 0,
                         "micro_credits": entry.micro_credits if entry else 0,
-                        "absence": None if absence is None else {"reason": absence.reason, "words": absence.words},
+                        "absence": None if absence is None else json_view.absence(absence),
                     }
                 )
         return {
@@ -149,48 +138,23 @@ class PageApi:
         }
 
     async def leaderboard(self, by: str, limit: int, after: str) -> list[dict[str, Any]]:
-        """Without anybody who keeps standings: by peer, from the balances."""
-        if self._standings is not None:
-            return await self._standings(by, limit, after)
-        if by != "peer":
-            return []
-        f, nothing = self._follower, Balance()
-        every = []
-        for key in f.settled_balances.keys() | f.pending.keys():
-            settled, pending = f.settled_balances.get(key, nothing), f.pending.get(key, nothing)
-            every.append((settled.micro_credits + pending.micro_credits, key, settled, pending))
-        every.sort(key=lambda line: (-line[0], line[1]))
-        first = next((i + 1 for i, line in enumerate(every) if str(line[1]) == after), 0)
-        return [
-            {
-                "key": str(key),
-                "kind": "peer",
-                "name": self._name_of(key),
-                "team": "",
-                "account": None,
-                "micro_credits_settled": settled.micro_credits,
-                "micro_credits_pending": pending.micro_credits,
-                "micro_credits_voided": 0,
-                "recent": None,
-                "tokens": settled.tokens + pending.tokens,
-                "rounds": settled.rounds + pending.rounds,
-                "peers": [],
-            }
-            for _, key, settled, pending in every[first : first + limit]
-        ]
+        """Return rows by "peer", "account" or "team", those with most credits first, after the row of a key."""
+        if by not in ("peer", "account", "team"):
+            raise MalformedError("by is peer, account or team")
+        return [json_view.credit_summary(c) for c in await self._credits.leaderboard(by, limit, after)]
 
     # -- rounds ----------------------------------------------------------------------------------------------
 
     async def accounts(self, after: int, limit: int) -> list[dict[str, Any]]:
-        newest = self._follower.newest(1)
+        newest = self._chain.newest(1)
         limit = min(limit, max(1, MAX_LINES // max(1, len(newest[0].entries) if newest else 1)))
-        return [json_view.account(a, self._is_final(a), self._name_of) for a in await self._read(after, limit)]
+        return [json_view.account(a, self._chain.is_final(a.round), self._name_of) for a in await self._read(after, limit)]
 
     async def newest_rounds(self, before: int, limit: int) -> dict[str, Any]:
-        f = self._follower
-        before = min(before, f.head[0] + 1 if f.head else 0)
+        chain = self._chain
+        before = min(before, chain.head[0] + 1 if chain.head else 0)
         first = max(0, before - limit)
-        remembered = {int(a.round): a for a in f.newest(limit + len(f.open) + 64) if first <= a.round < before}
+        remembered = {int(a.round): a for a in chain.newest(limit + len(chain.open) + 64) if first <= a.round < before}
         if len(remembered) == before - first:
             found = [remembered[r] for r in range(first, before)]
         else:
@@ -202,7 +166,7 @@ class PageApi:
         account = await self._one(number)
         if account is None:
             return None
-        announced = dict(self._sightings.announcements(account.record))
+        announced = dict(self._observations.announcements(account.record))
         return json_view.round_page(self._round_view(account), announced, self._name_of)
 
     async def certificate(self, number: int) -> dict[str, Any] | None:
@@ -213,8 +177,8 @@ class PageApi:
         return json_view.certificate(found[0], self._name_of)
 
     async def _one(self, number: int) -> RoundAccount | None:
-        f = self._follower
-        found = next((a for a in f.newest(len(f.open) + 64) if a.round == number), None)
+        chain = self._chain
+        found = next((a for a in chain.newest(len(chain.open) + 64) if a.round == number), None)
         if found is not None:
             return found
         rows = await self._read(number - 1, 1)
@@ -224,25 +188,21 @@ class PageApi:
         """Rounds after a number: the ledger's, then those that are not final yet."""
         accounts = await self._ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
         at = accounts[-1].round if accounts else after
-        return accounts + [a for a in self._follower.open if a.round > at][: limit - len(accounts)]
-
-    def _is_final(self, account: RoundAccount) -> bool:
-        settled = self._follower.settled
-        return settled is not None and account.round <= settled[0]
+        return accounts + [a for a in self._chain.open if a.round > at][: limit - len(accounts)]
 
     def _round_view(self, account: RoundAccount) -> RoundOverview:
-        return round_overview(account, self._sightings.get(account.record), self._is_final(account), self._name_of)
+        return round_overview(account, self._observations.get(account.record), self._chain.is_final(account.round), self._name_of)
 
     # -- charts ----------------------------------------------------------------------------------------------
 
     async def charts(self) -> dict[str, Any]:
         """Made once a round."""
-        f = self._follower
-        head = f.head[1] if f.head else None
-        validated = [] if self._model is None else self._model.validation()
-        key = (head, len(self._sightings), len(validated), validated[-1:])
+        chain = self._chain
+        head = chain.head[1] if chain.head else None
+        validated = self._archiver.validation_points()
+        key = (head, len(self._observations), len(validated), validated[-1:])
         if self._charts is None or self._charts[0] != key:
-            points = [*f.history.points(), *f.open_points()]
+            points = chain.points()
             by_round = {p.round: p for p in points} if validated else {}
             validation = []
             for number, loss in validated:
@@ -251,56 +211,29 @@ class PageApi:
                     {
                         "round": number,
                         "tokens": before.tokens if before else 0 if number == 0 else None,
-                        "seen": before.seen_at if before else None,
+                        "seen_at": before.seen_at if before else None,
                         "loss": json_view.rounded(loss),
                     }
                 )
-            self._charts = (key, json_view.charts(charts(points), round_charts(list(self._sightings)), validation))
+            self._charts = (key, json_view.charts(charts(points), round_charts(list(self._observations)), validation))
         return self._charts[1]
 
     # -- the model -------------------------------------------------------------------------------------------
 
     async def samples(self, before: int, limit: int) -> list[dict[str, Any]]:
-        return [] if self._model is None else await self._model.samples(before, limit)
+        """Return texts of rounds before `before`, the newest round first."""
+        return self._archiver.samples(before, limit)
 
     async def checkpoints(self) -> list[dict[str, Any]]:
-        if self._model is not None:
-            return await self._model.checkpoints()
-        return await asyncio.to_thread(self._archived)
+        """Return the archived states, newest first."""
+        return await asyncio.to_thread(self._archiver.checkpoints)  # it reads each folder
 
     def checkpoint_file(self, folder: str, name: str) -> Path | None:
-        """The path of a file of an archived checkpoint; None when there is none of that name."""
+        """Return the path of a file of an archived state."""
         if not _FOLDER.fullmatch(folder) or name not in FILES:
             return None
-        path = self._checkpoints / folder / name
+        path = self._archiver.archive.folder / folder / name
         return path if path.is_file() else None
-
-    def _archived(self) -> list[dict[str, Any]]:
-        """What is archived, newest first. Few: an archive keeps a handful."""
-        found = []
-        for folder in self._checkpoints.glob("round-*"):
-            sheet = read_manifest(folder)
-            if sheet is None or not _FOLDER.fullmatch(folder.name):
-                continue
-            files = [
-                {"name": name, "bytes": (folder / name).stat().st_size} for name in FILES if (folder / name).is_file()
-            ]
-            found.append(self._sheet(sheet, files))
-        return sorted(found, key=lambda c: -c["round"])
-
-    def _sheet(self, a: ArchivedState, files: list[dict[str, Any]]) -> dict[str, Any]:
-        settled = self._follower.settled
-        return {
-            "round": a.round,
-            "state": str(a.state),
-            "record": str(a.record),
-            "tokens": a.tokens,
-            "bytes": sum(f["bytes"] for f in files),
-            "files": files,
-            "final": a.round == 0 or (settled is not None and a.round <= settled[0] + 1),
-            "copied": False,
-            "validation_loss": None,
-        }
 
 
 def _searched(p: PeerOverview) -> str:

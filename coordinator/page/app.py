@@ -20,9 +20,10 @@ from coordinator.errors import LedgerError, TooManyError
 from coordinator.limits import Rate, RateLimit, network_of
 from coordinator.page import json_view, openapi
 from coordinator.page.answers import AnswerCache, EncodedBody
+from coordinator.page.api import PageApi
 from coordinator.page.api_docs import api_page
 from coordinator.page.downloads import Downloads
-from coordinator.page.endpoints import ENDPOINTS, ApiEndpoint, Source
+from coordinator.page.endpoints import ENDPOINTS, ApiEndpoint
 
 STATIC = Path(__file__).parent / "static"
 REQUESTS_OF_ONE = Rate(30, 200)
@@ -40,7 +41,7 @@ _SECURITY = {
 }
 
 
-def make_app(source: Source, more: Sequence[Route] = (), described: Mapping[str, Any] | None = None) -> ASGIApp:
+def make_app(source: PageApi, more: Sequence[Route] = (), described: Mapping[str, Any] | None = None) -> ASGIApp:
     """The application; `more` routes of other modules, and their paths as OpenAPI has them.
 
     Files that the page needs and that are missing fail here, not at the first visitor."""
@@ -105,7 +106,7 @@ def make_app(source: Source, more: Sequence[Route] = (), described: Mapping[str,
     return _secured(answer)
 
 
-def _answering(endpoint: ApiEndpoint, source: Source, answers: AnswerCache) -> Callable[[Request], Awaitable[Response]]:
+def _answering(endpoint: ApiEndpoint, source: PageApi, answers: AnswerCache) -> Callable[[Request], Awaitable[Response]]:
     """The route of one line of the table."""
 
     async def answer(request: Request) -> Response:

@@ -29,7 +29,7 @@ RECEIPT = s.of(
     "`pending_until`-th, counted from 0.",
 )
 
-STANDING = s.of(s.LEADER["properties"] | {"rounds_in_all": s.COUNT})
+ACCOUNT = s.of(s.LEADER["properties"] | {"rounds_total": s.COUNT})
 
 
 def _path(about: str, answer: s.Schema | None, parameters: dict[str, bool], *, kinds: tuple[str, ...] = ()) -> Any:
@@ -56,7 +56,7 @@ def _key(name: str, where: str) -> dict[str, Any]:
     return {"name": name, "in": where, "required": True, "schema": s.KEY}
 
 
-def _log_paths() -> dict[str, Any]:
+def _credit_paths() -> dict[str, Any]:
     hashes = s.many(_HASH)
     paths = {
         "/api/log/head": _path(
@@ -70,9 +70,9 @@ def _log_paths() -> dict[str, Any]:
             {"first": False, "limit": False},
         ),
         "/api/log/lines": _path(
-            "The lines of a round entry: the leaves under its lines_root",
-            s.of({"entry": s.COUNT, "lines": s.many(s.BASE64)}),
-            {"entry": True},
+            "The credit lines of the round entries in a range: the leaves under their lines_root",
+            s.of({"groups": s.many(s.of({"entry": s.COUNT, "lines": s.many(s.BASE64)})), "next": s.COUNT}),
+            {"first": False, "limit": False},
         ),
         "/api/log/inclusion": _path(
             "The proof that an entry is in the log of a size",
@@ -89,7 +89,7 @@ def _log_paths() -> dict[str, Any]:
             s.of({"peer": s.KEY, "receipts": s.many(RECEIPT), "next": s.maybe(s.COUNT)}),
             {"before": False, "limit": False},
         ),
-        "/api/accounts/{key}": _path("What an account, or a peer, has", STANDING, {}),
+        "/api/accounts/{key}": _path("The totals of an account, or of a peer", ACCOUNT, {}),
         "/api/export/credits.{form}": _path(
             "All credits as a file: csv or parquet", None, {}, kinds=("text/csv", "application/vnd.apache.parquet")
         ),
@@ -101,5 +101,5 @@ def _log_paths() -> dict[str, Any]:
     return paths
 
 
-LOG_PATHS = _log_paths()
-"""For `make_app(..., described=LOG_PATHS)`, where these routes are served."""
+CREDIT_PATHS = _credit_paths()
+"""For `make_app(..., described=CREDIT_PATHS)`, where these routes are served."""

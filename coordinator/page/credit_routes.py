@@ -4,80 +4,69 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from coordinator.credits.export import CSV_TYPE, PARQUET_TYPE, ParquetMissingError
-from coordinator.credits.views import MAX_ENTRIES, MAX_PAGE, CreditLogProtocol, CreditSummary, ReceiptItem
+from coordinator.credits.log import CreditLog
+from coordinator.credits.views import MAX_ENTRIES, MAX_PAGE, ReceiptItem
 from coordinator.errors import LedgerError, TooManyError
 from coordinator.page import json_view
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import MAX_COUNT, PeerKey
 
-FOR_EVER = "public, max-age=31536000, immutable"
+IMMUTABLE = "public, max-age=31536000, immutable"
 """What was written once never changes: an entry, a proof between two sizes."""
 
 
-class LogSource(Protocol):
-    """What the routes are answered from."""
-
-    @property
-    def credit_log(self) -> CreditLogProtocol: ...
-
-    def export_credits(self, form: str) -> AsyncIterator[bytes]:
-        """All credits as "csv" or "parquet", in pieces. Raises CairnError before the first."""
-        ...
-
-
-def log_routes(source: LogSource) -> list[Route]:
-    """/api/log/..., /api/receipts, /api/accounts/KEY, /api/export/credits.csv and .parquet."""
+def credit_routes(log: CreditLog) -> list[Route]:
+    """Return the routes /api/log/..., /api/receipts, /api/accounts/KEY, /api/export/credits.csv and .parquet."""
 
     async def head(request: Request) -> Response:
         before, limit = _optional(request, "before"), _whole(request, "limit", 1, 1, MAX_PAGE)
-        heads = await source.credit_log.heads(before, limit)
+        heads = await log.heads(before, limit)
         return _json({"heads": [_b64(h) for h in heads]})
 
     async def entries(request: Request) -> Response:
         first, limit = _whole(request, "first", 0), _whole(request, "limit", MAX_ENTRIES, 1, MAX_ENTRIES)
-        found, size = await source.credit_log.entries(first, limit)
+        found, size = await log.entries(first, limit)
         whole = len(found) == limit
-        return _json({"first": first, "size": size, "entries": [_b64(e) for e in found]}, for_ever=whole)
+        return _json({"first": first, "size": size, "entries": [_b64(e) for e in found]}, immutable=whole)
 
     async def lines(request: Request) -> Response:
-        entry = _whole(request, "entry", None)
-        found, _ = await source.credit_log.lines(entry, 1)
-        if not found:
-            return PlainTextResponse("no round entry has that number\n", 404)
-        return _json({"entry": entry, "lines": [_b64(line) for line in found[0].lines]}, for_ever=True)
+        first, limit = _whole(request, "first", 0), _whole(request, "limit", MAX_ENTRIES, 1, MAX_ENTRIES)
+        found, following = await log.lines(first, limit)
+        groups = [{"entry": g.entry, "lines": [_b64(line) for line in g.lines]} for g in found]
+        return _json({"groups": groups, "next": following}, immutable=following == first + limit)
 
     async def inclusion(request: Request) -> Response:
         entry, size = _whole(request, "entry", None), _whole(request, "size", None)
-        hashes = await source.credit_log.inclusion(entry, size)
-        return _json({"entry": entry, "size": size, "hashes": [h.hex() for h in hashes]}, for_ever=True)
+        hashes = await log.inclusion(entry, size)
+        return _json({"entry": entry, "size": size, "hashes": [h.hex() for h in hashes]}, immutable=True)
 
     async def consistency(request: Request) -> Response:
         first, second = _whole(request, "first", None), _whole(request, "second", None)
-        hashes = await source.credit_log.consistency(first, second)
-        return _json({"first": first, "second": second, "hashes": [h.hex() for h in hashes]}, for_ever=True)
+        hashes = await log.consistency(first, second)
+        return _json({"first": first, "second": second, "hashes": [h.hex() for h in hashes]}, immutable=True)
 
     async def receipts(request: Request) -> Response:
         peer = PeerKey.parse(request.query_params.get("peer", ""))
         before, limit = _optional(request, "before"), _whole(request, "limit", 50, 1, MAX_PAGE)
-        page = await source.credit_log.receipts(peer, before, limit)
+        page = await log.receipts(peer, before, limit)
         return _json({"peer": str(peer), "receipts": [_receipt(i) for i in page.items], "next": page.next})
 
     async def account(request: Request) -> Response:
-        view = await source.credit_log.standing(PeerKey.parse(request.path_params["key"]))
-        return _json(standing(view) | {"rounds_in_all": source.credit_log.rounds})
+        summary = await log.summary(PeerKey.parse(request.path_params["key"]))
+        return _json(json_view.credit_summary(summary) | {"rounds_total": log.rounds})
 
     async def export(request: Request) -> Response:
         form = request.path_params["form"]
         if form not in ("csv", "parquet"):
             return PlainTextResponse("there is credits.csv and credits.parquet\n", 404)
-        pieces = source.export_credits(form)
+        pieces = log.export(form)
         try:
             first = await anext(pieces, b"")
         except ParquetMissingError as e:
@@ -96,35 +85,6 @@ def log_routes(source: LogSource) -> list[Route]:
         Route("/api/accounts/{key}", _guarded(account)),
         Route("/api/export/credits.{form}", _guarded(export)),
     ]
-
-
-def leaderboard_of(log: CreditLogProtocol) -> Callable[[str, int, str], Awaitable[list[dict[str, Any]]]]:
-    """Rows of /api/leaderboard: by "peer", "account" or "team", how many, after the row of which key."""
-
-    async def leaderboard(by: str, limit: int, after: str) -> list[dict[str, Any]]:
-        if by not in ("peer", "account", "team"):
-            raise MalformedError("by is peer, account or team")
-        return [standing(v) for v in await log.leaderboard(by, limit, after)]
-
-    return leaderboard
-
-
-def standing(v: CreditSummary) -> dict[str, Any]:
-    """A row of the leaderboard, and what /api/accounts gives."""
-    return {
-        "key": v.key,
-        "kind": v.kind,
-        "name": v.name,
-        "team": v.team,
-        "account": None if v.account is None else str(v.account),
-        "micro_credits_settled": v.settled,
-        "micro_credits_pending": v.pending,
-        "micro_credits_voided": v.voided,
-        "recent": v.recent,
-        "tokens": v.tokens,
-        "rounds": v.rounds,
-        "peers": [str(p) for p in v.peers],
-    }
 
 
 def _receipt(item: ReceiptItem) -> dict[str, Any]:
@@ -166,8 +126,8 @@ async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[by
         yield piece
 
 
-def _json(value: Any, *, for_ever: bool = False) -> Response:
-    headers = {"cache-control": FOR_EVER if for_ever else "no-store"}
+def _json(value: Any, *, immutable: bool = False) -> Response:
+    headers = {"cache-control": IMMUTABLE if immutable else "no-store"}
     return Response(json_view.encode(value), headers=headers, media_type="application/json")
 
 

@@ -3,53 +3,16 @@ document."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from coordinator.page import schemas as s
-from coordinator.page.feed import Feed
 from protocol.ids import PeerKey
 
 MAX_ROUNDS = 200
 MAX_PEERS = 200
 TOP = 2**40
-
-
-class Source(Protocol):
-    """What the page shows, as JSON values; None where there is no such thing."""
-
-    feed: Feed
-
-    @property
-    def head(self) -> Hashable: ...
-
-    def status(self) -> dict[str, Any]: ...
-
-    async def charts(self) -> dict[str, Any]: ...
-
-    def peers(self, sort: str, descending: bool, text: str, offset: int, limit: int) -> dict[str, Any]: ...
-
-    def peer(self, key: PeerKey) -> dict[str, Any] | None: ...
-
-    async def accounts(self, after: int, limit: int) -> list[dict[str, Any]]: ...
-
-    async def newest_rounds(self, before: int, limit: int) -> dict[str, Any]: ...
-
-    async def round(self, number: int) -> dict[str, Any] | None: ...
-
-    async def certificate(self, number: int) -> dict[str, Any] | None: ...
-
-    async def leaderboard(self, by: str, limit: int, after: str) -> list[dict[str, Any]]: ...
-
-    async def samples(self, before: int, limit: int) -> list[dict[str, Any]]: ...
-
-    async def checkpoints(self) -> list[dict[str, Any]]: ...
-
-    def checkpoint_file(self, folder: str, name: str) -> Path | None: ...
-
-    def metrics_text(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)

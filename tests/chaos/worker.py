@@ -68,11 +68,11 @@ async def _one_after_the_other(thread, acknowledge, name, work, first: int) -> N
 
 
 def _admit(ledger: Ledger, number: int) -> None:
-    ledger.admit(story.admitted(number))
+    ledger.add_admission(story.admitted(number))
 
 
 def _refuse(ledger: Ledger, number: int) -> None:
-    ledger.refuse(story.refusal(number))
+    ledger.add_refusal(story.refusal(number))
 
 
 # -- how not to do it ----------------------------------------------------------------------------------------

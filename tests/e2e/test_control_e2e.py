@@ -88,7 +88,7 @@ async def test_the_owner_pauses_resumes_bans_and_rolls_back_a_run():
         assert signed()
         await world.until("the final of the new branch", lambda: _final(world) > to.round, 40)
         status = await world.status()
-        assert status.health not in ("trouble", "split"), status.words
+        assert status.health not in ("trouble", "split"), status.message
         await asyncio.to_thread(world.stop, *(n for n, p in world.processes.items() if p.running))
     assert world.left == ([], [])
 

@@ -45,7 +45,7 @@ async def test_a_ledger_that_changes_under_a_coordinator_is_trouble_and_nothing_
         assert c.overview().health != "trouble"
         at = ledger_place if where else tmp_path / service.LEDGER_FILE
         db = connect(at, SPEC)
-        db.query("UPDATE standings SET settled_micro = settled_micro + 1 WHERE peer = 1")
+        db.query("UPDATE balances SET settled_micro = settled_micro + 1 WHERE peer = 1")
         db.close()
         for _ in range(400):
             if c.problem:

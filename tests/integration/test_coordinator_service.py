@@ -37,7 +37,7 @@ from protocol.invite import TLS_NAME, Endpoint, Invite
 from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
-from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
+from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec, peer
 from tests.support.specs import OWNER
 
 SPEC = make_spec()
@@ -48,7 +48,8 @@ async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
     swarm = swarm or FakeSwarm(spec)
     places = dict(listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
     coordinator = Coordinator(
-        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm, now=now
+        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm,
+        make_archiver(spec, tmp_path, swarm), now=now,
     )
     await coordinator.start()
     try:
@@ -58,16 +59,16 @@ async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
 
 
 async def test_a_fault_in_what_is_shown_does_not_silence_the_page_for_ever(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("coordinator.service.AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("coordinator.tasks.RETRY_SECONDS", 0.05)
     async with running(tmp_path) as (coordinator, swarm):
-        real, fails = coordinator._showing.event, [True]
+        real, fails = coordinator.api.event, [True]
 
         def event():
             if fails:
                 raise ValueError("out of range")
             return real()
 
-        monkeypatch.setattr(coordinator._showing, "event", event)
+        monkeypatch.setattr(coordinator.api, "event", event)
         swarm.round({0: 10})
         for _ in range(300):
             if "publisher: a fault of the coordinator" in caplog.text and fails:
@@ -445,15 +446,16 @@ async def test_a_port_that_is_taken_is_named_with_the_remedy_and_nothing_is_left
             with pytest.raises(PortTakenError, match=f"{next(iter(place.values()))}.*choose another"):
                 async with running(tmp_path / "second", **place):
                     pass
-        assert not [t for t in asyncio.all_tasks() if t.get_name() == "follower"][1:]
+        assert not [t for t in asyncio.all_tasks() if t.get_name() == "chain indexer"][1:]
 
 
 async def test_a_missing_folder_and_a_foreign_key_are_named(tmp_path):
     with pytest.raises(CoordinatorError, match="check that the folder exists"):
         async with running(tmp_path / "missing"):
             pass
+    swarm = FakeSwarm(SPEC)
     with pytest.raises(CoordinatorError, match="does not own run"):
-        Coordinator(CoordinatorConfig(tmp_path), SPEC, b"", peer(1), FakeSwarm(SPEC))
+        Coordinator(CoordinatorConfig(tmp_path), SPEC, b"", peer(1), swarm, make_archiver(SPEC, tmp_path, swarm))
 
 
 async def test_it_stops_within_seconds_though_viewers_watch(tmp_path):

@@ -33,23 +33,23 @@ async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgem
     keeper = world.keeper()
     keeper.evaluations.add(world.archive.all()[1], {"loss": 4.5, "windows": 3, "seconds": 1.0, "device": "cpu"}, [])
     config = CoordinatorConfig(world.folder / "run", "127.0.0.1", 0, "127.0.0.1", 0)
-    coordinator = Coordinator(config, world.spec, world.envelope, OWNER, world.swarm, keeper=keeper)
+    coordinator = Coordinator(config, world.spec, world.envelope, OWNER, world.swarm, keeper)
     await coordinator.start()
     try:
         for _ in range(400):
-            if (newest := world.archive.newest_finalization()) is not None:
+            if (newest := world.archive.newest_final()) is not None:
                 break
             await asyncio.sleep(0.05)
         assert newest is not None and newest.round == 5  # 12 rounds, three of depth: 8 is final, 10 is not
         coordinator._overview = None
         o = coordinator.overview()
         assert (o.final_round, o.validation_round, o.validation_loss, o.archive_problem) == (8, 5, 4.5, "")
-        shown = coordinator.keeper.checkpoints()
+        shown = keeper.checkpoints()
         assert [(c["round"], c["final"], c["validation_loss"]) for c in shown] == [
             (10, False, None), (5, True, 4.5), (0, True, None),
         ]  # fmt: skip
         assert {f["name"] for f in shown[1]["files"]} >= {"model.safetensors", "cairn.json", "certificate.bin"}
-        assert coordinator.keeper.samples(None, 10) == []
+        assert keeper.samples(None, 10) == []
     finally:
         await coordinator.stop()
 

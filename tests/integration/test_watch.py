@@ -37,7 +37,7 @@ def key(n: int) -> PeerKey:
 def status(peers: int = 3, rounds: int = 8, alerts: int = 0, words: str = "3 peers training", **changes) -> Status:
     phases = ("training", "exchanging", "silent", "gone")
     fields = dict(
-        name="tiny", health="healthy", words=words, round=rounds, head=Digest(bytes(32)), state=Digest(bytes(32)),
+        name="tiny", health="healthy", message=words, round=rounds, head=Digest(bytes(32)), state=Digest(bytes(32)),
         state_round=rounds, tokens=10**6, total_tokens=10**7, tokens_per_second=5e4, loss=3.21,
         peers=tuple(
             PeerStatus(
@@ -142,7 +142,7 @@ async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path,
         task = asyncio.create_task(_look_on(invite, (), screen))
         await until(lambda: screen._status is not None and screen._status.round == 5)
         s = screen._status
-        assert [(r.round, r.contributors, r.loss) for r in s.newest] == [(n, 2, 3.5) for n in (4, 3, 2, 1, 0)]
+        assert [(r.round, r.contributors, r.loss) for r in s.rounds] == [(n, 2, 3.5) for n in (4, 3, 2, 1, 0)]
         assert s.losses == (3.5,) * 5 and s.alerts == ()
         monkeypatch.setattr(type(c._watcher), "standing", (Alert("disk", 5.5, "full"),))
         c._overview = None

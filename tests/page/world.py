@@ -24,7 +24,7 @@ from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
 from protocol.spec import sign_spec
-from tests.support.coordinator_fakes import ChainMaker, FakeSwarm, make_spec, peer, state
+from tests.support.coordinator_fakes import ChainMaker, FakeSwarm, make_archiver, make_spec, peer, state
 from tests.support.specs import OWNER, spec_fields
 
 T = TypeVar("T")
@@ -105,9 +105,9 @@ class World:
             config = CoordinatorConfig(
                 self.folder, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=self.port
             )
-            made = Coordinator(config, spec, sign_spec(OWNER, spec).sent, OWNER, self.swarm, now=self.clock)
+            made = Coordinator(config, spec, sign_spec(OWNER, spec).sent, OWNER, self.swarm, make_archiver(spec, self.folder, self.swarm), now=self.clock)
             if self.routes:
-                made._page = PageServer(make_app(made._showing, self.routes))
+                made._page = PageServer(make_app(made.api, self.routes))
             await made.start()
             return made
 
@@ -136,11 +136,11 @@ class World:
 
         def admit(ledger: Any) -> None:
             for row in rows:
-                ledger.admit(row)
+                ledger.add_admission(row)
 
         assert self.coordinator is not None
-        self.act(self.coordinator._ledger.run(admit))
-        self.act(self.coordinator._admitter.load())
+        self.act(self.coordinator.ledger.run(admit))
+        self.act(self.coordinator.admitter.load())
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class World:
         self.clock.shift += self.random.uniform(0.5, 1.5)
         self.swarm.changed()
         for _ in range(400):
-            head = self.coordinator._follower.head
+            head = self.coordinator.chain.head
             if head is not None and head[1] == certificate.digest:
                 break
             await asyncio.sleep(0.005)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
+from coordinator.checkpoints.archive import Archive
+from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.evaluations import EvaluationLog
+from coordinator.checkpoints.settings import CheckpointSettings
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat, SwarmView
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
@@ -108,6 +113,12 @@ class ChainMaker:
         certificate = Certificate(record, votes)
         self._take(certificate)
         return certificate
+
+
+def make_archiver(spec: RunSpec, folder: Path, view: SwarmView) -> CheckpointArchiver:
+    """Return an archiver over an empty archive, without evaluations and copies."""
+    settings = CheckpointSettings.model_validate({"evaluation": {"every": 0}})
+    return CheckpointArchiver(Archive(folder / "checkpoints", spec), EvaluationLog(folder), spec, view, settings)
 
 
 class FakeSwarm:

@@ -14,13 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import tests.support.coordinator_fakes as fakes
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.checkpoints.settings import CheckpointSettings
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round
 from protocol.merkle import blob_digest
 from protocol.message_codec import KeySigner, encode_certificate
-from protocol.messages import Finalization
+from protocol.messages import Finalization, Signed
 from protocol.model import build_model, parameters_of
 from protocol.spec import RunSpec, sign_spec
 from protocol.state import checkpoint_chunks
@@ -76,10 +77,13 @@ class KeptWorld:
         self.envelope = sign_spec(OWNER, self.spec).sent
         monkeypatch.setattr(fakes, "state", lambda r: self.digests.get(r) or fakes.Digest(bytes([r]) * 32))
         self.swarm = fakes.FakeSwarm(self.spec)
+        (folder / "run").mkdir(exist_ok=True)
+        self.evaluations = EvaluationLog(folder / "run")
         self.archive = Archive(
-            folder / "run" / "checkpoints", self.spec, policy=RetentionPolicy(newest=3), spec_envelope=self.envelope
-        )
-        self.settled = -1
+            folder / "run" / "checkpoints", self.spec, policy=RetentionPolicy(newest=3), spec_envelope=self.envelope,
+            losses=self.evaluations.losses, on_left=self.evaluations.mark_left,
+        )  # fmt: skip
+        self.posted = -1
 
     def state(self, round_: int, change: Any = None) -> Digest:
         """Make the state with which a round begins."""
@@ -118,15 +122,15 @@ class KeptWorld:
         archived = self.add(round_)
         return self.mark_final(archived) if round_ else archived
 
-    async def is_settled(self, round_: Round, record: Digest) -> bool:
-        return round_ <= self.settled and self.swarm.chain.certificates[round_].digest == record
+    async def finalization_of(self, round_: Round, record: Digest) -> Signed[Finalization] | None:
+        if round_ > self.posted or self.swarm.chain.certificates[round_].digest != record:
+            return None
+        return KeySigner(OWNER).sign(Finalization(self.spec.run_id, round_, record))
 
     def keeper(self, **settings: Any) -> CheckpointArchiver:
         """With evaluation off unless it is asked for."""
         wanted = CheckpointSettings.model_validate({"evaluation": {"every": 0}} | settings)
-        folder = self.folder / "run"
-        folder.mkdir(exist_ok=True)
-        return CheckpointArchiver(self.archive, folder, self.spec, OWNER, self.swarm, wanted, shards=[self.shard])
+        return CheckpointArchiver(self.archive, self.evaluations, self.spec, self.swarm, wanted, shards=[self.shard])
 
 
 def nan(tensors: dict[str, torch.Tensor]) -> None:

@@ -17,8 +17,8 @@ from coordinator.alerts import watcher
 from coordinator.alerts.config import AlertConfig, AlertConfigError, Webhook, load_config
 from coordinator.alerts.tracker import AlertEvent, back_off
 from coordinator.alerts.webhooks import WebhookError, payload, plain, post
+from coordinator.credits import tree_heads
 from protocol.ids import Digest
-from protocol.ledger.credits import tree_heads
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive
 from tests.integration.test_coordinator_service import running, settled, web
@@ -40,7 +40,7 @@ class Receiver:
 
     @property
     def events(self) -> list[tuple[str, str]]:
-        return [(e["name"], e["what"]) for _, b in self.got for e in [json.loads(b)["cairn"]]]
+        return [(e["name"], e["kind"]) for _, b in self.got for e in [json.loads(b)["cairn"]]]
 
     @asynccontextmanager
     async def there(self):
@@ -74,7 +74,7 @@ class Receiver:
 @pytest.fixture
 def quick(monkeypatch):
     """Looks often; a disk with room; words count at once, also right after the start."""
-    monkeypatch.setattr(watcher, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr("coordinator.alerts.rules.SETTLE_SECONDS", -1.0)
     usage = type("Usage", (), {"free": 10**12, "total": 2 * 10**12})
     monkeypatch.setattr("coordinator.alerts.inputs.disk_usage", lambda _: usage)
@@ -106,7 +106,7 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
                 shown = (await get.get("/api/status")).json()["alerts"] or await asyncio.sleep(0.05, [])
                 if shown:
                     break
-            assert [a["name"] for a in shown] == ["loss"] and "7.50" in shown[0]["words"]
+            assert [a["name"] for a in shown] == ["loss"] and "7.50" in shown[0]["message"]
             assert 'cairn_alert{name="loss"} 1.0' in (await get.get("/metrics")).text
             await rounds(3.9, 3.9)
             await hook.hears(("loss", "fired"), ("loss", "resolved"))
@@ -149,15 +149,15 @@ async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, qui
                 swarm.beat(n)
             swarm.round({0: 600, 1: 700})
             await settled(c, len(swarm.chain.certificates))
-            await c._watcher.look()
+            await c._watcher.check()
         await c.control.take(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, order=order)).sent)
         for _ in range(60):
             clock[0] += 100
             for n in range(6):
                 swarm.beat(n, phase="paused" if order == "paused" else "leaving")
             await asyncio.sleep(0.03)  # a head is signed
-            await c._watcher.look()
-            assert c._watcher.standing == ()
+            await c._watcher.check()
+            assert c._watcher.active == ()
         assert c.overview().health == order
 
 
@@ -170,24 +170,24 @@ async def test_a_peer_with_another_state_than_the_chain_is_named(tmp_path):
         await settled(c, 3)
         before = swarm.chain.certificates[-1].record.body.parent  # the record before the head: its child names a state
 
-        async def differing():
+        async def diverged():
             await asyncio.sleep(0.4)
-            return len(c.overview().differing)
+            return len(c.overview().diverged)
 
         swarm.beat(0, head=before, round=2, state=state(2))
-        assert await differing() == 0
+        assert await diverged() == 0
         swarm.beat(1, head=before, round=2, state=wrong)
-        assert await differing() == 1 and c.overview().differing == (peer(1).key.short,)
+        assert await diverged() == 1 and c.overview().diverged == (peer(1).key.short,)
         swarm.beat(1, head=before, round=2, state=None)
-        assert await differing() == 0
+        assert await diverged() == 0
         # At the head nobody names it yet: most of those who hold one are believed; of two there are no most.
         swarm.beat(0, state=state(3))
         swarm.beat(1, state=wrong)
-        assert await differing() == 0
+        assert await diverged() == 0
         swarm.beat(2, state=state(3))
-        assert await differing() == 1
+        assert await diverged() == 1
         swarm.beat(1, state=wrong, phase="syncing")
-        assert await differing() == 0
+        assert await diverged() == 0
 
 
 async def test_a_webhook_that_fails_is_asked_again_and_one_that_never_will_is_not(tmp_path, quick, monkeypatch):
@@ -270,7 +270,7 @@ async def test_silence_noise_and_nobody_are_errors_that_may_pass():
 
 
 def test_what_strangers_chose_makes_no_links_mentions_or_markup():
-    event = replace(EVENT, words="<!channel> @everyone [x](http://evil) *b* `c` &lt; \x1b[2J\n" + "x" * 1000)
+    event = replace(EVENT, message="<!channel> @everyone [x](http://evil) *b* `c` &lt; \x1b[2J\n" + "x" * 1000)
     text = json.loads(payload(event, "run", "http://page/"))["text"]
     assert not set("<>@*`&[]\n\x1b") & set(text) and len(text) < 700
     assert plain("ada 3.1, 5%") == "ada 3.1, 5%"

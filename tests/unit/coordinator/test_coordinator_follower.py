@@ -9,8 +9,11 @@ import pytest
 
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.credits.plausibility import PlausibilityCheck
+from coordinator.directives import DirectiveEffects
 from coordinator.errors import LedgerConflictError
+from coordinator.finalizer import Finalizer
 from coordinator.history import RoundPoint, charts, tokens_per_second
+from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from protocol.ids import Round
@@ -27,14 +30,29 @@ RULE = CreditRule.of(SPEC)
 DEPTH = SPEC.checkpoint.final_depth
 
 
+class Indexed:
+    """A chain that an indexer keeps up to date, with what else tests read."""
+
+    def __init__(self, swarm, ledger, now, on_pass):
+        self.chain = IndexedChain()
+        self.finalizer = Finalizer(swarm.spec, OWNER, swarm, ledger, self.chain)
+        directives = DirectiveEffects(swarm.spec.round, self.chain)
+        self.indexer = ChainIndexer(
+            swarm.spec, swarm, ledger, self.chain, self.finalizer, PlausibilityCheck(swarm.spec, OWNER), directives, now,
+            on_pass=on_pass,
+        )  # fmt: skip
+
+    def __getattr__(self, name):
+        return getattr(self.chain if hasattr(self.chain, name) else self.indexer, name)
+
+
 @asynccontextmanager
 async def following(swarm, tmp_path, now=lambda: 1000.0):
     ledger = LedgerThread()
     await ledger.open(tmp_path / "ledger.sqlite", swarm.spec, now)
-    follower = ChainIndexer(swarm.spec, OWNER, swarm, ledger, now)
     passes = asyncio.Semaphore(0)
-    follower.changed = passes.release
-    await follower.start()
+    indexed = Indexed(swarm, ledger, now, passes.release)
+    await indexed.indexer.start()
     await asyncio.wait_for(passes.acquire(), 10)
 
     async def until(done):
@@ -45,9 +63,9 @@ async def following(swarm, tmp_path, now=lambda: 1000.0):
         await asyncio.wait_for(wait(), 10)
 
     try:
-        yield follower, until
+        yield indexed, until
     finally:
-        await follower.stop()
+        await indexed.indexer.stop()
         await ledger.close()
 
 
@@ -61,14 +79,14 @@ async def test_a_round_is_final_when_enough_are_built_on_it(tmp_path):
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH)
         await until(lambda: len(f.open) == DEPTH)
-        assert f.settled is None and not swarm.finals
+        assert f.posted is None and not swarm.finals
         rounds(swarm, 2)
-        await until(lambda: f.settled and f.settled[0] == 1)
+        await until(lambda: f.posted and f.posted[0] == 1)
         final = swarm.finals[-1]
         assert (final.author, final.body.round) == (OWNER.key, 1)
         assert final.body.record == swarm.chain.certificates[1].record.digest
         accounts = [account_for(c, RULE) for c in swarm.chain.certificates]
-        assert f.settled_balances == pending(accounts[:2])
+        assert f.settled == pending(accounts[:2])
         assert f.pending == pending(accounts[2:])
 
 
@@ -76,15 +94,15 @@ async def test_pending_credits_follow_the_chain_when_it_turns_and_settled_ones_s
     swarm = FakeSwarm(SPEC)
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 1)
-        await until(lambda: f.settled is not None)
-        settled = dict(f.settled_balances)
+        await until(lambda: f.posted is not None)
+        settled = dict(f.settled)
         other = swarm.chain.fork(1)
         for _ in range(DEPTH):
             other.add({5: 5000})
         swarm.turn_to(other)
         await until(lambda: peer(5).key in f.pending)
         assert set(f.pending) == {peer(5).key}
-        assert f.settled_balances == settled
+        assert f.settled == settled
 
 
 async def test_a_coordinator_that_was_away_catches_up_and_counts_every_round_once(tmp_path):
@@ -97,7 +115,7 @@ async def test_a_coordinator_that_was_away_catches_up_and_counts_every_round_onc
             await until(lambda total=total: f.head and f.head[0] == total - 1)
             accounts = [account_for(c, RULE) for c in swarm.chain.certificates]
             cut = max(0, total - DEPTH)
-            assert f.settled_balances == pending(accounts[:cut])
+            assert f.settled == pending(accounts[:cut])
             assert f.pending == pending(accounts[cut:])
             assert f.history.tokens == sum(a.tokens for a in accounts[:cut])
     finals = [s.body.round for s in swarm.finals]
@@ -113,12 +131,12 @@ async def test_killed_between_settling_and_publishing_the_final_is_published_aft
     publish, swarm.publish_final = swarm.publish_final, lost
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 1)
-        await until(lambda: f.settled is not None)
+        await until(lambda: f.posted is not None)
     assert not swarm.finals
     swarm.publish_final = publish
     async with following(swarm, tmp_path) as (f, until):
         await until(lambda: swarm.finals)
-        assert swarm.finals[-1].body.record == f.settled[1]
+        assert swarm.finals[-1].body.record == f.posted[1]
 
 
 async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_path):
@@ -127,8 +145,8 @@ async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_pat
     deep = swarm.chain.certificates[8].record
     swarm.finals.append(KeySigner(OWNER).sign(Finalization(SPEC.run_id, deep.body.round, deep.digest)))
     async with following(swarm, tmp_path) as (f, until):
-        await until(lambda: f.settled)
-        assert f.settled == (8, deep.digest)
+        await until(lambda: f.posted)
+        assert f.posted == (8, deep.digest)
         assert swarm.finals == [swarm.finals[0]] * len(swarm.finals)
 
 
@@ -136,8 +154,8 @@ async def test_a_final_that_contradicts_the_ledger_is_said_loudly_and_nothing_is
     swarm = FakeSwarm(SPEC)
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 1)
-        await until(lambda: f.settled is not None)
-        before = dict(f.settled_balances)
+        await until(lambda: f.posted is not None)
+        before = dict(f.settled)
         other = FakeSwarm(SPEC)
         other.round({8: 9})
         record = other.chain.certificates[0].record
@@ -145,14 +163,14 @@ async def test_a_final_that_contradicts_the_ledger_is_said_loudly_and_nothing_is
         rounds(swarm, 3)
         await until(lambda: f.problem)
         assert "another coordinator" in f.problem
-        assert f.settled_balances == before
+        assert f.settled == before
 
 
 async def test_a_chain_that_does_not_lead_on_from_the_ledger_is_waited_for(tmp_path):
     swarm = FakeSwarm(SPEC)
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 1)
-        await until(lambda: f.settled is not None)
+        await until(lambda: f.posted is not None)
         good, stranger = swarm.chain, FakeSwarm(SPEC)
         rounds(stranger, 9, attempt=1)
         swarm.turn_to(stranger.chain)
@@ -174,7 +192,7 @@ async def test_a_view_that_gives_no_chain_settles_nothing(tmp_path):
         swarm.certificates_after = holes
         rounds(swarm, DEPTH + 2)
         await until(lambda: f.problem)
-        assert "not a chain" in f.problem and f.settled is None
+        assert "not a chain" in f.problem and f.posted is None
 
 
 async def test_the_times_of_rounds_survive_a_restart(tmp_path):
@@ -184,10 +202,10 @@ async def test_the_times_of_rounds_survive_a_restart(tmp_path):
             clock[0] += 10
             rounds(swarm, 1)
             await until(lambda: f.head and f.head[1] == swarm.head)
-        before = [*f.history.points(), *f.open_points()]
+        before = f.points()
     clock[0] = 9000.0
     async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
-        assert [*f.history.points(), *f.open_points()] == before
+        assert f.points() == before
         assert all(p.seen_at is not None for p in before)
 
 
@@ -217,10 +235,10 @@ async def test_nothing_is_final_whose_state_the_observer_does_not_hold(tmp_path)
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 4)
         await until(lambda: len(f.open) == DEPTH + 3)
-        assert f.settled is not None and f.settled[0] == 0
+        assert f.posted is not None and f.posted[0] == 0
         swarm.held = 3
         swarm.changed()
-        await until(lambda: f.settled and f.settled[0] == 2)
+        await until(lambda: f.posted and f.posted[0] == 2)
         assert swarm.finals[-1].body.round == 2
 
 
@@ -229,11 +247,11 @@ async def test_the_last_rounds_of_a_run_that_is_over_become_final(tmp_path):
     async with following(swarm, tmp_path) as (f, until):
         swarm.held = 4
         rounds(swarm, 5)
-        await until(lambda: len(f.open) + (f.settled[0] + 1 if f.settled else 0) == 5)
+        await until(lambda: len(f.open) + (f.posted[0] + 1 if f.posted else 0) == 5)
         assert f.open
         swarm.held = 5
         swarm.changed()
-        await until(lambda: f.settled and f.settled[0] == 4)
+        await until(lambda: f.posted and f.posted[0] == 4)
         assert not f.open and not f.pending
 
 
@@ -251,8 +269,8 @@ async def test_final_rounds_are_pending_until_they_were_held_long_enough(tmp_pat
         async with following(swarm, tmp_path) as (f, until):
             await until(lambda: f.head and f.head[1] == swarm.head)
             posted = len(accounts) - DEPTH
-            assert f.settled == (posted - 1, accounts[posted - 1].record)
-            assert f.settled_balances == pending(accounts[: posted - 2])
+            assert f.posted == (posted - 1, accounts[posted - 1].record)
+            assert f.settled == pending(accounts[: posted - 2])
             assert f.pending == pending(accounts[posted - 2 :])
             assert not f.voided
 
@@ -276,7 +294,7 @@ async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_
     ledger = LedgerThread()
     await ledger.open(tmp_path / "ledger.sqlite", spec)
     for n, at in ((2, 9_000), (3, 9_990)):
-        await ledger.run(lambda db, n=n, at=at: db.admit(AdmissionRow(peer(n).key, "", at, at, 2 * at, b"")))
+        await ledger.run(lambda db, n=n, at=at: db.add_admission(AdmissionRow(peer(n).key, "", at, at, 2 * at, b"")))
     await ledger.close()
     async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
 
@@ -308,23 +326,23 @@ async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what
     swarm = FakeSwarm(HOLDING)
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 4)
-        await until(lambda: f.settled and f.settled[0] == 3)
+        await until(lambda: f.posted and f.posted[0] == 3)
         old = [account_for(c, RULE) for c in swarm.chain.certificates]
         swarm.finals.clear()
         directive = back_to(HOLDING, old[1].record, 1)
         assert await f.rollback(old[1].record, Round(1), directive)
         assert await f.rollback(old[1].record, Round(1), directive) is False
-        assert f.settled == (1, old[1].record) and len(f.history) == 2
+        assert f.posted == (1, old[1].record) and len(f.history) == 2
         other = swarm.chain.fork(2)
         for r in range(DEPTH + 2):
             other.add({5: 800 + r}, attempt=1)
         swarm.turn_to(other)
-        await until(lambda: f.settled and f.settled[0] == 3)
+        await until(lambda: f.posted and f.posted[0] == 3)
         new = [account_for(c, RULE) for c in other.certificates]
-        assert f.settled[1] == new[3].record and not f.problem
-        assert f.settled_balances == pending(old[:4])
+        assert f.posted[1] == new[3].record and not f.problem
+        assert f.settled == pending(old[:4])
         assert f.pending == pending(new[2:])
         with pytest.raises(LedgerConflictError, match="has no such round"):
             await f.rollback(old[3].record, Round(3), back_to(HOLDING, old[3].record, 3, 2))
     async with following(swarm, tmp_path) as (f, until):
-        assert f.settled == (3, new[3].record) and f.settled_balances == pending(old[:4])
+        assert f.posted == (3, new[3].record) and f.settled == pending(old[:4])

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from cairn.checkpoints import verify_checkpoint
+from coordinator.checkpoints import archiver as keeping
 from coordinator.checkpoints import evaluation_job
-from coordinator.checkpoints import keeper as keeping
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.copies import CopyStore
 from coordinator.checkpoints.evaluation import measure
@@ -54,7 +54,7 @@ class Kept:
         self.keeper = world.keeper(**settings)
 
     async def __aenter__(self) -> CheckpointArchiver:
-        self.keeper.start(self.world.is_settled)
+        self.keeper.start(self.world.finalization_of)
         return self.keeper
 
     async def __aexit__(self, *_: object) -> None:
@@ -67,12 +67,12 @@ class Kept:
 async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_names_it(world: KeptWorld):
     world.rounds(7)
     made = world.add(5)
-    world.settled = 4
+    world.posted = 4
     async with Kept(world) as keeper:
         await asyncio.sleep(0.3)
-        assert world.archive.newest_finalization() is None
-        world.settled = 5
-        await until(world.archive.newest_finalization)
+        assert world.archive.newest_final() is None
+        world.posted = 5
+        await until(world.archive.newest_final)
         assert keeper.checkpoints()[0]["final"] is True
     assert verify_checkpoint(str(made.folder), world.spec.owner).signed == world.swarm.chain.certificates[5].digest
 
@@ -82,11 +82,11 @@ async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(
     world.state(99)
     world.files[5], world.digests[5] = world.files[99], world.digests[99]
     world.add(5)
-    world.settled = 6
+    world.posted = 6
     async with Kept(world) as keeper:
         await until(lambda: "is not the one that the chain names" in keeper.problem)
-        assert world.archive.newest_finalization() is None
-        assert dict((n, v) for n, _, v in keeper.facts())["cairn_archive_problem"] == 1
+        assert world.archive.newest_final() is None
+        assert dict((n, v) for n, _, v in keeper.gauges())["cairn_archive_problem"] == 1
 
 
 def test_the_newest_final_state_and_an_open_one_outlive_the_policy(world: KeptWorld):
@@ -138,11 +138,11 @@ async def test_what_is_final_is_copied_and_verifies_there(world: KeptWorld):
     address = world.folder / "copies"
     world.rounds(12)
     world.add(0), world.add(5), world.add(10)
-    world.settled = 5
+    world.posted = 5
     async with Kept(world, archive={"address": str(address)}) as keeper:
         await until(lambda: len(list(address.glob("round-*/cairn.json"))) == 2)
         assert sorted(p.name[:12] for p in address.iterdir()) == ["round-000000", "round-000005"]
-        world.settled = 11
+        world.posted = 11
         world.swarm.changed()
         await until(lambda: len(list(address.glob("round-*/cairn.json"))) == 3)
         await until(lambda: not keeper.to_copy())
@@ -159,13 +159,13 @@ async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothi
     blocked.write_text("a file, where a folder should be")
     world.rounds(12)
     world.add(5)
-    world.settled = 5
+    world.posted = 5
     async with Kept(world, archive={"address": str(blocked / "there")}) as keeper:
         await until(lambda: keeper._counts["copies_failed"] >= 2)
         assert "checkpoints are not copied" in keeper.problem and "the local ones are whole" in keeper.problem
         assert sum("are not copied" in r.message for r in caplog.records) == 1
         world.add(10)
-        world.settled = 11
+        world.posted = 11
         await until(lambda: all(a.final for a in world.archive.all()))  # signing goes on meanwhile
         blocked.unlink()
         await until(lambda: not keeper.to_copy() and keeper.problem == "")
@@ -247,7 +247,7 @@ async def _here(module: str, job: dict, heard: Callable[[dict], None], **limits:
 
 
 async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkeypatch):
-    monkeypatch.setattr(keeping, "run_errand", _here)
+    monkeypatch.setattr(keeping, "run_job", _here)
     monkeypatch.setattr(evaluation_job, "bound_memory", lambda size: None)
     world.rounds(7)
     world.add(0)
@@ -255,8 +255,8 @@ async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkey
         await until(lambda: keeper.validation)
         world.add(5)
         world.swarm.changed()
-        await until(lambda: len(keeper.judged()) == 2 and len(keeper.samples(None, 100)) == 12)
-        losses = keeper.judged()
+        await until(lambda: len(keeper.newest_losses()) == 2 and len(keeper.samples(None, 100)) == 12)
+        losses = keeper.newest_losses()
         found = keeper.samples(None, 100)
         assert keeper.samples(5, 100) == [s for s in found if s["round"] == 0]
         assert keeper.checkpoints()[0]["validation_loss"] == losses[0]
@@ -281,8 +281,8 @@ async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: KeptW
     world.add(5)
     async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 0}) as keeper:
         await until(keeper.judged)
-        assert math.isnan(keeper.judged()[0]) and keeper.validation == (5, None) and keeper.validation_points() == []
-        assert math.isnan(dict((n, v) for n, _, v in keeper.facts())["cairn_validation_loss"])
+        assert math.isnan(keeper.newest_losses()[0]) and keeper.validation == (5, None) and keeper.validation_points() == []
+        assert math.isnan(dict((n, v) for n, _, v in keeper.gauges())["cairn_validation_loss"])
     assert "the run has diverged" in caplog.text
 
 
@@ -295,7 +295,7 @@ async def test_rounds_between_are_passed_over_and_what_fails_is_tried_twice(worl
             raise JobError("its process was killed: most likely memory ran out")
         heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
 
-    monkeypatch.setattr(keeping, "run_errand", fails)
+    monkeypatch.setattr(keeping, "run_job", fails)
     world.rounds(22)
     world.add(0)
     async with Kept(world, evaluation={"every": 10}) as keeper:
@@ -317,7 +317,7 @@ async def test_without_validation_data_a_state_writes_once_from_the_owners_promp
         asked.append(job)
         heard({"prompt": "Hello", "text": " world", "temperature": 0.0})
 
-    monkeypatch.setattr(keeping, "run_errand", writes)
+    monkeypatch.setattr(keeping, "run_job", writes)
     world.rounds(7)
     world.add(5)
     kept = Kept(world, evaluation={}, samples={"prompts": ["Hello"]})
@@ -354,20 +354,20 @@ def test_a_gpu_that_is_free_is_taken_and_a_busy_one_is_left():
     assert free_device("auto", total) == "cpu"
 
 
-# -- errands ----------------------------------------------------------------------------------------------------
+# -- jobs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def errand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """A module that does this work."""
 
     def write(body: str) -> str:
         text = (
             "from coordinator.checkpoints.job import *\nimport os, time, signal\n" + f"def work(job, say):\n {body}\n"
         )
-        (tmp_path / "an_errand.py").write_text(text + "serve_errand(work)\n")
+        (tmp_path / "a_job.py").write_text(text + "serve_job(work)\n")
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", os.getcwd())]))
-        return "an_errand"
+        return "a_job"
 
     return write
 
@@ -383,15 +383,15 @@ def errand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
         ("bound_memory(10**9); bytearray(2 * 10**9)", "memory did not suffice"),
     ],
 )
-async def test_an_errand_that_fails_says_why(errand, body, said):
+async def test_a_job_that_fails_says_why(make_job, body, said):
     with pytest.raises(JobError, match=said):
-        await run_job(errand(body), {}, lambda row: None, deadline=3 if "sleep" in body else 30)
+        await run_job(make_job(body), {}, lambda row: None, deadline=3 if "sleep" in body else 30)
 
 
-async def test_an_errand_answers_line_by_line_at_low_priority_and_ends_with_the_one_who_asked(errand):
+async def test_a_job_answers_line_by_line_at_low_priority_and_ends_with_the_one_who_asked(make_job):
     rows: list[dict] = []
     work = "print('noise'); say({'pid': os.getpid(), 'nice': os.nice(0), 'got': job['x']}); time.sleep(60)"
-    running = asyncio.create_task(run_job(errand(work), {"x": 7}, rows.append, deadline=60))
+    running = asyncio.create_task(run_job(make_job(work), {"x": 7}, rows.append, deadline=60))
     await until(lambda: rows)
     assert rows[0]["nice"] == 19 and rows[0]["got"] == 7
     running.cancel()
@@ -399,11 +399,11 @@ async def test_an_errand_answers_line_by_line_at_low_priority_and_ends_with_the_
     await until(lambda: not _runs(rows[0]["pid"]))
 
 
-async def test_an_errand_dies_with_a_coordinator_that_is_killed(errand, tmp_path):
+async def test_a_job_dies_with_a_coordinator_that_is_killed(make_job, tmp_path):
     work = "open(job['file'], 'w').write(str(os.getpid())); time.sleep(60)"
-    file, module = tmp_path / "pid", errand(work)
-    ask = "import asyncio, sys; from coordinator.checkpoints.job import run_errand; "
-    ask += "asyncio.run(run_errand(sys.argv[1], {'file': sys.argv[2]}, print, deadline=60))"
+    file, module = tmp_path / "pid", make_job(work)
+    ask = "import asyncio, sys; from coordinator.checkpoints.job import run_job; "
+    ask += "asyncio.run(run_job(sys.argv[1], {'file': sys.argv[2]}, print, deadline=60))"
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", ask, module, str(file))
     await until(lambda: file.exists() and file.read_text())
     parent.kill()
@@ -418,8 +418,8 @@ def _runs(pid: int) -> bool:
         return False
 
 
-async def test_silence_is_taken_for_a_hang(errand):
+async def test_silence_is_taken_for_a_hang(make_job):
     rows: list[dict] = []
     with pytest.raises(JobError, match="nothing came of it for 2 s"):
-        await run_job(errand("say({'a': 1}); time.sleep(60)"), {}, rows.append, deadline=60, silence=2)
+        await run_job(make_job("say({'a': 1}); time.sleep(60)"), {}, rows.append, deadline=60, silence=2)
     assert rows == [{"a": 1}]

@@ -23,6 +23,12 @@ SPEC = make_spec()
 RULE = CreditRule.of(SPEC)
 
 
+def settled_in(ledger: Ledger):
+    """Return what every peer has settled."""
+    return {peer: b.settled for peer, b in ledger.balances().items() if b.settled.rounds}
+
+
+
 def make_accounts(rounds: int):
     chain = ChainMaker(SPEC)
     for r in range(rounds):
@@ -67,7 +73,7 @@ def test_a_settled_round_is_read_back_whole(ledger):
     assert ledger.accounts(limit=10) == accounts
     assert ledger.accounts(after=2, limit=1) == accounts[3:4]
     assert ledger.last() == (4, accounts[4].record)
-    assert ledger.balances() == pending(accounts)
+    assert settled_in(ledger) == pending(accounts)
     newest = ledger.history_of(peer(0).key, limit=2)
     assert [e.round for e in newest] == [4, 3]
 
@@ -77,7 +83,7 @@ def test_settling_a_round_again_changes_nothing(ledger):
     for account in accounts + accounts:
         ledger.post(account)
     assert ledger.post(accounts[1]) is False
-    assert ledger.balances() == pending(accounts)
+    assert settled_in(ledger) == pending(accounts)
 
 
 def test_another_record_for_a_settled_round_is_refused_loudly(ledger):
@@ -119,9 +125,9 @@ def filled(ledger) -> None:
     for account in accounts:
         ledger.post(account)
     a, line = accounts[0], accounts[0].entries[0]
-    ledger.refuse(RefusedUpdate(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
+    ledger.add_refusal(RefusedUpdate(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
     ledger.add_head(TreeHeadRow(ledger.size(), ledger.root(), 5, b"head"))
-    ledger.bind(BindingRow(line.peer, peer(7).key, 5, b"word"))
+    ledger.add_binding(BindingRow(line.peer, peer(7).key, 5, b"word"))
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -161,10 +167,10 @@ def db_key(table: str) -> str:
         "INSERT INTO transfers SELECT entry, line, source, target, sequence, 1 FROM transfers WHERE source = 0",
         "INSERT INTO transfers SELECT entry, line, target, 4, sequence, 1 FROM transfers WHERE source = 0",
         "INSERT INTO transfers SELECT entry, line + 70, 0, target, sequence, 1 FROM transfers WHERE source = 0",
-        "INSERT INTO lines SELECT entry, line + 50, peer, sent FROM lines",
+        "INSERT INTO lines SELECT entry, line + 50, peer, encoded FROM lines",
         # A gap, and a link that does not fit.
-        "INSERT INTO entries SELECT sequence + 99, kind, previous, leaf, time, sent FROM entries",
-        "INSERT INTO entries SELECT sequence + 1, kind, previous, leaf, time, sent FROM entries WHERE sequence = 7",
+        "INSERT INTO entries SELECT sequence + 99, kind, previous, leaf, time, encoded FROM entries",
+        "INSERT INTO entries SELECT sequence + 1, kind, previous, leaf, time, encoded FROM entries WHERE sequence = 7",
     ],
 )
 def test_the_database_itself_refuses_what_does_not_follow(ledger, ledger_place, statement):
@@ -245,20 +251,20 @@ def test_a_file_that_is_no_ledger_is_refused_with_the_remedy(tmp_path):
 
 def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
     accounts = make_accounts(2)
-    ledger.saw(accounts[0].record, accounts[0].round, 1000.0)
-    ledger.saw(accounts[0].record, accounts[0].round, 2000.0)
-    assert ledger.sightings() == {accounts[0].record: 1000.0}
+    ledger.note_first_seen(accounts[0].record, accounts[0].round, 1000.0)
+    ledger.note_first_seen(accounts[0].record, accounts[0].round, 2000.0)
+    assert ledger.first_seen() == {accounts[0].record: 1000.0}
     for account in accounts:
         ledger.post(account)
     assert [r.seen_at for r in ledger.rounds()] == [1000.0, None]
-    assert ledger.sightings() == {}
+    assert ledger.first_seen() == {}
 
 
 def test_admissions_of_peers_without_credits_are_forgotten_in_the_end(ledger):
     ledger.post(make_accounts(1)[0])
     for n in (0, 9):
-        ledger.admit(AdmissionRow(peer(n).key, f"p{n}", 1, 1, 10, b"x"))
-    ledger.admit(AdmissionRow(peer(0).key, "new name", 5, 5, 20, b"y"))
+        ledger.add_admission(AdmissionRow(peer(n).key, f"p{n}", 1, 1, 10, b"x"))
+    ledger.add_admission(AdmissionRow(peer(0).key, "new name", 5, 5, 20, b"y"))
     assert ledger.forget_admissions(1000) == 1
     assert ledger.admissions() == [AdmissionRow(peer(0).key, "new name", 1, 5, 20, b"y")]
 

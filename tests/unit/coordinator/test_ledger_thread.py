@@ -54,7 +54,7 @@ async def test_writes_that_wait_are_one_transaction(thread: LedgerThread):
     ledger._db.begin = counted
     held = Held(thread)
     await asyncio.sleep(0.05)
-    writes = [asyncio.ensure_future(thread.run(lambda db, n=n: db.admit(admitted(n)))) for n in range(100)]
+    writes = [asyncio.ensure_future(thread.run(lambda db, n=n: db.add_admission(admitted(n)))) for n in range(100)]
     await held.release()
     await asyncio.gather(*writes)
     assert begun == 2  # the one that was held, and all that waited
@@ -89,7 +89,7 @@ async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread):
 
     ledger._db.query = failing
     results = await asyncio.gather(
-        thread.run(lambda db: db.post(make_accounts(1)[0])), thread.run(lambda db: db.admit(admitted(1))),
+        thread.run(lambda db: db.post(make_accounts(1)[0])), thread.run(lambda db: db.add_admission(admitted(1))),
         return_exceptions=True,
     )  # fmt: skip
     assert all(isinstance(r, LedgerError) for r in results)
@@ -101,15 +101,15 @@ async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread):
 
 async def test_a_database_that_ends_the_transaction_by_itself_fails_all_of_the_group(thread: LedgerThread):
     def lost(db: Ledger) -> None:
-        db.admit(admitted(2))
+        db.add_admission(admitted(2))
         db._db.query("ROLLBACK")  # as SQLite does when the disk is full
         raise LedgerError("the disk is full")
 
     held = Held(thread)
     jobs = [
-        thread.run(lambda db: db.admit(admitted(1))),
+        thread.run(lambda db: db.add_admission(admitted(1))),
         thread.run(lost),
-        thread.run(lambda db: db.admit(admitted(3))),
+        thread.run(lambda db: db.add_admission(admitted(3))),
     ]
     told = asyncio.ensure_future(asyncio.gather(*jobs, return_exceptions=True))
     await asyncio.sleep(0.05)
@@ -119,11 +119,11 @@ async def test_a_database_that_ends_the_transaction_by_itself_fails_all_of_the_g
 
 
 async def test_a_reader_sees_what_is_committed_and_waits_for_no_write(thread: LedgerThread):
-    await thread.run(lambda db: db.admit(admitted(1)))
+    await thread.run(lambda db: db.add_admission(admitted(1)))
     held = Held(thread)
     assert len(await asyncio.wait_for(thread.read(lambda db: db.admissions()), 5)) == 1
     with pytest.raises(LedgerError):
-        await thread.read(lambda db: db.admit(admitted(2)))
+        await thread.read(lambda db: db.add_admission(admitted(2)))
     await held.release()
 
 
@@ -157,7 +157,7 @@ async def test_too_much_that_waits_is_refused(thread: LedgerThread):
 
 async def test_a_caller_that_is_gone_leaves_the_work_to_be_done(thread: LedgerThread):
     held = Held(thread)
-    gone = asyncio.ensure_future(thread.run(lambda db: db.admit(admitted(1))))
+    gone = asyncio.ensure_future(thread.run(lambda db: db.add_admission(admitted(1))))
     await asyncio.sleep(0)
     gone.cancel()
     await held.release()

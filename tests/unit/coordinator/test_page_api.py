@@ -16,11 +16,10 @@ import pytest
 
 from coordinator.alerts.tracker import Alert
 from coordinator.checkpoints.archive import MANIFEST
-from coordinator.checkpoints.shown import ModelKept
 from coordinator.page import downloads, json_view, openapi, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
 from coordinator.page.app import make_app
-from coordinator.page.credit_paths import LOG_PATHS
+from coordinator.page.credit_paths import CREDIT_PATHS
 from coordinator.page.endpoints import ENDPOINTS, SORTS
 from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
@@ -119,7 +118,7 @@ def test_peers_and_alerts_of_any_kind_are_what_the_document_says(phase):
     o = replace(o, run="0" * 64, health="paused", alerts=(Alert("loss", 99.5, "the loss is nan"),))
     shown = json_view.status(o, str, 100.0)
     jsonschema.validate(shown, schemas.STATUS)
-    assert shown["alerts"] == [{"name": "loss", "since": 100, "words": "the loss is nan"}]
+    assert shown["alerts"] == [{"name": "loss", "since": 100, "message": "the loss is nan"}]
 
 
 def test_events_are_what_the_document_says(world, get):
@@ -166,17 +165,17 @@ def test_a_round_says_who_was_in_who_was_not_and_why_and_how_long_it_took(get):
     assert [r["round"] for r in rows["rounds"]] == list(range(ROUNDS))[::-1] and rows["next"] is None
     missed = {a["reason"] for r in rows["rounds"] for a in r["absent"] or ()}
     assert missed >= {"late", "syncing", "nothing yet"}
-    seen = [r["seen"] for r in rows["rounds"] if r["seen"]["whole"]]
+    seen = [r["observed"] for r in rows["rounds"] if r["observed"]["whole"]]
     assert len(seen) >= ROUNDS - 2
     for s in seen:
         assert s["train"] + s["exchange"] + s["commit"] == pytest.approx(s["whole"], abs=0.05)
     late = next(r for r in rows["rounds"] if any(a["reason"] == "late" for a in r["absent"]))
     whole = get.get(f"/api/rounds/{late['round']}").json()
-    assert len(whole["contributors"]) == late["contributors_in_all"] == 11
+    assert len(whole["contributors"]) == late["contributors_total"] == 11
     assert all(c["announced_seconds"] is not None for c in whole["contributors"])
     absent = whole["absent"][0]
     peer_page = get.get(f"/api/peers/{absent['peer']}").json()
-    assert {r["round"]: r["absence"] for r in peer_page["newest"]}[late["round"]]["words"] == absent["words"]
+    assert {r["round"]: r["absence"] for r in peer_page["newest"]}[late["round"]]["message"] == absent["message"]
 
 
 def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
@@ -196,18 +195,18 @@ def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
 
 async def test_what_is_told_of_credits_is_what_the_document_says(world):
     log = FakeLog()
-    app = make_app(world.coordinator._showing, log.routes(), LOG_PATHS)
-    key, asked = str(peer(1).key), {"/api/log/entries": "?first=3", "/api/log/lines": "?entry=3"}
+    app = make_app(world.coordinator.api, log.routes(), CREDIT_PATHS)
+    key, asked = str(peer(1).key), {"/api/log/entries": "?first=3", "/api/log/lines": "?first=3&limit=1"}
     asked |= {"/api/log/inclusion": "?entry=3&size=21", "/api/receipts": f"?peer={key}&limit=30"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
         document = (await get.get("/api/openapi.json")).json()["paths"]
-        assert document.keys() >= LOG_PATHS.keys() | {e.path for e in ENDPOINTS}
+        assert document.keys() >= CREDIT_PATHS.keys() | {e.path for e in ENDPOINTS}
         for route in log.routes():
             schema = document[route.path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
             path = route.path.replace("{key}", key) + asked.get(route.path, "")
             jsonschema.validate((await get.get(path)).json(), schema)
         human = await get.get("/api")
-        assert all(path in human.text for path in LOG_PATHS)
+        assert all(path in human.text for path in CREDIT_PATHS)
 
 
 # -- kept for a moment --------------------------------------------------------------------------------------------
@@ -275,7 +274,7 @@ async def test_one_address_that_asks_too_much_is_told_to_wait_and_others_are_not
     from coordinator.page import app
 
     monkeypatch.setattr(app, "REQUESTS_OF_ONE", Rate(0.1, 3))
-    made = make_app(world.coordinator._showing)
+    made = make_app(world.coordinator.api)
 
     async def asks(host: str) -> int:
         transport = httpx.ASGITransport(app=made, client=(host, 1))
@@ -342,12 +341,12 @@ async def serving(source):
         yield get
 
 
-async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world):
-    showing = world.coordinator._showing
+async def test_samples_and_checkpoints_come_from_who_keeps_them(world):
+    api = world.coordinator.api
 
     class Keeper:
         def validation_points(self):
-            return [(0, 0, 10.5), (5, 7, 3.1), (900, 9, 2.0)]
+            return [(0, 10.5), (5, 3.1), (900, 2.0)]
 
         def samples(self, before, limit):
             assert before > 5 and limit == 50
@@ -360,25 +359,20 @@ async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world)
 
     keeper: Any = Keeper()
 
-    async def standings(by, limit, after):
-        return [{"by": by, "limit": limit, "after": after}]
-
-    showing._model, showing._standings = ModelKept(keeper), standings
+    before, api._archiver = api._archiver, keeper
     try:
-        async with serving(showing) as get:
+        async with serving(api) as get:
             assert (await get.get("/api/samples")).json()[0]["prompt"] == "Once"
-            row = (await get.get("/api/leaderboard?by=team&after=x")).json()
-            assert row == [{"by": "team", "limit": 25, "after": "x"}]
             charts = (await get.get("/api/charts")).json()
             begin, point, ahead = charts["validation"]
-            assert point["loss"] == 3.1 and point["tokens"] == charts["tokens"][4] and point["seen"]
-            assert begin["tokens"] == 0 and ahead["tokens"] is ahead["seen"] is None
+            assert point["loss"] == 3.1 and point["tokens"] == charts["tokens"][4] and point["seen_at"]
+            assert begin["tokens"] == 0 and ahead["tokens"] is ahead["seen_at"] is None
             document = openapi.document(ENDPOINTS)["paths"]
             for path in ("/api/samples", "/api/checkpoints", "/api/charts"):
                 schema = document[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
                 jsonschema.validate((await get.get(path)).json(), schema)
     finally:
-        showing._model = showing._standings = None
+        api._archiver = before
 
 
 def test_a_swarm_that_has_not_begun_has_all_the_answers(tmp_path):
@@ -390,6 +384,6 @@ def test_a_swarm_that_has_not_begun_has_all_the_answers(tmp_path):
                 if "{" not in e.path:
                     schema = document[e.path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
                     jsonschema.validate(get.get(e.path).json(), schema)
-            assert "no peer is training" in get.get("/api/status").json()["words"]
+            assert "no peer is training" in get.get("/api/status").json()["message"]
     finally:
         world.close()

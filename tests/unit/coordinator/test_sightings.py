@@ -26,7 +26,7 @@ class Watch:
         self.swarm = FakeSwarm(SPEC)
         self.now = 1000.0
         self.seen = RoundObservations(MEMBER, lambda: self.now)
-        self.swarm.listen(self.seen.hear)
+        self.swarm.listen(self.seen.receive)
 
     def certified(self, certificate):
         return self.seen.decide(account_for(certificate, RULE), self.swarm.heartbeats())
@@ -34,9 +34,9 @@ class Watch:
     def round(self, work, *, train=20.0, exchange=4.0, commit=1.0):
         certificate = self.swarm.chain.add(work)
         self.now += train
-        self.swarm.hear(*certificate.record.body.updates)
+        self.swarm.receive(*certificate.record.body.updates)
         self.now += exchange
-        self.swarm.hear(certificate.record)
+        self.swarm.receive(certificate.record)
         self.now += commit
         return self.certified(certificate)
 
@@ -60,7 +60,7 @@ def test_a_pause_is_no_part_of_the_round_that_it_falls_into():
     assert (seen.train, seen.whole) == (30, 37)
     certificate = w.swarm.chain.add({0: 10})
     w.now += 20
-    w.swarm.hear(*certificate.record.body.updates)
+    w.swarm.receive(*certificate.record.body.updates)
     w.now += 5
     w.seen.rest()  # who has announced is still at it
     assert w.certified(certificate).whole == 25
@@ -69,7 +69,7 @@ def test_a_pause_is_no_part_of_the_round_that_it_falls_into():
 def test_announcements_that_come_before_their_round_began_here_count_for_it():
     w = Watch()
     first, second = w.swarm.chain.add({0: 10}), w.swarm.chain.add({0: 10})
-    w.swarm.hear(*second.record.body.updates, second.record)
+    w.swarm.receive(*second.record.body.updates, second.record)
     w.now += 1
     assert w.certified(first).announced is None
     assert w.seen.first_announced == 1000.0
@@ -91,17 +91,17 @@ def test_why_a_peer_is_not_in_a_round_is_said_in_words():
     for n, fields in beats.items():
         w.swarm.beat(n, **({"round": now, "head": parent} | fields))
     w.now += 20
-    w.swarm.hear(unlucky, *certificate.record.body.updates)
+    w.swarm.receive(unlucky, *certificate.record.body.updates)
     w.now += 5
-    w.swarm.hear(certificate.record)
+    w.swarm.receive(certificate.record)
     w.now += 2.5
-    w.swarm.hear(late)
+    w.swarm.receive(late)
     seen = w.certified(certificate)
-    found = {a.peer: (a.reason, a.words) for a in seen.absent or ()}
+    found = {a.peer: (a.reason, a.message) for a in seen.absent or ()}
     why = {n: found[peer(n).key][0] for n in range(1, 10)}
     assert why == {
-        1: "late", 2: "not fetched", 3: "syncing", 4: "behind", 5: "astray", 6: "nothing yet", 7: "no announcement",
-        8: "unheard", 9: "silent",
+        1: "late", 2: "not fetched", 3: "syncing", 4: "behind", 5: "other branch", 6: "no window", 7: "no announcement",
+        8: "not received", 9: "silent",
     }  # fmt: skip
     assert found[peer(1).key][1] == "announced 2.5 s after the record was proposed"
     assert "33 windows" in found[peer(7).key][1] and "1 round behind" in found[peer(4).key][1]
@@ -120,7 +120,7 @@ def test_bytes_of_a_round_come_from_counters_that_may_begin_anew():
     w.swarm.beat(0, bytes_up=1700, bytes_down=80)
     w.swarm.beat(1, bytes_up=40, bytes_down=90)
     seen = w.round({0: 10})
-    assert (seen.sent, seen.received, seen.working) == (740, 70, 2)
+    assert (seen.sent, seen.received, seen.training) == (740, 70, 2)
 
 
 def test_one_author_cannot_fill_the_memory_nor_replace_what_came_first():
@@ -129,7 +129,7 @@ def test_one_author_cannot_fill_the_memory_nor_replace_what_came_first():
     chain = w.swarm.chain
     for attempt in range(200):
         fork = chain.fork(1)
-        w.swarm.hear(
+        w.swarm.receive(
             fork.add({1: 10}, attempt=attempt).record, *fork.add({1: 10}, loss=attempt / 7).record.body.updates
         )
     assert len(w.seen._early) == 1 and len(w.seen._proposed) == 64
@@ -147,7 +147,7 @@ def test_what_was_seen_outlives_a_restart_and_a_torn_line(tmp_path):
     file.append([])
     again = Watch()
     again.swarm, again.now = w.swarm, w.now
-    again.swarm.listen(again.seen.hear)
+    again.swarm.listen(again.seen.receive)
     again.seen.restore(file.read())
     assert list(again.seen) == list(w.seen)
     # The round that was under way meanwhile began when the record before it was certified.

@@ -210,7 +210,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 kind = "voided" if i in posted.voided else "settled" if self.is_settled(number) else "pending"
                 s = expected.get(line.peer, Standing())
                 expected[line.peer] = replace(s, **{kind: getattr(s, kind).plus(line)})
-        assert self.ledger.standings() == expected
+        assert self.ledger.balances() == expected
         assert self.ledger.accounts(limit=1000) == self.branch
         assert self.ledger.last() == ((self.branch[-1].round, self.tip) if self.branch else None)
         assert Balance() not in [s.settled for s in expected.values() if s.settled.rounds]
