@@ -1,4 +1,4 @@
-"""Tells the swarm where its coordinator is, signed by the owner: at the start, and again now and then."""
+"""Publishes the coordinator's address in the swarm, signed by the owner: at the start and repeatedly."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 MAX_OWN = 4
 AGAIN_SECONDS = 30.0
-"""The same words again, for those who came since; others, when something has changed."""
+"""Seconds between two publications: the same record for new members, a new one when something has changed."""
 
 
 class AddressPublisher:
-    """One run's. What `invite` gives may change: libp2p finds out only after a while how this machine is reached."""
+    """Publishes one run's record. `invite` may change: libp2p learns only after a while how this machine is reached."""
 
     def __init__(self, owner: Identity, view: SwarmView, invite: Callable[[], Invite], now: Callable[[], float]):
         self._owner = owner
@@ -30,7 +30,7 @@ class AddressPublisher:
         self._now = now
 
     async def announce(self) -> None:
-        """Once. Raises MalformedError for addresses that others would not take."""
+        """Publish the record once. Raises MalformedError for addresses that others would refuse."""
         invite = self._invite()
         own = tuple(a for a in self._view.own_addresses() if len(a) <= MAX_ADDRESS)[:MAX_OWN]
         now = CoordinatorAddress(invite.run, int(self._now() * 1000), invite.coordinators, invite.fingerprint, own)
@@ -39,7 +39,7 @@ class AddressPublisher:
         )
 
     async def publish_forever(self) -> None:
-        """For ever."""
+        """Publish the record every AGAIN_SECONDS."""
         while True:
             try:
                 await self.announce()

@@ -1,4 +1,4 @@
-"""When the next round is due: from how far the swarm is and how fast it trains, or from how long rounds take. Pure."""
+"""When the next round is due: from the swarm's progress and speed, or from the duration of past rounds. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from coordinator.round_observations import TypicalDurations
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """One training peer, by its own words: tokens done in this round, tokens a second, and how old these words are."""
+    """The progress that one training peer reports:
+
+    tokens of this round, tokens a second, and the report's age in seconds.
+    """
 
     tokens: int
     tokens_per_second: float
@@ -26,9 +29,10 @@ def next_round_seconds(
     announced: float | None,
     typical: TypicalDurations | None,
 ) -> float | None:
-    """Seconds until the round that is being trained is decided; 0 when it is due, None when nothing tells.
+    """Return the seconds until the round that is being trained is decided; 0 if it is due, None if unknown.
 
-    elapsed, announced: seconds since it began, and since its first update was announced (None: unknown, not yet).
+    `elapsed` and `announced` are the seconds since it began, and since its first update was announced (None: unknown,
+    not yet).
     """
     after = typical.after if typical is not None else 0.0
     if announced is not None:

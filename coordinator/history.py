@@ -1,4 +1,4 @@
-"""The run so far, for charts: loss by tokens, tokens per second by time. From the chain and when it was seen."""
+"""The run so far, for charts: loss by tokens, tokens per second by time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoundPoint:
-    """A round: its number, the tokens accepted up to its end, its loss, when it was seen (None: not at first hand)."""
+    """A round: its number, tokens accepted up to its end, loss, and when it was seen (unix seconds; None:
+
+    not at first hand).
+    """
 
     round: int
     tokens: int
@@ -20,8 +23,11 @@ class RoundPoint:
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """Columns for charts, thinned to what a screen can show. `rounds`, `tokens`, `loss`, `seen` (unix seconds, None:
-    not at first hand) have equal lengths, and so have `times` and `rates` (tokens a second)."""
+    """Columns for charts, thinned to what a screen can show.
+
+    `rounds`, `tokens`, `loss` and `seen` (unix seconds, None: not at first hand) have equal lengths, and so have
+    `times` and `rates` (tokens a second).
+    """
 
     rounds: list[int]
     tokens: list[int]
@@ -39,7 +45,7 @@ class RoundHistory:
         self._loss, self._seen = array("d"), array("d")
 
     def append(self, round_: int, tokens: int, loss: float, seen_at: float | None) -> None:
-        """The next final round; `tokens` are its own."""
+        """Add the next final round; `tokens` are its own."""
         self._round.append(round_)
         self._tokens.append(self.tokens + tokens)
         self._loss.append(loss)
@@ -47,14 +53,14 @@ class RoundHistory:
 
     @property
     def tokens(self) -> int:
-        """Accepted in final rounds."""
+        """Tokens accepted in final rounds."""
         return self._tokens[-1] if self._tokens else 0
 
     def __len__(self) -> int:
         return len(self._round)
 
     def points(self, last: int | None = None) -> list[RoundPoint]:
-        """The last so many final rounds (or all), in order."""
+        """Return the last `last` final rounds (None: all), in order."""
         start = 0 if last is None else max(0, len(self) - last)
         return [
             RoundPoint(r, t, x, None if math.isnan(s) else s)
@@ -65,7 +71,7 @@ class RoundHistory:
 
 
 def charts(points: Sequence[RoundPoint], limit: int = 600) -> Charts:
-    """At most `limit` points a chart; neighbours are put together, the loss as their mean by tokens."""
+    """Return charts of at most `limit` points; neighbours are merged, their loss is the mean weighted by tokens."""
     step = max(1, math.ceil(len(points) / limit))
     rounds: list[int] = []
     tokens: list[int] = []
@@ -93,13 +99,15 @@ def charts(points: Sequence[RoundPoint], limit: int = 600) -> Charts:
 
 
 def tokens_per_second(points: Sequence[RoundPoint], now: float, *, rounds: int = 8) -> float:
-    """The rate of accepted tokens over the last few rounds seen at first hand; it falls when no more rounds come."""
+    """Return the rate of accepted tokens over the last few rounds seen at first hand; it falls when no more rounds
+    come.
+    """
     seen = [p for p in points if p.seen_at is not None][-rounds - 1 :]
     if len(seen) < 2:
         return 0.0
     first, last = seen[0].seen_at or 0.0, seen[-1].seen_at or 0.0
     typical = (last - first) / (len(seen) - 1)
-    # A round that is under way is no news; one that is overdue is.
+    # A round in progress changes nothing; an overdue one lowers the rate.
     elapsed = max(last, now - 1.5 * typical) - first
     return (seen[-1].tokens - seen[0].tokens) / elapsed if elapsed > 0 else 0.0
 

@@ -1,9 +1,9 @@
-"""Stands before every gRPC method: who may call how often, how long a call may take, and what is no request at all.
+"""The interceptor of every gRPC method: call rates, deadlines, and requests that are none.
 
-Each method, whoever added it to the service, is wrapped by one interceptor. Limits by address come first, before a byte
-of the message is waited for. A message that does not come, does not parse, or an answer that is not taken ends the call
-in time: gRPC itself waits for ever for all three, and hundreds of such calls would leave no room for honest ones. So
-unary methods are offered to gRPC as streams of bytes, which look the same on the wire.
+It wraps each method of the server. Limits by address come first, before a byte of the message is waited for. gRPC
+itself waits for ever for a message that does not come and for a caller that does not read the answer, and hundreds of
+such calls would leave no room for honest ones. Here these calls end in time, and so do messages that do not parse. To
+that end unary methods are registered as streams of bytes, which look the same on the wire.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALLS = Rate(per_second=40, burst=400)
-"""Of one address, whatever the method; a method may allow less. Messages of a stream count as calls."""
+"""Calls of one address, of any method; a method may allow fewer. Messages of a stream count as calls."""
 
 CALLS_OF_ONE = 64
-"""At once, of one address."""
+"""Concurrent calls of one address."""
 
 READ_SECONDS = 5.0
-"""For a request to come whole."""
+"""Seconds for a request to arrive completely."""
 
 CALL_SECONDS = 15.0
-"""For a unary call, with all that it waits for; a method's own deadline is shorter."""
+"""Seconds for a unary call and everything that it waits for; a method's own deadline is shorter."""
 
 STREAMS = 64
 STREAMS_OF_ONE = 4
 STREAM_SECONDS = 600.0
-"""A stream ends after so long (the client opens another); one that says nothing for IDLE_SECONDS, then."""
+"""Lifetime of a stream (the client opens another); a silent one ends after IDLE_SECONDS."""
 
 IDLE_SECONDS = 60.0
 
@@ -50,7 +50,7 @@ _BUG = "the coordinator has a fault of its own: its operator finds the reason in
 
 
 class ConcurrencyLimit:
-    """So many at once in all, and of one caller."""
+    """Limits the calls in progress, of all callers together and of each one."""
 
     def __init__(self, in_all: int, of_one: int):
         self._in_all = in_all
@@ -59,7 +59,7 @@ class ConcurrencyLimit:
         self._sum = 0
 
     def take(self, caller: Hashable) -> Callable[[], None]:
-        """Gives what frees the place again, once. Raises TooManyError."""
+        """Count a call, and return the function that ends it (once). Raises TooManyError."""
         if self._held[caller] >= self._of_one or self._sum >= self._in_all:
             if not self._held[caller]:
                 del self._held[caller]
@@ -83,8 +83,11 @@ class ConcurrencyLimit:
 
 
 class LimitsInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each method of a server. `counted(method, code, seconds)` hears of what the guard itself ends; a method
-    that counts its own calls is among `counts_itself`."""
+    """Wraps each method of a server.
+
+    `counted(method, code, seconds)` is called for calls that the interceptor ends; methods in `counts_itself` count the
+    others themselves.
+    """
 
     def __init__(self, counted: Callable[[str, str, float], None], counts_itself: frozenset[str], max_calls: int):
         self._counted = counted
@@ -98,7 +101,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """The guarded handler of the method that is called."""
+        """Return the limited handler of the called method."""
         method = handler_call_details.method
         if (known := self._handlers.get(method)) is not None:
             return known
@@ -110,7 +113,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
             guarded = self._stream(short, handler)
         else:
             guarded = self._unary(short, handler)
-        # As many as the server has methods: a name that it does not have is not kept.
+        # As many as the server has methods: unknown names are not kept.
         self._handlers[method] = grpc.stream_stream_rpc_method_handler(guarded)
         return self._handlers[method]
 
@@ -151,7 +154,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         return answer
 
     async def _requests(self, context: Any, caller: str, parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
-        """The messages of a stream, each of which counts as a call."""
+        """Yield the messages of a stream, each of which counts as a call."""
         while True:
             sent = await _in_time(context.read(), IDLE_SECONDS, "the stream was silent for too long")
             if not isinstance(sent, bytes):  # the end of the stream
@@ -167,12 +170,12 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         work: Callable[[str], Awaitable[None]],
         seconds: float,
     ) -> None:
-        """Do the work, or end the call with the code and the words that say why."""
+        """Do the work, or end the call with the status and message that say why."""
         began, caller = time.monotonic(), caller_of(context.peer())
         code, message = grpc.StatusCode.OK, ""
         try:
             self._rate.take(caller, began)
-            # Freed when the call is over and not before: a caller that does not take its answer keeps its place.
+            # Freed only when the call is over: a caller that does not read its answer keeps its place.
             free = places.take(caller)
             context.add_done_callback(lambda _: free())
             async with async_timeout.timeout(seconds):
@@ -186,8 +189,8 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         except MalformedError as e:
             code, message = grpc.StatusCode.INVALID_ARGUMENT, str(e)
         except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise  # the client left, or the method has said what is wrong and counted it
-        except Exception:  # a bug: said loudly here, and not to strangers, who learn nothing of the inside
+            raise  # the client left, or the method has reported the error and counted it
+        except Exception:  # a bug: logged here; strangers learn nothing of the inside
             log.exception("%s failed", method)
             code, message = grpc.StatusCode.INTERNAL, _BUG
         if code is not grpc.StatusCode.OK or method not in self._counts_itself:
@@ -197,7 +200,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Ended(Exception):
-    """How the guard's own work ends a call."""
+    """An end of a call by the interceptor's own checks."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
@@ -222,7 +225,7 @@ async def _in_time(work: Awaitable[T], seconds: float, otherwise: str) -> T:
 
 
 async def next_or_none(items: AsyncIterator[T]) -> T | None:
-    """The next one, or None at the end."""
+    """Return the next item, or None at the end."""
     async for item in items:
         return item
     return None

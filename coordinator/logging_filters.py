@@ -1,4 +1,7 @@
-"""transformers, without its bars and reports on what it loads: whoever loads looks at what it found, and says it."""
+"""Silences the progress bars and load reports of transformers:
+
+callers inspect what was loaded and report it themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Errors only, no progress bars; as before afterwards."""
+    """Show only errors of transformers, and no progress bars, until the context ends."""
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

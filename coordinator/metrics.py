@@ -1,6 +1,6 @@
-"""Prometheus metrics in a registry of their own. Never a label by peer: strangers would decide how many there are.
+"""Prometheus metrics in a registry of their own. No label names a peer: strangers would decide how many there are.
 
-Names follow https://prometheus.io/docs/practices/naming: the unit at the end, `_total` for what only grows.
+Names follow https://prometheus.io/docs/practices/naming: the unit at the end, `_total` for counters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LASTING = ("events", "checkpoints")
 
 @dataclass(frozen=True, slots=True)
 class MetricSources:
-    """Where the numbers come from. `ledger_entries` and `head_seconds` (since the newest tree head) may be None."""
+    """The sources of the numbers; `ledger_entries` and `head_seconds` (since the newest tree head) may return None."""
 
     overview: Callable[[], Overview]
     viewers: Callable[[], int]
@@ -44,14 +44,14 @@ class MetricSources:
     ledger_entries: Callable[[], int | None] = lambda: None
     head_seconds: Callable[[], float | None] = lambda: None
     alerts: Callable[[], tuple[str, ...]] = lambda: ()
-    """Of all there may be."""
+    """The names of all alert rules."""
 
     archive: Callable[[], Sequence[tuple[str, str, float]]] = lambda: ()
-    """Of the archive: names, what they are, values."""
+    """Name, help and value of each metric of the archive."""
 
 
 class Metrics:
-    """What /metrics answers: the swarm at the moment of asking, and how the coordinator itself is doing."""
+    """Answers /metrics: the swarm at the moment of the request, and the coordinator's own state."""
 
     def __init__(self, sources: MetricSources):
         self.registry = registry = CollectorRegistry()
@@ -89,32 +89,35 @@ class Metrics:
         GCCollector(registry=registry)
 
     def counted(self, method: str, code: str, seconds: float) -> None:
-        """One gRPC call was answered. Methods and codes are the service's own: few."""
+        """Count a gRPC call. Methods and codes are the service's own: few."""
         self._calls.labels(method, code).inc()
         self._seconds.labels(method).observe(seconds)
 
     def delivered(self, result: str) -> None:
-        """A webhook was tried: delivered, failed (told again), dropped."""
+        """Count a delivery to a webhook: delivered, failed (to be retried), dropped."""
         self._deliveries.labels(result).inc()
 
     def update(self, o: Overview, now: float) -> None:
-        """The swarm was looked at."""
+        """Take in a new overview."""
         self._clock.update(o, now)
         self._traffic.update(o, now)
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """Return the exposition format."""
         return generate_latest(self.registry)
 
     async def watch_loop(self) -> None:
-        """For ever: how late the event loop is."""
+        """Measure how late the event loop is, for ever."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(LAG_SECONDS)
             self._lag.observe(max(0.0, time.monotonic() - began - LAG_SECONDS))
 
     def counting(self, app: ASGIApp) -> ASGIApp:
-        """The application, its requests counted by the first part of the path: what strangers ask for is no label."""
+        """Return the application with its requests counted, by the first segment of the path:
+
+        no label is a stranger's text.
+        """
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -141,7 +144,7 @@ class Metrics:
 
 
 class _Swarm:
-    """Gauges computed from an overview when they are asked for."""
+    """Gauges computed from an overview at each request."""
 
     def __init__(self, sources: MetricSources, traffic: TrafficCounter):
         self._sources = sources

@@ -1,4 +1,4 @@
-"""Why a peer's work is not in a record, in words, from what the coordinator saw. Pure."""
+"""Why a peer's work is not in a record, from the coordinator's observations. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PRESENT = ("training", "exchanging", "joining", "syncing")
 
 @dataclass(frozen=True, slots=True)
 class NonParticipation:
-    """A peer that was not in: `reason` is one of REASONS, `words` say it with its numbers."""
+    """A peer that is not in a round; `reason` is a key of REASONS, `message` says it with its numbers."""
 
     peer: PeerKey
     reason: str
@@ -23,7 +23,7 @@ class NonParticipation:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedUpdate:
-    """A peer's update: when it was heard of (unix seconds), and its windows."""
+    """A peer's announced update: when it was received (unix seconds), and its windows."""
 
     at: float
     windows: int
@@ -52,10 +52,11 @@ def non_participants(
     heard: Mapping[PeerKey, ReceivedHeartbeat],
     member_seconds: float,
 ) -> list[NonParticipation]:
-    """Everyone who could have been in a round and is not, those who announced first.
+    """Return every peer that could have been in a round and is not, those that announced first.
 
-    inside: who is in it. before: who was in the one before (one that fell silent since is missed once). announced: the
-    updates heard of for this round. proposed: when the record was (unix seconds), if that was seen.
+    `inside` are the contributors of the round, `before` those of the round before it: a peer that fell silent since is
+    reported once. `announced` are the updates received for this round. `proposed` is when the record was (unix
+    seconds), None if that was not observed.
     """
     found = [
         NonParticipation(peer, *_of_update(a, proposed)) for peer, a in sorted(announced.items()) if peer not in inside

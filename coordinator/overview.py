@@ -1,4 +1,4 @@
-"""The swarm at one moment, as people are told of it: page, gRPC and metrics. State first, in words."""
+"""The swarm at one moment, for people: page, gRPC and metrics. The state comes first, as a message."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _ORDER = {
 
 @dataclass(frozen=True, slots=True)
 class PeerOverview:
-    """One peer. What it says of itself is for display only; credits are the chain's.
+    """One peer. Its own reports are for display only; credits follow from the chain.
 
-    `since`: unix seconds when it began to do what it does (of a silent one: when it was last heard). `up`, `down`:
-    bytes a second. `last_round`: the newest it was in, of those remembered. `absence`: why it is not in the newest one.
+    `since` is when it began what it does now (of a silent one: when it was last received), in unix seconds. `up` and
+    `down` are bytes a second. `last_round` is the newest round it was in, of those in memory. `absence` is why it is
+    not in the newest one.
     """
 
     peer: PeerKey
@@ -53,8 +54,7 @@ class PeerOverview:
 
 @dataclass(frozen=True, slots=True)
 class RoundOverview:
-    """One round: who was in, with how many tokens; who could have been and was not (None: nobody looked); all that the
-    chain has of it, and what was seen of it."""
+    """One round: its contributors with their tokens, and absent peers (None: nothing was observed)."""
 
     round: int
     record: Digest
@@ -69,7 +69,10 @@ class RoundOverview:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Everything that is shown. `round` is the one being trained; `state` is the state digest at its parent's base."""
+    """Everything that is shown.
+
+    `round` is the one being trained; `state` is the newest state digest that the chain names.
+    """
 
     name: str
     run: str
@@ -92,23 +95,25 @@ class Overview:
     problem: str
     next_round_seconds: float | None
     validation_round: int | None = None
-    """Of the newest state that was judged; its loss is None where the model's output was not finite."""
+    """Round of the newest evaluated state; its loss is None if the model's output was not finite."""
     validation_loss: float | None = None
     archive_problem: str = ""
-    """What is in the way of archiving, copying or judging; empty when all is well."""
+    """Why states are not archived, copied or evaluated; empty when all is well."""
     diverged: tuple[str, ...] = ()
-    """Who says another state than the chain names for the same record, or, at the head, than most others."""
+    """Names of peers that report another state than the chain names for the same record, or, at the head, than the
+    majority.
+    """
 
     alerts: tuple[Alert, ...] = ()
 
     @property
     def rests(self) -> bool:
-        """Paused, and nobody is at the open round any more: the time is no part of it."""
+        """Whether the run is paused, and no peer works at the open round: this time is not part of the round."""
         return self.health == "paused" and not self.training
 
 
 class OverviewBuilder:
-    """Makes overviews of the parts that know."""
+    """Builds overviews from the coordinator's parts."""
 
     def __init__(
         self, spec: RunSpec, chain: IndexedChain, indexer: ChainIndexer, directives: DirectiveEffects,
@@ -130,7 +135,7 @@ class OverviewBuilder:
         self._moved_at: float | None = None
 
     def build(self, now: float) -> Overview:
-        """The swarm now."""
+        """Return the swarm as it is now (unix seconds)."""
         chain, spec = self._chain, self._spec
         newest = chain.newest(NEWEST)
         head = chain.head
@@ -173,7 +178,10 @@ class OverviewBuilder:
         )
 
     def _diverged(self, working: list[PeerOverview]) -> tuple[str, ...]:
-        """A record's child names the state after it; of the head, most of those who hold a state are believed."""
+        """Return the names of peers with another state:
+
+        a record's child names the state after it; at the head, the majority does.
+        """
         named = {a.parent: a.base_state for a in self._chain.newest(NEWEST)}
         claims = [(p, h.head, h.state) for p in working if (h := p.heartbeat) is not None and h.state is not None]
         head = self._chain.head
@@ -227,11 +235,11 @@ class OverviewBuilder:
         return "healthy", f"{who}, round {training}, loss {loss:.2f}{speed}{after}"
 
     def _next_round(self, working: list[PeerOverview], head: Digest, now: float) -> float | None:
-        """Seconds until the round that is being trained is decided."""
+        """Return the seconds until the round that is being trained is decided; None if unknown."""
         s, r, window = self._observations, self._directives.round_policy, self._spec.data.window
         work = []
         for p in working:
-            if (h := p.heartbeat) is not None:  # one that says nothing of this round yet will be as fast in it as it is
+            if (h := p.heartbeat) is not None:  # a peer without a report of this round yet will be as fast in it as before
                 here = h.head == head
                 work.append(PeerProgress(h.windows * window * here, h.tokens_per_second, p.seconds_since * here))
         return next_round_seconds(
@@ -245,14 +253,16 @@ class OverviewBuilder:
 
     @staticmethod
     def _off_branch(p: PeerOverview, training: int, recent: set[Digest]) -> bool:
-        """On another branch, or more than two rounds behind. One that is ahead, this coordinator has yet to hear of."""
+        """Return whether a peer is on another branch or more than two rounds behind; one ahead of this coordinator is
+        not.
+        """
         h = p.heartbeat
         if h is None or h.round > training:
             return False
         return h.round < training - 2 or h.head not in recent
 
     def _peers(self, now: float) -> tuple[PeerOverview, ...]:
-        """Everyone heard of or credited; those who train first, then by credits."""
+        """Return every peer that was seen or has credits: training ones first, then by credits."""
         chain = self._chain
         views, nothing = [], Balance()
         last_rounds, missing = self._rounds_of_peers()
@@ -263,7 +273,7 @@ class OverviewBuilder:
             settled = chain.settled.get(peer, nothing).micro_credits
             pending = chain.pending.get(peer, nothing).micro_credits
             if phase in ("gone", "observing") and not settled + pending:
-                continue  # one that earned nothing and is gone is no news; an observer is no trainer
+                continue  # a gone peer without credits is no news, and an observer does not train
             began = None if known is None else known.heard_at if phase in ("silent", "gone") else known.since
             up, down = (known.up_per_second, known.down_per_second) if known else (0.0, 0.0)
             views.append(
@@ -276,7 +286,7 @@ class OverviewBuilder:
         return tuple(views)
 
     def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, NonParticipation]]:
-        """The newest round that each was in, and why those who were not in the newest were not."""
+        """Return the newest round of each peer, and why peers are not in the newest round."""
         chain = self._chain
         head = chain.head[1] if chain.head else None
         if self._last_rounds[0] != head:
@@ -286,7 +296,8 @@ class OverviewBuilder:
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 
     def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundOverview, ...]:
-        """Each made once, and once more when it has become final: there may be thousands of names in them."""
+        """Return overviews of rounds, each built once, and again when it becomes final: it may have thousands of names.
+        """
         made = {}
         for a in newest:
             known = self._rounds.get(a.record)
@@ -303,7 +314,7 @@ class OverviewBuilder:
 def round_overview(
     account: RoundAccount, observed: RoundObservation | None, final: bool, name_of: Callable[[PeerKey], str]
 ) -> RoundOverview:
-    """Both together."""
+    """Return the overview of one round from its account and its observation."""
     return RoundOverview(
         account.round,
         account.record,
@@ -318,7 +329,7 @@ def round_overview(
 
 
 def amount(number: float) -> str:
-    """8123 -> "8.1k": for people."""
+    """Return a number for people: 8123 -> "8.1k"."""
     for top, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= top:
             return f"{number / top:.1f}{unit}"
@@ -326,7 +337,7 @@ def amount(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """75 -> "1 min": for people."""
+    """Return a duration for people: 75 -> "75 s", 120 -> "2 min"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""Who is in the swarm: everyone heard of, with what each says of itself and since when it has been silent."""
+"""The peers of the swarm: each with its newest heartbeat, and since when it has been silent."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from protocol.messages import Heartbeat
 
 MAX_PEERS = 10_000
 GONE_AFTER = 15
-"""A peer is gone, not merely silent, after so many times `round.member_seconds`."""
+"""A silent peer is gone after this number of times `round.member_seconds`."""
 
 PHASES = (*(p for p in SAID if p != "leaving"), "silent", "gone", "banned")
-"""What a peer may be said to do: what it says itself; or that it is not heard, has left, or is banned by the owner."""
+"""The phases that are shown: the peer's own reports; or that it is silent, gone, or banned by the owner."""
 
 RATE_SECONDS = 30.0
-"""Over so long bytes are counted: exchanges come in bursts."""
+"""Seconds over which bytes are counted: exchanges come in bursts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedPeer:
-    """A peer's newest heartbeat and when it came; since when it does what it does (training and exchanging are one);
-    and what its counters say it sends and receives, in bytes a second over half a minute or so."""
+    """A peer's newest heartbeat with its time, since when it is in this phase (training and exchanging count as one),
+    and its bytes a second over about half a minute by its own counters.
+    """
 
     heartbeat: Heartbeat
     heard_at: float
@@ -37,14 +38,14 @@ class TrackedPeer:
 
 
 class PeerRegistry:
-    """The newest heartbeat of every peer; when there are too many, the one silent for longest is forgotten."""
+    """The newest heartbeat of every peer; if there are too many, the one silent for longest is forgotten."""
 
     def __init__(self, member_seconds: float):
         self.member_seconds = member_seconds
         self._known: dict[PeerKey, TrackedPeer] = {}
 
     def update(self, heard: Mapping[PeerKey, ReceivedHeartbeat], now: float) -> None:
-        """Take in what the observer hears now."""
+        """Take in the observer's heartbeats."""
         for peer, h in heard.items():
             self._known[peer] = self._next(self._known.get(peer), h.heartbeat, now - h.seconds_since)
         if (many := len(self._known) - MAX_PEERS) > 0:
@@ -53,7 +54,7 @@ class PeerRegistry:
 
     def _next(self, before: TrackedPeer | None, heartbeat: Heartbeat, heard_at: float) -> TrackedPeer:
         counted = (heartbeat.bytes_up, heartbeat.bytes_down)
-        if before is None or heard_at - before.heard_at > self.member_seconds:  # it was away: all begins anew
+        if before is None or heard_at - before.heard_at > self.member_seconds:  # it was away: start from scratch
             return TrackedPeer(heartbeat, heard_at, heard_at, counted_at=heard_at, counted=counted)
         same = _kind(before.heartbeat.phase) == _kind(heartbeat.phase)
         since = before.since if same else heard_at
@@ -66,15 +67,15 @@ class PeerRegistry:
         return TrackedPeer(heartbeat, heard_at, since, up, down, at, last)
 
     def get(self, peer: PeerKey) -> TrackedPeer | None:
-        """What is known of a peer, if anything."""
+        """Return a peer, or None."""
         return self._known.get(peer)
 
     def keys(self) -> Iterable[PeerKey]:
-        """Those heard of."""
+        """Return the keys of all peers."""
         return self._known.keys()
 
     def phase(self, known: TrackedPeer | None, now: float) -> str:
-        """As in the heartbeat; or "silent", "gone"."""
+        """Return the phase of the heartbeat; or "silent", "gone"."""
         if known is None or known.heartbeat.phase == "leaving":
             return "gone"
         silence = now - known.heard_at

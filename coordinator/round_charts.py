@@ -1,4 +1,4 @@
-"""How rounds went, for charts: how long each part took, how many trained, how many bytes; thinned. Pure."""
+"""The course of rounds, for charts: durations of the phases, training peers, bytes; thinned. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from coordinator.round_observations import RoundObservation
 
 @dataclass(frozen=True, slots=True)
 class RoundCharts:
-    """Columns of equal length, one entry for one round or for the mean of several; None where nothing was seen.
+    """Columns of equal length, one entry for one round or for the mean of several; None where nothing was observed.
 
-    times: unix seconds. train, exchange, commit: seconds. peers: that trained. sent, received: bytes a round.
+    `times` are unix seconds, `train`, `exchange` and `commit` seconds, `peers` the training peers, `sent` and
+    `received` bytes a round.
     """
 
     times: list[float]
@@ -26,7 +27,7 @@ class RoundCharts:
 
 
 def round_charts(seen: Sequence[RoundObservation], limit: int = 400) -> RoundCharts:
-    """At most `limit` entries, oldest first."""
+    """Return charts of at most `limit` entries, oldest first."""
     step = max(1, math.ceil(len(seen) / limit))
     groups = [seen[i : i + step] for i in range(0, len(seen), step)]
     return RoundCharts(

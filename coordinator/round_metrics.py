@@ -1,4 +1,4 @@
-"""What is counted from one look at the swarm to the next: how long the parts of a round took, what peers sent."""
+"""Counters that grow from one overview to the next: durations of the phases of a round, and peers' traffic."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from coordinator.swarm import TRAINING_PHASES
 from protocol.ids import PeerKey
 
 MAX_BYTES_PER_SECOND = 10 * 10**9
-"""No peer sends more: one that says so adds this much and not more."""
+"""Maximum traffic of one peer: a larger claim adds this much."""
 
 
 class RoundTimer:
-    """Begin of a round: when the record before was seen. Its exchange begins when half of those who work at it say so.
+    """Times the phases of each round.
 
-    `took(phase, seconds)` hears of "train" and "exchange", where both were seen, and of "all"; as exact as one looks.
+    A round begins when the record before it is seen, its exchange when half of the training peers report it.
+
+    `took(phase, seconds)` is called with "train" and "exchange", if both were observed, and with "all". The precision
+    is that of the overviews.
     """
 
     def __init__(self, took: Callable[[str, float], None]):
         self._took = took
         self._round: int | None = None
-        self._began: float | None = None  # None: nobody saw it begin
+        self._began: float | None = None  # None: its beginning was not observed
         self._exchange: float | None = None
 
     def update(self, o: Overview, now: float) -> None:
-        """Take in what is so now."""
+        """Take in a new overview (unix seconds)."""
         if o.round != self._round:
-            # Rounds that were caught up with have no time of their own.
+            # Rounds that were caught up with have no duration of their own.
             if self._began is not None and self._round is not None and o.round == self._round + 1:
                 self._took("all", now - self._began)
                 if self._exchange is not None:
@@ -36,7 +39,7 @@ class RoundTimer:
             seen = self._round is not None and o.round == self._round + 1
             self._round, self._began, self._exchange = o.round, now if seen else None, None
         if o.rests and self._began is not None and self._exchange is None:
-            self._began = now  # a pause is no part of a round
+            self._began = now  # a pause is not part of a round
         if self._exchange is None and self._began is not None:
             at = [
                 p.phase for p in o.peers if p.phase in TRAINING_PHASES and p.heartbeat and p.heartbeat.round == o.round
@@ -46,7 +49,7 @@ class RoundTimer:
 
 
 class TrafficCounter:
-    """Bytes that peers say they have sent and received, added up while they are heard: it only grows."""
+    """Bytes that peers report as sent and received, added up while they are heard from: it only grows."""
 
     def __init__(self):
         self.up = 0
@@ -55,7 +58,7 @@ class TrafficCounter:
         self._at: float | None = None
 
     def update(self, o: Overview, now: float) -> None:
-        """Take in what is so now."""
+        """Take in a new overview (unix seconds)."""
         most = int(MAX_BYTES_PER_SECOND * max(0.0, now - (now if self._at is None else self._at)))
         last: dict[PeerKey, tuple[int, int]] = {}
         for p in o.peers:
@@ -69,5 +72,5 @@ class TrafficCounter:
 
 
 def _grown(before: int, now: int) -> int:
-    """A peer that started again counts from zero again."""
+    """Return the growth of a counter; a restarted peer counts from zero again."""
     return now - before if now >= before else now

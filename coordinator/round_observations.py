@@ -1,5 +1,6 @@
-"""What this coordinator saw of each round at first hand: when it began, was announced, proposed and certified; how many
-trained; and who was left out, with the reason. For people: no credit and no decision depends on it.
+"""Observations of each round at first hand: times, training peers, and absent peers with reasons.
+
+They are for people: no credit and no decision depends on them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from protocol.messages import RoundRecord, Signed, UpdateHeader
 
 MAX_ROUNDS = 20_000
 MAX_WITH_ABSENCES = 1_000
-"""Older rounds keep their times, and lose who was not in."""
+"""Older rounds keep their times, and lose their absent peers."""
 
 MAX_ANNOUNCED = 64
-"""Rounds of which it is kept who announced when."""
+"""Rounds whose times of announcement are kept."""
 
 MAX_AUTHORS = 10_000
 MAX_PROPOSALS = 64
@@ -29,10 +30,11 @@ TYPICAL = 8
 
 @dataclass(frozen=True, slots=True)
 class RoundObservation:
-    """One decided round; times in unix seconds of this coordinator's clock, None for what it did not see.
+    """One decided round; times in unix seconds of this coordinator's clock, None for what was not observed.
 
-    `began`: the record before was certified. `announced`: the first update was. `proposed`: the record that won was.
-    `working`: peers that trained when it was certified. `sent`, `received`: bytes, by the peers' own counters.
+    `began` is when the record before was certified, `announced` when the first update was, `proposed` when the winning
+    record was. `training` counts the peers that trained when it was certified; `sent` and `received` are bytes by the
+    peers' own counters.
     """
 
     round: int
@@ -54,12 +56,12 @@ class RoundObservation:
 
     @property
     def exchange(self) -> float | None:
-        """Seconds from then until the record was proposed: updates travel, and are checked."""
+        """Seconds from then until the record was proposed: updates are transferred and checked."""
         return _between(self.announced, self.proposed)
 
     @property
     def commit(self) -> float | None:
-        """Seconds from then until it was certified: votes, and in a reduced round the parts of the mean."""
+        """Seconds from then until it was certified: votes, and in a reduced round the reduced shards."""
         return _between(self.proposed, self.certified)
 
     @property
@@ -70,15 +72,17 @@ class RoundObservation:
 
 @dataclass(frozen=True, slots=True)
 class TypicalDurations:
-    """Medians of the last rounds, in seconds: the whole round, and what comes after the first announcement."""
+    """Medians of the last rounds, in seconds: the whole round, and the time after the first announcement."""
 
     whole: float
     after: float
 
 
 class RoundObservations:
-    """Fed with what the observer hears (`hear`) and with each record as it becomes the newest (`decide`). Bounded: one
-    early announcement and proposal of each author, MAX_PROPOSALS of a round, MAX_ROUNDS rounds."""
+    """Collects what the observer receives (`receive`), and each record as it becomes the newest (`decide`).
+
+    It is bounded: one early announcement and proposal of each author, MAX_PROPOSALS of a round, MAX_ROUNDS rounds.
+    """
 
     def __init__(self, member_seconds: float, now: Callable[[], float]):
         self.member_seconds = member_seconds
@@ -97,32 +101,32 @@ class RoundObservations:
     # -- what is known ---------------------------------------------------------------------------------------
 
     def get(self, record: Digest) -> RoundObservation | None:
-        """What was seen of the round that this record ended."""
+        """Return the observation of the round that this record ended."""
         return self._rounds.get(record)
 
     def __iter__(self) -> Iterator[RoundObservation]:
-        """Every round, in the order of seeing."""
+        """Iterate over every round, in the order of observation."""
         return iter(self._rounds.values())
 
     def __len__(self) -> int:
         return len(self._rounds)
 
     def announcements(self, record: Digest) -> Mapping[PeerKey, float]:
-        """Seconds from the round's first announcement to each one's, of a recent round."""
+        """Return the seconds from the round's first announcement to each peer's, of a recent round."""
         return self._announcements.get(record, {})
 
     @property
     def began(self) -> float | None:
-        """When the round that is being trained began."""
+        """When the round that is being trained began (unix seconds)."""
         return self._began
 
     @property
     def first_announced(self) -> float | None:
-        """When the first update of the round that is being trained was announced."""
+        """When the first update of the round that is being trained was announced (unix seconds)."""
         return min((a.at for a in self._heard.values()), default=None)
 
     def typical(self) -> TypicalDurations | None:
-        """How long rounds take; None before one was seen whole."""
+        """Return the typical durations; None before a whole round was observed."""
         newest = [s for s in list(self._rounds.values())[-TYPICAL:] if s.whole is not None]
         if not newest:
             return None
@@ -132,32 +136,35 @@ class RoundObservations:
     # -- what happens ----------------------------------------------------------------------------------------
 
     def restore(self, seen: list[RoundObservation]) -> None:
-        """What an earlier process saw, oldest first. Before anything else."""
+        """Take over the observations of an earlier process, oldest first; to be called before anything else."""
         for s in seen[-MAX_ROUNDS:]:
             self._rounds[s.record] = s
         for s in list(self._rounds.values())[:-MAX_WITH_ABSENCES]:
             self._rounds[s.record] = replace(s, absent=None)
 
     def take_unsaved(self) -> list[RoundObservation]:
-        """What was seen since this was asked last, for a file."""
+        """Return the observations since the last call, to be stored."""
         taken = list(self._unsaved)
         self._unsaved.clear()
         return taken
 
     def rest(self) -> None:
-        """The run is paused: a round that nobody has announced in begins when it goes on, as it does for its peers."""
+        """Note that the run is paused:
+
+        a round without an announcement begins when it resumes, as it does for its peers.
+        """
         if self._began is not None and not self._heard:
             self._began = self._now()
 
     def receive(self, message: Signed) -> None:
-        """A verified announcement or proposal. Of others nothing is kept."""
+        """Take in a verified announcement or proposal; other messages are ignored."""
         if not isinstance(message.body, UpdateHeader | RoundRecord):
             return
         now = self._now()
         if message.body.parent == self._head:
             self._take(message, now)
             return
-        # Of a round that has not begun here, or of another branch: the newest of each author waits for its turn.
+        # Its round has not begun here, or it is of another branch: the newest of each author waits for its turn.
         key = (message.author, type(message.body))
         if key not in self._early and len(self._early) >= MAX_AUTHORS:
             self._early.popitem(last=False)
@@ -172,13 +179,13 @@ class RoundObservations:
             self._proposed[message.digest] = (at, frozenset(message.body.contributors))
 
     def decide(self, account: RoundAccount, heard: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
-        """A record became the newest; `heard` are the members at this moment."""
+        """Note that a record became the newest, and return the observation; `heard` are the members at this moment."""
         now = self._now()
         if account.parent != self._head:
             self._turn_to(account.parent, None if (p := self._rounds.get(account.parent)) is None else p.certified)
         inside = frozenset(e.peer for e in account.entries)
         first = self.first_announced
-        # A slate is one record whatever parts it gets, so it is known by whom it lists.
+        # A reduced record changes while it gets its shards, so it is identified by the peers that it lists.
         proposed = min((at for at, who in self._proposed.values() if who == inside), default=None)
         if proposed is not None and first is not None:
             proposed = max(proposed, first)
@@ -209,7 +216,10 @@ class RoundObservations:
                 self._take(message, at)
 
     def _traffic(self, heard: Mapping[PeerKey, ReceivedHeartbeat]) -> tuple[int | None, int | None]:
-        """Bytes sent and received since the last round (None: it was not seen); a counter that went back began anew."""
+        """Return bytes sent and received since the last round (None:
+
+        it was not observed); a smaller counter was restarted.
+        """
         known = bool(self._bytes)
         sent = received = 0
         counters = {}
@@ -236,7 +246,7 @@ class RoundObservations:
 
 
 MAX_LISTED = 100
-"""Peers that were not in, that are kept of a round."""
+"""Maximum number of absent peers that are kept of a round."""
 
 
 def _works(h: ReceivedHeartbeat, member_seconds: float) -> bool:

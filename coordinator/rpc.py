@@ -1,4 +1,5 @@
-"""The gRPC service (protocol/wire/coordinator.proto): bounded, with own deadlines, errors worded for people."""
+"""The gRPC service (protocol/wire/coordinator.proto): bounded, with its own deadlines, and error messages for people.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +62,7 @@ OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_connection_idle_ms", 300_000),
-    # Nothing but the end of its connection ends a call whose caller never takes the answer. Clients connect again by
-    # themselves.
+    # Only the end of its connection ends a call whose caller never reads the answer. Clients reconnect by themselves.
     ("grpc.max_connection_age_ms", 1_800_000),
     ("grpc.max_connection_age_grace_ms", 15_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -91,7 +91,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         self._answers = answers
         self.counted = counted
         self.serving = True
-        """False: probes are told that this server goes away."""
+        """False once the server is about to stop: probes report it."""
 
         self._reads = RateLimit(READS)
         self._admissions = RateLimit(ADMISSIONS)
@@ -109,8 +109,9 @@ class CoordinatorService(stubs.CoordinatorServicer):
 
     async def Admit(self, request: wire.AdmitRequest, context) -> wire.AdmitReply:
         async def work() -> wire.AdmitReply:
-            # Before the signature is checked, so the key is only claimed. Counted together with the address: else
-            # anybody could use up another's share; and one peer behind a shared address cannot use up all of it.
+            # The signature is not checked yet, so the key is only claimed. It is counted together with the address:
+            # otherwise anybody could use up another peer's share. One peer behind a shared address cannot use up all of
+            # it.
             caller = (caller_of(context.peer()), author_of(request.request, limit=MAX_REQUEST))
             self._admissions_of_one.take(caller, time.monotonic())
             return await self._answers.admit_reply(request.request)
@@ -134,7 +135,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
     async def PublishDirective(self, request: wire.DirectiveRequest, context) -> wire.DirectiveReply:
         async def work() -> wire.DirectiveReply:
             self._check_run(request.run)
-            # The owner's signature is what counts, whoever brings it.
+            # The owner's signature is the authority, whoever delivers it.
             return await self._answers.directive_reply(request.directive)
 
         return await self._answer("Amend", context, self._directives, work)
@@ -142,7 +143,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
     async def Bind(self, request: wire.BindRequest, context) -> wire.BindReply:
         async def work() -> wire.BindReply:
             self._check_run(request.run)
-            # No signature is checked yet, so the key is only claimed: counted with the address, as in Admit.
+            # The signature is not checked yet, so the key is only claimed: counted with the address, as in Admit.
             caller = (caller_of(context.peer()), author_of(request.binding, limit=MAX_BINDING))
             self._bindings_of_one.take(caller, time.monotonic())
             return wire.BindReply(peers=await self._answers.credits.bind(request.binding))
@@ -184,7 +185,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         except CairnError as e:
             code = next((c for kind, c in _CODES if isinstance(e, kind)), grpc.StatusCode.INTERNAL)
             if code is grpc.StatusCode.INTERNAL:
-                # A failing disk or ledger: the operator's to read, not a stranger's.
+                # A failing disk or ledger is for the operator to read, not for strangers.
                 log.error("%s: %s", method, e)
                 message = "the coordinator has a fault of its own: its operator finds the reason in its log"
             else:
@@ -199,7 +200,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
 async def start_server(
     service: CoordinatorService, certificate: TlsCertificate, host: str, port: int
 ) -> tuple[grpc.aio.Server, int]:
-    """The running server and its port. Raises PortTakenError."""
+    """Start the server; return it and its port. Raises PortTakenError."""
     guard = LimitsInterceptor(service.counted, METHODS, MAX_CALLS)
     server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     stubs.add_CoordinatorServicer_to_server(service, server)

@@ -1,7 +1,7 @@
-"""The coordinator's TLS certificate: self-made, kept in the run's folder, pinned by the fingerprint in the invite.
+"""The coordinator's TLS certificate: self-signed, stored in the run's folder, pinned by the fingerprint in the invite.
 
-ECDSA over P-256, since gRPC's BoringSSL does not offer Ed25519 by default. No authority vouches for it: a client takes
-it because its SHA-256 is the one in the invite.
+It is ECDSA over P-256, since gRPC's BoringSSL does not offer Ed25519 by default. No authority vouches for it: a client
+accepts it because its SHA-256 is the one in the invite.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TlsCertificate:
 
 
 def load_or_make(folder: Path, *, now: datetime.datetime | None = None) -> TlsCertificate:
-    """The certificate in the folder, made when there is none. Raises CertificateFileError."""
+    """Return the certificate in the folder; it is made if there is none. Raises CertificateFileError."""
     path = folder / FILE
     now = now or datetime.datetime.now(datetime.timezone.utc)
     try:

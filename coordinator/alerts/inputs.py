@@ -1,4 +1,4 @@
-"""What the rules are shown, made of an overview and the folder's disk."""
+"""Makes the input of the alert rules from an overview and the folder's disk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ def alert_input(
     o: Overview, rules: RoundSpec, folder: Path, *, now: float, up: float, caught_up: bool, head_age: float | None,
     validation_losses: tuple[float, ...] = (), log_problem: str = "",
 ) -> AlertInput:  # fmt: skip
-    """`rules`: those that hold now; `up`: seconds since the start; `head_age`: since the newest tree head, None where
-    there is none; `judged`, `log_problem`: as in `AlertInput`."""
+    """Return the input of the rules.
+
+    `rules` is the round policy in force, `up` the seconds since the start. `head_age` is the seconds since the newest
+    tree head, None if there is none. `validation_losses` and `log_problem` are as in `AlertInput`.
+    """
     r, usage = rules, disk_usage(folder)
     return AlertInput(
         time=now, up=up, health=o.health, message=o.message, problem=o.problem, caught_up=caught_up, round=o.round,

@@ -1,7 +1,7 @@
-"""What is wrong, as pure functions of what is seen; `memory` is a rule's own and survives a restart.
+"""The alert rules: pure functions of an `AlertInput`. `memory` belongs to one rule and survives a restart.
 
-A rule gives the words for people when something is wrong, "" when it is not, and None when it cannot say at this moment
-(just started; no such thing here): then what was so before stays so.
+A rule returns a message if something is wrong, "" if nothing is, and None if it cannot say at this moment, for example
+just after the start. None leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from statistics import median
 from typing import Any
 
 STARTUP_SECONDS = 120.0
-"""After its start the coordinator hears from peers bit by bit: what it does not see yet is no news."""
+"""Seconds after the start in which peers that are not seen yet are no news: heartbeats arrive one by one."""
 
 UNSIGNED_SECONDS = 300.0
 DROP_SECONDS = 600.0
 DROP_SHARE = 0.3
 DROP_FORGET_SECONDS = 3600.0
-"""So long after a drop, what is left is what is normal."""
+"""Seconds after a drop at which the remaining number of peers becomes the normal one."""
 
 MIN_ROUNDS = 8
 DISK_SHARE, DISK_BYTES = 0.05, 20 * 10**9
@@ -31,9 +31,12 @@ Memory = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AlertInput:
-    """What is seen at a time. `up` are the seconds since the coordinator's start, `limit` those that a round may take;
-    `losses` those of the newest rounds, newest first; `diverged` who says another state digest than the chain.
-    `head_age`: seconds since the newest tree head; None where no log is signed."""
+    """The input of all rules at one time.
+
+    `up` is seconds since the coordinator's start, `round_limit` the seconds that a round may last, `losses` those of
+    the newest rounds, newest first. `diverged` names the peers that report another state digest than the chain.
+    `head_age` is seconds since the newest tree head; None if no log is signed.
+    """
 
     time: float
     up: float
@@ -50,7 +53,7 @@ class AlertInput:
     disk_size: int
     head_age: float | None
     validation_losses: tuple[float, ...] = ()
-    """Validation losses, newest first; NaN for a state whose output was not finite."""
+    """Validation losses, newest first; NaN for a state with non-finite output."""
 
     archive_problem: str = ""
     log_problem: str = ""
@@ -59,7 +62,10 @@ class AlertInput:
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """`look`, and for how many seconds its words must stand before they are an alert, and be gone before it is over."""
+    """A rule:
+
+    `judge` gives the message, which must hold for `after` seconds to fire, and be gone for `clear` to resolve.
+    """
 
     name: str
     judge: Callable[[Memory, AlertInput], str | None]
@@ -68,9 +74,9 @@ class AlertRule:
 
 
 def loss(memory: Memory, s: AlertInput) -> str | None:
-    """A loss that is no number; or two rounds in a row far above the median of those before, by their own spread.
+    """Judge the loss: not a number, or two rounds in a row far above the median of those before, by their own spread.
 
-    What was normal when it fired stays the measure: a spike does not become normal by lasting.
+    The normal loss at the time of firing stays the measure: a spike does not become normal by lasting.
     """
     if s.losses and not math.isfinite(s.losses[0]):
         return f"the loss of round {s.round - 1} is {s.losses[0]}: roll back to a checkpoint before it"
@@ -91,7 +97,7 @@ def loss(memory: Memory, s: AlertInput) -> str | None:
 
 
 def stalled(memory: Memory, s: AlertInput) -> str | None:
-    """Peers train, and the round has not ended for longer than one may take."""
+    """Judge whether peers train, and the round has not ended for longer than one may take."""
     if s.health in _OVER:
         memory.clear()
         return ""
@@ -109,7 +115,8 @@ def stalled(memory: Memory, s: AlertInput) -> str | None:
 
 
 def digests(memory: Memory, s: AlertInput) -> str | None:
-    """Members hold another state than the chain names for the same record: they compute something else."""
+    """Judge whether members hold another state than the chain names for the same record: they compute something else.
+    """
     del memory
     if not s.diverged:
         return None if s.up < STARTUP_SECONDS else ""
@@ -118,7 +125,9 @@ def digests(memory: Memory, s: AlertInput) -> str | None:
 
 
 def peers(memory: Memory, s: AlertInput) -> str | None:
-    """A third of those who trained within ten minutes are gone. Over when they are back, or after an hour."""
+    """Judge whether a third of the peers that trained within ten minutes are gone; resolved when they return or after
+    an hour.
+    """
     if s.health in _OVER:
         memory.clear()
         return ""
@@ -130,7 +139,7 @@ def peers(memory: Memory, s: AlertInput) -> str | None:
             memory.clear()
             return ""
         return f"{s.training} peers train, of {was}"
-    # The most of each minute: ten numbers, however often one looks.
+    # The maximum of each minute: ten numbers, at any rate of checks.
     seen = {m: n for m, n in memory.get("seen", {}).items() if int(m) * 60 > s.time - DROP_SECONDS}
     minute = str(int(s.time // 60))
     seen[minute] = max(seen.get(minute, 0), s.training)
@@ -143,7 +152,7 @@ def peers(memory: Memory, s: AlertInput) -> str | None:
 
 
 def disk(memory: Memory, s: AlertInput) -> str | None:
-    """The run's folder is nearly full: 5% or 20 GB, whichever is less; over at a fifth more."""
+    """Judge whether the run's folder is nearly full: 5% or 20 GB, whichever is less; resolved at a fifth more."""
     low = min(DISK_SHARE * s.disk_size, DISK_BYTES)
     if s.disk_free >= (1.2 * low if memory.get("low") else low):
         memory.clear()
@@ -153,7 +162,7 @@ def disk(memory: Memory, s: AlertInput) -> str | None:
 
 
 def log(memory: Memory, s: AlertInput) -> str | None:
-    """No tree head was signed for five minutes."""
+    """Judge whether no tree head was signed for five minutes."""
     del memory
     if s.head_age is None or s.up < UNSIGNED_SECONDS:
         return None
@@ -164,7 +173,7 @@ def log(memory: Memory, s: AlertInput) -> str | None:
 
 
 def chain(memory: Memory, s: AlertInput) -> str | None:
-    """The coordinator cannot follow the chain, or the peers are on more than one."""
+    """Judge whether the coordinator cannot follow the chain, or the peers are on more than one."""
     del memory
     if s.problem:
         return s.problem
@@ -174,7 +183,7 @@ def chain(memory: Memory, s: AlertInput) -> str | None:
 
 
 def validation(memory: Memory, s: AlertInput) -> str | None:
-    """The newest state is much worse than the best, or gives no numbers."""
+    """Judge whether the newest state is much worse than the best, or gives no finite numbers."""
     del memory
     if not s.validation_losses:
         return None
@@ -187,7 +196,7 @@ def validation(memory: Memory, s: AlertInput) -> str | None:
 
 
 def archive(memory: Memory, s: AlertInput) -> str | None:
-    """States are not archived, copied or judged."""
+    """Judge whether states are not archived, copied or evaluated."""
     del memory
     return s.archive_problem
 

@@ -1,4 +1,4 @@
-"""Which alerts stand, since when, when they were told last, and what is still to be told to whom. Pure; one JSON."""
+"""Which alerts are active, since when, and which events each webhook has still to receive. Pure; stored as one JSON."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from coordinator.alerts.rules import RULES, AlertInput, AlertRule, Memory
 FORM = 1
 REPEAT_SECONDS = 6 * 3600.0
 MAX_WAITING = 64
-"""Events that a webhook has not taken yet; the oldest goes first when there are more."""
+"""Maximum number of undelivered events for a webhook; the oldest is dropped first."""
 
 KEEP_SECONDS = 86_400.0
-"""An event that nobody took for so long is no news any more."""
+"""Seconds after which an undelivered event is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One that stands."""
+    """An active alert; `since` in unix seconds."""
 
     name: str
     since: float
@@ -29,7 +29,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class AlertEvent:
-    """What is told: `what` is "fired", "lasts" or "resolved". The same id is the same event, should it come twice."""
+    """An event to deliver: `kind` is "fired", "ongoing", "resolved" or "test". The same id marks the same event."""
 
     id: str
     name: str
@@ -41,7 +41,10 @@ class AlertEvent:
 
 @dataclass(slots=True)
 class _State:
-    """A rule's. `wrong_since` and `right_since`: since when its words say so without a break; `told`: when last."""
+    """The state of one rule. `wrong_since`, `right_since`: start of the unbroken judgement; `told`:
+
+    last event (unix seconds).
+    """
 
     wrong_since: float | None = None
     right_since: float | None = None
@@ -52,7 +55,7 @@ class _State:
 
 
 class AlertTracker:
-    """`hooks` are the names of those who are to be told. `saved`: what `to_json` gave before the restart."""
+    """Tracks the alerts. `hooks` are the webhooks' names, `saved` is the `to_json` of before the restart."""
 
     def __init__(
         self, hooks: Sequence[str], saved: Mapping[str, Any] | None = None, *, rules: Sequence[AlertRule] = RULES,
@@ -63,7 +66,7 @@ class AlertTracker:
         self._states = {r.name: _State() for r in rules}
         self._waiting: dict[str, list[AlertEvent]] = {hook: [] for hook in hooks}
         self.lost = 0
-        """Events that were never taken."""
+        """Number of events that were never delivered."""
 
         if saved and saved.get("form") == FORM:
             for name, state in saved["rules"].items():
@@ -74,7 +77,7 @@ class AlertTracker:
                     self._waiting[hook] = [AlertEvent(**e) for e in events]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole state."""
         return {
             "form": FORM,
             "rules": {name: asdict(s) for name, s in self._states.items()},
@@ -83,17 +86,17 @@ class AlertTracker:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all alerts there may be."""
+        """The names of all rules."""
         return tuple(self._states)
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """Those that stand now, oldest first."""
+        """The active alerts, oldest first."""
         alerts = [Alert(n, s.since, s.message) for n, s in self._states.items() if s.since is not None]
         return tuple(sorted(alerts, key=lambda a: a.since))
 
     def update(self, seen: AlertInput) -> list[AlertEvent]:
-        """Take in what is seen; what happened by it. Each event waits for every hook from now on."""
+        """Apply all rules to an input, and return the new events; each waits for every webhook from now on."""
         events = [e for rule in self._rules for e in self._judge(rule, self._states[rule.name], seen)]
         for waiting in self._waiting.values():
             waiting += events
@@ -129,16 +132,16 @@ class AlertTracker:
     # -- telling ---------------------------------------------------------------------------------------------
 
     def next_for(self, hook: str) -> AlertEvent | None:
-        """The oldest that this hook has not taken."""
+        """Return the oldest event that this webhook has not received."""
         return next(iter(self._waiting[hook]), None)
 
     def done(self, hook: str, event: AlertEvent, *, taken: bool) -> None:
-        """It was taken, or never will be."""
+        """Remove an event: it was received (`taken`), or never will be."""
         if event in self._waiting[hook]:
             self._waiting[hook].remove(event)
             self.lost += not taken
 
 
 def back_off(failures: int) -> float:
-    """Seconds to wait after so many failures in a row: 1, 2, 4, ... up to five minutes."""
+    """Return the seconds to wait after a number of failures in a row: 1, 2, 4, ... up to five minutes."""
     return min(300.0, math.ldexp(1.0, min(failures, 10) - 1))

@@ -1,4 +1,4 @@
-"""Looks again and again, keeps the journal on disk, and tells the hooks: the shell around rules and journal."""
+"""Checks the rules periodically, stores the tracker's state, and delivers events to the webhooks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ log = logging.getLogger(__name__)
 FILE = "alerts.json"
 CHECK_SECONDS = 5.0
 SAVE_SECONDS = 60.0
-"""What rules remember is written so often; what happened, before anybody is told."""
+"""Seconds between two writes of the rules' memory. Events are written before they are delivered."""
 
 
 class AlertWatcher:
-    """One run's. `see` gives what is seen now; `changed` is called when other alerts stand than before; `told(result)`
-    hears of each delivery: delivered, failed, dropped."""
+    """The alerts of one run.
+
+    `input` returns the input of the rules. `on_change` is called when other alerts are active than before,
+    `on_delivery` after each delivery with "delivered", "failed" or "dropped".
+    """
 
     def __init__(
         self, folder: Path, config: AlertConfig, run: str, page: Callable[[], str], input: Callable[[], AlertInput],
@@ -44,21 +47,21 @@ class AlertWatcher:
         self._news = {h.name: asyncio.Event() for h in config.hooks}
         self._tasks: list[asyncio.Task[None]] = []
         self._saved_at = 0.0
-        # One after the other, also when whoever waits for a write is cancelled.
+        # One write after the other, even if a waiting caller is cancelled.
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="alerts")
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """The alerts that stand."""
+        """The active alerts."""
         return self._tracker.active
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all alerts that there may be."""
+        """The names of all rules."""
         return self._tracker.names
 
     async def start(self) -> None:
-        """Go on from what is on disk."""
+        """Continue from the state on disk."""
         saved = await asyncio.to_thread(self._load)
         try:
             self._tracker = AlertTracker([h.name for h in self._config.hooks], saved, repeat=self._config.repeat)
@@ -68,7 +71,7 @@ class AlertWatcher:
         self._tasks += [asyncio.create_task(self._deliver_forever(h), name=f"webhook {h}") for h in self._config.hooks]
 
     async def stop(self) -> None:
-        """What was not told yet is told after the next start."""
+        """Stop; undelivered events are delivered after the next start."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -77,7 +80,7 @@ class AlertWatcher:
         self._disk.shutdown(wait=False)
 
     async def check(self) -> list[AlertEvent]:
-        """Once."""
+        """Apply the rules once, and return the new events."""
         events = self._tracker.update(self._input())
         for e in events:
             (log.info if e.kind == "resolved" else log.warning)("alert %s %s: %s", e.name, e.kind, e.message)
@@ -144,5 +147,5 @@ class AlertWatcher:
         try:
             await asyncio.get_running_loop().run_in_executor(self._disk, durable.replace, self._path, data, 0o600)
         except OSError as e:
-            # The disk may be what is wrong: then telling matters more than keeping.
+            # The disk may be what is wrong: then delivery matters more than the record.
             log.error("%s cannot be written (%s): after a restart alerts may be told twice", self._path, e)

@@ -2,7 +2,7 @@
 
 The JSON has the same sentence as "text" (Slack, Mattermost, Matrix bridges) and as "content" (Discord), and the event
 in "cairn". With a secret, `X-Cairn-Signature` is "v1=" and the HMAC-SHA256, in hex, of `X-Cairn-Timestamp`, a dot, and
-the body (as Stripe and Slack do it): who receives it checks both, and refuses old times.
+the body (as at Stripe and Slack): a receiver checks both, and refuses old times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNS = {"fired": "ALERT", "ongoing": "STILL", "resolved": "RESOLVED", "test": 
 
 
 class WebhookError(CoordinatorError):
-    """A webhook that did not take an event. `final`: it never will, so asking again is of no use."""
+    """A webhook that did not accept an event; `final`: a repetition is useless."""
 
     def __init__(self, message: str, *, final: bool = False):
         super().__init__(message)
@@ -36,32 +36,32 @@ class WebhookError(CoordinatorError):
 
 
 def plain(text: str) -> str:
-    """Words that hold what strangers chose, for chats that make links, mentions and markup of it."""
+    """Return text from strangers without characters of which chats make links, mentions and markup."""
     text = "".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE])
     return re.sub(r"[<>&@`*_~|\[\]\\#]", "'", text)
 
 
 def payload(event: AlertEvent, run: str, page: str) -> bytes:
-    """The body to post. `run` is the run's name."""
+    """Return the body to post; `run` is the run's name, `page` the page's address ("": none)."""
     sentence = f"{_SIGNS[event.kind]} {plain(run)}: {event.name}: {plain(event.message)}"
     if page:
         sentence += f" ({page})"
     body = {
         "text": sentence,
         "content": sentence,
-        "allowed_mentions": {"parse": []},  # Discord: nobody is called by what a peer is named
+        "allowed_mentions": {"parse": []},  # Discord: a peer's name mentions nobody
         "cairn": asdict(event) | {"run": run, "page": page},
     }
     return json.dumps(body, separators=(",", ":")).encode()
 
 
 def signature(secret: str, timestamp: int, body: bytes) -> str:
-    """What `X-Cairn-Signature` says."""
+    """Return the value of `X-Cairn-Signature`."""
     return "v1=" + hmac.new(secret.encode(), f"{timestamp}.".encode() + body, "sha256").hexdigest()
 
 
 async def post(hook: Webhook, body: bytes, secret: str = "", *, deadline: float = DEADLINE) -> None:
-    """Raises HookError."""
+    """Post a body; signed unless `secret` is "". Raises WebhookError."""
     try:
         async with async_timeout.timeout(deadline):
             status = await _post(hook, body, secret)
@@ -82,7 +82,7 @@ async def post(hook: Webhook, body: bytes, secret: str = "", *, deadline: float 
 
 
 async def _post(hook: Webhook, body: bytes, secret: str) -> int:
-    """The status of the answer."""
+    """Send the request, and return the status of the answer."""
     context = ssl.create_default_context() if hook.secure else None
     reader, writer = await asyncio.open_connection(hook.host, hook.port, ssl=context, limit=MAX_ANSWER)
     try:

@@ -1,4 +1,4 @@
-"""Keeping a run's checkpoints: which stay, who signed them, where copies lie, what they are worth, what they write.
+"""A run's checkpoints: archive, retention, finalizations, copies, evaluations, and verification by strangers.
 
-Read `policy`, `proof`, `keeper`; `errand` runs what must not be in the coordinator's own process.
+Reading order: `archive`, `retention`, `verification`, `archiver`; `job` runs work in a process of its own.
 """

@@ -1,15 +1,17 @@
-"""Archives states as folders that `transformers` loads: the model's weights, its config, the tokenizer, and where from.
+"""Archives states as folders that `transformers` loads: weights, config, tokenizer, and origin.
 
 checkpoints/round-000030/model.safetensors   the checkpoint itself: its blob digest is the state digest
                          config.json         for AutoModelForCausalLM.from_pretrained
                          tokenizer.json
-                         cairn.json          run, round, state digest, the record before it, accepted tokens; once it is
-                                             final, the owner's signature on the record that names it (`final`, base64)
-                         spec.signed         the run's spec, by which its owner's key is known
-                         certificate.bin     the record that the signature is on, with its votes
-                         witnesses.json      of a run's last state, which no record names: who says that they hold it
+                         cairn.json          the manifest: run, round, state digest, the record before it, accepted
+                                             tokens; once it is final, the finalization of the record that names it
+                                             (`final`, base64)
+                         spec.signed         the run's spec, which names the owner's key
+                         certificate.bin     the record that the finalization is for, with its votes
+                         witnesses.json      of a run's last state, which no record names: heartbeats that name it
 
-A folder has its name when all of it is on disk, and loses it before the first file goes: half of one is never seen.
+A folder gets its name when all of it is on disk, and loses it before its first file is deleted: nobody sees half of
+one.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ log = logging.getLogger(__name__)
 MANIFEST, MODEL, CONFIG, TOKENIZER = "cairn.json", "model.safetensors", "config.json", "tokenizer.json"
 SPEC, CERTIFICATE, WITNESSES = "spec.signed", "certificate.bin", "witnesses.json"
 FILES = (MODEL, CONFIG, TOKENIZER, MANIFEST, SPEC, CERTIFICATE, WITNESSES)
-"""All that an archived state may hold."""
+"""The names of all files that an archived state may hold."""
 
 MAX_MANIFEST = 64 * 1024
 DRAFT = ".round-"
@@ -49,8 +51,10 @@ DEFAULT = RetentionPolicy()
 
 @dataclass(frozen=True, slots=True)
 class ArchivedState:
-    """One archived state: the state after `record`, with which `round` begins. `final`: the owner's signed Final for
-    the record that names it; none (b"") while it is not final."""
+    """One archived state: the state after `record`, with which `round` begins.
+
+    `final` is the owner's finalization of the record that names it (an envelope); b"" while there is none.
+    """
 
     folder: Path
     run: RunId
@@ -62,11 +66,11 @@ class ArchivedState:
 
     @property
     def size(self) -> int:
-        """Bytes of all files; 0 when they are gone."""
+        """Bytes of all files; 0 when they are deleted."""
         return sum(size for _, size in self.files())
 
     def files(self) -> list[tuple[str, int]]:
-        """Name and bytes of each file."""
+        """Return name and bytes of each file."""
         found = []
         for name in FILES:
             with contextlib.suppress(OSError):
@@ -97,7 +101,7 @@ class Archive:
         self._spec_envelope = spec_envelope
         self._reserve = reserve
         self._writing = threading.RLock()
-        """Held by what changes the folder: for minutes, on a slow disk. Never taken on the event loop."""
+        """Held by changes of the folder: for minutes, on a slow disk. Never acquired on the event loop."""
 
         self._lock = threading.RLock()
         """Held for moments."""
@@ -110,10 +114,10 @@ class Archive:
         self, checkpoint: Path, tokenizer: Path, *, round: int, state: Digest, record: Digest, tokens: int,
         certificate: bytes = b"", witnesses: Sequence[bytes] = (),
     ) -> ArchivedState:  # fmt: skip
-        """Archive a checkpoint file that lies in a store (linked if possible, else copied). Idempotent.
+        """Archive a checkpoint file of a store (linked if possible, else copied). Idempotent.
 
-        `certificate`, `witnesses`: of a run's last state, the certificate of `record`, and the signed heartbeats of its
-        contributors that name the state. Raises CoordinatorError.
+        `certificate` and `witnesses` are given for a run's last state: the certificate of `record`, and the signed
+        heartbeats of its contributors that name the state. Raises CoordinatorError.
         """
         with self._writing:
             target = self.folder / f"round-{round:06d}"
@@ -151,8 +155,10 @@ class Archive:
             return ArchivedState(target, self._run, round, state, record, tokens)
 
     def mark_final(self, archived: ArchivedState, final: bytes, certificate: bytes) -> ArchivedState:
-        """Write down that a state is final: the owner's signed Final, and the certificate that it is for. Durable when
-        it returns. Raises CoordinatorError."""
+        """Add the finalization of a state, and the certificate that it is for; on disk when this returns.
+
+        Raises CoordinatorError.
+        """
         with self._writing:
             try:
                 manifest = json.loads((archived.folder / MANIFEST).read_bytes())
@@ -173,7 +179,7 @@ class Archive:
     # -- what there is -------------------------------------------------------------------------------------------
 
     def all(self) -> list[ArchivedState]:
-        """What is archived, oldest first."""
+        """Return the archived states, oldest first."""
         with self._lock:
             found, known = [], self._manifests
             self._manifests = {}
@@ -191,21 +197,23 @@ class Archive:
             return sorted(found, key=lambda a: a.round)
 
     def newest(self) -> ArchivedState | None:
-        """The archived state of the highest round."""
+        """Return the archived state of the highest round."""
         archived = self.all()
         return archived[-1] if archived else None
 
     def newest_final(self) -> ArchivedState | None:
-        """The newest that the owner has signed as final."""
+        """Return the newest state with a finalization."""
         return next((a for a in reversed(self.all()) if a.final), None)
 
     def state_for(self, record: Digest) -> ArchivedState | None:
-        """The archived state after a record (the genesis digest: the run's first state); None when it is not here."""
+        """Return the archived state after a record (the genesis digest: the run's first state); None if there is none.
+        """
         return next((a for a in self.all() if a.record == record), None)
 
     @contextlib.contextmanager
     def reading(self, archived: ArchivedState) -> Iterator[ArchivedState]:
-        """Nothing removes this state meanwhile. Raises CoordinatorError when it is gone already."""
+        """Keep this state from being deleted until the context ends. Raises CoordinatorError if it is deleted already.
+        """
         with self._lock:
             if not (archived.folder / MANIFEST).is_file():
                 raise CoordinatorError(
@@ -221,7 +229,7 @@ class Archive:
     # -- what goes -----------------------------------------------------------------------------------------------
 
     def drop(self, archived: Iterable[ArchivedState]) -> None:
-        """Remove these: states that the chain has left."""
+        """Delete states that the chain has left."""
         gone = list(archived)
         self._mark_left(gone)
         with self._writing:
@@ -246,15 +254,15 @@ class Archive:
             self._left -= set(states)
 
     def prune(self) -> None:
-        """Remove what the policy does not keep."""
+        """Delete the states that the policy does not keep."""
         with self._writing:
             for kept in to_delete(self._kept(), self.policy):
                 self._remove(kept.key.folder)
 
     def free_space(self, size: int) -> None:
-        """Room for so many bytes more, by removing states that are kept only for being new.
+        """Make room for `size` bytes more, by deleting states that are kept only for being new.
 
-        Raises CoordinatorError when that is not enough.
+        Raises CoordinatorError if that is not enough.
         """
         with self._writing:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -278,7 +286,10 @@ class Archive:
         ]
 
     def _remove(self, folder: Path, *, even_if_open: bool = False) -> None:
-        """Its name first: a process that is killed half-way leaves a draft, which the next one sweeps."""
+        """Delete a folder, its name first:
+
+        a process that is killed meanwhile leaves a draft, which the next one deletes.
+        """
         going = folder.with_name(f"{DRAFT}{folder.name.removeprefix('round-')}.gone")
         with contextlib.suppress(OSError):
             shutil.rmtree(going, ignore_errors=True)
@@ -289,7 +300,7 @@ class Archive:
             shutil.rmtree(going, ignore_errors=True)
 
     def _sweep(self) -> None:
-        for left in self.folder.glob(f"{DRAFT}*"):  # by a process that was killed: one archives at a time
+        for left in self.folder.glob(f"{DRAFT}*"):  # left by a process that was killed: only one archives at a time
             shutil.rmtree(left)
 
     def _link_or_copy(self, source: Path, target: Path) -> None:
@@ -301,7 +312,7 @@ class Archive:
 
 
 def read_manifest(folder: Path) -> ArchivedState | None:
-    """What an archived folder says of itself; None when it is not one."""
+    """Return what the manifest of an archived folder says; None if it is no such folder."""
     try:
         with (folder / MANIFEST).open("rb") as file:
             return parse_manifest(folder, file.read(MAX_MANIFEST))
@@ -310,7 +321,7 @@ def read_manifest(folder: Path) -> ArchivedState | None:
 
 
 def parse_manifest(folder: Path, data: bytes) -> ArchivedState | None:
-    """What a cairn.json says; None when it is not one."""
+    """Return what a cairn.json says; None if it is none."""
     try:
         manifest = json.loads(data)
         run, state, record = RunId.parse(manifest["run"]), Digest.parse(manifest["state"]), Digest.parse(manifest["record"])

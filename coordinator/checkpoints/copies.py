@@ -1,12 +1,12 @@
-"""Copies of archived states at another address: any that fsspec knows, in a process of its own.
+"""Copies of archived states at another address, any that fsspec knows; runs as a separate process.
 
-ADDRESS/round-000030-1a2b3c4d/...   the first digits of the state: what is there once is never written over
+ADDRESS/round-000030-1a2b3c4d/...   the first digits of the state: an existing copy is never overwritten
 
-The sheet (cairn.json) goes last, with the name, bytes and digest of each file, when all others were read back and are
-what they should be: a folder without one is no checkpoint, and is gone on with by the next attempt.
+The manifest (cairn.json) is written last, with the name, bytes and digest of each file, when all others were read back
+and compared. A folder without one is no checkpoint, and the next attempt continues with it.
 
 Job: address, run, folders, policy ([newest, every, best, bytes, waiting]), losses (by state), left (states that the
-chain has left), mbits. Lines: {"there": [states]}, {"copied": state, "bytes"}, {"passed": state} (the policy would
+chain has left), mbits. Rows: {"present": [states]}, {"copied": state, "bytes"}, {"skipped": state} (the policy would
 not keep it), {"removed": state}; in between {"step": bytes}.
 """
 
@@ -31,16 +31,16 @@ from protocol.merkle import CHUNK, leaf_hash, tree_hash
 
 PART = 8 * 1024 * 1024
 PARTS = 9000
-"""Stores that take a file in parts take 10,000 at most, of 5 MiB at least."""
+"""Stores that accept a file in parts accept at most 10,000, of at least 5 MiB each."""
 
 
 class CopyError(CoordinatorError):
-    """An address that does not take, or give back, what it should."""
+    """An address that does not accept or return files as it should."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCopy:
-    """A whole copy at the address: its folder there, what its sheet says, and its bytes."""
+    """A whole copy at the address: its folder there, what its manifest says, and its bytes."""
 
     path: str
     archived: ArchivedState
@@ -48,7 +48,7 @@ class StoredCopy:
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     serve_job(_work)
 
 
@@ -74,7 +74,7 @@ class CopyStore:
         self._reported, self._steps = 0.0, 0
 
     def keep(self, folders: list[Path], policy: RetentionPolicy, losses: dict[str, float], left: set[Digest]) -> None:
-        """Copy what is not there yet, oldest first, and remove what the policy does not keep, or the chain has left."""
+        """Copy missing states, oldest first; delete those that the policy does not keep, or that the chain has left."""
         there = self.list()
         self._say({"present": [str(t.archived.state) for t in there]})
         for t in [t for t in there if t.archived.state in left]:
@@ -91,7 +91,7 @@ class CopyStore:
             self.remove(t)
 
     def list(self) -> list[StoredCopy]:
-        """The whole copies of this run that are there, oldest first."""
+        """Return the whole copies of this run at the address, oldest first."""
         found = []
         with self._explained("listing"):
             self._fs.invalidate_cache()
@@ -106,7 +106,7 @@ class CopyStore:
         return sorted(found, key=lambda t: t.archived.round)
 
     def copy(self, archived: ArchivedState) -> StoredCopy:
-        """Copy one state; what an earlier attempt left whole is not sent again."""
+        """Copy one state; files that an earlier attempt sent completely are not sent again."""
         path = f"{self._root}/round-{archived.round:06d}-{archived.state.short}"
         files = [(name, size) for name, size in archived.files() if name != MANIFEST]
         with self._explained("writing to"):
@@ -134,14 +134,14 @@ class CopyStore:
         return made
 
     def remove(self, there: StoredCopy) -> None:
-        """The sheet first: what is left of a removal that was cut off is no checkpoint."""
+        """Delete a copy, its manifest first: the rest of an interrupted deletion is no checkpoint."""
         with self._explained("removing from"):
             self._fs.rm_file(f"{there.path}/{MANIFEST}")
             self._fs.rm(there.path, recursive=True)
         self._say({"removed": str(there.archived.state)})
 
     def _look(self, path: str) -> StoredCopy | None:
-        """The whole copy in this folder; None for half of one, or one of another run."""
+        """Return the whole copy in this folder; None for half of one, or one of another run."""
         with self._explained("reading from"):
             try:
                 data = self._fs.cat_file(f"{path}/{MANIFEST}", start=0, end=MAX_MANIFEST)
@@ -157,7 +157,7 @@ class CopyStore:
         return StoredCopy(path, archived, size + len(data))
 
     def _is(self, path: str, size: int, digest: Digest) -> bool:
-        """Whether this file is there with these bytes: read back, all of it."""
+        """Return whether this file exists with these bytes: all of it is read back."""
         with self._explained("reading from"):
             try:
                 self._fs.invalidate_cache()
@@ -195,7 +195,7 @@ class CopyStore:
         return tree_hash(leaves)
 
     def _step(self, size: int) -> None:
-        """A sign of life each second."""
+        """Report a sign of life each second."""
         self._steps += size
         if (now := time.monotonic()) > self._reported + 1:
             self._say({"step": self._steps})
@@ -223,9 +223,9 @@ def _to_delete(there: list[StoredCopy], policy: RetentionPolicy, losses: dict[st
 
 
 def file_opener(address: str) -> Open:
-    """Opens the files of a folder at an address, for reading once from the beginning. Raises CopyError."""
+    """Return a function that opens the files of a folder, to be read once from the beginning. Raises CopyError."""
     fs, root = file_system(address.rstrip("/"))
-    # A web server need not serve ranges: what is read once comes as one stream.
+    # A web server need not serve ranges: a file that is read once comes as one stream.
     size = 0 if address.startswith(("http://", "https://")) else PART
 
     def open_file(name: str) -> BufferedIOBase:
@@ -236,7 +236,7 @@ def file_opener(address: str) -> Open:
 
 
 class _ExplainedFile(BufferedIOBase):
-    """A file whose errors, of any kind, are told in one line."""
+    """A file whose errors, of any kind, become CopyErrors of one line."""
 
     def __init__(self, file: Any, address: str, name: str):
         self._file, self._of = file, (address, name)
@@ -256,7 +256,7 @@ def _explained(address: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # noqa: BLE001 - any file system, any error
-        cause = e.__cause__ if isinstance(e.__cause__, OSError) else e  # a web server that is away is "not found" too
+        cause = e.__cause__ if isinstance(e.__cause__, OSError) else e  # a web server that is down is "not found" too
         if isinstance(cause, FileNotFoundError):
             raise CopyError(f"{address}: {name} is not there: not a whole copy of an archived state") from None
         why = " ".join(str(cause).split())[:300] or type(cause).__name__
@@ -264,7 +264,7 @@ def _explained(address: str, name: str) -> Iterator[None]:
 
 
 def file_system(address: str) -> tuple[Any, str]:
-    """The file system of an address, and the path on it. Raises CopyError."""
+    """Return the file system of an address, and the path on it. Raises CopyError."""
     import fsspec.core
 
     try:

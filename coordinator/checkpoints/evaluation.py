@@ -1,4 +1,4 @@
-"""What a state is worth, and what it writes: the validation loss and text of an archived checkpoint."""
+"""Evaluates an archived checkpoint: its validation loss, and texts that it generates."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from protocol.layout import MOMENTUM
 from protocol.spec import DataSpec, windows_in
 
 LOGITS_BYTES = 256 * 1024 * 1024
-"""About the most memory for the logits of a batch."""
+"""Approximate maximum of memory for the logits of a batch."""
 
 
 def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
-    """The model in an archived folder, in evaluation mode. Raises CoordinatorError for anything else."""
+    """Load the model in an archived folder, in evaluation mode. Raises CoordinatorError for anything else."""
     from transformers import AutoModelForCausalLM
 
     if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
@@ -47,7 +47,7 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """Mean cross-entropy in nats a token, and over how many windows; not finite when the model's output is not."""
+    """Mean cross-entropy in nats per token (not finite if the model's output is not), and the number of windows."""
 
     loss: float
     windows: int
@@ -61,9 +61,10 @@ def validation_loss(
     max_windows: int = 512,
     batch: int = 16,
 ) -> float:
-    """Mean cross-entropy in nats a token over at most `max_windows` evenly spaced windows of the validation shards.
+    """Return the mean cross-entropy in nats per token over at most `max_windows` evenly spaced validation windows.
 
-    `shards`: files of `data.dtype` tokens, little endian, in the order of `data.validation`. Raises CoordinatorError.
+    `shards` are files of `data.dtype` tokens, little endian, in the order of `data.validation`. Raises
+    CoordinatorError.
     """
     return measure(model, data, shards, max_windows=max_windows, batch=batch).loss
 
@@ -79,11 +80,11 @@ def measure(
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ValidationResult:
-    """As `validation_loss`, and over how many windows.
+    """Return the same as `validation_loss` with the number of windows.
 
-    `most`: only the first so many of the chosen windows. `seconds`: stop when they are over (after one batch at least).
-    With either, windows are taken in an order in which any first part is spread evenly too, and is the same each time:
-    a slow machine judges all states by the same few windows.
+    `most` limits the number of the chosen windows, `seconds` the time (at least one batch is done). With either, any
+    first part of the order of windows is spread evenly too, and the order is the same each time: a slow machine judges
+    all states by the same few windows. Raises CoordinatorError.
     """
     held = ValidationWindows(data, shards)
     n = min(max_windows, len(held))
@@ -129,7 +130,7 @@ class ValidationWindows:
 def continue_prompt(
     model: torch.nn.Module, prompt: Sequence[int], *, tokens: int, temperature: float, seed: int
 ) -> list[int]:
-    """The prompt and so many tokens that the model goes on with. `temperature` 0 takes the likeliest each time."""
+    """Return the prompt and `tokens` tokens that the model adds. `temperature` 0 is greedy."""
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
     with torch.inference_mode():

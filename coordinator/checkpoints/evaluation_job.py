@@ -1,7 +1,7 @@
-"""The evaluation of one archived state, in a process of its own: its validation loss, then a few texts.
+"""The evaluation of one archived state, as a separate process: its validation loss, then a few texts.
 
 Job: spec (canonical JSON), folder, shards, windows, most (or null), seconds, threads, memory (bytes), device, prompts,
-sample_tokens, temperature, seed. Lines: {"loss": number or null (not finite), "windows", "seconds", "device"}, then
+sample_tokens, temperature, seed. Rows: {"loss": number or null (not finite), "windows", "seconds", "device"}, then
 {"prompt", "text", "temperature"} for each text.
 """
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 16
 PROMPTS = 3
-"""Beginnings of validation windows that are gone on from where the owner names no prompts."""
+"""Number of validation windows whose beginnings are continued if the owner names no prompts."""
 
 FREE_SHARE = 0.8
-"""A GPU of whose memory less is free has other work."""
+"""A GPU with a smaller share of free memory has other work."""
 
 MAX_TEXT = 1000
-"""Characters of a text that are kept."""
+"""Maximum number of characters of a text."""
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     serve_job(_work)
 
 
@@ -52,7 +52,7 @@ def _work(job: Row, say: Callable[[Row], None]) -> None:
     try:
         _evaluate(job, spec, device, say)
     except RuntimeError as e:
-        # OutOfMemoryError is one, and so is what torch says when the system gives it no memory.
+        # OutOfMemoryError is one, and so is torch's error when the system gives it no memory.
         if "memory" not in str(e).lower():
             raise
         where = f"of {device}" if device != "cpu" else f"({int(job['memory']) / 1e9:.1f} GB)"
@@ -86,7 +86,7 @@ def _evaluate(job: Row, spec: RunSpec, device: str, say: Callable[[Row], None]) 
 
 
 def free_device(name: str, size: int) -> str:
-    """ "auto": the GPU that nobody else works on and that has room for a model of `size` bytes, else the CPU."""
+    """Return the device: "auto" is an unused GPU with room for a model of `size` bytes, else the CPU."""
     import torch
 
     if name != "auto" or not torch.cuda.is_available():
@@ -103,7 +103,7 @@ def free_device(name: str, size: int) -> str:
 
 
 def _samples(job: Row, model: torch.nn.Module, data: DataSpec, folder: Path, shards: list[Path]) -> Iterator[Row]:
-    """Each prompt gone on from twice: by the likeliest tokens, and drawn at a temperature from a fixed seed."""
+    """Yield each prompt continued twice: greedily, and sampled at a temperature from a fixed seed."""
     from tokenizers import Tokenizer
 
     from coordinator.checkpoints.evaluation import continue_prompt
@@ -135,8 +135,11 @@ def _prompts(given: list[str], tokenizer: Tokenizer, data: DataSpec, shards: lis
 
 
 def plain(text: str, limit: int = MAX_TEXT) -> str:
-    """Text that strangers had a hand in, as text: no control, format (such as those that turn the direction) or private
-    characters, white space as single blanks and line ends, at most `limit` characters."""
+    """Return text that strangers may have influenced without harmful characters, at most `limit` characters long.
+
+    Control, format (for example those that change the direction) and private characters are removed; white space
+    becomes single blanks and line ends.
+    """
     kept: list[str] = []
     for c in text:
         kind = unicodedata.category(c)
@@ -145,7 +148,7 @@ def plain(text: str, limit: int = MAX_TEXT) -> str:
         elif kind[0] == "C":
             continue
         elif kind == "Mn" and len(kept) >= 4 and all(unicodedata.category(k) == "Mn" for k in kept[-4:]):
-            continue  # towers of accents run over the lines around them
+            continue  # piled-up accents would cover the lines around them
         else:
             kept.append(c)
     whole = "".join(kept)
@@ -153,7 +156,7 @@ def plain(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def result_of(rows: list[dict[str, Any]]) -> tuple[Row | None, list[Row]]:
-    """Of the lines of an evaluation: what was measured, if that was reached, and the texts."""
+    """Return the measurement, if that was reached, and the texts of an evaluation's rows."""
     measured = next((r for r in rows if "loss" in r and "windows" in r), None)
     return measured, [r for r in rows if "text" in r and "prompt" in r]
 

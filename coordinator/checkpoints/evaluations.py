@@ -1,4 +1,4 @@
-"""What states were found to be worth, and what they wrote, by round: two files that only grow."""
+"""The results of evaluations, by round: two files that only grow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ MOST_EVALUATIONS, MOST_SAMPLES = 10_000, 2_000
 
 
 class EvaluationLog:
-    """Rows of evaluations.jsonl (time, round, state, record, tokens, loss, perplexity, windows, seconds, device) and
-    samples.jsonl (time, round, state, prompt, text, temperature, validation_loss); `left`: the chain has left the
-    state. Losses are in nats a token, None where the model's output was not finite. Raises CoordinatorError.
+    """The rows of evaluations.jsonl and samples.jsonl. Raises CoordinatorError.
+
+    An evaluation has time, round, state, record, tokens, loss, perplexity, windows, seconds, device. A sample has time,
+    round, state, prompt, text, temperature, validation_loss. `left` marks states that the chain has left. Losses are in
+    nats per token, None if the model's output was not finite.
     """
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time):
@@ -33,7 +35,7 @@ class EvaluationLog:
         self._by_round: tuple[list[Row], list[Row]] = ([], [])
 
     def add(self, archived: ArchivedState, measured: Row | None, texts: list[Row]) -> None:
-        """An evaluation's result."""
+        """Add the result of an evaluation."""
         about = {"time": round(self._now(), 3), "round": archived.round, "state": str(archived.state)}
         loss = measured["loss"] if measured else None
         try:
@@ -54,7 +56,7 @@ class EvaluationLog:
                 log.warning("%s", e)
 
     def rows(self) -> list[Row]:
-        """One for each state of the chain that was measured, by round; the newest measurement of each round."""
+        """Return one row for each evaluated state of the chain, by round; the newest evaluation of each round."""
         every = self._rows.rows
         if self._by_round[0] is not every:  # each change makes a new list
             by_round = {r["round"]: r for r in every if isinstance(r.get("round"), int) and not r.get("left")}
@@ -62,23 +64,23 @@ class EvaluationLog:
         return self._by_round[1]
 
     def done(self) -> dict[str, int]:
-        """Round by state, of all that were judged: measured, or (without validation data) let to write."""
+        """Return the round by state of all evaluated states: with a loss, or (without validation data) with texts."""
         written = {
             r["state"]: r["round"] for r in self._samples.rows if "state" in r and isinstance(r.get("round"), int)
         }
         return written | {r["state"]: r["round"] for r in self.rows()}
 
     def newest(self) -> Row | None:
-        """The one of the highest round."""
+        """Return the row of the highest round."""
         rows = self.rows()
         return rows[-1] if rows else None
 
     def losses(self) -> Mapping[Digest, float]:
-        """By state; of those with a finite one."""
+        """Return the losses by state; only finite ones."""
         return {Digest.parse(r["state"]): float(r["loss"]) for r in self.rows() if r.get("loss") is not None}
 
     def samples(self, before: int | None, limit: int) -> list[dict[str, Any]]:
-        """At most so many, of rounds before `before`, the newest first."""
+        """Return at most `limit` samples of rounds before `before`, newest first."""
         found: list[dict[str, Any]] = []
         rows = [r for r in self._samples.rows if isinstance(r.get("round"), int) and not r.get("left")]
         for r in sorted(rows, key=lambda r: -r["round"]):
@@ -91,5 +93,5 @@ class EvaluationLog:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp(loss), None where that is no number."""
+    """Return exp(loss), None if that is no number."""
     return None if loss is None or loss > 700 else math.exp(loss)

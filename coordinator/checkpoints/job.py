@@ -1,7 +1,7 @@
-"""Work in a process of its own: at low priority, first to go when memory is short, ended when it takes too long.
+"""Runs work in a separate process: at low priority, killed first when memory is short, ended when it takes too long.
 
-What hangs (a store that does not answer), grows (a model) or crashes (a driver) does it there. The job goes in as JSON
-on stdin; what comes of it comes back as lines of JSON, each as soon as it is known: what was done in time counts.
+Stores that do not answer, models that grow and drivers that crash do so there. The job is JSON on stdin; results are
+lines of JSON on stdout, each as soon as it is known, so that work done in time counts.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Row = dict[str, Any]
 MAX_LINE = 1024 * 1024
 MAX_LINES = 10_000_000
 MAX_MESSAGE = 2000
-"""Characters of the process's own last words that are passed on."""
+"""Maximum number of characters of the process's last output that are reported."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 class JobError(CoordinatorError):
-    """Work that did not come to its end; the message says why."""
+    """A job that did not finish; the message says why."""
 
 
 async def run_job(
     module: str, job: Row, heard: Callable[[Row], None], *, deadline: float, silence: float | None = None
 ) -> None:
-    """Run `python -m module` with this job; `heard` gets each line. Ends the process when this is cancelled.
+    """Run `python -m module` with this job; `heard` is called with each row. A cancellation kills the process.
 
-    `deadline`: seconds for all of it; `silence`: seconds without a line. Raises ErrandError.
+    `deadline` is seconds for all of it, `silence` seconds without a row. Raises JobError.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -70,11 +70,11 @@ async def run_job(
 
 
 async def _talk(process: asyncio.subprocess.Process, job: Row, heard: Callable[[Row], None], silence: float | None):
-    """What the process says has failed; None when it says nothing of the kind."""
+    """Return the failure that the process reports; None if it reports none."""
     stdin, stdout = process.stdin, process.stdout
     if stdin is None or stdout is None:
         raise JobError("the process was started without pipes")
-    with contextlib.suppress(OSError):  # one that ended at once: its code says why
+    with contextlib.suppress(OSError):  # the process ended at once: its exit code says why
         stdin.write(json.dumps(job).encode())
         await stdin.drain()
         stdin.close()
@@ -116,9 +116,9 @@ def _why(code: int, words: str) -> str:
 
 
 def serve_job(work: Callable[[Row, Callable[[Row], None]], None]) -> None:
-    """The main function of an errand's module: do `work(job, say)`, and say what failed in one line."""
+    """Run `work(job, say)` as the main function of a job's module, and report a failure in one line."""
     _lie_low()
-    # What libraries print is no answer: it goes where their warnings go.
+    # Output that libraries print is no result: it is sent to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -136,7 +136,7 @@ def serve_job(work: Callable[[Row, Callable[[Row], None]], None]) -> None:
 
 
 def _lie_low() -> None:
-    """Behind everybody else, and gone when the parent is."""
+    """Lower this process's priority, and end it with its parent."""
     parent = os.environ.get("CAIRN_ERRAND_OF", "")
     with contextlib.suppress(OSError):
         os.nice(19)
@@ -145,11 +145,11 @@ def _lie_low() -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent.isdigit() and os.getppid() != int(parent):
-            sys.exit(1)  # it died before we could ask to be told
+            sys.exit(1)  # the parent died before this process was to be notified
 
 
 def bound_memory(size: int) -> None:
-    """This process gets no more than so many bytes of its own (files that it maps do not count)."""
+    """Limit this process's own memory to `size` bytes (mapped files do not count)."""
     import resource
 
     with contextlib.suppress(ValueError, OSError):

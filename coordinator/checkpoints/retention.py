@@ -1,4 +1,4 @@
-"""Which archived states stay: a pure function of what there is."""
+"""The retention policy of archived states: a pure function of the states."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """`newest`: so many of the newest final states, and of those that are not final yet (of these at least `waiting`: a
-    state must live to become final). `every`: the first state in each so many rounds, for ever (0: none). `best`: so
-    many with the lowest validation loss. `bytes`: the most that all take together (0: no bound)."""
+    """The rules by which states stay.
+
+    `newest` is the number of newest final states, and of those that are not final yet (of these at least `waiting`,
+    since a state must live to become final). `every` keeps the first state in each interval of this many rounds for
+    ever (0: none). `best` is the number of states with the lowest validation loss. `bytes` is the maximum of all
+    together (0: none).
+    """
 
     newest: int = 5
     every: int = 0
@@ -25,7 +29,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetentionCandidate(Generic[K]):
-    """A state as the policy sees it; `key` is the caller's. `loss`: validation loss, nats a token. `held`: in use."""
+    """A state to decide on. `key` is the caller's, `loss` in nats per token; a `held` state is in use."""
 
     key: K
     round: int
@@ -36,8 +40,11 @@ class RetentionCandidate(Generic[K]):
 
 
 def to_delete(states: Iterable[RetentionCandidate[K]], policy: RetentionPolicy) -> list[RetentionCandidate[K]]:
-    """The states to remove, in that order: those that no rule keeps, then, while all take more than `policy.bytes`, as
-    `evictable` and then those kept for ever. Never the first state, the newest, the newest final one, or a held one."""
+    """Return the states to delete, in order: those that no rule keeps, then those beyond `policy.bytes`.
+
+    The latter are the `evictable` ones and then those kept for ever. The first state, the newest, the newest final one
+    and held ones are never deleted.
+    """
     ordered = sorted(states, key=lambda s: s.round)
     safe = _never(ordered)
     kept = safe | _newest(ordered, policy) | _marks(ordered, policy) | _best(ordered, policy)
@@ -53,8 +60,10 @@ def to_delete(states: Iterable[RetentionCandidate[K]], policy: RetentionPolicy) 
 
 
 def evictable(states: Iterable[RetentionCandidate[K]], policy: RetentionPolicy) -> list[RetentionCandidate[K]]:
-    """What may go when the disk is full, in that order: the oldest that are only kept for being new. What is kept for
-    ever, or for its loss, the owner asked for: it stays."""
+    """Return the states that a full disk may cost, in order: the oldest that are only kept for being new.
+
+    States that are kept for ever, or for their loss, stay: the owner asked for them.
+    """
     ordered = sorted(states, key=lambda s: s.round)
     asked = _never(ordered) | _marks(ordered, policy) | _best(ordered, policy)
     return [s for i, s in enumerate(ordered) if i not in asked]
@@ -74,7 +83,7 @@ def _newest(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy) -
 
 
 def _marks(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy) -> set[int]:
-    """The first in each stretch of rounds: what is removed meanwhile is never the first, so the choice stays."""
+    """Return the first in each interval of rounds: deletions never remove the first, so the choice is stable."""
     first: dict[int, int] = {}
     for i, s in enumerate(ordered):
         if policy.every and s.round >= policy.every:
@@ -88,7 +97,10 @@ def _best(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy) -> 
 
 
 def _shedding(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy, of: set[int]) -> list[int]:
-    """What the bound takes first: the merely new, oldest first; the worst of the best; then the oldest of the rest."""
+    """Return what the limit on bytes costs first:
+
+    the merely new, oldest first; the worst of the best; the oldest others.
+    """
     marks, best = _marks(ordered, policy), _best(ordered, policy)
     plain = sorted(of - marks - best)
     good = sorted(of & best - marks, key=lambda i: -(ordered[i].loss or 0.0))

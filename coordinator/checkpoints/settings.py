@@ -1,28 +1,19 @@
-"""coordinator.toml: how this coordinator keeps and judges checkpoints. No peer needs to know, so no spec has it.
+"""The settings of checkpoints in coordinator.toml. They are not in the spec, since no peer needs them.
 
-[archive]
-newest = 5                  # so many of the newest stay
-every = 0                   # and the first in each so many rounds, for ever
-best = 0                    # and so many with the lowest validation loss
-bytes = "0"                 # all together at most: "200G"; 0: no bound
-reserve = "1G"              # of the disk stay free
-address = ""                # copies: a folder or any fsspec address, such as "s3://bucket/runs"
-mbits = 0                   # megabits a second for copies at most; 0: no bound
-copies = { newest = 50 }    # a policy of their own (newest, every, best, bytes); none: the same
+[archive] newest = 5                  # number of newest states to keep every = 0                   # keep the first
+state in each interval of this many rounds, for ever best = 0                    # number of states with the lowest
+validation loss to keep bytes = "0"                 # maximum of all together: "200G"; 0: no limit reserve = "1G"
+# disk space to leave free address = ""                # copies: a folder or any fsspec address, such as
+"s3://bucket/runs" mbits = 0                   # maximum megabits a second of a copy; 0: no limit copies = { newest = 50
+}    # a policy of the copies' own (newest, every, best, bytes); none: the same
 
-[evaluation]
-every = 1                   # a state is judged when so many rounds have passed; 0: never
-windows = 512               # of the validation shards
-device = "auto"             # a GPU that nobody else works on, else the CPU; or cpu, cuda:0
-threads = 0                 # of the CPU; 0: a quarter of the cores
-memory = "0"                # on the CPU; 0: as the model needs
-seconds = 1800              # then it is ended
+[evaluation] every = 1                   # rounds between two evaluated states; 0: never windows = 512               #
+of the validation shards device = "auto"             # an unused GPU, else the CPU; or cpu, cuda:0 threads = 0
+# CPU threads; 0: a quarter of the cores memory = "0"                # CPU memory; 0: as the model needs seconds = 1800
+# time limit
 
-[samples]
-prompts = []                # texts to go on from; none: beginnings of validation windows
-tokens = 48                 # of a text; 0: no samples
-temperature = 0.8
-seed = 1
+[samples] prompts = []                # texts to continue; none: beginnings of validation windows tokens = 48
+# length of a continuation; 0: no samples temperature = 0.8 seed = 1
 """
 
 from __future__ import annotations
@@ -45,18 +36,18 @@ else:
 
 FILE = "coordinator.toml"
 OTHERS = ("alerts", "ledger", "page")
-"""Tables of the file that are others' to read."""
+"""Tables of the file that other modules read."""
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 MAX_FILE = 1024 * 1024
 
 
 class SettingsError(CoordinatorError):
-    """A coordinator.toml, or an option, that does not say what it should."""
+    """A wrong coordinator.toml or option."""
 
 
 def parse_bytes(value: Any) -> int:
-    """Bytes in 200, "800M" or "50G". Raises ValueError."""
+    """Return the bytes of 200, "800M" or "50G". Raises ValueError."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)([KMGT]?)", str(value).strip().upper())
     if found is None:
         raise ValueError('write bytes, or a number with K, M, G or T such as "50G"')
@@ -72,7 +63,7 @@ class _Table(BaseModel):
 
 
 class PolicyTable(_Table):
-    """Which states stay: see `keeping.policy`."""
+    """A retention policy: see `checkpoints.retention`."""
 
     newest: Annotated[int, Field(ge=1, le=10**6)] = 5
     every: Count = 0
@@ -118,7 +109,7 @@ class SamplesTable(_Table):
 
 
 class CheckpointSettings(_Table):
-    """All of it."""
+    """All tables."""
 
     archive: ArchiveTable = ArchiveTable()
     evaluation: EvaluationTable = EvaluationTable()
@@ -128,9 +119,9 @@ class CheckpointSettings(_Table):
 def load_settings(
     file: Path | None = None, *, address: str | None = None, keep: str | None = None, evaluate_every: int | None = None
 ) -> CheckpointSettings:
-    """What the file says, and the options over it. Raises SettingsError.
+    """Return the settings of the file, overridden by the options. Raises SettingsError.
 
-    `keep`: such as "newest=5,every=100,best=3,bytes=200G".
+    `keep` is such as "newest=5,every=100,best=3,bytes=200G".
     """
     tables: dict[str, Any] = {} if file is None else _read(file)
     where = "the options" if file is None else str(file)
@@ -148,8 +139,8 @@ def load_settings(
 
 
 def check_address(address: str, folder: Path) -> None:
-    """Raises SettingsError for an address within the run's own folder, whose copies would be taken for the archive, and
-    for one to which nothing can be written."""
+    """Raise SettingsError for an address that cannot hold copies: one within the run's own folder, or a read-only one.
+    """
     if address.startswith(("http://", "https://")):
         raise SettingsError(f"{address}: a web address is only read from: name a folder, or such as s3://bucket/runs")
     local = address.removeprefix("file://").removeprefix("local://")

@@ -1,13 +1,12 @@
-"""What a stranger checks of an archived checkpoint, wherever a copy of it lies: folder -> state digest -> record -> the
-owner's signature.
+"""Verifies an archived checkpoint, wherever a copy of it is: folder -> state digest -> record -> finalization.
 
     run id     = digest of the spec in spec.signed, which names the owner's key
     state      = digest of model.safetensors = `base_state` of the record in certificate.bin
-    record     = what the Final in cairn.json names, signed with the owner's key
+    record     = the one in the finalization in cairn.json, signed with the owner's key
 
-No record names a run's last state (and that of round 0 is named by the spec). For it, certificate.bin is the last
-record, the Final is for that, and witnesses.json has the heartbeats of more than two thirds of its contributors who,
-each with their own signature, say that they hold this state after that record.
+The spec names the state of round 0, and no record names a run's last state. For that one, certificate.bin is the last
+record, the finalization is of it, and witnesses.json has signed heartbeats of more than two thirds of its contributors
+that name this state after that record.
 """
 
 from __future__ import annotations
@@ -50,13 +49,15 @@ Open = Callable[[str], BufferedIOBase]
 
 
 class VerificationError(CoordinatorError):
-    """A folder that is not, or is not shown to be, a state that the run's owner signed as final."""
+    """A folder that is not proved to be a state that the run's owner finalized."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCheckpoint:
-    """What was found true. `signed`: the record that the owner's Final names, None for the run's first state;
-    `contributors`, `votes`: of that record; `witnesses`: who say that they hold the last state (0: a record names it).
+    """The verified facts.
+
+    `signed` is the finalized record, None for the run's first state; `contributors` and `votes` are of that record.
+    `witnesses` counts the contributors that confirm the last state (0: a record names it).
     """
 
     spec: RunSpec
@@ -68,13 +69,13 @@ class VerifiedCheckpoint:
 
 
 def names_state(certificate: Certificate, archived: ArchivedState) -> bool:
-    """Whether this is the record that names the state: the one of the round that begins with it."""
+    """Return whether this record names the state: it is of the round that begins with it."""
     body = certificate.record.body
     return (body.round, body.parent, body.base_state) == (archived.round, archived.record, archived.state)
 
 
 def ends_with_state(certificate: Certificate, archived: ArchivedState) -> bool:
-    """Whether this is the record after which the state comes."""
+    """Return whether this is the record after which the state comes."""
     return certificate.digest == archived.record and certificate.record.body.round == archived.round - 1
 
 
@@ -84,7 +85,7 @@ def verify_checkpoint(
 ) -> VerifiedCheckpoint:  # fmt: skip
     """Check an archived state against the run id, or the owner's key, that the caller trusts.
 
-    `report` is told in one line what was found, as it is found. Raises ProofError, which says what does not hold.
+    `report` is called with one line for each finding. Raises VerificationError, which says what does not hold.
     """
     archived = parse_manifest(Path(), _read(open_file, MANIFEST, MAX_MANIFEST))
     if archived is None:
@@ -197,7 +198,7 @@ def _check_small(open_file: Open, spec: RunSpec) -> None:
 
 
 def _digest(open_file: Open, size: int) -> Digest:
-    """The blob digest of the model's file, read once in chunks. Raises ProofError when it has another size."""
+    """Return the blob digest of the model's file, read once in chunks. Raises VerificationError for a wrong size."""
     leaves, had = [], 0
     with open_file(MODEL) as file:
         while had <= size and (chunk := _whole(file, CHUNK)):
@@ -211,7 +212,7 @@ def _digest(open_file: Open, size: int) -> Digest:
 
 
 def _whole(file: BufferedIOBase, size: int) -> bytes:
-    """So many bytes, or all that are left: one read of a remote file may give fewer."""
+    """Read `size` bytes, or all that are left: one read of a remote file may give fewer."""
     data = file.read(size)
     while 0 < len(data) < size and (more := file.read(size - len(data))):
         data += more

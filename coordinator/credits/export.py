@@ -1,4 +1,4 @@
-"""All credits as CSV or Parquet: one row for each accepted update, written page by page, never whole in memory."""
+"""Exports all credits as CSV or Parquet: one row for each accepted update, page by page, never whole in memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ PARQUET_TYPE = "application/vnd.apache.parquet"
 COLUMNS = (
     "entry", "line", "time", "round", "record", "peer", "update", "windows", "tokens", "micro_credits", "status",
 )  # fmt: skip
-"""`time`: unix milliseconds of the entry. `status`: pending, settled or voided. Keys and digests in hex."""
+"""Columns of a row. `time`: unix milliseconds of the entry. `status`: pending, settled or voided.
+
+Keys and digests in hex.
+"""
 
 ROW_GROUP = 50_000
-"""Rows of a row group of Parquet: what is held in memory at most, and a page more."""
+"""Rows of a Parquet row group: the maximum in memory, besides a page."""
 
 
 class ParquetMissingError(CoordinatorError):
-    """Parquet was asked for, and pyarrow is not installed."""
+    """Parquet was requested, and pyarrow is not installed."""
 
 
 class Lines(Protocol):
-    """The lines of a round entry."""
+    """The credit lines of a round entry."""
 
     @property
     def entry(self) -> int: ...
@@ -39,7 +42,7 @@ class Lines(Protocol):
 
 
 class EntrySource(Protocol):
-    """Where entries and lines come from: a coordinator's own log, or one that is asked."""
+    """A source of entries and lines: a coordinator's own log, or a client of one."""
 
     async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]: ...
 
@@ -63,13 +66,16 @@ class CreditRow:
     status: str
 
     def values(self) -> tuple[int | str, ...]:
-        """In the order of COLUMNS."""
+        """Return the values in the order of COLUMNS."""
         return tuple(getattr(self, name) for name in COLUMNS)
 
 
 async def credit_rows(source: EntrySource) -> AsyncIterator[list[CreditRow]]:
-    """Every line of the log as it is now, in order, with what has become of it. Memory: a byte for each entry, what was
-    voided, and a page. Raises what the source raises, and MalformedError for entries that do not parse."""
+    """Yield every credit line of the log as it is now, in order, with its status.
+
+    Memory holds a byte for each entry, the voided lines, and a page. Raises what the source raises, and MalformedError
+    for entries that do not parse.
+    """
     settled, voided = bytearray(), set[tuple[int, int]]()
     first, size = 0, None
     while size is None or first < size:
@@ -91,7 +97,7 @@ async def credit_rows(source: EntrySource) -> AsyncIterator[list[CreditRow]]:
         if following <= first:
             break
         entries = await _entries(source, first, following)
-        # Beside the event loop: a page can be thousands of lines.
+        # In a thread: a page can be thousands of lines.
         rows = await asyncio.to_thread(_rows, found, entries, settled, voided)
         if rows:
             yield rows
@@ -139,12 +145,12 @@ async def _entries(source: EntrySource, first: int, end: int) -> dict[int, Entry
 
 
 def exported(source: EntrySource, form: str) -> AsyncIterator[bytes]:
-    """The file in pieces; `form`: csv or parquet. Raises ParquetMissingError, and as `credit_rows`."""
+    """Return the file in pieces; `form` is "csv" or "parquet". Raises ParquetMissingError, and as `credit_rows`."""
     return as_parquet(credit_rows(source)) if form == "parquet" else as_csv(credit_rows(source))
 
 
 async def as_csv(pages: AsyncIterator[Sequence[CreditRow]]) -> AsyncIterator[bytes]:
-    """RFC 4180, with a header."""
+    """Yield RFC 4180 text, with a header."""
     yield _csv([COLUMNS])
     async for rows in pages:
         yield await asyncio.to_thread(lambda some=rows: _csv([row.values() for row in some]))
@@ -157,7 +163,7 @@ def _csv(rows: Sequence[Sequence[Any]]) -> bytes:
 
 
 async def as_parquet(pages: AsyncIterator[Sequence[CreditRow]]) -> AsyncIterator[bytes]:
-    """Row groups of about ROW_GROUP rows, zstd. Raises ParquetMissingError before anything else."""
+    """Yield row groups of about ROW_GROUP rows, zstd. Raises ParquetMissingError before anything else."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -208,6 +214,6 @@ class _Pieces(io.RawIOBase):
         return len(piece)
 
     def taken(self) -> bytes:
-        """What was written since the last time."""
+        """Return what was written since the last call."""
         pieces, self._pieces = self._pieces, []
         return b"".join(pieces)

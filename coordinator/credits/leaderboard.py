@@ -1,4 +1,4 @@
-"""Who has how many credits: totals and the recent average of peers, accounts and teams, kept as the log grows."""
+"""Totals and recent averages of peers, accounts and teams, kept up to date as the log grows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HALF_LIFE = 7 * 86_400.0
 """Seconds in which a recent average halves when nothing is earned."""
 
 FORGET = 10 * HALF_LIFE
-"""At a start the recent averages are read from so many seconds: what is older weighs less than a thousandth."""
+"""Seconds from which recent averages are read at a start: older credits weigh less than a thousandth."""
 
 PAGE = 500
 MAX_PEERS_OF_ACCOUNT = 1000
@@ -35,24 +35,24 @@ CLOCK_TOLERANCE = 600
 
 
 class RecentAverageCredit:
-    """Exponential means of credits a day, by key.
+    """Exponential means of credits a day, by key, like BOINC's recent average credit.
 
-    As BOINC's recent average credit (https://github.com/BOINC/boinc, lib/util.cpp `update_average`;
-    https://boinc.berkeley.edu/wiki/Computation_credit): with the half-life h, what was earned a time t ago weighs
+    See https://github.com/BOINC/boinc, lib/util.cpp `update_average`, and
+    https://boinc.berkeley.edu/wiki/Computation_credit. With the half-life h, credit that was earned a time t ago weighs
 
         ln 2 / h * 2**(-t / h)
 
-    whose integral over all times is 1: who earns c credits a day for long has the average c. BOINC spreads an amount
-    over the time since the one before it, which for intervals much shorter than h is the same (it uses this form itself
-    for the shortest ones); here it counts when the ledger's entry was written, so that the order of adding does not
-    matter and anyone who has the log computes the same.
+    whose integral over all times is 1: a constant c credits a day have the average c. BOINC spreads an amount over the
+    time since the previous one, which is the same for intervals much shorter than h (it uses this form itself for the
+    shortest ones). Here an amount counts at the time of its ledger entry. So the order of adding does not matter, and
+    anyone with the log computes the same.
     """
 
     def __init__(self):
-        self._means: dict[PeerKey, tuple[float, float]] = {}  # micro-credits a day, at when
+        self._means: dict[PeerKey, tuple[float, float]] = {}  # key -> micro-credits a day, at a time (unix seconds)
 
     def add(self, key: PeerKey, micro_credits: int, at: float) -> None:
-        """Earned (or, below zero, taken back) at a time in unix seconds, also one that is past."""
+        """Add an amount (negative: taken back) at a time in unix seconds, which may be in the past."""
         mean, then = self._means.get(key, (0.0, at))
         gain = micro_credits * math.log(2) / (HALF_LIFE / 86_400)
         if at >= then:
@@ -61,7 +61,7 @@ class RecentAverageCredit:
             self._means[key] = (mean + gain * 0.5 ** ((then - at) / HALF_LIFE), then)
 
     def of(self, key: PeerKey, now: float) -> float:
-        """Micro-credits a day at a time."""
+        """Return micro-credits a day at a time (unix seconds)."""
         mean, at = self._means.get(key, (0.0, now))
         return max(0.0, mean * 0.5 ** (max(0.0, now - at) / HALF_LIFE))
 
@@ -75,7 +75,11 @@ class _Account:
 
 
 class Leaderboard:
-    """`load`, then `load_recent` beside all else, and `refresh` when the ledger has grown. Read on the event loop."""
+    """The leaderboard. `load`, then `load_recent` in the background, and `refresh` when the ledger has grown.
+
+    Totals are those of `IndexedChain.balances`; only names, teams and recent averages are kept here. Used on the event
+    loop.
+    """
 
     def __init__(
         self,
@@ -95,9 +99,9 @@ class Leaderboard:
         self._now = now
         self._size = 0
         self._loaded = 0
-        """Entries from this one on are taken in by `refresh`, with what they void of earlier ones."""
+        """Entries from this one on are read by `refresh`, with what they void of earlier ones."""
         self._unread = 0
-        """Of the entries before this one the recent averages know nothing yet."""
+        """Entries before this one are not in the recent averages yet."""
         self._recent = RecentAverageCredit()
         self._bound: dict[PeerKey, Binding] = {}
         self._accounts: dict[PeerKey, _Account] = {}
@@ -112,7 +116,7 @@ class Leaderboard:
         """Round entries in the log."""
 
     async def load(self) -> None:
-        """Read totals, and who is bound to which account. Raises LedgerError."""
+        """Read the bindings of peers to accounts. Raises LedgerError."""
 
         def read(ledger: Ledger) -> tuple:
             return ledger.size(), ledger.posted(), ledger.bindings()
@@ -128,8 +132,10 @@ class Leaderboard:
                 )
 
     async def load_recent(self) -> None:
-        """Read what was earned in the recent weeks, up to what `load` read: in pieces, newest first, so that a long run
-        holds up nobody. Raises LedgerError."""
+        """Read the credits of recent weeks, up to where `load` read. Raises LedgerError.
+
+        It reads in pieces, newest first, so that a long run delays nobody.
+        """
         since = int((self._now() - FORGET) * 1000)
         first = await self._ledger.read(lambda ledger: ledger.first_since(since))
         while self._unread > first:
@@ -140,7 +146,7 @@ class Leaderboard:
             self._unread = start
 
     async def refresh(self) -> None:
-        """Take in what the log has more than before. Raises LedgerError."""
+        """Read the new entries of the log. Raises LedgerError."""
         first = self._size
 
         def read(ledger: Ledger) -> tuple:
@@ -168,7 +174,7 @@ class Leaderboard:
     # -- accounts --------------------------------------------------------------------------------------------
 
     async def bind(self, sent: bytes) -> int:
-        """Keep a binding that both signed; how many peers the account has then. The same one may come again.
+        """Store a binding that both signed; return how many peers the account has then. It may be repeated.
 
         Raises MalformedError, SignatureError, AdmissionError, RefusedError, TooManyError, LedgerError.
         """
@@ -179,11 +185,11 @@ class Leaderboard:
             if known is None or known.sent != b.sent:
                 row = BindingRow(b.peer, b.account, b.peer_time, b.sent)
                 await self._ledger.run(lambda ledger: ledger.add_binding(row))
-                self._take(b)  # not before it is on disk: who asks again would be told that it is
+                self._take(b)  # only when it is on disk: a repetition would be answered as if it were
             return len(self._accounts[b.account].peers)
 
     def _check(self, b: Binding) -> None:
-        """Whether it may be kept. Raises RefusedError, TooManyError."""
+        """Raise RefusedError or TooManyError if a binding must not be stored."""
         now = self._now()
         if max(b.order) > now + CLOCK_TOLERANCE:
             ahead = max(b.order) - now
@@ -218,11 +224,11 @@ class Leaderboard:
     # -- what is told ----------------------------------------------------------------------------------------
 
     def of(self, key: PeerKey) -> CreditSummary:
-        """Of an account of that key, or of a peer; all zero for a key that is unknown."""
+        """Return the totals of an account or a peer with this key; all zero for a key that is unknown."""
         return self._account_view(key) if key in self._accounts else self._peer_view(key)
 
     def leaderboard(self, by: Grouping, limit: int, after: str = "") -> list[CreditSummary]:
-        """Those with most credits first, after the row of that key; none after a key that is unknown."""
+        """Return those with most credits first, after the row of a key; none after a key that is unknown."""
         if self._ranked_for is not self._chain.balances:
             self._ranked, self._ranked_for = {}, self._chain.balances
         if by not in self._ranked:
@@ -246,7 +252,7 @@ class Leaderboard:
         return self._peer_view(PeerKey.parse(key)) if by == "peer" else self._account_view(PeerKey.parse(key))
 
     def _in_teams(self) -> dict[str, list[PeerKey]]:
-        """The peers of each team: gathered once, not for each team anew."""
+        """Return the peers of each team, collected once for all teams."""
         if self._teams is None:
             self._teams = {}
             for a in self._accounts.values():

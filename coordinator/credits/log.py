@@ -109,7 +109,7 @@ class CreditLog:
 
     @property
     def head_seconds(self) -> float:
-        """Since a tree head was signed; before the first, since the start."""
+        """Seconds since a tree head was signed; before the first, since the start."""
         return self._heads.age
 
     async def heads(self, before: int | None, limit: int) -> list[bytes]:
@@ -193,7 +193,7 @@ class CreditLog:
         return sent, len(sent) < len(found) or len(found) == limit
 
     async def export(self, form: str) -> AsyncIterator[bytes]:
-        """All credits as a file ("csv" or "parquet"), in pieces. Raises TooManyError, ParquetMissingError."""
+        """Yield all credits as a file ("csv" or "parquet"), in pieces. Raises TooManyError, ParquetMissingError."""
         if self._exports >= MAX_EXPORTS:
             raise TooManyError("other exports are under way: try again in a minute")
         self._exports += 1
@@ -206,7 +206,7 @@ class CreditLog:
 
 
 def _fitting(found: Iterable[bytes]) -> list[bytes]:
-    """The first of them that fill an answer: one at least. No more are made than that and one."""
+    """Return the first items that fill an answer, at least one; at most one more is made."""
     taken: list[bytes] = []
     total = 0
     for piece in found:

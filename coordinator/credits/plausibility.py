@@ -1,4 +1,4 @@
-"""Whether a peer can have done what its update claims: its tokens against the time that it had, as seen from here."""
+"""Checks whether a peer can have trained what its update claims, in the time that it had as observed here."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.spec import RoundSpec, RunSpec
 
 CLOCK_SLACK = 60.0
-"""Seconds that nobody is judged by: news of a record, or of an admission, takes its time."""
+"""Seconds granted to every peer: messages about records and admissions take time."""
 
 
 class PlausibilityCheck:
-    """Judges updates by the run's `credit.max_teraflops_per_second`, and signs what it finds."""
+    """Judges updates by the run's `credit.max_teraflops_per_second`, and signs verdicts."""
 
     def __init__(self, spec: RunSpec, owner: Identity):
         self._run = spec.run_id
         self._owner = owner
         self._limit = spec.credit.max_teraflops_per_second
         self._flops_per_token = spec.credit.flops_per_parameter_token * spec.model.layout.numel
-        # Training goes on while a round is exchanged, so an update may hold work from before the record was seen.
+        # Training continues during an exchange, so an update may hold work from before the record was seen.
         self._slack = 0.0
         self.update_rules(spec.round)
 
     def update_rules(self, rules: RoundSpec) -> None:
-        """These hold now. Who was once given more time keeps it: nobody loses credit by a change that came since."""
+        """Apply the round policy in force. The slack only grows: a change never costs earlier credit."""
         self._slack = max(self._slack, rules.exchange_seconds + rules.patience_seconds + CLOCK_SLACK)
 
     def problem(self, line: Line, seconds: float) -> str:
-        """Why a line cannot be true of a peer that had so many seconds; "" when it can."""
+        """Return why a credit line cannot be true of a peer that had this time (seconds); "" if it can."""
         milliseconds = max(1, int((max(0.0, seconds) + self._slack) * 1000))
         flops = line.tokens * self._flops_per_token
         if flops * 1000 <= self._limit * 10**12 * milliseconds:
@@ -42,13 +42,14 @@ class PlausibilityCheck:
         )
 
     def verdicts(self, account: RoundAccount, seen_at: float, since: dict[PeerKey, float]) -> list[bytes]:
-        """Signed verdicts on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
+        """Return signed verdicts on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
 
-        `since`: from when on each peer can have worked at its update; a peer that is not there is not judged.
+        `since` is the time (unix seconds) from which each peer can have worked at its update; peers without one are not
+        judged.
         """
         found = []
         for line in account.entries:
-            # Who was seen at work after this record was seen: the clock was set back, and nothing is known.
+            # A start after this record was seen means that the clock was set back: nothing is known.
             if (start := since.get(line.peer)) is None or start > seen_at:
                 continue
             if reason := self.problem(line, seen_at - start):

@@ -1,7 +1,7 @@
-"""Receipts: the owner's signed word on each update of a final round, accepted or not, and why.
+"""Receipts: the owner's signature on the fate of each update of a final round, accepted or not, and why.
 
-A receipt is made from what the ledger holds, by a signature without chance: whoever asks again, also after a restart,
-gets the same bytes. Which announced updates a round left out is written down when its record is seen.
+A receipt is derived from the ledger by a deterministic signature: a repeated request, also after a restart, gets the
+same bytes. Announced updates that a round left out are stored when its record is seen.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from protocol.ledger.statements import MAX_REASON, Receipt, sign
 from protocol.spec import RunSpec
 
 LOOK_BACK = 8
-"""Newest rounds whose announced updates are looked at: those that were late come when the next is under way."""
+"""Newest rounds whose announced updates are checked: late ones arrive during the next round."""
 
 AT_ONCE = 100
-"""Refusals written in one transaction."""
+"""Refused updates written in one transaction."""
 
 REMEMBERED = 20_000
 """Signed receipts kept in memory: about 8 MB."""
 
 
 class Receipts:
-    """Notes what rounds leave out, and makes receipts for who asks."""
+    """Stores what rounds leave out, and makes receipts on request."""
 
     def __init__(self, spec: RunSpec, owner: Identity, view: SwarmView, ledger: LedgerThread, now: Callable[[], float]):
         self._run = spec.run_id
@@ -43,7 +43,7 @@ class Receipts:
         self._signed: OrderedDict[tuple[Digest, Digest], tuple[Receipt, bytes]] = OrderedDict()
 
     async def note(self, newest: Sequence[RoundAccount]) -> None:
-        """Write down which announced updates these rounds (newest first) left out. Raises LedgerError."""
+        """Store which announced updates these rounds (newest first) left out. Raises LedgerError."""
         refusals: list[RefusedUpdate] = []
         for account in newest[:LOOK_BACK]:
             accepted = {line.peer: line.update for line in account.entries}
@@ -60,12 +60,12 @@ class Receipts:
         for i in range(0, len(refusals), AT_ONCE):
             some = refusals[i : i + AT_ONCE]
             await self._ledger.run(lambda ledger, some=some: [ledger.add_refusal(r) for r in some])
-            self._noted.update(((r.record, r.update), None) for r in some)  # only now: what fails is tried again
+            self._noted.update(((r.record, r.update), None) for r in some)  # only now: a failed write is tried again
         while len(self._noted) > REMEMBERED:
             self._noted.popitem(last=False)
 
     async def page(self, peer: PeerKey, before: int | None, limit: int) -> ReceiptPage:
-        """A peer's receipts, newest first, of round entries before `before`. Raises LedgerError."""
+        """Return a peer's receipts, newest first, of round entries before `before`. Raises LedgerError."""
 
         def read(ledger: Ledger) -> tuple[list[CreditedLine], list[tuple[int, RefusedUpdate]]]:
             return ledger.history_of(peer, before, limit + 1), ledger.refused(peer, before, limit + 1)
@@ -74,7 +74,7 @@ class Receipts:
         found: list[tuple[int, CreditedLine | RefusedUpdate]] = [(e.entry, e) for e in earned]
         found += refused
         found.sort(key=lambda pair: (-pair[0], isinstance(pair[1], RefusedUpdate), pair[1].update))
-        # An entry is given whole: what follows begins with the next.
+        # The receipts of one entry are never split between two pages.
         taken = found[:limit]
         if len(found) > limit and found[limit][0] == taken[-1][0]:
             kept = [f for f in taken if f[0] != taken[-1][0]]
@@ -107,7 +107,7 @@ class Receipts:
 
 
 def why_not(announced: AnnouncedUpdate, account: RoundAccount, has_another: bool) -> str:
-    """The reason in a receipt, for people: at most MAX_REASON bytes."""
+    """Return the reason in a receipt, for people: at most MAX_REASON bytes."""
     if announced.flaw:
         return _cut(f"it breaks a rule of the chain: {announced.flaw}")
     if has_another:

@@ -1,7 +1,7 @@
-"""Signed tree heads: each minute the owner's key says what the log of credits is, and never anything else of it.
+"""Signed tree heads: each minute the owner's key binds the owner to the log of credits.
 
-A head is written down before it is given out. A log that is shorter than a head that was signed, or has another root at
-its size, was altered: then nothing is signed any more, and `problem` says so.
+A head is on disk before it is published. A log that is shorter than a signed head, or has another root at that size,
+was altered: then nothing more is signed, and `problem` says so.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from protocol.ledger.statements import TreeHead, Word, open_tree_head, sign
 log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 60.0
-"""Seconds between two heads, and the most that the newest is old when somebody asks."""
+"""Seconds between two heads, and the maximum age of the newest when it is requested."""
 
 POLL_SECONDS = 5.0
-"""Seconds between two looks at whether the log has grown."""
+"""Seconds between two checks whether the log has grown."""
 
 KEEP_UNCHANGED = 3600.0
-"""A head of a log that has not grown is fresh for who asks, and is written down only so often: it says nothing that the
-one before did not bind the owner to."""
+"""Seconds between two stored heads of a log that has not grown: they bind the owner to nothing new."""
 
 
 class TreeHeadSigner:
-    """`start`, then `sign_forever` for as long as the coordinator lives."""
+    """Signs the heads of one log. `start`, then `sign_forever` for as long as the coordinator lives."""
 
     def __init__(self, run: RunId, owner: Identity, ledger: LedgerThread, now: Callable[[], float]):
         self._run = run
@@ -51,19 +50,22 @@ class TreeHeadSigner:
 
     @property
     def unsigned_seconds(self) -> float:
-        """For how long the log holds entries that no head covers; 0 when all is signed. More than a few minutes are a
-        reason to alarm the owner."""
+        """Seconds for which the log has held entries that no head covers; more than a few minutes raise an alert."""
         return 0.0 if self._unsigned_since is None else max(0.0, self._now() - self._unsigned_since)
 
     @property
     def size(self) -> int:
-        """Entries that the newest head covers."""
+        """Number of entries that the newest head covers."""
         return self._newest.body.size if self._newest is not None else 0
 
     @property
     def age(self) -> float:
-        """Seconds since a head was signed, written down or not: about a minute while all is well, also while the log
-        does not grow. Before the first, or when the newest in the database is none of the owner's: since the start."""
+        """Seconds since a head was signed, stored or not:
+
+        about a minute while all is well, also while the log does not grow.
+
+        Before the first, or if the newest in the database is not the owner's: since the start.
+        """
         signed = None if self._newest is None or self._broken else self._newest.body.time / 1000
         return max(0.0, self._now() - (self._began if signed is None else signed))
 
@@ -82,7 +84,7 @@ class TreeHeadSigner:
             )
 
     async def sign_forever(self) -> None:
-        """For ever: a head each minute. What is in the way is logged, kept in `problem`, and tried again."""
+        """Sign a head each minute. Problems are logged, kept in `problem`, and retried."""
         while True:
             try:
                 await self._note_unsigned()
@@ -91,14 +93,14 @@ class TreeHeadSigner:
                 if str(e) != self.problem:
                     log.error("the log of credits is not signed: %s", e)
                 self.problem = str(e)
-            except Exception as e:  # said loudly, kept in `problem`, and tried again
+            except Exception as e:  # logged, kept in `problem`, and retried
                 if not self.problem:
                     log.exception("the log of credits is not signed")
                 self.problem = f"a fault of the coordinator ({type(e).__name__}: {e}); its log has the details"
             await asyncio.sleep(POLL_SECONDS)
 
     async def newest(self) -> Word[TreeHead]:
-        """A head that is at most a minute old; signed now if the newest is older. Raises LedgerError."""
+        """Return a head that is at most a minute old; it is signed now if the newest is older. Raises LedgerError."""
         async with self._lock:
             newest, now = self._newest, self._now()
             if newest is None or not 0 <= now - newest.body.time / 1000 < HEAD_SECONDS:
@@ -147,7 +149,7 @@ class TreeHeadSigner:
             time = max(time, before.body.time)
         word = sign(self._owner, TreeHead(self._run, size, root, time))
         if before is None or size > covered or now - self._kept_at >= KEEP_UNCHANGED:
-            # First on disk, then given out: a head that was lost could be contradicted.
+            # On disk before it is published: a head that was lost could be contradicted.
             await self._ledger.run(lambda ledger: ledger.add_head(TreeHeadRow(size, root, time, word.sent)))
             self._kept_at = now
         self._newest = word

@@ -1,4 +1,5 @@
-"""What is told of credits: receipts with their status, standings of peers, accounts and teams. Plain values."""
+"""What the coordinator shows of credits: receipts with their status, totals of peers, accounts and teams. Plain values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ MAX_CERTIFICATES = 256
 
 @dataclass(frozen=True, slots=True)
 class ReceiptItem:
-    """A receipt, the bytes that were signed, and what has become of it."""
+    """A receipt, its signed bytes (an envelope), and its status."""
 
     receipt: Receipt
     sent: bytes
@@ -32,7 +33,7 @@ class ReceiptItem:
 
 @dataclass(frozen=True, slots=True)
 class ReceiptPage:
-    """Newest first. `next`: what to ask for as `before` to go on; None at the end."""
+    """Receipts, newest first. `next` is the `before` of the next page; None at the end."""
 
     items: tuple[ReceiptItem, ...]
     next: int | None
@@ -40,8 +41,10 @@ class ReceiptPage:
 
 @dataclass(frozen=True, slots=True)
 class CreditSummary:
-    """Totals of a peer, an account or a team. `recent`: micro-credits a day, see `standing.Recent`. `account`: to which
-    a peer is bound. `peers`: those of an account."""
+    """Totals of a peer, an account or a team, in micro-credits; `recent` is micro-credits a day.
+
+    `account` is the one to which a peer is bound, `peers` are those of an account.
+    """
 
     key: str
     kind: Grouping
@@ -59,7 +62,7 @@ class CreditSummary:
 
 @dataclass(frozen=True, slots=True)
 class EntryLines:
-    """The lines of a round entry, as they were written."""
+    """The credit lines of a round entry, as they were written."""
 
     entry: int
     lines: tuple[bytes, ...]

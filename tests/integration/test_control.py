@@ -52,7 +52,7 @@ async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
         assert reply.directive == first.sent and swarm.directives == [first]
         async with client(coordinator) as c:
             assert (await c.publish_directive(first.sent)).directive == first.sent  # once more: the same
-            with pytest.raises(CoordinatorRefused, match="newer word"):
+            with pytest.raises(CoordinatorRefused, match="newer directive"):
                 await c.publish_directive(word(4).sent)
             with pytest.raises(CairnError, match="owner"):
                 await c.publish_directive(word(9, peer(1)).sent)
@@ -113,7 +113,7 @@ async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
         await settled(coordinator, 2)
         assert await after(4000) == "healthy"
         judged = coordinator._alert_input()
-        assert judged.limit == 5000 + 700 + SPEC.round.patience_seconds
+        assert judged.round_limit == 5000 + 700 + SPEC.round.patience_seconds
         assert coordinator.peers.member_seconds == coordinator.observations.member_seconds == 300
         async with client(coordinator) as c:
             await c.publish_directive(word(2, from_round=0).sent)

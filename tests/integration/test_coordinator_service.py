@@ -422,7 +422,7 @@ async def test_a_call_that_takes_too_long_is_ended_by_the_server(tmp_path, monke
         async def slow():
             await asyncio.sleep(30)
 
-        monkeypatch.setattr(c, "run_reply", slow)
+        monkeypatch.setattr(c._service._answers, "run_reply", slow)
         code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id))))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "busy" in said
 
@@ -535,10 +535,10 @@ async def test_the_state_comes_first_and_in_words(tmp_path):
             for _ in range(100):
                 clock[0] += 0.3
                 o = c.overview()
-                if o.health == health and words in o.words:
+                if o.health == health and words in o.message:
                     return
                 await asyncio.sleep(0.02)
-            raise AssertionError(f"{o.health}: {o.words}")
+            raise AssertionError(f"{o.health}: {o.message}")
 
         await says("waiting", "no peer is training yet")
         for n in range(4):

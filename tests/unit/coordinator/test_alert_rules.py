@@ -55,7 +55,7 @@ BAD = {
     "peers": {"training": 6},
     "disk": {"disk_free": 15 * 10**9},
     "log": {"head_age": 301.0},
-    "validation": {"judged": (math.nan, 3.0, 3.1)},
+    "validation": {"validation_losses": (math.nan, 3.0, 3.1)},
     "chain": {"problem": "waiting for the chain after round 3"},
 }
 
@@ -168,7 +168,7 @@ def test_what_lasts_is_told_again_after_hours_and_not_before():
 def test_a_restart_neither_repeats_nor_loses_nor_ends_an_alert(name):
     world = World()
     world.good_rounds()
-    bad = BAD[name] | {"limit": 1e4} if name in BAD else {}
+    bad = BAD[name] | {"round_limit": 1e4} if name in BAD else {}
     fired = world.look(30, seconds=7, **bad)
     assert (name, "fired") in fired
     since = world.journal.active[0].since

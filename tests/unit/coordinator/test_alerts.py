@@ -75,7 +75,7 @@ class Receiver:
 def quick(monkeypatch):
     """Looks often; a disk with room; words count at once, also right after the start."""
     monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.02)
-    monkeypatch.setattr("coordinator.alerts.rules.SETTLE_SECONDS", -1.0)
+    monkeypatch.setattr("coordinator.alerts.rules.STARTUP_SECONDS", -1.0)
     usage = type("Usage", (), {"free": 10**12, "total": 2 * 10**12})
     monkeypatch.setattr("coordinator.alerts.inputs.disk_usage", lambda _: usage)
     return usage

@@ -351,12 +351,12 @@ async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
         bigger = head.__class__(SPEC.run_id, 99, digest("root"), head.time)
         from protocol.ledger.statements import sign
 
-        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(OWNER, bigger).encoded.hex()}'")
+        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(OWNER, bigger).sent.hex()}'")
         log = await reopened(w)
         with pytest.raises(LedgerConflictError, match="a tree head over 99 was signed"):
             await log.newest()
         await w.ledger.close()
-        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(identity('forger'), bigger).encoded.hex()}'")
+        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(identity('forger'), bigger).sent.hex()}'")
         log = await reopened(w)
         with pytest.raises(LedgerConflictError, match="none of this run's owner"):
             await log.newest()

@@ -35,7 +35,7 @@ from tests.unit.coordinator.test_archive import SPEC, Uniform, shards
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptWorld:
-    monkeypatch.setattr(keeping, "POLL", 0.05)
+    monkeypatch.setattr(keeping, "POLL_SECONDS", 0.05)
     return KeptWorld(tmp_path, monkeypatch)
 
 
@@ -154,7 +154,7 @@ async def test_what_is_final_is_copied_and_verifies_there(world: KeptWorld):
 async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothing(
     world: KeptWorld, monkeypatch, caplog
 ):
-    monkeypatch.setattr(keeping, "WAITS", (0.05,))
+    monkeypatch.setattr(keeping, "RETRY_SECONDS", (0.05,))
     blocked = world.folder / "copies"
     blocked.write_text("a file, where a folder should be")
     world.rounds(12)

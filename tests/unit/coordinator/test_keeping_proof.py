@@ -223,7 +223,7 @@ def test_a_copy_in_memory_is_whole_is_listed_and_goes_by_the_policy(world: KeptW
     place.keep(folders, replace(world.archive.policy, newest=1), {}, set())
     assert [t.archived.round for t in place.list()] == [0, 10]
     place.keep(folders, replace(world.archive.policy, newest=1), {}, set())
-    assert said[-1] == {"passed": str(world.digests[5])}  # nothing is sent to be removed
+    assert said[-1] == {"skipped": str(world.digests[5])}  # nothing is sent to be removed
     place.keep([], world.archive.policy, {}, {world.digests[10]})
     assert [t.archived.round for t in place.list()] == [0]
     assert not [k for k in MemoryFileSystem.store if "round-000010" in k]

@@ -34,9 +34,9 @@ class Watch:
     def round(self, work, *, train=20.0, exchange=4.0, commit=1.0):
         certificate = self.swarm.chain.add(work)
         self.now += train
-        self.swarm.receive(*certificate.record.body.updates)
+        self.swarm.hear(*certificate.record.body.updates)
         self.now += exchange
-        self.swarm.receive(certificate.record)
+        self.swarm.hear(certificate.record)
         self.now += commit
         return self.certified(certificate)
 
@@ -60,7 +60,7 @@ def test_a_pause_is_no_part_of_the_round_that_it_falls_into():
     assert (seen.train, seen.whole) == (30, 37)
     certificate = w.swarm.chain.add({0: 10})
     w.now += 20
-    w.swarm.receive(*certificate.record.body.updates)
+    w.swarm.hear(*certificate.record.body.updates)
     w.now += 5
     w.seen.rest()  # who has announced is still at it
     assert w.certified(certificate).whole == 25
@@ -69,7 +69,7 @@ def test_a_pause_is_no_part_of_the_round_that_it_falls_into():
 def test_announcements_that_come_before_their_round_began_here_count_for_it():
     w = Watch()
     first, second = w.swarm.chain.add({0: 10}), w.swarm.chain.add({0: 10})
-    w.swarm.receive(*second.record.body.updates, second.record)
+    w.swarm.hear(*second.record.body.updates, second.record)
     w.now += 1
     assert w.certified(first).announced is None
     assert w.seen.first_announced == 1000.0
@@ -91,11 +91,11 @@ def test_why_a_peer_is_not_in_a_round_is_said_in_words():
     for n, fields in beats.items():
         w.swarm.beat(n, **({"round": now, "head": parent} | fields))
     w.now += 20
-    w.swarm.receive(unlucky, *certificate.record.body.updates)
+    w.swarm.hear(unlucky, *certificate.record.body.updates)
     w.now += 5
-    w.swarm.receive(certificate.record)
+    w.swarm.hear(certificate.record)
     w.now += 2.5
-    w.swarm.receive(late)
+    w.swarm.hear(late)
     seen = w.certified(certificate)
     found = {a.peer: (a.reason, a.message) for a in seen.absent or ()}
     why = {n: found[peer(n).key][0] for n in range(1, 10)}
@@ -129,7 +129,7 @@ def test_one_author_cannot_fill_the_memory_nor_replace_what_came_first():
     chain = w.swarm.chain
     for attempt in range(200):
         fork = chain.fork(1)
-        w.swarm.receive(
+        w.swarm.hear(
             fork.add({1: 10}, attempt=attempt).record, *fork.add({1: 10}, loss=attempt / 7).record.body.updates
         )
     assert len(w.seen._early) == 1 and len(w.seen._proposed) == 64
