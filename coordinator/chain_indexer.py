@@ -241,8 +241,7 @@ class ChainIndexer:
         rounds = [
             h.heartbeat.round
             for h in self._view.heartbeats().values()
-            if h.heartbeat.phase in TRAINING_PHASES
-            and h.seconds_since <= self._directives.round_policy.member_seconds
+            if h.heartbeat.phase in TRAINING_PHASES and h.seconds_since <= self._directives.round_policy.member_seconds
         ]
         return bool(rounds) and median(rounds) > head_round + 1
 

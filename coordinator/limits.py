@@ -24,7 +24,9 @@ class RateLimit:
     def __init__(self, rate: Rate, *, callers: int = 10_000):
         self._rate = rate
         self._callers = callers
-        self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # caller -> remaining tokens, time of the last request
+        self._buckets: OrderedDict[Hashable, tuple[float, float]] = (
+            OrderedDict()
+        )  # caller -> remaining tokens, time of the last request
 
     def take(self, caller: Hashable, now: float) -> None:
         """Count one request. Raises TooManyError, with the time to wait, if the bucket is empty."""

@@ -176,10 +176,12 @@ class _Swarm:
             ("cairn_disk_size_bytes", "Size of the disk where the run's folder is.", disk.total),
             ("cairn_ledger_entries", "Entries of the ledger's log.", entries),
             ("cairn_tree_head_age_seconds", "Since the newest signed tree head.", age),
-            *s.archive(),
         ):  # fmt: skip
             if value is not None:
                 yield GaugeMetricFamily(name, what, value=float(value))
+        for name, what, value in s.archive():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(name.removesuffix("_total"), what, value=value)
         yield CounterMetricFamily("cairn_tokens", "Tokens accepted by the chain.", value=o.tokens)
         yield _by("cairn_state", "1 for the state that the swarm is in.", "state",
                   {h: float(h == o.health) for h in dict.fromkeys([*HEALTHS, o.health])})  # fmt: skip

@@ -57,7 +57,9 @@ def _row(o: RoundObservation) -> list:
 
 def _parse(line: bytes) -> RoundObservation | None:
     try:
-        round_, record, began, announced, proposed, certified, training, sent, received, absent, total = json.loads(line)
+        round_, record, began, announced, proposed, certified, training, sent, received, absent, total = json.loads(
+            line
+        )
         began, announced, proposed = (_time(t) for t in (began, announced, proposed))
         if absent is not None:
             absent = tuple(_absent(*a) for a in absent[:MAX_LISTED])

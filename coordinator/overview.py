@@ -239,7 +239,9 @@ class OverviewBuilder:
         s, r, window = self._observations, self._directives.round_policy, self._spec.data.window
         work = []
         for p in working:
-            if (h := p.heartbeat) is not None:  # a peer without a report of this round yet will be as fast in it as before
+            if (
+                h := p.heartbeat
+            ) is not None:  # a peer without a report of this round yet will be as fast in it as before
                 here = h.head == head
                 work.append(PeerProgress(h.windows * window * here, h.tokens_per_second, p.seconds_since * here))
         return next_round_seconds(
@@ -296,8 +298,7 @@ class OverviewBuilder:
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 
     def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundOverview, ...]:
-        """Return overviews of rounds, each built once, and again when it becomes final: it may have thousands of names.
-        """
+        """Return overviews of rounds, each built once, and again when it becomes final: it may have thousands of names."""
         made = {}
         for a in newest:
             known = self._rounds.get(a.record)

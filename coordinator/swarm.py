@@ -61,8 +61,7 @@ class SwarmView(Protocol):
         ...
 
     def certificate(self, record: Digest) -> Certificate | None:
-        """Return the certificate of a record that this observer holds, also of a branch that was left; None for others.
-        """
+        """Return the certificate of a record that this observer holds, also of a branch that was left; None for others."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -108,8 +107,7 @@ class SwarmView(Protocol):
         ...
 
     async def publish_coordinator_address(self, word: Signed[Any]) -> None:
-        """Publish a coordinator address record, and store it for the next start. The same one may be published again.
-        """
+        """Publish a coordinator address record, and store it for the next start. The same one may be published again."""
         ...
 
     @property

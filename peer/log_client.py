@@ -106,7 +106,9 @@ class LogClient:
     async def lines(self, first: int, limit: int) -> tuple[list[LinesOf], int]:
         """Return the lines of round entries from `first` on, in order, and the entry to continue from."""
         answer = await self._get("/api/log/lines", first=first, limit=limit)
-        groups = _items(answer, "groups", lambda g: LinesOf(_field(g, "entry", _count), tuple(_items(g, "lines", _bytes))))
+        groups = _items(
+            answer, "groups", lambda g: LinesOf(_field(g, "entry", _count), tuple(_items(g, "lines", _bytes)))
+        )
         return groups, min(_field(answer, "next", _count), first + limit)
 
     async def inclusion(self, entry: int, size: int) -> tuple[bytes, ...]:

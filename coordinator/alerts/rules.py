@@ -115,8 +115,7 @@ def stalled(memory: Memory, s: AlertInput) -> str | None:
 
 
 def digests(memory: Memory, s: AlertInput) -> str | None:
-    """Judge whether members hold another state than the chain names for the same record: they compute something else.
-    """
+    """Judge whether members hold another state than the chain names for the same record: they compute something else."""
     del memory
     if not s.diverged:
         return None if s.up < STARTUP_SECONDS else ""

@@ -206,14 +206,12 @@ class Archive:
         return next((a for a in reversed(self.all()) if a.final), None)
 
     def state_for(self, record: Digest) -> ArchivedState | None:
-        """Return the archived state after a record (the genesis digest: the run's first state); None if there is none.
-        """
+        """Return the archived state after a record (the genesis digest: the run's first state); None if there is none."""
         return next((a for a in self.all() if a.record == record), None)
 
     @contextlib.contextmanager
     def reading(self, archived: ArchivedState) -> Iterator[ArchivedState]:
-        """Keep this state from being deleted until the context ends. Raises CoordinatorError if it is deleted already.
-        """
+        """Keep this state from being deleted until the context ends. Raises CoordinatorError if it is deleted already."""
         with self._lock:
             if not (archived.folder / MANIFEST).is_file():
                 raise CoordinatorError(
@@ -324,7 +322,11 @@ def parse_manifest(folder: Path, data: bytes) -> ArchivedState | None:
     """Return what a cairn.json says; None if it is none."""
     try:
         manifest = json.loads(data)
-        run, state, record = RunId.parse(manifest["run"]), Digest.parse(manifest["state"]), Digest.parse(manifest["record"])
+        run, state, record = (
+            RunId.parse(manifest["run"]),
+            Digest.parse(manifest["state"]),
+            Digest.parse(manifest["record"]),
+        )
         final = base64.b64decode(manifest.get("final", ""), validate=True)
         return ArchivedState(folder, run, int(manifest["round"]), state, record, int(manifest["tokens"]), final)
     except (ValueError, KeyError, TypeError, AttributeError, MalformedError, binascii.Error):

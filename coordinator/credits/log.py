@@ -125,6 +125,7 @@ class CreditLog:
 
     async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]:
         """Return entries from `first` on, and the log's size."""
+
         def read(ledger: Ledger) -> tuple[list[bytes], int]:
             found = ledger.entries(first, min(limit, MAX_ENTRIES))
             return found, ledger.size()
@@ -134,6 +135,7 @@ class CreditLog:
 
     async def lines(self, first: int, limit: int) -> tuple[list[EntryLines], int]:
         """Return the lines of the round entries among `limit` entries from `first` on, and where to continue."""
+
         def read(ledger: Ledger) -> tuple[list[EntryLines], int]:
             found: list[EntryLines] = []
             at, end, total = first, min(first + min(limit, MAX_ENTRIES), ledger.size()), 0

@@ -1,5 +1,4 @@
-"""What the coordinator shows of credits: receipts with their status, totals of peers, accounts and teams. Plain values.
-"""
+"""What the coordinator shows of credits: receipts with their status, totals of peers, accounts and teams. Plain values."""
 
 from __future__ import annotations
 

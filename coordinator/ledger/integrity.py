@@ -1,8 +1,7 @@
-"""Compares the ledger's database with itself: nothing in it is believed that can be computed again.
+"""Compares the ledger's database with itself: everything that can be recomputed is.
 
-`check_all` replays the whole log. `check_opened` is for every start: all of a small ledger; of a large one the chain of
-hashes and the newest rounds, so that a disk that lost or tore what it had promised is noticed before anything is
-written.
+`check_all` replays the whole log. `check_opened` is for every start: all of a small ledger; of a large one the hash
+chain and the newest rounds. So a disk that lost or tore what it had acknowledged is noticed before anything is written.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from protocol.spec import RunSpec
 
 PAGE = 512
 CHECKED_LINES = 20_000
-"""A ledger of at most so many lines is checked whole at each start."""
+"""Maximum number of lines of a ledger that is checked completely at each start."""
 
 CHECKED_ENTRIES = 200_000
-"""Of a larger one, the chain of hashes over so many newest entries."""
+"""Newest entries of a larger ledger over which the hash chain is checked."""
 
 CHECKED_ROUNDS = 32
-"""And the lines of so many newest rounds."""
+"""Newest rounds of a larger ledger whose lines are checked."""
 
 REMEDY = (
     "the disk lost or changed what it had promised to keep, or somebody altered it. Restore the file from a copy, or "
@@ -36,7 +35,7 @@ REMEDY = (
 
 
 def check_opened(db: Database, spec: RunSpec) -> None:
-    """Raises LedgerError, with the first differences, when the ledger is not whole."""
+    """Raise LedgerError, with the first differences, if the ledger is not whole."""
     try:
         found = _quickly(db, spec)
     except (MalformedError, IndexError, TypeError, ValueError) as e:
@@ -76,7 +75,7 @@ def _quickly(db: Database, spec: RunSpec) -> list[str]:
 
 
 def _chain(db: Database, run: RunId, first: int, size: int) -> Iterator[tuple[Entry, bytes]]:
-    """The entries from `first` on, each with its leaf hash. Raises MalformedError where the chain is not whole."""
+    """Yield the entries from `first` on, each with its leaf hash. Raises MalformedError where the chain is broken."""
     before = queries.node(db, 0, first - 1) if first else bytes(first_previous(run))
     at = first
     while at < size:
@@ -107,8 +106,7 @@ def _lines_of(db: Database, sequence: int) -> list[str]:
 
 
 def check_all(db: Database, spec: RunSpec) -> Iterator[str]:
-    """Replays the log and yields each difference: first where it does not follow from itself, then where the tables
-    beside it say otherwise. Reads everything."""
+    """Replay the log and yield each difference, also between the log and the derived tables. Reads everything."""
     books = Books.of(spec)
     leaves: list[bytes] = []
     size = queries.size(db)
@@ -139,7 +137,7 @@ def check_all(db: Database, spec: RunSpec) -> Iterator[str]:
 
 
 def _compare_transfers(db: Database, made: dict[int, Posted]) -> Iterator[str]:
-    """Transfers and rounds of consecutive entries, as the tables have them."""
+    """Yield differences between the transfers and rounds of consecutive entries and their tables."""
     if not made:
         return
     first, last = min(made), max(made)

@@ -1,4 +1,4 @@
-"""The statements behind `store.Ledger`: what it reads, and the rows that are not the books'."""
+"""The statements that read the ledger's tables. None of them writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def entries(db: Database, first: int, limit: int) -> list[bytes]:
 
 
 def root(db: Database, count: int) -> Digest:
-    """The root over the first `count` leaves, from the complete subtrees that they are made of. Raises IndexError."""
+    """Return the root over the first `count` leaves, from the complete subtrees of which they consist.
+
+    Raises IndexError.
+    """
     return root_at(count, partial(node, db))
 
 
@@ -40,7 +43,7 @@ def lines(db: Database, sequence: int) -> list[bytes]:
 
 
 def node(db: Database, level: int, index: int) -> bytes:
-    """The hash of a complete subtree: of the 2^level leaves from index * 2^level on. Raises IndexError."""
+    """Return the hash of a complete subtree: of the 2^level leaves from index * 2^level on. Raises IndexError."""
     if level == 0:
         rows = db.query("SELECT leaf FROM entries WHERE sequence = ?", (index,))
     else:
@@ -162,7 +165,7 @@ def posted(db: Database) -> int:
 
 
 def first_since(db: Database, time: int) -> int:
-    """Times never go back, so it is found by halving."""
+    """Return the first entry of a time or later, by bisection: times never decrease."""
     low, high = 0, size(db)
     while low < high:
         middle = (low + high) // 2
@@ -223,7 +226,7 @@ def entry_of(db: Database, record: Digest) -> int | None:
 
 
 def read_balances(db: Database) -> dict[PeerKey, Standing]:
-    """Every peer's standing, from the derived table."""
+    """Return every peer's balances, from the derived table."""
     rows = db.query(
         "SELECT p.peer, pending_micro, pending_tokens, pending_rounds, settled_micro, settled_tokens, settled_rounds, "
         "voided_micro, voided_tokens, voided_rounds FROM balances s JOIN peers p ON p.id = s.peer"
@@ -232,7 +235,7 @@ def read_balances(db: Database) -> dict[PeerKey, Standing]:
 
 
 def read_state(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> Books:
-    """Books that go on where the database ends."""
+    """Return the ledger's state at the end of the database."""
     last = db.query("SELECT sequence, leaf, time FROM entries ORDER BY sequence DESC LIMIT 1")
     size, leaf, time = (last[0][0] + 1, Digest(last[0][1]), last[0][2]) if last else (0, first_previous(run), 0)
     posted = db.query("SELECT count(*) FROM rounds")[0][0]
@@ -250,7 +253,7 @@ def read_state(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> Bo
 
 
 def settled_count(db: Database) -> int:
-    """How many round entries are settled: they settle in the order of their numbers."""
+    """Return the number of settled round entries: they settle in the order of their numbers."""
     rows = db.query("SELECT encoded FROM entries WHERE kind = 'settle' ORDER BY sequence DESC LIMIT 1")
     what = decode_entry(bytes(rows[0][0])).what if rows else None
     if not isinstance(what, SettleEntry):
@@ -259,7 +262,7 @@ def settled_count(db: Database) -> int:
 
 
 def _epoch(db: Database) -> int:
-    """Of the newest rollback; 0 when there was none."""
+    """Return the epoch of the newest rollback; 0 if there was none."""
     rows = db.query("SELECT encoded FROM entries WHERE kind = 'rollback' ORDER BY sequence DESC LIMIT 1")
     what = decode_entry(bytes(rows[0][0])).what if rows else None
     if not isinstance(what, RollbackEntry):

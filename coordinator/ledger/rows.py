@@ -1,4 +1,4 @@
-"""What is read from the ledger's tables."""
+"""The rows that are read from the ledger's tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LineStatus = Literal["pending", "settled", "voided"]
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A final round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand."""
+    """A posted round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand."""
 
     round: Round
     record: Digest
@@ -24,7 +24,7 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class CreditedLine:
-    """A line of the ledger with where it stands: `entry` is the sequence of its round entry, `number` counts those."""
+    """A credit line with its status. `entry` is the sequence of its round entry, `number` counts round entries."""
 
     entry: int
     line: int
@@ -64,7 +64,7 @@ class TreeHeadRow:
 
 @dataclass(frozen=True, slots=True)
 class BindingRow:
-    """A peer's word, and its account's, that they belong together: `sent` is the account's envelope."""
+    """A binding of a peer to an account: `sent` is the account's envelope, `time` in unix seconds."""
 
     peer: PeerKey
     account: PeerKey
@@ -74,7 +74,7 @@ class BindingRow:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRow:
-    """The newest admission of a peer."""
+    """The newest admission of a peer; times in unix seconds, `sent` is the envelope."""
 
     peer: PeerKey
     name: str

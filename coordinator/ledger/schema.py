@@ -1,4 +1,4 @@
-"""Brings a database to the newest form, by the numbered migrations that it has not had yet, in one transaction."""
+"""Brings a database to the newest schema by the numbered migrations that are missing, in one transaction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDY = "start the version that made it, or move it away (credits are computed
 
 
 def migrations(dialect: str, folder: Path = FOLDER) -> list[tuple[int, str, Path]]:
-    """Number, name and file of each migration for a database, in order. Raises LedgerError when a number is missing."""
+    """Return number, name and file of each migration for a database, in order. Raises LedgerError for a missing number."""
     found: dict[int, tuple[int, str, Path]] = {}
     for path in sorted(folder.glob("*.sql")):
         match = _NAME.match(path.name)
@@ -35,7 +35,7 @@ def migrations(dialect: str, folder: Path = FOLDER) -> list[tuple[int, str, Path
 
 
 def migrate(db: Database, run: RunId, folder: Path = FOLDER) -> None:
-    """Bring an empty or older database to the newest form. Raises LedgerError for another run's, or a newer form."""
+    """Bring a database to the newest schema. Raises LedgerError if it is of another run or of a newer schema."""
     known = migrations(db.dialect, folder)
     with db.transaction():
         tables = db.tables()

@@ -1,4 +1,4 @@
-"""How what the books make goes into the tables, and how books go on from there. Within a transaction of the caller."""
+"""The statements that write the ledger's tables, within a transaction of the caller."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _KINDS = {"issuance": 0, "pending": 1, "settled": 2, "voided": 3}
 
 
 class PeerNumbers:
-    """The number of each peer in the tables; a new one is written when it is first asked for."""
+    """The number of each peer in the tables; a new one is written on first use."""
 
     def __init__(self, db: Database):
         self._db = db
         self._numbers = {PeerKey(bytes(key)): n for n, key in db.query("SELECT id, peer FROM peers")}
 
     def of(self, peer: PeerKey) -> int:
-        """The peer's number, made if need be."""
+        """Return the peer's number, which is made if there is none."""
         number = self._numbers.get(peer)
         if number is None:
             number = len(self._numbers) + 1
@@ -35,19 +35,19 @@ class PeerNumbers:
         return number
 
     def known(self, account: Account) -> int | None:
-        """As `account`, without writing: None for a peer that the tables do not have."""
+        """Return the number of an account without writing; None for a peer that the tables do not have."""
         if account.peer is not None and account.peer not in self._numbers:
             return None
         return self.account(account)
 
     def account(self, account: Account) -> int:
-        """The number of an account: 0, or 4p + 1, 2, 3."""
+        """Return the number of an account: 0, or 4p + 1, 2, 3."""
         kind = _KINDS[account.kind]
         return kind if account.peer is None else 4 * self.of(account.peer) + kind
 
 
 def write(db: Database, posted: Posted) -> None:
-    """The entry, and its leaf in the tree."""
+    """Add an entry, and its leaf in the tree."""
     entry = posted.entry
     db.query(
         "INSERT INTO entries (sequence, kind, previous, leaf, time, encoded) VALUES (?, ?, ?, ?, ?, ?)",
@@ -60,7 +60,7 @@ def write_round(
     db: Database, numbers: PeerNumbers, posted: Posted, account: RoundAccount, seen_at: float | None,
     final: bytes | None,
 ) -> None:  # fmt: skip
-    """What is known of a round, and its lines."""
+    """Add the metadata of a round, and its lines."""
     sequence = posted.entry.sequence
     db.query(
         "INSERT INTO rounds (entry, number, round, record, parent, base_state, loss, tokens, seen_at, final) "
@@ -74,7 +74,7 @@ def write_round(
 
 
 def write_transfers(db: Database, numbers: PeerNumbers, posted: Posted) -> None:
-    """The transfers of an entry."""
+    """Add the transfers of an entry."""
     if posted.transfers:
         db.many(
             "INSERT INTO transfers (entry, line, source, target, sequence, micro_credits) VALUES (?, ?, ?, ?, ?, ?)",
@@ -86,7 +86,7 @@ def write_transfers(db: Database, numbers: PeerNumbers, posted: Posted) -> None:
 
 
 def write_balances(db: Database, numbers: PeerNumbers, books: Books, peers: Iterable[PeerKey]) -> None:
-    """The derived standings of some peers, as the books have them."""
+    """Update the derived balances of some peers."""
     rows = []
     for peer in peers:
         s = books.standings[peer]
@@ -102,7 +102,7 @@ def write_balances(db: Database, numbers: PeerNumbers, books: Books, peers: Iter
 
 
 def write_last_seen(db: Database, numbers: PeerNumbers, peers: Iterable[PeerKey], seen_at: float | None) -> None:
-    """When the newest record with these peers in it was seen."""
+    """Note when the newest record with these peers was seen."""
     db.many("UPDATE balances SET last_at = ? WHERE peer = ?", [(seen_at, numbers.of(p)) for p in peers])
 
 
@@ -121,7 +121,7 @@ def forget_rounds_after(db: Database, round_: Round) -> None:
 
 
 def _next(db: Database, table: str) -> int:
-    """The next row's number; there is one writer at a time."""
+    """Return the next row's number; there is one writer at a time."""
     return db.query(f"SELECT coalesce(max(id), 0) + 1 FROM {table}")[0][0]
 
 
@@ -175,5 +175,5 @@ def note_first_seen(db: Database, record: Digest, round_: Round, seen_at: float)
 
 
 def forget_first_seen(db: Database, round_: Round) -> None:
-    """Delete what was noted of this round and those before it: it is part of the posted rounds."""
+    """Delete the notes of this round and those before it: they are part of the posted rounds."""
     db.query("DELETE FROM first_seen WHERE round <= ?", (round_,))

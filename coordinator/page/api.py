@@ -96,7 +96,7 @@ class PageApi:
         every = self._overview().peers
         wanted = text.casefold()
         found = [p for p in every if wanted in _searched(p)] if wanted else list(every)
-        if sort != "state":  # in the order of an overview already
+        if sort != "state":  # the order of an overview
             found.sort(key=_BY[sort], reverse=descending)
         elif descending:
             found.reverse()
@@ -148,7 +148,9 @@ class PageApi:
     async def accounts(self, after: int, limit: int) -> list[dict[str, Any]]:
         newest = self._chain.newest(1)
         limit = min(limit, max(1, MAX_LINES // max(1, len(newest[0].entries) if newest else 1)))
-        return [json_view.account(a, self._chain.is_final(a.round), self._name_of) for a in await self._read(after, limit)]
+        return [
+            json_view.account(a, self._chain.is_final(a.round), self._name_of) for a in await self._read(after, limit)
+        ]
 
     async def newest_rounds(self, before: int, limit: int) -> dict[str, Any]:
         chain = self._chain
@@ -185,18 +187,20 @@ class PageApi:
         return rows[0] if rows and rows[0].round == number else None
 
     async def _read(self, after: int, limit: int) -> list[RoundAccount]:
-        """Rounds after a number: the ledger's, then those that are not final yet."""
+        """Return rounds after a number: posted ones, then open ones."""
         accounts = await self._ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
         at = accounts[-1].round if accounts else after
         return accounts + [a for a in self._chain.open if a.round > at][: limit - len(accounts)]
 
     def _round_view(self, account: RoundAccount) -> RoundOverview:
-        return round_overview(account, self._observations.get(account.record), self._chain.is_final(account.round), self._name_of)
+        return round_overview(
+            account, self._observations.get(account.record), self._chain.is_final(account.round), self._name_of
+        )
 
     # -- charts ----------------------------------------------------------------------------------------------
 
     async def charts(self) -> dict[str, Any]:
-        """Made once a round."""
+        """Return all charts, made once a round."""
         chain = self._chain
         head = chain.head[1] if chain.head else None
         validated = self._archiver.validation_points()
@@ -206,7 +210,7 @@ class PageApi:
             by_round = {p.round: p for p in points} if validated else {}
             validation = []
             for number, loss in validated:
-                before = by_round.get(number - 1)  # a state is what the record before it led to
+                before = by_round.get(number - 1)  # the record before a state led to it
                 validation.append(
                     {
                         "round": number,

@@ -1,4 +1,4 @@
-"""/api for people: every path with what it answers and what may be asked, from the OpenAPI document."""
+"""/api for people: every path with its answer and parameters, from the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAGE = """<!doctype html>
 
 
 def api_page(document: dict[str, Any]) -> str:
-    """The page as HTML; everything in the document enters as text."""
+    """Return the page as HTML; everything in the document enters as text."""
     paths = "\n    ".join(_path(path, ways["get"]) for path, ways in document["paths"].items())
     return _PAGE.format(about=escape(document["info"]["description"]), paths=paths)
 

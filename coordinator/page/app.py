@@ -1,4 +1,4 @@
-"""The routes: the page and its files, the API by its table, /events, /metrics, checkpoints. Reading only."""
+"""The routes: the page and its files, the API by its table, /events, /metrics, checkpoints. Read-only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from coordinator.page.endpoints import ENDPOINTS, ApiEndpoint
 
 STATIC = Path(__file__).parent / "static"
 REQUESTS_OF_ONE = Rate(30, 200)
-"""Of an address; a reverse proxy on this machine, which is everybody, is not counted."""
+"""Requests of one address; a reverse proxy on this machine stands for everybody and is not counted."""
 
 _SECURITY = {
     "content-security-policy": (
@@ -42,9 +42,10 @@ _SECURITY = {
 
 
 def make_app(source: PageApi, more: Sequence[Route] = (), described: Mapping[str, Any] | None = None) -> ASGIApp:
-    """The application; `more` routes of other modules, and their paths as OpenAPI has them.
+    """Return the application with `more` routes, and their paths (`described`) as OpenAPI has them.
 
-    Files that the page needs and that are missing fail here, not at the first visitor."""
+    A missing file of the page fails here, not at the first visitor.
+    """
     files = _load()
     answers, rate = AnswerCache(), RateLimit(REQUESTS_OF_ONE)
     downloads = Downloads(source.checkpoint_file)
@@ -106,8 +107,10 @@ def make_app(source: PageApi, more: Sequence[Route] = (), described: Mapping[str
     return _secured(answer)
 
 
-def _answering(endpoint: ApiEndpoint, source: PageApi, answers: AnswerCache) -> Callable[[Request], Awaitable[Response]]:
-    """The route of one line of the table."""
+def _answering(
+    endpoint: ApiEndpoint, source: PageApi, answers: AnswerCache
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return the route of one endpoint."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -123,7 +126,7 @@ def _answering(endpoint: ApiEndpoint, source: PageApi, answers: AnswerCache) -> 
             return None if value is None else EncodedBody.of(json_view.encode(value))
 
         try:
-            # With the head: who hears of a round and asks must not get what was made before it.
+            # The head is part of the key: a request after a new round must not get an answer from before it.
             body = await answers.get((source.head, endpoint.path, *asked.values()), endpoint.seconds, make)
         except (LedgerError, TooManyError):
             return PlainTextResponse("the ledger cannot be read at this moment: try again\n", 503, {"retry-after": "5"})
@@ -133,7 +136,7 @@ def _answering(endpoint: ApiEndpoint, source: PageApi, answers: AnswerCache) -> 
 
 
 def _stranger(scope: Scope) -> str | None:
-    """The network that asks; None for this machine itself."""
+    """Return the network of the client; None for this machine itself."""
     host = (scope.get("client") or ("", 0))[0]
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
@@ -142,19 +145,19 @@ def _stranger(scope: Scope) -> str | None:
 
 
 def _load() -> dict[str, EncodedBody]:
-    """Files are few and small: kept in memory, compressed once."""
+    """Return the page's files, which are few and small: kept in memory, compressed once."""
     files = {}
     for path in sorted(p for p in STATIC.rglob("*") if p.is_file()):
         kind = mimetypes.guess_type(path.name)[0] or "text/plain"
         if path.suffix == ".js":
-            kind = "text/javascript"  # whatever this machine's table says: a browser takes modules as nothing else
+            kind = "text/javascript"  # independent of this machine's table: a browser accepts modules as nothing else
         text = f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
         files[path.relative_to(STATIC).as_posix()] = EncodedBody.of(path.read_bytes(), text, level=9)
     return files
 
 
 def _secured(app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> ASGIApp:
-    """Adds the security headers to every response."""
+    """Return the application with security headers in every response."""
     headers = [(k.encode(), v.encode()) for k, v in _SECURITY.items()]
 
     async def secured(scope: Scope, receive: Receive, send: Send) -> None:

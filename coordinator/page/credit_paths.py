@@ -33,7 +33,7 @@ ACCOUNT = s.of(s.LEADER["properties"] | {"rounds_total": s.COUNT})
 
 
 def _path(about: str, answer: s.Schema | None, parameters: dict[str, bool], *, kinds: tuple[str, ...] = ()) -> Any:
-    """parameters: whole numbers by name, and whether they must be given."""
+    """Return one path; `parameters` are whole numbers by name, True for required ones."""
     content: dict[str, Any] = {"application/json": {"schema": answer}} if answer else {kind: {} for kind in kinds}
     return {
         "get": {

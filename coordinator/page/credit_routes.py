@@ -1,4 +1,4 @@
-"""The routes about credits: the log with its proofs, receipts, accounts, and all credits as a file. Reading only."""
+"""The routes about credits: the log with its proofs, receipts, accounts, and all credits as a file. Read-only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import MAX_COUNT, PeerKey
 
 IMMUTABLE = "public, max-age=31536000, immutable"
-"""What was written once never changes: an entry, a proof between two sizes."""
+"""For what never changes: written entries, and proofs between two sizes."""
 
 
 def credit_routes(log: CreditLog) -> list[Route]:
@@ -107,7 +107,7 @@ def _receipt(item: ReceiptItem) -> dict[str, Any]:
 
 
 def _guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Bad questions are answered with 400, a ledger that cannot be read with 503."""
+    """Return the route with 400 for malformed requests, and 503 for a ledger that cannot be read."""
 
     async def guarded(request: Request) -> Response:
         try:

@@ -1,5 +1,4 @@
-"""Everything that the API answers, as one table: from it come the routes, the checks of what is asked, and the OpenAPI
-document."""
+"""Everything that the API answers, as one table: the source of routes, parameter checks and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ TOP = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One value of a question: a whole number from `low` to `top`, one of `choices`, a peer's key, or short text."""
+    """One parameter: a whole number from `low` to `top`, one of `choices`, a peer's key, or short text."""
 
     name: str
     about: str
@@ -30,7 +29,7 @@ class Parameter:
     in_path: bool = False
 
     def read(self, text: str | None) -> Any:
-        """The value. Raises ValueError with words for whoever asked."""
+        """Return the value of a parameter's text. Raises ValueError with a message for the client."""
         if text is None:
             return self.default
         if self.choices:
@@ -68,7 +67,7 @@ async def _now(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    """One question: `make` answers it from a source and the parameters' values; an answer stays good for `seconds`."""
+    """One endpoint: `make` answers from a `PageApi` and the parameters' values; an answer is kept for `seconds`."""
 
     path: str
     about: str
@@ -77,7 +76,7 @@ class ApiEndpoint:
     parameters: tuple[Parameter, ...] = ()
     seconds: float = 1.0
     missing: str = ""
-    """What a 404 says, where there can be one."""
+    """The message of a 404, if there can be one."""
 
 
 SORTS = ("state", "name", "since", "round", "loss", "speed", "up", "down", "credits", "device", "last_round")

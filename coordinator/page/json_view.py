@@ -1,4 +1,4 @@
-"""Overviews, peers, rounds and charts as JSON values: what the page draws, and what anybody may fetch."""
+"""Overviews, peers, rounds and charts as JSON values, for the page and for everybody."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NameOf = Callable[[PeerKey], str]
 
 
 def encode(value: Any) -> bytes:
-    """Compact JSON; a number that is not finite is a fault here, never a NaN there."""
+    """Return compact JSON. A number that is not finite is an error here, never a NaN at the client."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def event(o: Overview, now: float) -> dict[str, Any]:
-    """The state alone: small, for it is sent to every viewer every two seconds."""
+    """Return the state alone: small, since every viewer gets it every two seconds."""
     return {
         "name": o.name,
         "run": o.run,
@@ -59,7 +59,7 @@ def event(o: Overview, now: float) -> dict[str, Any]:
 
 
 def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
-    """The state, and the first peers and the newest rounds."""
+    """Return the state, the first peers and the newest rounds."""
     return event(o, now) | {
         "peers": [peer(p) for p in o.peers[:FIRST_PEERS]],
         "rounds": [round_row(r, name_of) for r in o.rounds[:FIRST_ROUNDS]],
@@ -67,7 +67,7 @@ def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
 
 
 def peer(p: PeerOverview) -> dict[str, Any]:
-    """One row of the table of peers."""
+    """Return one row of the table of peers."""
     h = p.heartbeat
     row = {
         "peer": str(p.peer),
@@ -102,7 +102,7 @@ _SAID_BY_ITSELF = (
 
 
 def round_row(r: RoundOverview, name_of: NameOf) -> dict[str, Any]:
-    """One row of the table of rounds."""
+    """Return one row of the table of rounds."""
     a, observed = r.account, r.observed
     return {
         "round": a.round,
@@ -119,7 +119,7 @@ def round_row(r: RoundOverview, name_of: NameOf) -> dict[str, Any]:
 
 
 def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameOf) -> dict[str, Any]:
-    """One round whole. `announced`: seconds from the first announcement to each."""
+    """Return a whole round; `announced` are seconds from the first announcement to each."""
     a, observed = r.account, r.observed
     return round_row(r, name_of) | {
         "parent": str(a.parent),
@@ -134,7 +134,7 @@ def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameO
 
 
 def account(a: RoundAccount, final: bool, name_of: NameOf) -> dict[str, Any]:
-    """One round with all its entries: enough to check the ledger against the chain."""
+    """Return one round with all its credit lines: enough to check the ledger against the chain."""
     return {
         "round": a.round,
         "record": str(a.record),
@@ -148,7 +148,7 @@ def account(a: RoundAccount, final: bool, name_of: NameOf) -> dict[str, Any]:
 
 
 def certificate(c: Certificate, name_of: NameOf) -> dict[str, Any]:
-    """A certificate for people, and the signed bytes (base64) for whoever checks it."""
+    """Return a certificate for people, with the signed bytes (base64) for verifiers."""
     body = c.record.body
     return {
         "round": body.round,
@@ -193,7 +193,7 @@ def credit_summary(c: CreditSummary) -> dict[str, Any]:
 
 
 def charts(c: Charts, r: RoundCharts, validation: list[dict[str, Any]]) -> dict[str, Any]:
-    """The columns of all charts."""
+    """Return the columns of all charts."""
     return {
         "rounds": c.rounds,
         "tokens": c.tokens,
@@ -215,7 +215,7 @@ def charts(c: Charts, r: RoundCharts, validation: list[dict[str, Any]]) -> dict[
 
 
 def rounded(value: float | None) -> float | None:
-    """Six digits: what a float32 holds. None for what is not finite."""
+    """Return six digits, the precision of a float32; None for non-finite values."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")

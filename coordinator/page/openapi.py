@@ -61,7 +61,7 @@ _OTHERS: dict[str, Any] = {
 
 
 def document(endpoints: Iterable[ApiEndpoint], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The whole document; `others` are more paths, as the document has them."""
+    """Return the whole document; `others` are more paths, as the document has them."""
     paths = {e.path: {"get": _operation(e)} for e in endpoints}
     return {
         "openapi": "3.1.0",

@@ -1,4 +1,4 @@
-"""JSON schemas (draft 2020-12) of what the API answers. Tests hold every answer against them."""
+"""JSON schemas (draft 2020-12) of the API's answers. Tests hold every answer against them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Schema = dict[str, Any]
 
 
 def of(properties: dict[str, Any], **more: Any) -> Schema:
-    """An object with exactly these properties."""
+    """Return the schema of an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -24,7 +24,7 @@ def many(items: Schema, **more: Any) -> Schema:
 
 
 def maybe(schema: Schema) -> Schema:
-    """Or null."""
+    """Return the schema of a value or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 

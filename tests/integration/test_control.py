@@ -41,7 +41,6 @@ def line_of(directive) -> str:
     return base64.b64encode(directive.sent).decode()
 
 
-
 @pytest.mark.asyncio
 async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
     first = word(5, order="paused", reason="moving")

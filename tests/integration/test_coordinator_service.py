@@ -48,8 +48,13 @@ async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
     swarm = swarm or FakeSwarm(spec)
     places = dict(listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
     coordinator = Coordinator(
-        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm,
-        make_archiver(spec, tmp_path, swarm), now=now,
+        CoordinatorConfig(tmp_path, **(places | config)),
+        spec,
+        sign_spec(OWNER, spec).sent,
+        OWNER,
+        swarm,
+        make_archiver(spec, tmp_path, swarm),
+        now=now,
     )
     await coordinator.start()
     try:

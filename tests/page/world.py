@@ -105,7 +105,15 @@ class World:
             config = CoordinatorConfig(
                 self.folder, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=self.port
             )
-            made = Coordinator(config, spec, sign_spec(OWNER, spec).sent, OWNER, self.swarm, make_archiver(spec, self.folder, self.swarm), now=self.clock)
+            made = Coordinator(
+                config,
+                spec,
+                sign_spec(OWNER, spec).sent,
+                OWNER,
+                self.swarm,
+                make_archiver(spec, self.folder, self.swarm),
+                now=self.clock,
+            )
             if self.routes:
                 made._page = PageServer(make_app(made.api, self.routes))
             await made.start()

@@ -281,7 +281,11 @@ async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: KeptW
     world.add(5)
     async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 0}) as keeper:
         await until(keeper.judged)
-        assert math.isnan(keeper.newest_losses()[0]) and keeper.validation == (5, None) and keeper.validation_points() == []
+        assert (
+            math.isnan(keeper.newest_losses()[0])
+            and keeper.validation == (5, None)
+            and keeper.validation_points() == []
+        )
         assert math.isnan(dict((n, v) for n, _, v in keeper.gauges())["cairn_validation_loss"])
     assert "the run has diverged" in caplog.text
 

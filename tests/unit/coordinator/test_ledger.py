@@ -28,7 +28,6 @@ def settled_in(ledger: Ledger):
     return {peer: b.settled for peer, b in ledger.balances().items() if b.settled.rounds}
 
 
-
 def make_accounts(rounds: int):
     chain = ChainMaker(SPEC)
     for r in range(rounds):

@@ -26,7 +26,6 @@ def settled_in(ledger: Ledger):
     return {peer: b.settled for peer, b in ledger.balances().items() if b.settled.rounds}
 
 
-
 def chain_of(rounds: int) -> ChainMaker:
     chain = ChainMaker(SPEC)
     for r in range(rounds):
