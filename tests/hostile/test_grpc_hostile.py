@@ -35,7 +35,7 @@ from peer.coordinator_client import _certificate_of
 from protocol.envelope import seal
 from protocol.invite import TLS_NAME, Endpoint
 from protocol.wire import coordinator_pb2 as wire
-from tests.integration.test_coordinator_service import SPEC, raw_stub, refusal, running
+from tests.support.coordinator_service import SPEC, raw_stub, refusal, running
 
 ROOT = Path(__file__).resolve().parents[2]
 Code = grpc.StatusCode

@@ -45,8 +45,8 @@ from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Directive, Finalization, Rollback, UpdateHeader
 from protocol.rounds.policy import Policy
 from protocol.wire import swarm_pb2 as wire
-from tests.integration.test_coordinator_service import running, settled
 from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer, state
+from tests.support.coordinator_service import running, settled
 from tests.support.specs import OWNER, digest, identity
 
 SPEC = make_spec(

@@ -9,15 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from cairn.main import main
 from protocol.ids import Digest, RunId
 from protocol.invite import Endpoint, Invite
+from tests.support.command_line import cairn, refused
 from tests.support.specs import digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,13 +42,6 @@ target_tokens = 1024
 """
 
 
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """Commands set logging up for a process of their own."""
@@ -61,23 +52,6 @@ def logging_as_it_was() -> Iterator[None]:
         handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
-
-
-def cairn(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
-    """A command as the console script runs it, in this process: imports cost seconds."""
-    result = CliRunner().invoke(main, list(map(str, arguments)), env=env, prog_name="cairn")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return Done(result.exit_code, result.stdout, result.stderr)
-
-
-def refused(*arguments: str | Path, env: dict[str, str] | None = None) -> str:
-    """What a refused command leaves on stderr: one error, which may list several lines to mend."""
-    done = cairn(*arguments, env=env)
-    assert done.returncode != 0, done.stdout
-    assert "Traceback" not in done.stdout + done.stderr, done.stderr
-    assert sum(line.lower().startswith("error") for line in done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr
 
 
 @pytest.fixture

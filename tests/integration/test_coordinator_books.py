@@ -7,8 +7,8 @@ import asyncio
 from coordinator import service
 from coordinator.ledger.store import connect
 from protocol.ledger.credits import CreditRule, account_for, pending
-from tests.integration.test_coordinator_service import client, running, settled
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
+from tests.support.coordinator_service import client, running, settled
 
 SPEC = make_spec(credit={"hold_rounds": 2})
 DEPTH = SPEC.checkpoint.final_depth

@@ -6,12 +6,10 @@ import asyncio
 import json
 import socket
 import time
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
 import grpc.aio
-import httpx
 import pytest
 
 from cairn import status
@@ -38,29 +36,8 @@ from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
 from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec, peer
+from tests.support.coordinator_service import SPEC, client, raw_stub, refusal, running, settled, web
 from tests.support.specs import OWNER
-
-SPEC = make_spec()
-
-
-@asynccontextmanager
-async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
-    swarm = swarm or FakeSwarm(spec)
-    places = dict(listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
-    coordinator = Coordinator(
-        CoordinatorConfig(tmp_path, **(places | config)),
-        spec,
-        sign_spec(OWNER, spec).sent,
-        OWNER,
-        swarm,
-        make_archiver(spec, tmp_path, swarm),
-        now=now,
-    )
-    await coordinator.start()
-    try:
-        yield coordinator, swarm
-    finally:
-        await coordinator.stop()
 
 
 async def test_a_fault_in_what_is_shown_does_not_silence_the_page_for_ever(tmp_path, monkeypatch, caplog):
@@ -83,19 +60,6 @@ async def test_a_fault_in_what_is_shown_does_not_silence_the_page_for_ever(tmp_p
                 return
             await asyncio.sleep(0.02)
         raise AssertionError("nothing is shown any more")
-
-
-def client(coordinator, **changes) -> CoordinatorClient:
-    return CoordinatorClient(replace(coordinator.invite(), **changes), attempts=1)
-
-
-async def settled(coordinator, rounds: int) -> None:
-    """Waits until the coordinator has followed so many rounds."""
-    for _ in range(200):
-        if coordinator.overview().round == rounds:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"round {rounds} was not reached")
 
 
 # -- the four calls ----------------------------------------------------------------------------------------------
@@ -342,28 +306,6 @@ async def test_a_silent_server_is_given_up_in_time(tmp_path):
 # -- what strangers send -----------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def raw_stub(coordinator):
-    import ssl
-
-    der = await asyncio.to_thread(_certificate_of, Endpoint("127.0.0.1", coordinator.grpc_port))
-    channel = grpc.aio.secure_channel(
-        f"127.0.0.1:{coordinator.grpc_port}",
-        grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode()),
-        options=[("grpc.ssl_target_name_override", TLS_NAME)],
-    )
-    try:
-        yield stubs.CoordinatorStub(channel)
-    finally:
-        await channel.close()
-
-
-async def refusal(call) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as e:
-        await call
-    return e.value.code(), e.value.details() or ""
-
-
 async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
     code = grpc.StatusCode
     async with running(tmp_path) as (c, _), raw_stub(c) as stub:
@@ -482,10 +424,6 @@ def test_numbers_are_written_for_people():
 
 
 # -- the page ----------------------------------------------------------------------------------------------------
-
-
-def web(coordinator) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{coordinator.page_port}", timeout=10, trust_env=False)
 
 
 async def test_the_page_and_all_that_it_names_is_served_with_a_strict_policy(tmp_path):

@@ -16,10 +16,10 @@ from coordinator.service import Coordinator, CoordinatorConfig
 from peer.store import Store
 from protocol.errors import MalformedError
 from protocol.ids import Digest
-from tests.integration.test_command_line import refused
+from tests.support.archives import Observed
+from tests.support.command_line import refused
 from tests.support.keeping_world import KeptWorld
 from tests.support.specs import OWNER
-from tests.unit.coordinator.test_archive import Observed
 
 
 @pytest.fixture

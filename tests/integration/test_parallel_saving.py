@@ -18,8 +18,8 @@ from peer.errors import SavedStateError
 from peer.training.parallel import file as part_file
 from peer.training.spent import Doing, Spent
 from peer.training.trainer import Trainer
+from tests.support.trainer_states import Heard, same, train, update
 from tests.support.trainer_world import BATCH, World, finish, saved_counter
-from tests.unit.peer.test_trainer_state import Heard, same, train, update
 
 pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).resolve().parents[2]

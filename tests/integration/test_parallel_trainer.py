@@ -37,11 +37,11 @@ from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.merkle import blob_digest
 from protocol.spec import CodecSpec, OuterSpec
-from tests.integration.test_trainer_process import Node
 from tests.support import trainer_world
 from tests.support.parallel_world import run_ranks
+from tests.support.trainer_process import Node
+from tests.support.trainer_states import Heard, same, train, update
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, apply, record_digest
-from tests.unit.peer.test_trainer_state import Heard, same, train, update
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -20,7 +19,6 @@ from peer.channel import (
     Applied,
     Apply,
     Failed,
-    FromTrainer,
     MakeUpdate,
     Note,
     NothingDone,
@@ -32,52 +30,14 @@ from peer.channel import (
     Stop,
     Stopped,
     TrainerLink,
-    UpdateMade,
 )
 from peer.training.saved import SHEET
 from protocol.ids import Digest
 from protocol.merkle import blob_digest
+from tests.support.trainer_process import Node
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, record_digest
 
 pytestmark = pytest.mark.timeout(180)
-
-T = TypeVar("T", bound=FromTrainer)
-
-
-class Node:
-    """What a node does with a link, for tests: sends, and waits for a kind of answer; keeps all that came."""
-
-    def __init__(self, link: TrainerLink):
-        self.link = link
-        self.heard: list[FromTrainer] = []
-        self._messages = aiter(link)
-
-    async def until(self, kind: type[T], when=lambda _: True) -> T:
-        while True:
-            message = await asyncio.wait_for(anext(self._messages), 60)
-            self.heard.append(message)
-            if isinstance(message, kind) and when(message):
-                return message
-            assert not isinstance(message, Failed), message
-
-    async def failures(self) -> list[Failed]:
-        """What fails from here on, until something that ends the trainer does."""
-        said: list[Failed] = []
-        while not any(f.fatal for f in said):
-            message = await asyncio.wait_for(anext(self._messages), 60)
-            self.heard.append(message)
-            said += [message] if isinstance(message, Failed) else []
-        return said
-
-    async def ask(self, message, kind: type[T]) -> T:
-        await self.link.send(message)
-        return await self.until(kind)
-
-    async def trained(self, windows: int) -> Progress:
-        return await self.until(Progress, lambda p: p.windows >= windows)
-
-    async def update(self, number: int, parent: Digest, out: Path) -> UpdateMade:
-        return await self.ask(MakeUpdate(number, parent, out), UpdateMade)
 
 
 @asynccontextmanager

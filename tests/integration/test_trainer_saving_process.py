@@ -15,9 +15,9 @@ import pytest
 
 from peer.channel import Applied, Apply, Failed, Note, Progress, Ready, Save, Stop, Stopped, TrainerLink
 from peer.training.saved import SHEET
-from tests.integration.test_trainer_process import Node
+from tests.support.trainer_process import Node
+from tests.support.trainer_states import born, closed, train, update
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round
-from tests.unit.peer.test_trainer_state import born, closed, train, update
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ from pathlib import Path
 from peer.training import saved
 from peer.training.parallel import file as part_file
 from peer.training.trainer import Trainer
-from tests.unit.peer.test_trainer_state import loaded, train
+from tests.support.trainer_states import loaded, train
 from tests.support.trainer_world import World
 world = World.make(Path(sys.argv[1]))
 trainer = loaded(world)

@@ -23,8 +23,8 @@ from coordinator.alerts.tracker import Alert
 from peer.coordinator_client import AlertStatus, PeerStatus, RoundStatus, Status
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import Endpoint, Invite
-from tests.integration.test_coordinator_service import running, settled
 from tests.support.coordinator_fakes import FakeSwarm, make_spec
+from tests.support.coordinator_service import running, settled
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = make_spec()

@@ -21,8 +21,8 @@ from coordinator.credits import tree_heads
 from protocol.ids import Digest
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive
-from tests.integration.test_coordinator_service import running, settled, web
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
+from tests.support.coordinator_service import running, settled, web
 from tests.support.specs import OWNER
 
 SPEC = make_spec()

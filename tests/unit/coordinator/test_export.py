@@ -36,7 +36,7 @@ from protocol.message_codec import encode_certificate
 from protocol.model import build_model, load_state, model_layout, parameters_of, plain_config
 from protocol.spec import RunSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
-from tests.integration.test_command_line import cairn, refused
+from tests.support.command_line import cairn, refused
 from tests.support.specs import OWNER, digest
 
 RUN = """

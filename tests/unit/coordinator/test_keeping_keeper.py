@@ -29,8 +29,8 @@ from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.job import JobError, run_job
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
+from tests.support.archives import SPEC, Uniform, shards
 from tests.support.keeping_world import KeptWorld, nan
-from tests.unit.coordinator.test_archive import SPEC, Uniform, shards
 
 
 @pytest.fixture

@@ -18,21 +18,12 @@ from coordinator.ledger.store import connect
 from protocol.ids import Digest
 from protocol.ledger.credits import Balance, CreditRule, account_for, pending
 from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_spec, peer
-
-SPEC = make_spec()
-RULE = CreditRule.of(SPEC)
+from tests.support.ledger_accounts import RULE, SPEC, make_accounts
 
 
 def settled_in(ledger: Ledger):
     """Return what every peer has settled."""
     return {peer: b.settled for peer, b in ledger.balances().items() if b.settled.rounds}
-
-
-def make_accounts(rounds: int):
-    chain = ChainMaker(SPEC)
-    for r in range(rounds):
-        chain.add({n: 500 + 10 * n + r for n in range(3)}, loss=5 - r / 100)
-    return [account_for(c, RULE) for c in chain.certificates]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from coordinator.errors import LedgerConflictError, LedgerError, TooManyError
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import MAX_WAITING, LedgerThread
 from tests.support.coordinator_fakes import make_spec, peer
-from tests.unit.coordinator.test_ledger import make_accounts
+from tests.support.ledger_accounts import make_accounts
 
 SPEC = make_spec()
 

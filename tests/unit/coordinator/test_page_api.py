@@ -24,10 +24,10 @@ from coordinator.page.endpoints import ENDPOINTS, SORTS
 from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
-from tests.integration.test_metrics import overview
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
 from tests.support.coordinator_fakes import FakeSwarm, peer
+from tests.support.overviews import overview
 
 ROUNDS = 9
 

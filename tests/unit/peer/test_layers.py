@@ -16,8 +16,8 @@ from peer.training.layers import LayerOptions, compiles, decoder_layers
 from protocol.model import build_model, plain_config
 from protocol.spec import InnerSpec, Schedule
 from tests.support.specs import TINY_LLAMA
+from tests.support.trainer_states import Heard, born, loaded, same, train
 from tests.support.trainer_world import World
-from tests.unit.peer.test_trainer_state import Heard, born, loaded, same, train
 
 BATCH, LAYERS = 4, 2
 CPU = torch.device("cpu")

@@ -26,8 +26,8 @@ from peer.training.spent import Doing, Spent
 from peer.training.trainer import Trainer
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
+from tests.support.trainer_states import Heard, born, closed, copied, loaded, same, train, update
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, finish, saved_counter
-from tests.unit.peer.test_trainer_state import Heard, born, closed, copied, loaded, same, train, update
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,87 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from peer.channel import Apply, MakeUpdate, NothingDone, UpdateMade
 from peer.errors import SavedStateError, TrainingError
 from peer.training.saved import SHEET, UPDATE_SHEET
-from peer.training.trainer import NON_FINITE_MOST, Trainer
+from peer.training.trainer import NON_FINITE_MOST
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
 from protocol.merkle import blob_digest
 from protocol.spec import CodecSpec, OuterSpec, RunSpec, Schedule
 from protocol.state import state_digest
+from tests.support.trainer_states import born, copied, loaded, same, train, update
 from tests.support.trainer_world import BATCH, GENESIS, WINDOW, World, accepted_round, apply, peer_key, record_digest
-
-
-class Heard(list):
-    """What a trainer reported, as (level, kind, text)."""
-
-    def __call__(self, level: str, kind: str, text: str) -> None:
-        self.append((level, kind, text))
-
-    def kinds(self) -> list[str]:
-        return [kind for _, kind, _ in self]
-
-
-@pytest.fixture
-def world(tmp_path) -> World:
-    return World.make(tmp_path)
 
 
 @pytest.fixture
 def raw(tmp_path) -> World:
     """A run that compresses nothing and forgets nothing: sums can be checked."""
     return World.make(tmp_path, codec=CodecSpec(kind="none", beta=1.0))
-
-
-_born: list[Trainer] = []
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    """Every trainer's reading thread ends with its test."""
-    yield
-    while _born:
-        _born.pop().close()
-
-
-def born(world: World, n: int = 1, **start) -> tuple[Trainer, Heard]:
-    heard = Heard()
-    trainer = Trainer(replace(world.start(n), **start), heard)
-    _born.append(trainer)
-    return trainer, heard
-
-
-def loaded(world: World, n: int = 1) -> Trainer:
-    trainer, heard = born(world, n)
-    trainer.load(world.load())
-    assert not heard
-    return trainer
-
-
-def train(trainer: Trainer, steps: int) -> None:
-    for _ in range(steps):
-        assert trainer.may_train
-        step = trainer.step(trainer.batches.take(trainer.claims.counter))
-        assert step is not None and step.taken
-
-
-def update(trainer: Trainer, out: Path) -> UpdateMade:
-    assert trainer.record is not None
-    made = trainer.make_update(MakeUpdate(trainer.round, trainer.record, out))
-    assert isinstance(made, UpdateMade)
-    return made
-
-
-def copied(tensors) -> dict[str, Tensor]:
-    return {n: t.clone() for n, t in tensors.items()}
-
-
-def same(a, b, atol: float = 1e-6) -> None:
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0)
 
 
 def test_nothing_is_trained_before_a_state_is_loaded(world):
