@@ -47,8 +47,10 @@ class ChainIndexer:
         plausibility: PlausibilityCheck, directives: DirectiveEffects, now: Callable[[], float], *,
         on_pass: Callable[[], None] = lambda: None, on_new_head: Callable[[RoundAccount], object] = lambda _: None,
     ):  # fmt: skip
-        """Prepare; `on_pass` is called after each pass, `on_new_head` with each record that becomes the newest while
-        this coordinator is there to see it."""
+        """Prepare; `on_pass` is called after each pass.
+
+        `on_new_head` is called with each record that becomes the newest while this coordinator is there to see it.
+        """
         self._run: RunId = spec.run_id
         self._rule = CreditRule.of(spec)
         self._view = view
@@ -69,7 +71,7 @@ class ChainIndexer:
         """Why the chain cannot be followed, for people; empty when all is well."""
 
         self.caught_up = False
-        """Whether the chain is as far as most members."""
+        """True while the chain is as far as most members."""
 
     async def start(self) -> None:
         """Read the ledger and begin. Raises LedgerError."""
@@ -100,9 +102,8 @@ class ChainIndexer:
         """Take the ledger back to a record that it has, by a directive that the owner signed (an envelope).
 
         Issued credits remain; the next posted round is the child of `record`. A repeated call for the same rollback,
-        also by a later directive, changes nothing and returns False, and so does a call while the ledger ends at the
-        record or before it: then the chain alone turns. Raises LedgerConflictError if the ledger has no such round, or
-        the directive does not say so.
+        also by a later directive, changes nothing and returns False. So does a call while the ledger ends at the record
+        or before it. Raises LedgerConflictError if the ledger has no such round, or the directive does not say so.
         """
 
         def take_back(ledger: Ledger) -> bool:

@@ -1,7 +1,9 @@
-"""Run control at the coordinator (docs/control.md): accepts the owner's directives, and makes everything here follow them.
+"""Run control at the coordinator (docs/control.md):
 
-The order is: on disk, then published, then the ledger. After a kill at any moment the next start completes the rest. The
-owner's signature is the only authority: a directive counts for it, whoever delivers it.
+accepts the owner's directives, and makes everything here follow them.
+
+The order is: on disk, then published, then the ledger. After a kill at any moment the next start completes the rest.
+The owner's signature is the only authority: a directive counts for it, whoever delivers it.
 """
 
 from __future__ import annotations

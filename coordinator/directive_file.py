@@ -15,8 +15,10 @@ from protocol.messages import Directive, Signed
 log = logging.getLogger(__name__)
 
 FILE = "directives"
-"""In the run's folder: one line for each directive, base64 of its envelope; and "done N" once the ledger has followed the
-N-th rollback."""
+"""In the run's folder:
+
+one line for each directive, base64 of its envelope; and "done N" once the ledger has followed the N-th rollback.
+"""
 
 MAX_LINE = 128 * 1024
 MAX_FILE = 256 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""What the owner's newest directive changes at the coordinator (docs/control.md)."""
+"""The effects of the owner's newest directive at the coordinator (docs/control.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol.spec import RoundSpec
 
 
 class EffectiveRoundPolicy:
-    """The round policy of the spec with the owner's changes: when a round is late, a peer silent, the next round due."""
+    """The round policy of the spec with the owner's changes: when rounds are late, peers silent."""
 
     def __init__(self, spec: RoundSpec):
         self._spec = spec

@@ -10,9 +10,9 @@ from coordinator.round_observations import TypicalDurations
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """The progress that one training peer reports:
+    """The progress that one training peer reports.
 
-    tokens of this round, tokens a second, and the report's age in seconds.
+    `tokens` of this round, `tokens_per_second`, and the age of the report in seconds.
     """
 
     tokens: int

@@ -54,7 +54,7 @@ class Health(health_pb2_grpc.HealthServicer):
 
 
 class Reflection(reflection.ReflectionServicer):
-    """Reflection: the server's services as descriptors. A request that names nothing known is answered with NOT_FOUND."""
+    """Reflection: the server's services as descriptors. Unknown names are answered with NOT_FOUND."""
 
     def __init__(self):
         super().__init__((NAME, HEALTH, REFLECTION))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoundPoint:
-    """A round: its number, tokens accepted up to its end, loss, and when it was seen (unix seconds; None:
+    """A round: its number, tokens accepted up to its end, and its loss.
 
-    not at first hand).
+    `seen_at` is unix seconds; None: not seen at first hand.
     """
 
     round: int
@@ -99,8 +99,9 @@ def charts(points: Sequence[RoundPoint], limit: int = 600) -> Charts:
 
 
 def tokens_per_second(points: Sequence[RoundPoint], now: float, *, rounds: int = 8) -> float:
-    """Return the rate of accepted tokens over the last few rounds seen at first hand; it falls when no more rounds
-    come.
+    """Return the rate of accepted tokens over the last few rounds seen at first hand.
+
+    It falls when no more rounds come. `now` is unix seconds.
     """
     seen = [p for p in points if p.seen_at is not None][-rounds - 1 :]
     if len(seen) < 2:

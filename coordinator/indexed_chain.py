@@ -18,7 +18,7 @@ MAX_REMEMBERED = 64
 
 
 class IndexedChain:
-    """What is known of the chain; posted rounds are final and in the ledger, open ones are beyond them."""
+    """The chain of one run: posted rounds are final and in the ledger, open ones are beyond them."""
 
     def __init__(self):
         self.posted: tuple[Round, Digest] | None = None

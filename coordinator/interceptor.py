@@ -1,7 +1,7 @@
 """The interceptor of every gRPC method: call rates, deadlines, and requests that are none.
 
 It wraps each method of the server. Limits by address come first, before a byte of the message is waited for. gRPC
-itself waits for ever for a message that does not come and for a caller that does not read the answer, and hundreds of
+itself waits for ever for a message that does not come, and for a caller that does not read the answer. Hundreds of
 such calls would leave no room for honest ones. Here these calls end in time, and so do messages that do not parse. To
 that end unary methods are registered as streams of bytes, which look the same on the wire.
 """

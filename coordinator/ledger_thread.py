@@ -88,7 +88,7 @@ class LedgerThread:
         return await self._answered(job.future)
 
     async def read(self, work: Callable[[Ledger], T]) -> T:
-        """Return the result of `work(ledger)`, which writes nothing: it sees what is committed, and waits for no write."""
+        """Return the result of `work(ledger)`, which only reads: it sees what is committed, and waits for no write."""
         self._check()
         if (reader := self._reader) is None:
             raise RuntimeError("the ledger is not open")

@@ -1,6 +1,6 @@
-"""Silences the progress bars and load reports of transformers:
+"""Silences the progress bars and load reports of transformers.
 
-callers inspect what was loaded and report it themselves.
+Callers inspect what was loaded and report it themselves.
 """
 
 from __future__ import annotations

@@ -114,9 +114,9 @@ class Metrics:
             self._lag.observe(max(0.0, time.monotonic() - began - LAG_SECONDS))
 
     def counting(self, app: ASGIApp) -> ASGIApp:
-        """Return the application with its requests counted, by the first segment of the path:
+        """Return the application with its requests counted, by the first segment of the path.
 
-        no label is a stranger's text.
+        No label is a stranger's text.
         """
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:

@@ -100,15 +100,13 @@ class Overview:
     archive_problem: str = ""
     """Why states are not archived, copied or evaluated; empty when all is well."""
     diverged: tuple[str, ...] = ()
-    """Names of peers that report another state than the chain names for the same record, or, at the head, than the
-    majority.
-    """
+    """Names of peers that report another state than the chain names, or, at the head, than the majority."""
 
     alerts: tuple[Alert, ...] = ()
 
     @property
     def rests(self) -> bool:
-        """Whether the run is paused, and no peer works at the open round: this time is not part of the round."""
+        """True while the run is paused and no peer works at the open round: this time is not part of the round."""
         return self.health == "paused" and not self.training
 
 
@@ -178,9 +176,9 @@ class OverviewBuilder:
         )
 
     def _diverged(self, working: list[PeerOverview]) -> tuple[str, ...]:
-        """Return the names of peers with another state:
+        """Return the names of peers with another state than the chain names.
 
-        a record's child names the state after it; at the head, the majority does.
+        A record's child names the state after it; at the head, the majority of the peers does.
         """
         named = {a.parent: a.base_state for a in self._chain.newest(NEWEST)}
         claims = [(p, h.head, h.state) for p in working if (h := p.heartbeat) is not None and h.state is not None]
@@ -255,8 +253,9 @@ class OverviewBuilder:
 
     @staticmethod
     def _off_branch(p: PeerOverview, training: int, recent: set[Digest]) -> bool:
-        """Return whether a peer is on another branch or more than two rounds behind; one ahead of this coordinator is
-        not.
+        """Return whether a peer is on another branch, or more than two rounds behind.
+
+        A peer that is ahead of this coordinator is not.
         """
         h = p.heartbeat
         if h is None or h.round > training:
@@ -298,7 +297,7 @@ class OverviewBuilder:
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 
     def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundOverview, ...]:
-        """Return overviews of rounds, each built once, and again when it becomes final: it may have thousands of names."""
+        """Return overviews of rounds, each built once, and again when final: it may have thousands of names."""
         made = {}
         for a in newest:
             known = self._rounds.get(a.record)

@@ -24,8 +24,10 @@ RATE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TrackedPeer:
-    """A peer's newest heartbeat with its time, since when it is in this phase (training and exchanging count as one),
-    and its bytes a second over about half a minute by its own counters.
+    """A peer's newest heartbeat, when it came, and how fast its counters grow.
+
+    `since` is when it entered this phase; training and exchanging count as one. Times are unix seconds. Rates are bytes
+    a second over about half a minute, by the peer's own counters.
     """
 
     heartbeat: Heartbeat

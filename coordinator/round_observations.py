@@ -149,9 +149,9 @@ class RoundObservations:
         return taken
 
     def rest(self) -> None:
-        """Note that the run is paused:
+        """Note that the run is paused.
 
-        a round without an announcement begins when it resumes, as it does for its peers.
+        A round without an announcement begins when the run resumes, as it does for its peers.
         """
         if self._began is not None and not self._heard:
             self._began = self._now()
@@ -194,8 +194,8 @@ class RoundObservations:
         found = non_participants(account, inside, self._before, self._heard, proposed, heard, self.member_seconds)
         sent, received = self._traffic(heard)
         seen = RoundObservation(
-            account.round, account.record, self._began if came else None, first, proposed, now, training, sent, received,
-            tuple(found[:MAX_LISTED]), len(found),
+            account.round, account.record, self._began if came else None, first, proposed, now, training, sent,
+            received, tuple(found[:MAX_LISTED]), len(found),
         )  # fmt: skip
         self._rounds[seen.record] = seen
         self._rounds.move_to_end(seen.record)
@@ -216,9 +216,9 @@ class RoundObservations:
                 self._take(message, at)
 
     def _traffic(self, heard: Mapping[PeerKey, ReceivedHeartbeat]) -> tuple[int | None, int | None]:
-        """Return bytes sent and received since the last round (None:
+        """Return bytes sent and received since the last round; None if that was not observed.
 
-        it was not observed); a smaller counter was restarted.
+        A counter that has become smaller was restarted.
         """
         known = bool(self._bytes)
         sent = received = 0

@@ -1,4 +1,4 @@
-"""The gRPC service (protocol/wire/coordinator.proto): bounded, with its own deadlines, and error messages for people."""
+"""The gRPC service (protocol/wire/coordinator.proto): bounded, with its own deadlines, and messages for people."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class RpcAnswers:
         return self._thinned[1]
 
     def _newest_checkpoint(self) -> tuple[Digest, int] | None:
-        """Return the newest state that is a checkpoint (every `checkpoint.every` rounds) and in the observer's store."""
+        """Return the newest state that is a checkpoint and in the observer's store."""
         chain = self._chain
         for account in chain.newest(len(chain.open) + len(chain.recent)):
             if account.round % self._spec.checkpoint.every == 0 and self._view.has_blob(account.base_state):
@@ -133,7 +133,8 @@ class RpcAnswers:
                 settled=e.status == "settled",
             )
             for e in entries
-            # A round that was posted since the balances above were read comes the next time. Voided ones earned nothing.
+            # A round that was posted since the balances above were read comes the next time. Voided ones earned
+            # nothing.
             if posted is not None and e.round <= posted[0] and e.status != "voided"
         ]  # fmt: skip
         return wire.AccountReply(

@@ -72,8 +72,8 @@ CHECK_SECONDS = 86_400.0
 class CoordinatorConfig:
     """The coordinator's folder, the addresses on which it listens, and those at which it is reached.
 
-    `listen_*` is gRPC's, for peers; `page_*` is HTTP's, for people; port 0 is any free one. `public` are the addresses in
-    invites (none: the listening address), `page_url` is published as the page's address ("": the listening address).
+    `listen_*` is gRPC's, for peers; `page_*` is HTTP's, for people; port 0 is any free one. `public` are the addresses
+    in invites (none: the listening address), `page_url` is published as the page's address ("": the listening address).
     `ledger` is a postgresql:// URL ("": a file of SQLite in the folder).
     """
 
@@ -265,7 +265,8 @@ class Coordinator:
     def overview(self) -> Overview:
         """Return the swarm as it is now.
 
-        It is rebuilt at most four times a second, and takes at most a tenth of the time, however many callers there are.
+        It is rebuilt at most four times a second, and takes at most a tenth of the time, however many callers there
+        are.
         """
         now = self._now()
         if self._overview is None or not 0 <= now - self._overview[0] < self._overview_seconds:
@@ -311,7 +312,7 @@ class Coordinator:
             await asyncio.sleep(max(0.3 if len(self.feed) <= 20 else 3, 20 * took))
 
     async def _check_forever(self) -> None:
-        """Check the whole ledger a minute after the start and then daily: a start checks only a small one completely."""
+        """Check the whole ledger a minute after the start and then daily: a start checks only small ones completely."""
         await asyncio.sleep(FIRST_CHECK_SECONDS)
         while True:
             try:

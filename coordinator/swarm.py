@@ -27,9 +27,9 @@ class ReceivedHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedUpdate:
-    """An announced update:
+    """An announced update.
 
-    its header, whether its round was decided already when it came, and the rule of the chain that it breaks ("": none).
+    `late`: its round was decided already when it came. `flaw`: the rule of the chain that it breaks ("": none).
     """
 
     header: Signed[UpdateHeader]
@@ -51,17 +51,15 @@ class SwarmView(Protocol):
         ...
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
-        """Return the chain from the child of `record` towards the head:
+        """Return the chain from the child of `record` towards the head: oldest first, at most `limit`.
 
-        oldest first, at most `limit`, fewer only at the head.
-
-        `record` may be the genesis. Returns None if `record` is not on the chain that leads to the head, or if what
-        follows is not available yet. May read from disk.
+        It is shorter only at the head. `record` may be the genesis. Returns None if `record` is not on the chain that
+        leads to the head, or if what follows is not available yet. It may read from disk.
         """
         ...
 
     def certificate(self, record: Digest) -> Certificate | None:
-        """Return the certificate of a record that this observer holds, also of a branch that was left; None for others."""
+        """Return the certificate of a record that this observer holds, also of a left branch; None for others."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -107,7 +105,7 @@ class SwarmView(Protocol):
         ...
 
     async def publish_coordinator_address(self, word: Signed[Any]) -> None:
-        """Publish a coordinator address record, and store it for the next start. The same one may be published again."""
+        """Publish a coordinator address record, and store it for the next start; it may be repeated."""
         ...
 
     @property

@@ -22,7 +22,7 @@ class Judged:
 
 
 def judge(spec: RunSpec, shards: list[Path], before: Path, after: Path, prompt: str) -> Judged:
-    """`before`, `after`: archived folders (see `coordinator.checkpoints.archive`); `shards`: the validation shards' files."""
+    """`before`, `after`: folders of `coordinator.checkpoints.archive`; `shards`: the validation shards' files."""
     from cairn.generating import generate_text
     from coordinator.checkpoints.evaluation import load_archived, validation_loss
 

@@ -1,4 +1,4 @@
-"""Where alerts are sent: `alerts.toml` in the run's folder, and `--webhook`."""
+"""The receivers of alerts: `alerts.toml` in the run's folder, and `--webhook`."""
 
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ class AlertInput:
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """A rule:
+    """A rule with its delays.
 
-    `judge` gives the message, which must hold for `after` seconds to fire, and be gone for `clear` to resolve.
+    `judge` gives the message, which must hold for `after` seconds to fire, and be gone for `clear` seconds to resolve.
     """
 
     name: str
@@ -115,7 +115,7 @@ def stalled(memory: Memory, s: AlertInput) -> str | None:
 
 
 def digests(memory: Memory, s: AlertInput) -> str | None:
-    """Judge whether members hold another state than the chain names for the same record: they compute something else."""
+    """Judge whether members hold another state than the chain names for the same record."""
     del memory
     if not s.diverged:
         return None if s.up < STARTUP_SECONDS else ""
@@ -124,8 +124,9 @@ def digests(memory: Memory, s: AlertInput) -> str | None:
 
 
 def peers(memory: Memory, s: AlertInput) -> str | None:
-    """Judge whether a third of the peers that trained within ten minutes are gone; resolved when they return or after
-    an hour.
+    """Judge whether a third of the peers that trained within ten minutes are gone.
+
+    The alert is resolved when they return, or after an hour.
     """
     if s.health in _OVER:
         memory.clear()

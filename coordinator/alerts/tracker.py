@@ -1,4 +1,4 @@
-"""Which alerts are active, since when, and which events each webhook has still to receive. Pure; stored as one JSON."""
+"""Tracks active alerts, and the events that each webhook has still to receive. Pure; stored as one JSON."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class AlertEvent:
 
 @dataclass(slots=True)
 class _State:
-    """The state of one rule. `wrong_since`, `right_since`: start of the unbroken judgement; `told`:
+    """The state of one rule; times in unix seconds.
 
-    last event (unix seconds).
+    `wrong_since` and `right_since` begin the unbroken judgement, `told` is the time of the last event.
     """
 
     wrong_since: float | None = None

@@ -2,7 +2,7 @@
 
 The JSON has the same sentence as "text" (Slack, Mattermost, Matrix bridges) and as "content" (Discord), and the event
 in "cairn". With a secret, `X-Cairn-Signature` is "v1=" and the HMAC-SHA256, in hex, of `X-Cairn-Timestamp`, a dot, and
-the body (as at Stripe and Slack): a receiver checks both, and refuses old times.
+the body (as at Stripe and Slack). A receiver checks both, and refuses old times.
 """
 
 from __future__ import annotations

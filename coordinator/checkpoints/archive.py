@@ -81,8 +81,8 @@ class ArchivedState:
 class Archive:
     """The archived states of one run, in `folder`. Thread-safe.
 
-    `policy` decides which states stay, `losses` gives the validation losses by state for `policy.best`. `spec_envelope` is
-    the signed spec, for strangers who verify a copy. `reserve` is the number of bytes of the disk to leave free.
+    `policy` decides which states stay, `losses` gives the validation losses by state for `policy.best`. `spec_envelope`
+    is the signed spec, for strangers who verify a copy. `reserve` is the number of bytes of the disk to leave free.
     `on_left` is called, in any thread, with states that the chain has left, before they are deleted.
     """
 
@@ -206,12 +206,12 @@ class Archive:
         return next((a for a in reversed(self.all()) if a.final), None)
 
     def state_for(self, record: Digest) -> ArchivedState | None:
-        """Return the archived state after a record (the genesis digest: the run's first state); None if there is none."""
+        """Return the archived state after a record (the genesis digest: the first state); None if there is none."""
         return next((a for a in self.all() if a.record == record), None)
 
     @contextlib.contextmanager
     def reading(self, archived: ArchivedState) -> Iterator[ArchivedState]:
-        """Keep this state from being deleted until the context ends. Raises CoordinatorError if it is deleted already."""
+        """Keep this state from being deleted until the context ends. Raises CoordinatorError if it is deleted."""
         with self._lock:
             if not (archived.folder / MANIFEST).is_file():
                 raise CoordinatorError(
@@ -284,9 +284,9 @@ class Archive:
         ]
 
     def _remove(self, folder: Path, *, even_if_open: bool = False) -> None:
-        """Delete a folder, its name first:
+        """Delete a folder, its name first.
 
-        a process that is killed meanwhile leaves a draft, which the next one deletes.
+        A process that is killed meanwhile leaves a draft, which the next one deletes.
         """
         going = folder.with_name(f"{DRAFT}{folder.name.removeprefix('round-')}.gone")
         with contextlib.suppress(OSError):

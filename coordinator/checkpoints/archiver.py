@@ -53,8 +53,8 @@ class CheckpointArchiver:
     """Looks after the archive of one run. `start`, then `stop`; it may be queried at any time, on the event loop."""
 
     def __init__(
-        self, archive: Archive, evaluations: EvaluationLog, spec: RunSpec, view: SwarmView, settings: CheckpointSettings,
-        *, shards: Sequence[Path] = (), fetch_problem: Callable[[], str] = str,
+        self, archive: Archive, evaluations: EvaluationLog, spec: RunSpec, view: SwarmView,
+        settings: CheckpointSettings, *, shards: Sequence[Path] = (), fetch_problem: Callable[[], str] = str,
     ):  # fmt: skip
         """Prepare; `shards` are the validation shards, `fetch_problem` says why no new state is archived."""
         self.archive = archive

@@ -83,8 +83,8 @@ def measure(
     """Return the same as `validation_loss` with the number of windows.
 
     `most` limits the number of the chosen windows, `seconds` the time (at least one batch is done). With either, any
-    first part of the order of windows is spread evenly too, and the order is the same each time: a slow machine judges
-    all states by the same few windows. Raises CoordinatorError.
+    first part of the order of windows is spread evenly too. The order is the same each time, so that a slow machine
+    judges all states by the same few windows. Raises CoordinatorError.
     """
     held = ValidationWindows(data, shards)
     n = min(max_windows, len(held))

@@ -97,9 +97,9 @@ def _best(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy) -> 
 
 
 def _shedding(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy, of: set[int]) -> list[int]:
-    """Return what the limit on bytes costs first:
+    """Return the states that the limit on bytes costs, in order.
 
-    the merely new, oldest first; the worst of the best; the oldest others.
+    These are the merely new, oldest first; the worst of the best; the oldest others.
     """
     marks, best = _marks(ordered, policy), _best(ordered, policy)
     plain = sorted(of - marks - best)

@@ -139,7 +139,7 @@ def load_settings(
 
 
 def check_address(address: str, folder: Path) -> None:
-    """Raise SettingsError for an address that cannot hold copies: one within the run's own folder, or a read-only one."""
+    """Raise SettingsError for an address that cannot hold copies: within the run's own folder, or read-only."""
     if address.startswith(("http://", "https://")):
         raise SettingsError(f"{address}: a web address is only read from: name a folder, or such as s3://bucket/runs")
     local = address.removeprefix("file://").removeprefix("local://")

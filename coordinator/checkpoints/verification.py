@@ -5,7 +5,7 @@
     record     = the one in the finalization in cairn.json, signed with the owner's key
 
 The spec names the state of round 0, and no record names a run's last state. For that one, certificate.bin is the last
-record, the finalization is of it, and witnesses.json has signed heartbeats of more than two thirds of its contributors
+record, and the finalization is of it. witnesses.json has signed heartbeats of more than two thirds of its contributors
 that name this state after that record.
 """
 
@@ -99,8 +99,8 @@ def verify_checkpoint(
     state = _digest(open_file, layout.checkpoint_size)
     if state != archived.state:
         raise VerificationError(
-            f"{MODEL} is not the state that {MANIFEST} names: its digest is {state.short}, not {archived.state.short}: it "
-            "was damaged or exchanged: take another copy"
+            f"{MODEL} is not the state that {MANIFEST} names: its digest is {state.short}, not {archived.state.short}: "
+            "it was damaged or exchanged: take another copy"
         )
     report(f"state    {state}, round {archived.round}, {archived.tokens:,} tokens; config and tokenizer are the run's")
     if archived.round == 0:

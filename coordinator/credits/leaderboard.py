@@ -42,7 +42,7 @@ class RecentAverageCredit:
 
         ln 2 / h * 2**(-t / h)
 
-    whose integral over all times is 1: a constant c credits a day have the average c. BOINC spreads an amount over the
+    The integral of this weight is 1: a constant c credits a day have the average c. BOINC spreads an amount over the
     time since the previous one, which is the same for intervals much shorter than h (it uses this form itself for the
     shortest ones). Here an amount counts at the time of its ledger entry. So the order of adding does not matter, and
     anyone with the log computes the same.

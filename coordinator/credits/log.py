@@ -113,7 +113,9 @@ class CreditLog:
         return self._heads.age
 
     async def heads(self, before: int | None, limit: int) -> list[bytes]:
-        """Return signed tree heads, newest first, of sizes less than `before`; the newest of all is at most a minute old."""
+        """Return signed tree heads, newest first, of sizes less than `before`; the newest of all is at most a minute
+        old.
+        """
         if before is not None:
             return [h.sent for h in await self._ledger.read(lambda ledger: ledger.heads(limit, before))]
         newest = await self._heads.newest()
@@ -181,7 +183,7 @@ class CreditLog:
         return await self._leaderboard.bind(sent)
 
     async def certificate(self, record: Digest) -> bytes | None:
-        """Return the certificate of one record, also of a branch that was left; None if the observer does not hold it."""
+        """Return the certificate of one record, also of a branch that was left; None if it is not held."""
         found = self._view.certificate(record)
         return None if found is None else encode_certificate(found)
 

@@ -60,11 +60,10 @@ class TreeHeadSigner:
 
     @property
     def age(self) -> float:
-        """Seconds since a head was signed, stored or not:
+        """Seconds since a head was signed, stored or not.
 
-        about a minute while all is well, also while the log does not grow.
-
-        Before the first, or if the newest in the database is not the owner's: since the start.
+        It is about a minute while all is well, also while the log does not grow. Before the first head, or if the
+        newest in the database is not the owner's, it counts from the start.
         """
         signed = None if self._newest is None or self._broken else self._newest.body.time / 1000
         return max(0.0, self._now() - (self._began if signed is None else signed))

@@ -1,4 +1,4 @@
-"""What the coordinator shows of credits: receipts with their status, totals of peers, accounts and teams. Plain values."""
+"""Plain values about credits: receipts with their status, totals of peers, accounts and teams."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Database(ABC):
     @property
     @abstractmethod
     def in_transaction(self) -> bool:
-        """Whether a transaction is open.
+        """True while a transaction is open.
 
         After some errors (a full disk, a lost connection) the database ends it by itself.
         """

@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 class PostgresDatabase(Database):
-    """A connection to the schema `cairn_` and the first 16 digits of the run id; the schema is made if there is none."""
+    """A connection to the schema `cairn_` and the first 16 digits of the run id, which is made on first use."""
 
     dialect = "postgresql"
     SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"

@@ -86,8 +86,8 @@ def accounts(db: Database, after: int, limit: int) -> list[RoundAccount]:
     shares: dict[int, list[Line]] = {r[5]: [] for r in rows}
     if rows:
         found = db.query(
-            "SELECT l.entry, l.encoded FROM branch b JOIN lines l ON l.entry = b.entry WHERE b.round > ? AND b.round <= ? "
-            "ORDER BY b.round, l.line",
+            "SELECT l.entry, l.encoded FROM branch b JOIN lines l ON l.entry = b.entry "
+            "WHERE b.round > ? AND b.round <= ? ORDER BY b.round, l.line",
             (after, rows[-1][0]),
         )
         for entry, sent in found:

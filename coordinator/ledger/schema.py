@@ -19,7 +19,7 @@ _REMEDY = "start the version that made it, or move it away (credits are computed
 
 
 def migrations(dialect: str, folder: Path = FOLDER) -> list[tuple[int, str, Path]]:
-    """Return number, name and file of each migration for a database, in order. Raises LedgerError for a missing number."""
+    """Return number, name and file of each migration for a database, in order. Raises LedgerError for a gap."""
     found: dict[int, tuple[int, str, Path]] = {}
     for path in sorted(folder.glob("*.sql")):
         match = _NAME.match(path.name)

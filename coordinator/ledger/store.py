@@ -259,10 +259,10 @@ class Ledger:
         return any(h.record == record for h in self._current()[0].held)
 
     def active_since(self, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
-        """Return when the newest posted record with each peer was seen; for peers in none, when they were first
-        admitted.
+        """Return when the newest posted record with each peer was seen.
 
-        In unix seconds, as observed here; peers that were only seen by others are left out.
+        For peers in none it is when they were first admitted. Times are unix seconds, as observed here; peers that were
+        only seen by others are left out.
         """
         return queries.active_since(self._db, peers)
 
@@ -278,8 +278,9 @@ class Ledger:
         return queries.refusals(self._db, peer, before, limit)
 
     def refused(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
-        """Return a peer's refused updates in posted rounds, newest first, with the round's entry; of entries before
-        `before`.
+        """Return a peer's refused updates in posted rounds, newest first, with the round's entry.
+
+        Only entries before `before` are searched.
         """
         return queries.refused(self._db, peer, before, limit)
 

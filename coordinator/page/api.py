@@ -1,4 +1,4 @@
-"""What the page and its API answer, as JSON values: reading only."""
+"""The answers of the page and its API, as JSON values: read-only."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import MAX_COUNT, PeerKey
 
 IMMUTABLE = "public, max-age=31536000, immutable"
-"""For what never changes: written entries, and proofs between two sizes."""
+"""Caching of answers that never change: written entries, and proofs between two sizes."""
 
 
 def credit_routes(log: CreditLog) -> list[Route]:

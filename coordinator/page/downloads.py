@@ -125,8 +125,9 @@ def _read(file, at: int, size: int) -> bytes:
 
 
 def _range(text: str, size: int) -> tuple[int, int] | tuple[()] | None:
-    """Return the first byte and the one after the last; () if there are none of these; None if the range is to be
-    ignored.
+    """Return the first byte of a range and the one after its last.
+
+    The result is () if the file has none of these, and None if the range is to be ignored.
     """
     match = _RANGE.fullmatch(text.strip())
     if match is None or match.group(1) == match.group(2) == "":

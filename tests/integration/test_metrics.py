@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.alerts.rules import RULES
 from coordinator.metrics import HEALTHS
 from coordinator.peer_registry import PHASES
+from coordinator.round_metrics import MAX_BYTES_PER_SECOND, RoundTimer, TrafficCounter
 from tests.support.coordinator_fakes import FakeSwarm, peer
 from tests.support.coordinator_service import client, running, settled, web
 from tests.support.overviews import SPEC, overview

@@ -38,8 +38,8 @@ class Indexed:
         self.finalizer = Finalizer(swarm.spec, OWNER, swarm, ledger, self.chain)
         directives = DirectiveEffects(swarm.spec.round, self.chain)
         self.indexer = ChainIndexer(
-            swarm.spec, swarm, ledger, self.chain, self.finalizer, PlausibilityCheck(swarm.spec, OWNER), directives, now,
-            on_pass=on_pass,
+            swarm.spec, swarm, ledger, self.chain, self.finalizer, PlausibilityCheck(swarm.spec, OWNER), directives,
+            now, on_pass=on_pass,
         )  # fmt: skip
 
     def __getattr__(self, name):
