@@ -44,5 +44,5 @@ class AddressPublisher:
             try:
                 await self.announce()
             except MalformedError as e:
-                log.error("the swarm is not told where the coordinator is: %s", e)
+                log.error("the coordinator's address is not published in the swarm: %s", e)
             await asyncio.sleep(AGAIN_SECONDS)

@@ -31,5 +31,5 @@ async def supervise(name: str, work: Callable[[], Awaitable[None]], *, seconds: 
         try:
             await work()
         except Exception:
-            log.exception("%s: a fault of the coordinator; it goes on in %.0f s", name, pause)
+            log.exception("%s: a fault of the coordinator; it continues in %.0f s", name, pause)
         await asyncio.sleep(pause)

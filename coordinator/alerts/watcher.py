@@ -66,7 +66,7 @@ class AlertWatcher:
         try:
             self._tracker = AlertTracker([h.name for h in self._config.hooks], saved, repeat=self._config.repeat)
         except (TypeError, KeyError, AttributeError, ValueError) as e:
-            log.error("%s is damaged (%s): alerts that stand are told again", self._path, e)
+            log.error("%s is damaged (%s): active alerts are sent again", self._path, e)
         self._tasks = [asyncio.create_task(self._check_forever(), name="alerts")]
         self._tasks += [asyncio.create_task(self._deliver_forever(h), name=f"webhook {h}") for h in self._config.hooks]
 
@@ -105,7 +105,7 @@ class AlertWatcher:
             try:
                 await self._deliver(hook)
             except Exception:  # a fault here must not silence a webhook until the next start
-                log.exception("webhook %s: a fault of the coordinator; what it was to be told is told again", hook.name)
+                log.exception("webhook %s: a fault of the coordinator; its events are delivered later", hook.name)
             await asyncio.sleep(back_off(faults))
 
     async def _deliver(self, hook: Webhook) -> None:
@@ -121,7 +121,7 @@ class AlertWatcher:
             except WebhookError as e:
                 failures += 1
                 self._on_delivery("dropped" if e.final else "failed")
-                log.warning("webhook: %s; %s", e, "the event is dropped" if e.final else "it is told again")
+                log.warning("webhook: %s; %s", e, "the event is dropped" if e.final else "it is retried")
                 if not e.final:
                     await asyncio.sleep(back_off(failures))
                     continue
@@ -138,7 +138,7 @@ class AlertWatcher:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as e:
-            log.error("%s cannot be read (%s): alerts that stand are told again", self._path, e)
+            log.error("%s cannot be read (%s): active alerts are sent again", self._path, e)
             return None
 
     async def _save(self) -> None:
@@ -148,4 +148,4 @@ class AlertWatcher:
             await asyncio.get_running_loop().run_in_executor(self._disk, durable.replace, self._path, data, 0o600)
         except OSError as e:
             # The disk may be what is wrong: then delivery matters more than the record.
-            log.error("%s cannot be written (%s): after a restart alerts may be told twice", self._path, e)
+            log.error("%s cannot be written (%s): after a restart alerts may be sent twice", self._path, e)

@@ -273,7 +273,7 @@ class Archive:
                         "keep fewer checkpoints ([archive] in coordinator.toml)"
                     )
                 a = going.pop(0).key
-                log.warning("the disk is full: the archived state of round %d goes to make room", a.round)
+                log.warning("the disk is full: the archived state of round %d is deleted to make room", a.round)
                 self._remove(a.folder)
 
     def _kept(self) -> list[RetentionCandidate[ArchivedState]]:

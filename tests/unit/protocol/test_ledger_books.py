@@ -249,8 +249,8 @@ def stranger():
         ("nodes", "UPDATE nodes SET hash = (SELECT leaf FROM entries WHERE sequence = 0) WHERE level = 2"),
         ("rounds", "UPDATE rounds SET tokens = tokens + 1 WHERE number = 3"),
         ("transfers", "DELETE FROM transfers WHERE source > 0 AND entry = 1"),
-        ("standings", "UPDATE balances SET settled_micro = settled_micro + 1"),
-        ("standings", "DELETE FROM balances WHERE peer = 1"),
+        ("balances", "UPDATE balances SET settled_micro = settled_micro + 1"),
+        ("balances", "DELETE FROM balances WHERE peer = 1"),
         ("branch", "DELETE FROM branch WHERE round = 4"),
     ],
 )
@@ -268,7 +268,7 @@ def test_what_somebody_altered_behind_the_ledgers_back_is_said_at_the_start(ledg
         ("entries", "UPDATE entries SET leaf = previous WHERE sequence = 7"),
         ("entries", "UPDATE entries SET time = time + 1 WHERE sequence = 7"),
         ("nodes", "UPDATE nodes SET hash = (SELECT leaf FROM entries WHERE sequence = 0) WHERE level = 3"),
-        ("standings", "UPDATE balances SET settled_micro = settled_micro + 1"),
+        ("balances", "UPDATE balances SET settled_micro = settled_micro + 1"),
     ],
 )
 def test_of_a_large_ledger_the_chain_the_sums_and_the_newest_rounds_are_checked(tmp_path, monkeypatch, table, change):
