@@ -360,7 +360,7 @@ async def test_a_bug_in_a_method_tells_a_stranger_nothing(tmp_path, monkeypatch,
         raise ValueError("the password is 1234")
 
     async with running(tmp_path, SPEC) as (c, _), raw_stub(c) as stub:
-        monkeypatch.setattr(c, "run_reply", broken)
+        monkeypatch.setattr(c._service._answers, "run_reply", broken)
         code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=5))
         assert code is Code.INTERNAL and "1234" not in said and "log" in said
         assert "1234" in caplog.text

@@ -139,7 +139,7 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
 
 @pytest.mark.parametrize("order", ["paused", "ended"])
 async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, quick, monkeypatch, order):
-    monkeypatch.setattr(tree_heads, "LOOK", 0.005)
+    monkeypatch.setattr(tree_heads, "POLL_SECONDS", 0.005)
     clock = [time.time()]
     swarm = FakeSwarm(SPEC)
     async with running(tmp_path, SPEC, swarm, now=lambda: clock[0]) as (c, _):

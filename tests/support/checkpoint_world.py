@@ -45,7 +45,7 @@ def checkpoint(spec: RunSpec, seed: int, change: Any = None) -> bytes:
     return b"".join(checkpoint_chunks(spec.model.layout, tensors))
 
 
-class KeptWorld:
+class CheckpointWorld:
     """An owner's folder with the states of a chain, `rounds` long, archived as `checkpoint.every` (5) says."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any):

@@ -1,4 +1,4 @@
-"""The keeper: what is final is signed, copied and judged, and whatever fails holds up nothing."""
+"""The archiver: final states are signed, copied and evaluated, and failures delay nothing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from coordinator.checkpoints.job import JobError, run_job
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
 from tests.support.archives import SPEC, Uniform, shards
-from tests.support.keeping_world import KeptWorld, nan
+from tests.support.checkpoint_world import CheckpointWorld, nan
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptWorld:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWorld:
     monkeypatch.setattr(keeping, "POLL_SECONDS", 0.05)
-    return KeptWorld(tmp_path, monkeypatch)
+    return CheckpointWorld(tmp_path, monkeypatch)
 
 
 async def until(look: Callable[[], object], seconds: float = 60.0) -> None:
@@ -49,7 +49,7 @@ async def until(look: Callable[[], object], seconds: float = 60.0) -> None:
 class Kept:
     """A keeper at work."""
 
-    def __init__(self, world: KeptWorld, **settings: Any):
+    def __init__(self, world: CheckpointWorld, **settings: Any):
         self.world = world
         self.keeper = world.keeper(**settings)
 
@@ -64,7 +64,7 @@ class Kept:
 # -- final ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_names_it(world: KeptWorld):
+async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_names_it(world: CheckpointWorld):
     world.rounds(7)
     made = world.add(5)
     world.posted = 4
@@ -77,7 +77,7 @@ async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_nam
     assert verify_checkpoint(str(made.folder), world.spec.owner).signed == world.swarm.chain.certificates[5].digest
 
 
-async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(world: KeptWorld):
+async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(world: CheckpointWorld):
     world.rounds(7)
     world.state(99)
     world.files[5], world.digests[5] = world.files[99], world.digests[99]
@@ -89,7 +89,7 @@ async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(
         assert dict((n, v) for n, _, v in keeper.gauges())["cairn_archive_problem"] == 1
 
 
-def test_the_newest_final_state_and_an_open_one_outlive_the_policy(world: KeptWorld):
+def test_the_newest_final_state_and_an_open_one_outlive_the_policy(world: CheckpointWorld):
     world.archive.policy = replace(world.archive.policy, newest=1)
     opened = world.final(5)
     assert world.archive.state_for(world.swarm.chain.certificates[4].digest) == opened
@@ -105,7 +105,7 @@ def test_the_newest_final_state_and_an_open_one_outlive_the_policy(world: KeptWo
     assert [a.round for a in world.archive.all()] == [35, 40]
 
 
-def test_a_removal_that_was_cut_off_leaves_nothing_that_looks_whole(world: KeptWorld, monkeypatch):
+def test_a_removal_that_was_cut_off_leaves_nothing_that_looks_whole(world: CheckpointWorld, monkeypatch):
     made = world.final(5)
     with monkeypatch.context() as m:
         m.setattr("shutil.rmtree", lambda *a, **k: None)  # killed just before the files go
@@ -115,7 +115,7 @@ def test_a_removal_that_was_cut_off_leaves_nothing_that_looks_whole(world: KeptW
     assert [p.name for p in world.archive.folder.iterdir()] == ["round-000010"]
 
 
-def test_a_full_disk_takes_what_is_merely_new_and_then_says_so(world: KeptWorld, monkeypatch):
+def test_a_full_disk_takes_what_is_merely_new_and_then_says_so(world: CheckpointWorld, monkeypatch):
     for r in (0, 5, 10, 15):
         world.final(r)
     free = {"bytes": 0}
@@ -134,7 +134,7 @@ def test_a_full_disk_takes_what_is_merely_new_and_then_says_so(world: KeptWorld,
 # -- copies -----------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_final_is_copied_and_verifies_there(world: KeptWorld):
+async def test_what_is_final_is_copied_and_verifies_there(world: CheckpointWorld):
     address = world.folder / "copies"
     world.rounds(12)
     world.add(0), world.add(5), world.add(10)
@@ -152,7 +152,7 @@ async def test_what_is_final_is_copied_and_verifies_there(world: KeptWorld):
 
 
 async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothing(
-    world: KeptWorld, monkeypatch, caplog
+    world: CheckpointWorld, monkeypatch, caplog
 ):
     monkeypatch.setattr(keeping, "RETRY_SECONDS", (0.05,))
     blocked = world.folder / "copies"
@@ -172,7 +172,7 @@ async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothi
     assert len(list((blocked / "there").glob("round-*/cairn.json"))) == 2
 
 
-async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_ends_it(world: KeptWorld):
+async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_ends_it(world: CheckpointWorld):
     made, address = world.final(5), world.folder / "copies"
     job = world.keeper(archive={"address": str(address), "mbits": 0.2})._copy_job([made], set())
     process = await asyncio.create_subprocess_exec(
@@ -198,27 +198,31 @@ async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_end
     verify_checkpoint(str(next(address.iterdir())), world.spec.owner)
 
 
-def test_a_process_killed_at_any_step_of_archiving_leaves_whole_states_only(world: KeptWorld, monkeypatch):
+def test_a_process_killed_at_any_step_of_archiving_leaves_whole_states_only(world: CheckpointWorld, monkeypatch):
     """Power goes at each durable step in turn: what has a name is whole and verifies."""
-    from coordinator import archive as archiving
+    from coordinator import durable
 
     world.rounds(7)
 
     class Power(BaseException):
         pass
 
-    flush = archiving._flush
+    steps = {"sync": durable.sync, "write": durable.write}
     for step in range(1, 12):
         left = [step]
 
-        def cut(path: Path, left=left) -> None:
-            left[0] -= 1
-            if not left[0]:
-                raise Power
-            flush(path)
+        def cut(name: str, left=left) -> Callable[..., None]:
+            def step(*arguments: Any) -> None:
+                left[0] -= 1
+                if not left[0]:
+                    raise Power
+                steps[name](*arguments)
+
+            return step
 
         with monkeypatch.context() as m:
-            m.setattr(archiving, "_flush", cut)
+            for name in steps:
+                m.setattr(durable, name, cut(name))
             try:
                 world.mark_final(world.add(5))
             except Power:
@@ -246,7 +250,7 @@ async def _here(module: str, job: dict, heard: Callable[[dict], None], **limits:
     await asyncio.to_thread(evaluation_job._work, job, heard)
 
 
-async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkeypatch):
+async def test_each_archived_state_is_judged_and_writes(world: CheckpointWorld, monkeypatch):
     monkeypatch.setattr(keeping, "run_job", _here)
     monkeypatch.setattr(evaluation_job, "bound_memory", lambda size: None)
     world.rounds(7)
@@ -260,7 +264,7 @@ async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkey
         found = keeper.samples(None, 100)
         assert keeper.samples(5, 100) == [s for s in found if s["round"] == 0]
         assert keeper.checkpoints()[0]["validation_loss"] == losses[0]
-        assert [p[:2] for p in keeper.validation_points()] == [(0, 0), (5, 240)]
+        assert [p[0] for p in keeper.validation_points()] == [0, 5]
     assert all(abs(loss - math.log(256)) < 1 for loss in losses)
     assert len(found) == 12 and found[0]["round"] == 5
     assert all(1 <= len(s["prompt"]) <= 16 for s in found)
@@ -275,12 +279,12 @@ async def test_each_archived_state_is_judged_and_writes(world: KeptWorld, monkey
     assert EvaluationLog(world.folder / "run").newest() == row
 
 
-async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: KeptWorld, caplog):
+async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: CheckpointWorld, caplog):
     world.rounds(7)
     world.state(5, nan)
     world.add(5)
     async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 0}) as keeper:
-        await until(keeper.judged)
+        await until(keeper.newest_losses)
         assert (
             math.isnan(keeper.newest_losses()[0])
             and keeper.validation == (5, None)
@@ -290,7 +294,7 @@ async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: KeptW
     assert "the run has diverged" in caplog.text
 
 
-async def test_rounds_between_are_passed_over_and_what_fails_is_tried_twice(world: KeptWorld, monkeypatch, caplog):
+async def test_rounds_between_are_passed_over_and_what_fails_is_tried_twice(world: CheckpointWorld, monkeypatch, caplog):
     asked: list[str] = []
 
     async def fails(module, job, heard, **limits):
@@ -311,10 +315,10 @@ async def test_rounds_between_are_passed_over_and_what_fails_is_tried_twice(worl
             await asyncio.sleep(0.2)
         await until(lambda: len(asked) == 4)
         assert asked[2:] == ["round-000005", "round-000015"] and keeper.problem == ""
-        assert keeper._job(world.archive.all()[-1])["most"] == 4  # a slow machine: the same few windows each time
+        assert keeper._evaluation_job(world.archive.all()[-1])["most"] == 4  # a slow machine: the same few windows each time
 
 
-async def test_without_validation_data_a_state_writes_once_from_the_owners_prompts(world: KeptWorld, monkeypatch):
+async def test_without_validation_data_a_state_writes_once_from_the_owners_prompts(world: CheckpointWorld, monkeypatch):
     asked: list[dict] = []
 
     async def writes(module, job, heard, **limits):

@@ -18,16 +18,16 @@ from protocol.errors import MalformedError
 from protocol.ids import Digest
 from tests.support.archives import Observed
 from tests.support.command_line import refused
-from tests.support.keeping_world import KeptWorld
+from tests.support.checkpoint_world import CheckpointWorld
 from tests.support.specs import OWNER
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptWorld:
-    return KeptWorld(tmp_path, monkeypatch)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWorld:
+    return CheckpointWorld(tmp_path, monkeypatch)
 
 
-async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgement(world: KeptWorld):
+async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgement(world: CheckpointWorld):
     world.rounds(12)
     world.add(0), world.add(5), world.add(10)
     keeper = world.keeper()
@@ -54,7 +54,7 @@ async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgem
         await coordinator.stop()
 
 
-async def test_an_archived_state_goes_back_into_the_store_when_it_is_what_it_should_be(world: KeptWorld):
+async def test_an_archived_state_goes_back_into_the_store_when_it_is_what_it_should_be(world: CheckpointWorld):
     made = world.final(5)
     held: list[Digest] = []
 

@@ -26,20 +26,20 @@ from protocol.messages import Admission, Finalization, Heartbeat
 from protocol.spec import sign_spec
 from tests.support.command_line import cairn
 from tests.support.coordinator_fakes import peer
-from tests.support.keeping_world import KeptWorld
+from tests.support.checkpoint_world import CheckpointWorld
 from tests.support.specs import OWNER, identity, tiny_spec
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptWorld:
-    return KeptWorld(tmp_path, monkeypatch)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWorld:
+    return CheckpointWorld(tmp_path, monkeypatch)
 
 
-def invite(world: KeptWorld, run=None) -> str:
+def invite(world: CheckpointWorld, run=None) -> str:
     return str(Invite(run or world.spec.run_id, Digest(bytes(32)), (Endpoint("c.example", 1),)))
 
 
-def test_a_final_state_verifies_by_the_invite_and_by_the_owners_key(world: KeptWorld):
+def test_a_final_state_verifies_by_the_invite_and_by_the_owners_key(world: CheckpointWorld):
     made = world.final(5)
     said: list[str] = []
     proved = verify_checkpoint(str(made.folder), invite(world), said.append)
@@ -51,7 +51,7 @@ def test_a_final_state_verifies_by_the_invite_and_by_the_owners_key(world: KeptW
     assert verify_checkpoint(str(first.folder), invite(world)).signed is None
 
 
-def test_the_command_says_what_it_found_and_fails_for_what_is_not_signed(world: KeptWorld):
+def test_the_command_says_what_it_found_and_fails_for_what_is_not_signed(world: CheckpointWorld):
     made = world.final(5)
     done = cairn("checkpoint", "verify", made.folder, invite(world))
     assert done.returncode == 0 and "verified: the state of round 5 of run tiny" in done.stdout
@@ -65,23 +65,23 @@ def _sheet(folder: Path, **changes) -> None:
     (folder / "cairn.json").write_text(json.dumps({k: v for k, v in sheet.items() if v is not None}))
 
 
-def _other_state(folder: Path, world: KeptWorld) -> None:
+def _other_state(folder: Path, world: CheckpointWorld) -> None:
     """A whole other model, with a sheet to match."""
     world.state(77)
     shutil.copyfile(world.files[77], folder / "model.safetensors")
     _sheet(folder, state=str(world.digests[77]))
 
 
-def _signed_by_another(folder: Path, world: KeptWorld) -> None:
+def _signed_by_another(folder: Path, world: CheckpointWorld) -> None:
     c = world.swarm.chain.certificates[5]
     final = KeySigner(identity("liar")).sign(Finalization(world.spec.run_id, Round(5), c.digest))
     _sheet(folder, final=base64.b64encode(final.sent).decode())
 
 
-def _of_round(number: int) -> Callable[[Path, KeptWorld], None]:
+def _of_round(number: int) -> Callable[[Path, CheckpointWorld], None]:
     """A record that is final, and another's."""
 
-    def change(folder: Path, world: KeptWorld) -> None:
+    def change(folder: Path, world: CheckpointWorld) -> None:
         c = world.swarm.chain.certificates[number]
         final = KeySigner(OWNER).sign(Finalization(world.spec.run_id, Round(number), c.digest))
         _sheet(folder, final=base64.b64encode(final.sent).decode())
@@ -90,7 +90,7 @@ def _of_round(number: int) -> Callable[[Path, KeptWorld], None]:
     return change
 
 
-def _another_owner(folder: Path, world: KeptWorld) -> None:
+def _another_owner(folder: Path, world: CheckpointWorld) -> None:
     liar = identity("liar")
     spec = world.spec.model_copy(update={"owner": liar.key.hex()})
     (folder / "spec.signed").write_bytes(sign_spec(liar, spec).sent)
@@ -114,14 +114,14 @@ def _another_owner(folder: Path, world: KeptWorld) -> None:
         (lambda f, w: _sheet(f, round=0), "not the one that the run's spec begins with"),
     ],
 )
-def test_what_does_not_hold_is_said(world: KeptWorld, change: Callable[[Path, KeptWorld], object], said: str):
+def test_what_does_not_hold_is_said(world: CheckpointWorld, change: Callable[[Path, CheckpointWorld], object], said: str):
     made = world.final(5)
     change(made.folder, world)
     with pytest.raises(CairnError, match=said):
         verify_checkpoint(str(made.folder), invite(world))
 
 
-def test_another_run_another_owner_and_what_is_no_trust_at_all(world: KeptWorld):
+def test_another_run_another_owner_and_what_is_no_trust_at_all(world: CheckpointWorld):
     made = world.final(5)
     with pytest.raises(CairnError, match="another run"):
         verify_checkpoint(str(made.folder), invite(world, tiny_spec(seed=9).run_id))
@@ -134,14 +134,14 @@ def test_another_run_another_owner_and_what_is_no_trust_at_all(world: KeptWorld)
 # -- the last state: no record names it --------------------------------------------------------------------------
 
 
-def _heartbeat(world: KeptWorld, number: int, head: Digest, state: Digest) -> bytes:
+def _heartbeat(world: CheckpointWorld, number: int, head: Digest, state: Digest) -> bytes:
     who, run = peer(number), world.spec.run_id
     admitted = KeySigner(OWNER).sign(Admission(run, who.key, 0, 2**33, "")).sent
     beat = Heartbeat(run, 1, Round(5), head, 0, 0, "training", 1.0, 1.0, 0, 0, (), (), admitted, "cpu", state)
     return KeySigner(who).sign(beat).sent
 
 
-def _last(world: KeptWorld, *holders: int) -> ArchivedState:
+def _last(world: CheckpointWorld, *holders: int) -> ArchivedState:
     world.rounds(5, {1: 1, 2: 1, 3: 1})
     world.state(5)
     last = world.swarm.chain.certificates[-1]
@@ -152,14 +152,14 @@ def _last(world: KeptWorld, *holders: int) -> ArchivedState:
     return world.archive.mark_final(made, final.sent, sent)
 
 
-def test_the_last_state_is_what_the_last_contributors_sign_that_they_hold(world: KeptWorld):
+def test_the_last_state_is_what_the_last_contributors_sign_that_they_hold(world: CheckpointWorld):
     made = _last(world, 1, 2, 3)
     proved = verify_checkpoint(str(made.folder), invite(world))
     assert (proved.witnesses, proved.contributors) == (3, 3)
 
 
 @pytest.mark.parametrize("holders", [(1, 2), (1, 1, 1), (1, 2, 9)])
-def test_too_few_of_them_are_not_enough(world: KeptWorld, holders: tuple[int, ...]):
+def test_too_few_of_them_are_not_enough(world: CheckpointWorld, holders: tuple[int, ...]):
     made = _last(world, *holders)
     with pytest.raises(CairnError, match="too few"):
         verify_checkpoint(str(made.folder), invite(world))
@@ -190,7 +190,7 @@ def web(tmp_path: Path) -> Iterator[Callable[[Path], str]]:
         server.server_close()
 
 
-def test_a_checkpoint_on_a_web_server_verifies_and_a_damaged_one_does_not(world: KeptWorld, web):
+def test_a_checkpoint_on_a_web_server_verifies_and_a_damaged_one_does_not(world: CheckpointWorld, web):
     made = world.final(5)
     address = web(made.folder.parent)
     assert verify_checkpoint(f"{address}/{made.folder.name}/", invite(world)).signed is not None
@@ -206,7 +206,7 @@ def test_a_checkpoint_on_a_web_server_verifies_and_a_damaged_one_does_not(world:
         verify_checkpoint("http://127.0.0.1:9/round-000005", invite(world))
 
 
-def test_a_copy_in_memory_is_whole_is_listed_and_goes_by_the_policy(world: KeptWorld):
+def test_a_copy_in_memory_is_whole_is_listed_and_goes_by_the_policy(world: CheckpointWorld):
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
@@ -229,7 +229,7 @@ def test_a_copy_in_memory_is_whole_is_listed_and_goes_by_the_policy(world: KeptW
     assert not [k for k in MemoryFileSystem.store if "round-000010" in k]
 
 
-def test_half_a_copy_is_no_checkpoint_and_is_gone_on_with(world: KeptWorld, monkeypatch):
+def test_half_a_copy_is_no_checkpoint_and_is_gone_on_with(world: CheckpointWorld, monkeypatch):
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
@@ -246,7 +246,7 @@ def test_half_a_copy_is_no_checkpoint_and_is_gone_on_with(world: KeptWorld, monk
     assert sent == [] and [t.archived.round for t in place.list()] == [5]  # what was whole is not sent again
 
 
-def test_what_reads_back_otherwise_is_never_named_as_whole(world: KeptWorld, monkeypatch):
+def test_what_reads_back_otherwise_is_never_named_as_whole(world: CheckpointWorld, monkeypatch):
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
@@ -265,7 +265,7 @@ def test_what_reads_back_otherwise_is_never_named_as_whole(world: KeptWorld, mon
     assert place.list() == []
 
 
-def test_copies_of_another_run_are_left_alone(world: KeptWorld):
+def test_copies_of_another_run_are_left_alone(world: CheckpointWorld):
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
