@@ -1,28 +1,28 @@
 """The settings of checkpoints in coordinator.toml. They are not in the spec, since no peer needs them.
 
-    [archive]
-    newest = 5                  # number of newest states to keep
-    every = 0                   # keep the first state in each interval of this many rounds, for ever
-    best = 0                    # number of states with the lowest validation loss to keep
-    bytes = "0"                 # maximum of all together: "200G"; 0: no limit
-    reserve = "1G"              # disk space to leave free
-    address = ""                # copies: a folder or any fsspec address, such as "s3://bucket/runs"
-    mbits = 0                   # maximum megabits a second of a copy; 0: no limit
-    copies = { newest = 50 }    # a policy of the copies' own (newest, every, best, bytes); none: the same
+[archive]
+newest = 5                  # number of newest states to keep
+every = 0                   # keep the first state in each interval of this many rounds, for ever
+best = 0                    # number of states with the lowest validation loss to keep
+bytes = "0"                 # maximum of all together: "200G"; 0: no limit
+reserve = "1G"              # disk space to leave free
+address = ""                # copies: a folder or any fsspec address, such as "s3://bucket/runs"
+mbits = 0                   # maximum megabits a second of a copy; 0: no limit
+copies = { newest = 50 }    # a policy of the copies' own (newest, every, best, bytes); none: the same
 
-    [evaluation]
-    every = 1                   # rounds between two evaluated states; 0: never
-    windows = 512               # of the validation shards
-    device = "auto"             # an unused GPU, else the CPU; or cpu, cuda:0
-    threads = 0                 # CPU threads; 0: a quarter of the cores
-    memory = "0"                # CPU memory; 0: as the model needs
-    seconds = 1800              # time limit
+[evaluation]
+every = 1                   # rounds between two evaluated states; 0: never
+windows = 512               # of the validation shards
+device = "auto"             # an unused GPU, else the CPU; or cpu, cuda:0
+threads = 0                 # CPU threads; 0: a quarter of the cores
+memory = "0"                # CPU memory; 0: as the model needs
+seconds = 1800              # time limit
 
-    [samples]
-    prompts = []                # texts to continue; none: beginnings of validation windows
-    tokens = 48                 # length of a continuation; 0: no samples
-    temperature = 0.8
-    seed = 1
+[samples]
+prompts = []                # texts to continue; none: beginnings of validation windows
+tokens = 48                 # length of a continuation; 0: no samples
+temperature = 0.8
+seed = 1
 """
 
 from __future__ import annotations

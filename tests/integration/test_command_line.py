@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from protocol.ids import Digest, RunId
 from protocol.invite import Endpoint, Invite
 from tests.support.command_line import cairn, refused
 from tests.support.specs import digest
+from tests.support.waiting import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "sotu.toml"
@@ -124,7 +124,7 @@ def test_what_is_no_invite_is_said_to_be_none(tmp_path: Path, command, text: str
 
 
 def test_a_large_swarm_asks_for_its_credits_less_often():
-    from cairn.joining import CREDIT_CALLS, CREDIT_SECONDS, credit_seconds
+    from cairn.commands.join import CREDIT_CALLS, CREDIT_SECONDS, credit_seconds
 
     assert credit_seconds(4) == CREDIT_SECONDS and 10_000 / credit_seconds(10_000) <= CREDIT_CALLS
 
@@ -246,11 +246,12 @@ def test_ctrl_c_while_entering_ends_at_once(tmp_path: Path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        s.settimeout(60)
+        s.settimeout(LIMIT)
         connection, _ = s.accept()
-        time.sleep(0.5)
+        connection.settimeout(LIMIT)
+        connection.recv(1)  # it has begun to speak TLS, and waits for an answer
         peer.send_signal(2)
-        _, errors = peer.communicate(timeout=10)
+        _, errors = peer.communicate(timeout=LIMIT)
         connection.close()
         assert "Traceback" not in errors
 

@@ -19,6 +19,7 @@ from protocol.messages import Directive, Rollback, RoundChanges
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.coordinator_service import client, running, settled, web
 from tests.support.specs import OWNER
+from tests.support.waiting import until
 
 SPEC = make_spec()
 RUN = SPEC.run_id
@@ -26,14 +27,6 @@ RUN = SPEC.run_id
 
 def word(sequence: int, signer=OWNER, **fields):
     return KeySigner(signer).sign(Directive(RUN, sequence, **fields))
-
-
-async def until(true) -> None:
-    for _ in range(300):
-        if true():
-            return
-        await control.asyncio.sleep(0.02)
-    raise AssertionError("it did not come to that")
 
 
 def line_of(directive) -> str:
@@ -139,11 +132,7 @@ async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is
         swarm.chain.add({0: 1, 1: 1 + i})
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         chain = coordinator.chain
-        for _ in range(200):
-            if chain.posted is not None and chain.posted[0] >= 4:
-                break
-            await control.asyncio.sleep(0.02)
-        assert chain.posted is not None and chain.posted[0] >= 4
+        await until(lambda: chain.posted is not None and chain.posted[0] >= 4, "round 4 is posted")
         to = swarm.chain.certificates[2]
         back = word(3, rollback=Rollback(1, to.digest, Round(3), state(3)))
         async with client(coordinator) as c:
@@ -213,11 +202,8 @@ async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_led
         swarm.chain.add({0: 1, 1: 1 + i})
 
     async def settled(coordinator, round_):
-        for _ in range(300):
-            if coordinator.chain.posted is not None and coordinator.chain.posted[0] >= round_:
-                return
-            await control.asyncio.sleep(0.02)
-        raise AssertionError(coordinator.problem)
+        chain = coordinator.chain
+        await until(lambda: chain.posted is not None and chain.posted[0] >= round_, f"round {round_} is posted")
 
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         if posted == 8:
@@ -252,7 +238,7 @@ def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
 
 
 def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
-    from cairn.ordering import _setting, check_changes
+    from cairn.owner_commands import _setting, check_changes
 
     check_changes(SPEC, RoundChanges(target_tokens=10_000_000))
     with pytest.raises(CairnError, match="member_seconds"):

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from cairn.observing import ObserverView
+from cairn.swarm_view import ObserverView
 from coordinator.checkpoints.archive import Archive
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.ids import Digest

@@ -22,6 +22,7 @@ from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2_grpc as stubs
 from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec
 from tests.support.specs import OWNER
+from tests.support.waiting import LIMIT, until
 
 SPEC = make_spec()
 
@@ -46,12 +47,8 @@ def client(coordinator, **changes) -> CoordinatorClient:
 
 
 async def settled(coordinator, rounds: int) -> None:
-    """Wait until the coordinator has followed a number of rounds."""
-    for _ in range(200):
-        if coordinator.overview().round == rounds:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"round {rounds} was not reached")
+    """Wait until the coordinator has followed this number of rounds."""
+    await until(lambda: coordinator.overview().round == rounds, f"{rounds} rounds are followed", every=0.05)
 
 
 @asynccontextmanager
@@ -77,4 +74,4 @@ async def refusal(call) -> tuple[grpc.StatusCode, str]:
 
 
 def web(coordinator) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{coordinator.page_port}", timeout=10, trust_env=False)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{coordinator.page_port}", timeout=LIMIT, trust_env=False)

@@ -19,13 +19,14 @@ from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.message_codec import KeySigner
 from protocol.messages import Heartbeat
 from protocol.wire import swarm_pb2 as wire
+from tests.support.waiting import LIMIT
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 RUN = RunId(b"r" * 32)
 
 IMPATIENT = SwarmLimits(
-    calls=Limits(handler_seconds=2),
-    links=LinkLimits(open_seconds=3, reply_seconds=1.5),
+    calls=Limits(handler_seconds=4),
+    links=LinkLimits(open_seconds=30, reply_seconds=4),
     serve=ServeLimits(idle_seconds=5, write_seconds=1.5, linger_seconds=0.3),
 )
 
@@ -73,7 +74,9 @@ class Member:
         self.swarm = await Swarm.start(self.identity, store=self.store, handlers=handlers, **kwargs)
         return self.swarm
 
-    async def fetch(self, digest: Digest, size: int | None, holders: list[Member], seconds: float = 10, **kwargs: Any):
+    async def fetch(
+        self, digest: Digest, size: int | None, holders: list[Member], seconds: float = LIMIT, **kwargs: Any
+    ):
         await self.swarm.fetch_blob(
             digest, size, [h.key for h in holders], deadline_seconds=seconds,
             on_bad=lambda peer, reason: self.bad.append((peer, reason)), **kwargs,
@@ -124,8 +127,8 @@ class Pool:
     ) -> AsyncIterator[list[Member]]:
         lent = self._members[:count]
         # The last test's streams are ending: by themselves once they idle, for daemons do not tell that one is closed.
-        until = time.monotonic() + 5
-        while any(m.swarm._server._streams for m in self._members) and time.monotonic() < until:
+        end = time.monotonic() + LIMIT
+        while any(m.swarm._server._streams for m in self._members) and time.monotonic() < end:
             for stream in [s for m in self._members for s in m.swarm._server._open]:
                 if not stream.closing and not stream.unanswered and stream.answers.empty():
                     stream.closing = True

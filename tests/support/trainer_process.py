@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ from peer.channel import (
     UpdateMade,
 )
 from protocol.ids import Digest
+from tests.support.waiting import ended
 
 T = TypeVar("T", bound=FromTrainer)
 
@@ -25,11 +25,11 @@ class Node:
     def __init__(self, link: TrainerLink):
         self.link = link
         self.heard: list[FromTrainer] = []
-        self._messages = aiter(link)
+        self.messages = aiter(link)
 
     async def until(self, kind: type[T], when=lambda _: True) -> T:
         while True:
-            message = await asyncio.wait_for(anext(self._messages), 60)
+            message = await ended(anext(self.messages))
             self.heard.append(message)
             if isinstance(message, kind) and when(message):
                 return message
@@ -39,7 +39,7 @@ class Node:
         """What fails from here on, until something that ends the trainer does."""
         said: list[Failed] = []
         while not any(f.fatal for f in said):
-            message = await asyncio.wait_for(anext(self._messages), 60)
+            message = await ended(anext(self.messages))
             self.heard.append(message)
             said += [message] if isinstance(message, Failed) else []
         return said

@@ -24,9 +24,9 @@ from protocol.invite import Endpoint, Invite
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Admission, Finalization, Heartbeat
 from protocol.spec import sign_spec
+from tests.support.checkpoint_world import CheckpointWorld
 from tests.support.command_line import cairn
 from tests.support.coordinator_fakes import peer
-from tests.support.checkpoint_world import CheckpointWorld
 from tests.support.specs import OWNER, identity, tiny_spec
 
 
@@ -114,7 +114,9 @@ def _another_owner(folder: Path, world: CheckpointWorld) -> None:
         (lambda f, w: _sheet(f, round=0), "not the one that the run's spec begins with"),
     ],
 )
-def test_what_does_not_hold_is_said(world: CheckpointWorld, change: Callable[[Path, CheckpointWorld], object], said: str):
+def test_what_does_not_hold_is_said(
+    world: CheckpointWorld, change: Callable[[Path, CheckpointWorld], object], said: str
+):
     made = world.final(5)
     change(made.folder, world)
     with pytest.raises(CairnError, match=said):

@@ -126,8 +126,8 @@ def test_the_database_itself_refuses_to_change_what_is_written(ledger, ledger_pl
     with bare(ledger_place) as db:
         before = db.query(f"SELECT * FROM {table}")
         assert before
-        column = {"log": "run", "entries": "time", "nodes": "hash", "rounds": "loss", "peers": "peer", "transfers": "micro_credits",
-                  "refusals": "reason"}.get(table, "encoded")  # fmt: skip
+        column = {"log": "run", "entries": "time", "nodes": "hash", "rounds": "loss", "peers": "peer",
+                  "transfers": "micro_credits", "refusals": "reason"}.get(table, "encoded")  # fmt: skip
         statements = [f"UPDATE {table} SET {column} = {column}", f"DELETE FROM {table}"]
         if db.dialect == "sqlite":
             statements.append(f"INSERT OR REPLACE INTO {table} SELECT * FROM {table}")
