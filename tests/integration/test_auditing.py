@@ -594,7 +594,7 @@ async def test_the_commands_say_in_one_line_what_is_missing(tmp_path):
         for args, words in (
             (("account", "show", invite), "no peer yet"),
             (("account", "bind", invite, "--name", "ada"), "cairn account new"),
-            (("account", "word", invite, "zz"), "ACCOUNT"),
+            (("account", "consent", invite, "zz"), "ACCOUNT"),
             (("account", "show", invite, "--peer", "a", "--account", "b"), "not both"),
             (("audit", "receipt", invite), "--peer"),
         ):
