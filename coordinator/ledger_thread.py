@@ -170,8 +170,8 @@ def write_group(ledger: Ledger, jobs: list[_Job]) -> None:
                     if ledger.broken:
                         raise
     except Exception as e:  # noqa: BLE001 - nothing of the group is on disk
-        told = e if isinstance(e, LedgerError) else LedgerError(f"{ledger.where}: {e!r}: its log has the reason")
+        reported = e if isinstance(e, LedgerError) else LedgerError(f"{ledger.where}: {e!r}: its log has the reason")
         for job in jobs:
-            job.error = job.error or told
+            job.error = job.error or reported
     for job in jobs:
         job.answer()

@@ -189,9 +189,9 @@ class _Swarm:
         yield _by("cairn_peers", "Peers by what they do.", "phase", {p: phases.pop(p, 0) for p in PHASES} | phases)
         yield _by("cairn_micro_credits", "Micro-credits by whether they are final.", "status",
                   {"settled": o.settled, "pending": o.pending})  # fmt: skip
-        standing = {a.name for a in o.alerts}
+        active = {a.name for a in o.alerts}
         yield _by("cairn_alert", "1 while the coordinator's own alert stands.", "name",
-                  {name: float(name in standing) for name in s.alerts()})  # fmt: skip
+                  {name: float(name in active) for name in s.alerts()})  # fmt: skip
         traffic = CounterMetricFamily(
             "cairn_peer_bytes", "Bytes that peers say they sent and received.", labels=["direction"]
         )

@@ -32,7 +32,7 @@ class ReceivedUpdate:
 REASONS = {
     "late": "it announced after the record was proposed",
     "not fetched": "it announced in time, and the others could not fetch or use its update before they went on",
-    "silent": "nothing was heard of it",
+    "silent": "nothing was members of it",
     "left": "it has left",
     "syncing": "it was fetching the state",
     "behind": "it was rounds behind",
@@ -49,7 +49,7 @@ def non_participants(
     before: frozenset[PeerKey],
     announced: Mapping[PeerKey, ReceivedUpdate],
     proposed: float | None,
-    heard: Mapping[PeerKey, ReceivedHeartbeat],
+    members: Mapping[PeerKey, ReceivedHeartbeat],
     member_seconds: float,
 ) -> list[NonParticipation]:
     """Return every peer that could have been in a round and is not, those that announced first.
@@ -61,10 +61,10 @@ def non_participants(
     found = [
         NonParticipation(peer, *_of_update(a, proposed)) for peer, a in sorted(announced.items()) if peer not in inside
     ]  # fmt: skip
-    for peer in sorted(heard.keys() | before):
+    for peer in sorted(members.keys() | before):
         if peer in inside or peer in announced:
             continue
-        why = _of_peer(heard.get(peer), account, peer in before, member_seconds)
+        why = _of_peer(members.get(peer), account, peer in before, member_seconds)
         if why is not None:
             found.append(NonParticipation(peer, *why))
     return found
@@ -85,7 +85,7 @@ def _of_peer(
     if beat.phase == "leaving":
         return ("left", "left") if missed else None
     if h.seconds_since > member_seconds:
-        return ("silent", f"nothing was heard of it for {h.seconds_since:.0f} s") if missed else None
+        return ("silent", f"nothing was members of it for {h.seconds_since:.0f} s") if missed else None
     if beat.phase not in _PRESENT:
         return None
     if beat.phase in ("joining", "syncing"):

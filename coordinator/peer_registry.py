@@ -46,9 +46,9 @@ class PeerRegistry:
         self.member_seconds = member_seconds
         self._known: dict[PeerKey, TrackedPeer] = {}
 
-    def update(self, heard: Mapping[PeerKey, ReceivedHeartbeat], now: float) -> None:
+    def update(self, heartbeats: Mapping[PeerKey, ReceivedHeartbeat], now: float) -> None:
         """Take in the observer's heartbeats."""
-        for peer, h in heard.items():
+        for peer, h in heartbeats.items():
             self._known[peer] = self._next(self._known.get(peer), h.heartbeat, now - h.seconds_since)
         if (many := len(self._known) - MAX_PEERS) > 0:
             for peer in heapq.nsmallest(many, self._known, key=lambda p: self._known[p].heard_at):

@@ -90,7 +90,7 @@ class RoundObservations:
         self._rounds: OrderedDict[Digest, RoundObservation] = OrderedDict()
         self._head: Digest | None = None
         self._began: float | None = None
-        self._heard: dict[PeerKey, ReceivedUpdate] = {}
+        self._announced: dict[PeerKey, ReceivedUpdate] = {}
         self._proposed: dict[Digest, tuple[float, frozenset[PeerKey]]] = {}
         self._early: OrderedDict[tuple[PeerKey, type], tuple[Signed, float]] = OrderedDict()
         self._announcements: OrderedDict[Digest, Mapping[PeerKey, float]] = OrderedDict()
@@ -123,7 +123,7 @@ class RoundObservations:
     @property
     def first_announced(self) -> float | None:
         """When the first update of the round that is being trained was announced (unix seconds)."""
-        return min((a.at for a in self._heard.values()), default=None)
+        return min((a.at for a in self._announced.values()), default=None)
 
     def typical(self) -> TypicalDurations | None:
         """Return the typical durations; None before a whole round was observed."""
@@ -153,7 +153,7 @@ class RoundObservations:
 
         A round without an announcement begins when the run resumes, as it does for its peers.
         """
-        if self._began is not None and not self._heard:
+        if self._began is not None and not self._announced:
             self._began = self._now()
 
     def receive(self, message: Signed) -> None:
@@ -162,7 +162,7 @@ class RoundObservations:
             return
         now = self._now()
         if message.body.parent == self._head:
-            self._take(message, now)
+            self._accept(message, now)
             return
         # Its round has not begun here, or it is of another branch: the newest of each author waits for its turn.
         key = (message.author, type(message.body))
@@ -170,16 +170,16 @@ class RoundObservations:
             self._early.popitem(last=False)
         self._early[key] = (message, now)
 
-    def _take(self, message: Signed, at: float) -> None:
+    def _accept(self, message: Signed, at: float) -> None:
         if isinstance(message.body, UpdateHeader):
-            if message.author in self._heard or len(self._heard) >= MAX_AUTHORS:
+            if message.author in self._announced or len(self._announced) >= MAX_AUTHORS:
                 return
-            self._heard[message.author] = ReceivedUpdate(at, message.body.windows)
+            self._announced[message.author] = ReceivedUpdate(at, message.body.windows)
         elif message.digest not in self._proposed and len(self._proposed) < MAX_PROPOSALS:
             self._proposed[message.digest] = (at, frozenset(message.body.contributors))
 
-    def decide(self, account: RoundAccount, heard: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
-        """Note that a record became the newest, and return the observation; `heard` are the members at this moment."""
+    def decide(self, account: RoundAccount, members: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
+        """Note that a record became the newest, and return the observation; `members` are the members at this moment."""
         now = self._now()
         if account.parent != self._head:
             self._turn_to(account.parent, None if (p := self._rounds.get(account.parent)) is None else p.certified)
@@ -190,9 +190,9 @@ class RoundObservations:
         if proposed is not None and first is not None:
             proposed = max(proposed, first)
         came = first is not None or proposed is not None  # else it was decided before this coordinator was there
-        training = sum(_works(h, self.member_seconds) for h in heard.values())
-        found = non_participants(account, inside, self._before, self._heard, proposed, heard, self.member_seconds)
-        sent, received = self._traffic(heard)
+        training = sum(_works(h, self.member_seconds) for h in members.values())
+        found = non_participants(account, inside, self._before, self._announced, proposed, members, self.member_seconds)
+        sent, received = self._traffic(members)
         seen = RoundObservation(
             account.round, account.record, self._began if came else None, first, proposed, now, training, sent,
             received, tuple(found[:MAX_LISTED]), len(found),
@@ -200,7 +200,7 @@ class RoundObservations:
         self._rounds[seen.record] = seen
         self._rounds.move_to_end(seen.record)
         if first is not None:
-            self._announcements[seen.record] = {p: a.at - first for p, a in self._heard.items()}
+            self._announcements[seen.record] = {p: a.at - first for p, a in self._announced.items()}
         self._unsaved.append(seen)
         self._forget()
         self._before = inside
@@ -209,13 +209,13 @@ class RoundObservations:
 
     def _turn_to(self, head: Digest, began: float | None) -> None:
         self._head, self._began = head, began
-        self._heard, self._proposed = {}, {}
+        self._announced, self._proposed = {}, {}
         for key, (message, at) in list(self._early.items()):
             if message.body.parent == head:
                 del self._early[key]
-                self._take(message, at)
+                self._accept(message, at)
 
-    def _traffic(self, heard: Mapping[PeerKey, ReceivedHeartbeat]) -> tuple[int | None, int | None]:
+    def _traffic(self, members: Mapping[PeerKey, ReceivedHeartbeat]) -> tuple[int | None, int | None]:
         """Return bytes sent and received since the last round; None if that was not observed.
 
         A counter that has become smaller was restarted.
@@ -223,7 +223,7 @@ class RoundObservations:
         known = bool(self._bytes)
         sent = received = 0
         counters = {}
-        for peer, h in heard.items():
+        for peer, h in members.items():
             up, down = h.heartbeat.bytes_up, h.heartbeat.bytes_down
             before = self._bytes.get(peer)
             if before is not None:

@@ -104,7 +104,7 @@ class SwarmView(Protocol):
         """The newest coordinator address record (body: CoordinatorAddress) that the observer has."""
         ...
 
-    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
+    async def publish_coordinator_address(self, address: Signed[Any]) -> None:
         """Publish a coordinator address record, and store it for the next start; it may be repeated."""
         ...
 
@@ -113,7 +113,7 @@ class SwarmView(Protocol):
         """The newest directive that the observer has."""
         ...
 
-    async def publish_directive(self, word: Signed[Directive]) -> None:
+    async def publish_directive(self, directive: Signed[Directive]) -> None:
         """Publish a directive, and store it for the next start. When this returns, the chain follows it."""
         ...
 

@@ -43,13 +43,13 @@ class AlertEvent:
 class _State:
     """The state of one rule; times in unix seconds.
 
-    `wrong_since` and `right_since` begin the unbroken judgement, `told` is the time of the last event.
+    `wrong_since` and `right_since` begin the unbroken judgement, `sent_at` is the time of the last event.
     """
 
     wrong_since: float | None = None
     right_since: float | None = None
     since: float | None = None
-    told: float = 0.0
+    sent_at: float = 0.0
     message: str = ""
     memory: Memory = field(default_factory=dict)
 
@@ -120,14 +120,14 @@ class AlertTracker:
         if message:
             s.message = message
             if s.since is None and now - (s.wrong_since or now) >= rule.after:
-                s.since, s.told = s.wrong_since, now
+                s.since, s.sent_at = s.wrong_since, now
                 yield event("fired")
-            elif s.since is not None and not 0 <= now - s.told < self._repeat:
-                s.told = now
+            elif s.since is not None and not 0 <= now - s.sent_at < self._repeat:
+                s.sent_at = now
                 yield event("ongoing")
         elif s.since is not None and now - (s.right_since or now) >= rule.clear:
             yield event("resolved")
-            s.since, s.told, s.message = None, 0.0, ""
+            s.since, s.sent_at, s.message = None, 0.0, ""
 
     # -- telling ---------------------------------------------------------------------------------------------
 

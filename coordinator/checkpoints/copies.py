@@ -101,7 +101,7 @@ class CopyStore:
                 return []
         for name in names:
             path = name.rstrip("/")
-            if path.rsplit("/", 1)[-1].startswith("round-") and (t := self._look(path)) is not None:
+            if path.rsplit("/", 1)[-1].startswith("round-") and (t := self._whole_copy(path)) is not None:
                 found.append(t)
         return sorted(found, key=lambda t: t.archived.round)
 
@@ -122,12 +122,12 @@ class CopyStore:
                     )
             listed.append({"name": name, "bytes": size, "digest": str(digest)})
         try:
-            sheet = json.loads((archived.folder / MANIFEST).read_bytes()) | {"files": listed}
+            manifest = json.loads((archived.folder / MANIFEST).read_bytes()) | {"files": listed}
         except (OSError, ValueError) as e:
             raise CopyError(f"{archived.folder / MANIFEST} cannot be read: {e}") from None
         with self._explained("writing to"):
-            self._fs.pipe_file(f"{path}/{MANIFEST}", (json.dumps(sheet, indent=1, sort_keys=True) + "\n").encode())
-        made = self._look(path)
+            self._fs.pipe_file(f"{path}/{MANIFEST}", (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
+        made = self._whole_copy(path)
         if made is None:
             raise CopyError(f"{self.address}: {MANIFEST} does not read back: the copy is begun again")
         self._say({"copied": str(archived.state), "bytes": made.size})
@@ -140,7 +140,7 @@ class CopyStore:
             self._fs.rm(there.path, recursive=True)
         self._say({"removed": str(there.archived.state)})
 
-    def _look(self, path: str) -> StoredCopy | None:
+    def _whole_copy(self, path: str) -> StoredCopy | None:
         """Return the whole copy in this folder; None for half of one, or one of another run."""
         with self._explained("reading from"):
             try:

@@ -38,9 +38,9 @@ class JobError(CoordinatorError):
 
 
 async def run_job(
-    module: str, job: Row, heard: Callable[[Row], None], *, deadline: float, silence: float | None = None
+    module: str, job: Row, on_row: Callable[[Row], None], *, deadline: float, silence: float | None = None
 ) -> None:
-    """Run `python -m module` with this job; `heard` is called with each row. A cancellation kills the process.
+    """Run `python -m module` with this job; `on_row` is called with each row. A cancellation kills the process.
 
     `deadline` is seconds for all of it, `silence` seconds without a row. Raises JobError.
     """
@@ -49,11 +49,11 @@ async def run_job(
         stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_LINE,
         env={**os.environ, "CAIRN_ERRAND_OF": str(os.getpid())},
     )  # fmt: skip
-    words = asyncio.create_task(_last_words(process))
+    output = asyncio.create_task(_last_output(process))
     try:
         try:
             async with async_timeout.timeout(deadline):
-                failed = await _talk(process, job, heard, silence)
+                failed = await _exchange(process, job, on_row, silence)
             async with async_timeout.timeout(30):
                 code = await process.wait()
         except asyncio.TimeoutError:
@@ -61,15 +61,17 @@ async def run_job(
         if failed is not None:
             raise JobError(failed)
         if code:
-            raise JobError(_why(code, await words))
+            raise JobError(_why(code, await output))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        words.cancel()
-        await asyncio.gather(words, process.wait(), return_exceptions=True)
+        output.cancel()
+        await asyncio.gather(output, process.wait(), return_exceptions=True)
 
 
-async def _talk(process: asyncio.subprocess.Process, job: Row, heard: Callable[[Row], None], silence: float | None):
+async def _exchange(
+    process: asyncio.subprocess.Process, job: Row, on_row: Callable[[Row], None], silence: float | None
+):
     """Return the failure that the process reports; None if it reports none."""
     stdin, stdout = process.stdin, process.stdout
     if stdin is None or stdout is None:
@@ -95,21 +97,21 @@ async def _talk(process: asyncio.subprocess.Process, job: Row, heard: Callable[[
         if isinstance(row, dict):
             if "failed" in row:
                 return str(row["failed"])[:MAX_MESSAGE]
-            heard(row)
+            on_row(row)
     raise JobError("it said more than is taken")
 
 
-async def _last_words(process: asyncio.subprocess.Process) -> str:
+async def _last_output(process: asyncio.subprocess.Process) -> str:
     kept = b""
     while process.stderr is not None and (data := await process.stderr.read(4096)):
         kept = (kept + data)[-MAX_MESSAGE:]
     return " ".join("".join(c if c.isprintable() else " " for c in kept.decode(errors="replace")).split())
 
 
-def _why(code: int, words: str) -> str:
+def _why(code: int, output: str) -> str:
     if code == -signal.SIGKILL:
         return "its process was killed: most likely memory ran out"
-    return f"its process ended with code {code}: {words[-500:] or 'it said nothing'}"
+    return f"its process ended with code {code}: {output[-500:] or 'it said nothing'}"
 
 
 # -- in the process ---------------------------------------------------------------------------------------------
@@ -117,7 +119,7 @@ def _why(code: int, words: str) -> str:
 
 def serve_job(work: Callable[[Row, Callable[[Row], None]], None]) -> None:
     """Run `work(job, say)` as the main function of a job's module, and report a failure in one line."""
-    _lie_low()
+    _lower_priority()
     # Output that libraries print is no result: it is sent to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -135,7 +137,7 @@ def serve_job(work: Callable[[Row, Callable[[Row], None]], None]) -> None:
         say({"failed": "memory did not suffice"})
 
 
-def _lie_low() -> None:
+def _lower_priority() -> None:
     """Lower this process's priority, and end it with its parent."""
     parent = os.environ.get("CAIRN_ERRAND_OF", "")
     with contextlib.suppress(OSError):

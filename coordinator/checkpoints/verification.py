@@ -165,13 +165,13 @@ def _signed(
 
 def _count(sent: Sequence[bytes], certificate: Certificate, archived: ArchivedState, decoder: MessageDecoder) -> int:
     contributors, found = set(certificate.record.body.contributors), set()
-    for word in sent:
+    for encoded in sent:
         try:
-            heard = decoder.open(word, Heartbeat)
+            heartbeat = decoder.open(encoded, Heartbeat)
         except ProtocolError as e:
             raise VerificationError(f"{WITNESSES}: a signature does not hold: {e}") from None
-        if (heard.body.head, heard.body.state) == (archived.record, archived.state):
-            found.add(heard.author)
+        if (heartbeat.body.head, heartbeat.body.state) == (archived.record, archived.state):
+            found.add(heartbeat.author)
     count = len(found & contributors)
     if count < votes_needed(len(contributors)):
         raise VerificationError(f"{WITNESSES}: {count} of {len(contributors)} contributors hold this state: too few")

@@ -105,7 +105,7 @@ class Leaderboard:
         self._recent = RecentAverageCredit()
         self._bound: dict[PeerKey, Binding] = {}
         self._accounts: dict[PeerKey, _Account] = {}
-        self._words: dict[PeerKey, int] = {}
+        self._binding_counts: dict[PeerKey, int] = {}
         self._teams: dict[str, list[PeerKey]] | None = None
         self._ranked: dict[Grouping, tuple[list[str], dict[str, int]]] = {}
         self._ranked_for: Mapping[PeerKey, AccountBalance] = {}
@@ -125,7 +125,7 @@ class Leaderboard:
         self._unread = self._loaded = self._size
         for row in rows:
             try:
-                self._take(open_binding(row.sent, self._run))
+                self._accept(open_binding(row.sent, self._run))
             except ProtocolError as e:
                 log.error(
                     "a binding of peer %s in the database does not verify, and is left out: %s", row.peer.short, e
@@ -185,7 +185,7 @@ class Leaderboard:
             if known is None or known.sent != b.sent:
                 row = BindingRow(b.peer, b.account, b.peer_time, b.sent)
                 await self._ledger.run(lambda ledger: ledger.add_binding(row))
-                self._take(b)  # only when it is on disk: a repetition would be answered as if it were
+                self._accept(b)  # only when it is on disk: a repetition would be answered as if it were
             return len(self._accounts[b.account].peers)
 
     def _check(self, b: Binding) -> None:
@@ -204,11 +204,11 @@ class Leaderboard:
         account = self._accounts.get(b.account)
         if account is not None and b.peer not in account.peers and len(account.peers) >= MAX_PEERS_OF_ACCOUNT:
             raise TooManyError(f"an account has at most {MAX_PEERS_OF_ACCOUNT} peers: make another")
-        if self._words.get(b.peer, 0) >= MAX_BINDINGS_OF_PEER:
+        if self._binding_counts.get(b.peer, 0) >= MAX_BINDINGS_OF_PEER:
             raise TooManyError(f"peer {b.peer.short} was bound {MAX_BINDINGS_OF_PEER} times: that is all it can be")
 
-    def _take(self, b: Binding) -> None:
-        self._words[b.peer] = self._words.get(b.peer, 0) + 1
+    def _accept(self, b: Binding) -> None:
+        self._binding_counts[b.peer] = self._binding_counts.get(b.peer, 0) + 1
         old = self._bound.get(b.peer)
         if old is not None and b.order <= old.order:
             return
@@ -221,7 +221,7 @@ class Leaderboard:
             account.name, account.team, account.time = b.name, b.team, b.account_time
         self._ranked, self._teams = {}, None
 
-    # -- what is told ----------------------------------------------------------------------------------------
+    # -- totals ----------------------------------------------------------------------------------------------
 
     def of(self, key: PeerKey) -> CreditSummary:
         """Return the totals of an account or a peer with this key; all zero for a key that is unknown."""

@@ -146,11 +146,11 @@ class TreeHeadSigner:
                     "database was altered. Nothing is signed until it is as it was"
                 )
             time = max(time, before.body.time)
-        word = sign(self._owner, TreeHead(self._run, size, root, time))
+        head = sign(self._owner, TreeHead(self._run, size, root, time))
         if before is None or size > covered or now - self._kept_at >= KEEP_UNCHANGED:
             # On disk before it is published: a head that was lost could be contradicted.
-            await self._ledger.run(lambda ledger: ledger.add_head(TreeHeadRow(size, root, time, word.sent)))
+            await self._ledger.run(lambda ledger: ledger.add_head(TreeHeadRow(size, root, time, head.sent)))
             self._kept_at = now
-        self._newest = word
+        self._newest = head
         self._unsigned_since = None
-        return word
+        return head

@@ -64,8 +64,8 @@ def _quickly(db: Database, spec: RunSpec) -> list[str]:
     found = []
     if first == 0 and leaves and queries.root(db, size) != tree_hash(leaves):
         found.append("the Merkle tree is not that of the entries")
-    standings = queries.read_balances(db).values()
-    sums = [sum(getattr(s, k).micro_credits for s in standings) for k in ("pending", "settled", "voided")]
+    balances = queries.read_balances(db).values()
+    sums = [sum(getattr(s, k).micro_credits for s in balances) for k in ("pending", "settled", "voided")]
     if first == 0 and sums != [issued - settled - voided, settled, voided]:
         found.append("the peers' balances are not what the entries give them")
     newest = db.query("SELECT entry FROM rounds ORDER BY entry DESC LIMIT ?", (CHECKED_ROUNDS,))
@@ -186,9 +186,9 @@ def _compare_tables(db: Database, books: Books, leaves: list[bytes]) -> Iterator
     branch = [tuple(r) for r in db.query("SELECT round, entry FROM branch ORDER BY round")]
     if branch != [(r, books.entry_of(Round(r))) for r in range(books.rounds)]:
         yield "the branch of rounds is not the one that the entries lead to"
-    standings = queries.read_balances(db)
-    if standings != books.standings:
-        wrong = [p for p in {**standings, **books.standings} if standings.get(p) != books.standings.get(p)]
+    balances = queries.read_balances(db)
+    if balances != books.standings:
+        wrong = [p for p in {**balances, **books.standings} if balances.get(p) != books.standings.get(p)]
         yield f"the balances of {len(wrong)} peers are not what the entries give them: {min(wrong).short} and on"
     total = db.query("SELECT count(*) FROM lines")[0][0]
     if total != sum(s.pending.rounds + s.settled.rounds + s.voided.rounds for s in books.standings.values()):

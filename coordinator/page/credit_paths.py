@@ -41,7 +41,7 @@ def _path(about: str, answer: s.Schema | None, parameters: dict[str, bool], *, k
             "parameters": [_whole(name, must) for name, must in parameters.items()],
             "responses": {
                 "200": {"description": "the answer", "content": content},
-                "400": {"description": "the question is not understood", "content": _PLAIN},
+                "400": {"description": "a malformed request", "content": _PLAIN},
                 "503": {"description": "the ledger cannot be read at this moment", "content": _PLAIN},
             },
         }

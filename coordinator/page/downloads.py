@@ -39,11 +39,11 @@ class Downloads:
         """Answer the route `{folder}/{file}` of an archived checkpoint."""
         path = self._find(request.path_params["folder"], request.path_params["file"])
         if path is None:
-            return PlainTextResponse("no such checkpoint here: /api/checkpoints lists those that are kept\n", 404)
+            return PlainTextResponse("no such checkpoint here: /api/checkpoints lists the available ones\n", 404)
         try:
             stat = await asyncio.to_thread(path.stat)
         except OSError:
-            return PlainTextResponse("this checkpoint is gone: /api/checkpoints lists those that are kept\n", 404)
+            return PlainTextResponse("this checkpoint is gone: /api/checkpoints lists the available ones\n", 404)
         size, tag = stat.st_size, f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
         headers = {"accept-ranges": "bytes", "etag": tag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == tag:

@@ -81,13 +81,13 @@ class ApiEndpoint:
 
 SORTS = ("state", "name", "since", "round", "loss", "speed", "up", "down", "credits", "device", "last_round")
 
-_LIMIT = Parameter("limit", "at most so many", 50, 1, MAX_ROUNDS)
+_LIMIT = Parameter("limit", "maximum number", 50, 1, MAX_ROUNDS)
 _NUMBER = Parameter("number", "the round's number", in_path=True)
 
 ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ApiEndpoint(
         "/api/status",
-        "How the run is, in words first; the first peers and the newest rounds",
+        "The state of the run, the first peers and the newest rounds",
         s.STATUS,
         lambda source: _now(source.status()),
         seconds=0.5,
@@ -104,11 +104,11 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         s.of({"total": s.COUNT, "matching": s.COUNT, "offset": s.COUNT, "peers": s.many(s.PEER)}),
         lambda source, sort, order, q, offset, limit: _now(source.peers(sort, order == "down", q, offset, limit)),
         (
-            Parameter("sort", "by what", "state", choices=SORTS),
-            Parameter("order", "upwards or downwards", "up", choices=("up", "down")),
+            Parameter("sort", "sort key", "state", choices=SORTS),
+            Parameter("order", "ascending or descending", "up", choices=("up", "down")),
             Parameter("q", "only names, devices or keys that contain this", "", longest=64),
-            Parameter("offset", "leave out so many", 0, 0, 100_000),
-            Parameter("limit", "at most so many", 25, 1, MAX_PEERS),
+            Parameter("offset", "number to skip", 0, 0, 100_000),
+            Parameter("limit", "maximum number", 25, 1, MAX_PEERS),
         ),
     ),
     ApiEndpoint(
@@ -154,7 +154,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         lambda source, before, limit: source.newest_rounds(before, limit),
         (
             Parameter("before", "only rounds before this one (`next` of the page before)", TOP),
-            Parameter("limit", "at most so many", 25, 1, 100),
+            Parameter("limit", "maximum number", 25, 1, 100),
         ),
     ),
     ApiEndpoint(
@@ -180,9 +180,9 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         s.many(s.LEADER),
         lambda source, by, limit, after: source.leaderboard(by, limit, after),
         (
-            Parameter("by", "one line for each", "peer", choices=("peer", "account", "team")),
-            Parameter("limit", "at most so many", 25, 1, 100),
-            Parameter("after", "go on after the line with this key", "", longest=128),
+            Parameter("by", "grouping of the rows", "peer", choices=("peer", "account", "team")),
+            Parameter("limit", "maximum number", 25, 1, 100),
+            Parameter("after", "continue after the row with this key", "", longest=128),
         ),
         seconds=3,
     ),
@@ -192,14 +192,14 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         s.many(s.SAMPLE),
         lambda source, before, limit: source.samples(before, limit),
         (
-            Parameter("before", "only of rounds before this one", TOP),
-            Parameter("limit", "at most so many", 50, 1, MAX_ROUNDS),
+            Parameter("before", "only rounds before this one", TOP),
+            Parameter("limit", "maximum number", 50, 1, MAX_ROUNDS),
         ),
         seconds=10,
     ),
     ApiEndpoint(
         "/api/checkpoints",
-        "Checkpoints that are kept here, newest first",
+        "Archived checkpoints, newest first",
         s.many(s.CHECKPOINT),
         lambda source: source.checkpoints(),
         seconds=10,

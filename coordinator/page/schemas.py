@@ -66,7 +66,7 @@ PEER = of(
         "relayed_peers": maybe(COUNT),
         "device": maybe(TEXT),
     },
-    description="What a peer says of itself (device, speed, loss, bytes), and what the chain and the coordinator say.",
+    description="A peer's own reports (device, speed, loss, bytes), and data of the chain and the coordinator.",
 )
 
 OBSERVED = of(
@@ -80,7 +80,7 @@ OBSERVED = of(
         "sent": maybe(COUNT),
         "received": maybe(COUNT),
     },
-    description="What this coordinator saw of the round: seconds until the first update was announced, from there "
+    description="This coordinator's observations of the round: seconds until the first update was announced, from there "
     "until the record was proposed, from there until it was certified; peers at work; bytes by peers' own counters.",
 )
 
@@ -97,7 +97,7 @@ _ROW: dict[str, Any] = {
     "observed": maybe(OBSERVED),
 }
 ROUND_ROW = of(
-    _ROW, description="`contributors` and `absent` are the first twelve; `absent` is null where nobody looked."
+    _ROW, description="`contributors` and `absent` are the first twelve; `absent` is null if nothing was observed."
 )
 
 ROUND = of(
@@ -172,7 +172,7 @@ _STATE: dict[str, Any] = {
     "alerts": many(of({"name": TEXT, "since": TIME, "message": TEXT})),
     "peers_total": COUNT,
 }
-EVENT = of(_STATE, description="The state, in words and in numbers.")
+EVENT = of(_STATE, description="The state, as a message and in numbers.")
 STATUS = of(
     _STATE | {"peers": many(PEER), "rounds": many(ROUND_ROW)},
     description="The state, and the first page of peers and of rounds.",
@@ -199,7 +199,7 @@ CHARTS = of(
         ),
         "validation": many(of({"round": COUNT, "tokens": maybe(COUNT), "seen_at": maybe(TIME), "loss": NUMBER})),
     },
-    description="Columns; neighbouring rounds are put together so that no chart has more than 600 points.",
+    description="Columns; neighbouring rounds are merged so that no chart has more than 600 points.",
 )
 
 LEADER = of(
@@ -217,7 +217,7 @@ LEADER = of(
         "rounds": COUNT,
         "peers": many(KEY),
     },
-    description="`recent`: micro-credits a day, an exponential mean with a half-life of a week; null: none is kept.",
+    description="`recent`: micro-credits a day, an exponential mean with a half-life of a week; null: unknown.",
 )
 
 SAMPLE = of(

@@ -48,7 +48,7 @@ def status(peers: int = 3, rounds: int = 8, alerts: int = 0, words: str = "3 pee
             ) for n in range(peers)
         ),
         page="http://run.example.org/", checkpoint=None, checkpoint_round=0, final_round=3,
-        newest=tuple(RoundStatus(r, 10**5, 3.3, 9, ("somebody with a long name",) * 8, 20, r < 3)
+        rounds=tuple(RoundStatus(r, 10**5, 3.3, 9, ("somebody with a long name",) * 8, 20, r < 3)
                      for r in reversed(range(rounds))),
         losses=tuple(5 - n / 50 for n in range(min(120, 10 * rounds))),
         alerts=tuple(AlertStatus(f"a{n}", 100, "something is wrong " * 9) for n in range(alerts)),
