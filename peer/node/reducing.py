@@ -24,7 +24,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction, part_count
-from protocol.rounds.events import BlobInvalid, ShardUnavailable, ShardReduced
+from protocol.rounds.events import BlobInvalid, ShardReduced, ShardUnavailable
 from protocol.spec import OuterSpec
 
 log = logging.getLogger("peer.reducing")
