@@ -74,15 +74,14 @@ def audit_ledger(text: str, home: Path, *, as_json: bool, via: Sequence[str]) ->
 async def audited(r: Reached, home: Path, *, listen: tuple[str, ...] = ()) -> Audited:
     """Read everything, check everything; remember the newest head for the next time. Raises CairnError."""
     from cairn.auditing_chain import AuditedChain  # with it come hivemind and torch, which receipts do not need
-    from peer.swarm.asking import ANY, members_at
-    from peer.swarm.asking_chain import chain_asker
+    from peer.swarm.anonymous import ANY, chain_reader, members_at
 
     seen = _seen_head(home, r)
     async with AsyncExitStack() as stack:
         asker = None
         if r.members:
             own = members_at(r.own)
-            asking = chain_asker(r.spec.run_id, r.members, leave_out=own, listen=listen or ANY)
+            asking = chain_reader(r.spec.run_id, r.members, leave_out=own, listen=listen or ANY)
             asker = await stack.enter_async_context(asking)
         chain = AuditedChain(r.spec, asker, r.log)
         await chain.begin()

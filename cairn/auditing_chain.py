@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from peer.log_client import LogClient
-from peer.swarm.asking_chain import ChainAsker
+from peer.swarm.anonymous import ChainReader
 from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain
 from protocol.errors import CairnError, ProtocolError
@@ -36,7 +36,7 @@ PAGE = 64
 class AuditedChain:
     """`ensure(record)` reads on until the record is known or nobody has more; then `find` knows it."""
 
-    def __init__(self, spec: RunSpec, asker: ChainAsker | None, coordinator: LogClient):
+    def __init__(self, spec: RunSpec, asker: ChainReader | None, coordinator: LogClient):
         self._run = spec.run_id
         self._rule = CreditRule.of(spec)
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=8192)
@@ -138,7 +138,7 @@ class AuditedChain:
             return 0
         return self._take(member, reply)
 
-    async def _ask(self, asker: ChainAsker, member: PeerKey) -> wire.ChainReply | None:
+    async def _ask(self, asker: ChainReader, member: PeerKey) -> wire.ChainReply | None:
         # Not from the newest: that it gives the newest again shows that it is on the same chain.
         locator = self._chain.locator()
         try:

@@ -90,7 +90,7 @@ async def test_pruning_removes_the_rest_and_half_fetched_blobs_that_nobody_wants
     hold(store, *everything, SPEC.genesis.name, state(5))
     data = b"half" * 100
     leaves = blob_leaves(data)
-    store.partial(tree_hash(leaves), len(data), leaves).close()
+    store.receive(tree_hash(leaves), len(data), leaves).close()
     keeping = Keeping(SPEC, store, chain, peer(9).key)
     undecided = Digest(b"u" * 32)
     hold(store, undecided)
