@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peer.store import Store
 from peer.swarm import Handlers, Swarm, SwarmLimits
@@ -89,7 +89,7 @@ class Member:
         limiter = RateLimiter(limits.calls, lambda sender: True)
         transport.daemon.limiter = limiter
         self.swarm = await Swarm.over(
-            transport, limiter, self.key, RUN, store=self.store, handlers=self.handlers, limits=limits
+            cast(Any, transport), limiter, self.key, RUN, store=self.store, handlers=self.handlers, limits=limits
         )
 
     @property

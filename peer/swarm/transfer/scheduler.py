@@ -740,8 +740,10 @@ class Scheduler:
 
     def _wake_provider(self, provider: Provider) -> None:
         provider.wake_at = inf
-        pause, provider.pause = provider.pause, None
-        if provider.activity is Activity.PAUSED and pause is not None and pause.absent:
+        absent = False
+        if provider.activity is Activity.PAUSED and provider.pause is not None:
+            absent, provider.pause = provider.pause.absent, None
+        if absent:
             self._request_bitmap(provider)
         else:
             self._turn(provider)
