@@ -446,3 +446,34 @@ def test_a_slice_counts_towards_what_the_store_may_use(tmp_path):
             slice_of(store, data, [2, 3])
         slice_of(store, data, [7])
         assert store.used_bytes == 3 * CHUNK
+
+
+def test_a_blob_that_is_put_while_it_arrives_is_whole_for_those_who_fetch_it(store):
+    data = data_of(2 * CHUNK)
+    digest, leaves = blob_digest(data), blob_leaves(data)
+    blob = store.receive(digest, len(data), leaves)
+    blob.write(0, data[:CHUNK])
+    store.put(data)
+    assert store.in_progress(digest) is None and blob.has(1) and not blob.left
+    blob.write(1, data[CHUNK:])
+    blob.finish()
+    blob.close()
+    assert store.read(digest) == data and store.used_bytes == len(data)
+    assert list((store.folder / "partial").iterdir()) == []
+
+
+def test_a_whole_blob_is_not_received_again(store):
+    data = data_of(CHUNK)
+    digest = store.put(data)
+    assert store.receive(digest, len(data), blob_leaves(data)) is None
+
+
+def test_a_blob_that_is_removed_while_it_arrives_can_be_received_again(store):
+    data = data_of(2 * CHUNK)
+    digest = blob_digest(data)
+    blob = store.receive(digest, len(data), blob_leaves(data))
+    blob.write(1, data[CHUNK:])
+    store.remove(digest)
+    with pytest.raises(BlobMissing):
+        blob.write(0, data[:CHUNK])
+    assert store.receive(digest, len(data), blob_leaves(data)).missing() == [0, 1]
