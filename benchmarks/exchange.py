@@ -250,7 +250,7 @@ class Swarm:
         self._folder.cleanup()
 
     def _start(self, folder: Path) -> None:
-        from cairn.serving import coordinator_folder
+        from cairn.commands.serve import coordinator_folder
 
         run_file = folder / "run.toml"
         run_file.write_text(endless(RUN_FILE.read_text(), RUN_FILE.parent))

@@ -40,7 +40,7 @@ from benchmarks.convergence.wan_run_file import toml
 from coordinator.authoring import load_run, resolve
 from peer.channel import Load, MakeUpdate, Start, UpdateMade
 from peer.training.device import choose_device
-from peer.training.inner import hidden_matrices, muon
+from peer.training.inner_optimizer import hidden_matrices, muon
 from peer.training.layers import decoder_layers
 from peer.training.trainer import Trainer
 from protocol.identity import Identity
@@ -175,13 +175,13 @@ def measured(
     """One size: the trainer and the bare loop in turns, then a round's own work."""
     torch.compiler.reset()  # else what was compiled for another size made this one's for any size
     with trainer_of(size, device, threads, optimiser, "dp=1", compiled) as (trainer, _):
-        where = trainer.device
+        where = trainer.backend.device
         _, bare = bare_loop(trainer.spec, where, compiled)
-        ready = [trainer.batches.take(n * size.batch) for n in range(steps)]
+        ready = [trainer.steps.batches.take(n * size.batch) for n in range(steps)]
 
         def trainer_turn() -> None:
             for _ in range(steps):
-                trainer.step(trainer.batches.take(trainer.claims.counter))
+                trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
 
         def bare_turn() -> None:
             for windows in ready:
@@ -198,7 +198,7 @@ def measured(
         tokens = steps * size.batch * size.window
         ratio = statistics.median(b / t for b, t in zip(took["bare"], took["trainer"], strict=True))
         speeds = {name: tokens / statistics.median(seconds) for name, seconds in took.items()}
-        peak, parameters = matmul_flops(where), trainer.layout.numel
+        peak, parameters = matmul_flops(where), trainer.spec.model.layout.numel
     step = size.batch * size.window / speeds["trainer"]
     return {
         **asdict(size),
@@ -222,22 +222,25 @@ def round_work(trainer: Trainer, turns: int = 5) -> tuple[float, float]:
     """The least seconds of several: to make an update, and to advance the base by UPDATES of them and rebase."""
     announce, applied = [], []
     for turn in range(turns):
-        trainer.step(trainer.batches.take(trainer.claims.counter))
+        trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
         out = trainer.folder.folder / f"update-{turn}"
-        began = clock(trainer.device)
-        if trainer.record is None:
+        began = clock(trainer.backend.device)
+        if trainer.base.record is None:
             raise RuntimeError("the trainer holds no state")
-        made = trainer.make_update(MakeUpdate(trainer.round, trainer.record, out))
-        announce.append(clock(trainer.device) - began)
+        made = trainer.base.make_update(
+            MakeUpdate(trainer.base.round, trainer.base.record, out), trainer.spec.max_update_windows
+        )
+        announce.append(clock(trainer.backend.device) - began)
         if not isinstance(made, UpdateMade):
             raise RuntimeError("there was nothing to announce")
         blob = out.read_bytes()
         updates = [Contribution(PeerKey(bytes([n + 2]) * 32), 100, blob) for n in range(UPDATES)]
-        began = clock(trainer.device)
-        trainer.outer.advance(updates)
-        trainer.outer.rebase()
-        applied.append(clock(trainer.device) - began)
-        trainer.claims.lost()
+        began = clock(trainer.backend.device)
+        trainer.backend.outer.advance(updates)
+        trainer.backend.outer.rebase()
+        applied.append(clock(trainer.backend.device) - began)
+        with trainer.exchange:
+            trainer.exchange.windows = trainer.windows.lost()
     return min(announce), min(applied)
 
 
@@ -248,11 +251,11 @@ def scaled(
     torch.compiler.reset()
     with trainer_of(size, device, max(1, threads // world), optimiser, f"dp={world}", compiled) as (trainer, _):
         for _ in range(2):
-            trainer.step(trainer.batches.take(trainer.claims.counter))
-        began = clock(trainer.device)
+            trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+        began = clock(trainer.backend.device)
         for _ in range(steps):
-            trainer.step(trainer.batches.take(trainer.claims.counter))
-        seconds = clock(trainer.device) - began
+            trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+        seconds = clock(trainer.backend.device) - began
     return {"world": world, "tokens_per_second": steps * size.batch * size.window / seconds}
 
 

@@ -10,7 +10,10 @@ V = TypeVar("V")
 
 
 class BoundedDict(OrderedDict[K, V]):
-    """A dict of at most `limit` entries. The oldest is the one set first; `renew` and `move_to_end` make one the newest."""
+    """A dict of at most `limit` entries: the one set first is evicted for a new one.
+
+    `renew` and `move_to_end` make an entry the newest.
+    """
 
     def __init__(self, limit: int):
         super().__init__()

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from benchmarks.convergence.replica import split
 from benchmarks.convergence.setting import Setting
-from peer.training.inner import hidden_matrices, muon
+from peer.training.inner_optimizer import hidden_matrices, muon
 from protocol.spec import InnerSpec
 
 

@@ -27,8 +27,6 @@ from peer.channel import (
     Progress,
     Ready,
     RoundUpdates,
-    Save,
-    Saved,
     Start,
     Stop,
     Stopped,
@@ -37,7 +35,7 @@ from peer.channel import (
     UpdateMade,
 )
 from peer.errors import ChannelError
-from peer.training.parent import die_with
+from peer.parent_process import exit_with_parent
 from protocol.codec import make_codec
 from protocol.ids import Digest
 from protocol.layout import CODEC_CHUNK
@@ -115,8 +113,6 @@ class StandIn:
                     UpdateMade(message.parent, message.out, self._codec.size, self._made, first, end, 1, 1.0)
                 )
                 self._made = None
-            case Save():
-                self._end.send(Saved(0.0))
             case Orders():
                 pass  # nobody orders anything here
             case _:
@@ -162,7 +158,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     end = TrainerEnd.from_fd(arguments.fd)
-    if not die_with(arguments.parent):
+    if not exit_with_parent(arguments.parent):
         return 1
     start = end.receive(None)
     if not isinstance(start, Start):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from cairn.planning import parse_count
+from cairn.commands.options import parse_count
 from protocol.layout import CODEC_CHUNK, Layout, TensorShape
 from protocol.merkle import CHUNK
 from protocol.reduce_plan import HEADER, ReducePlan, blob_size, mean_size, part_count

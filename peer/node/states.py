@@ -147,7 +147,6 @@ class States:
             ApplyMessage(
                 update=update,
                 missed=self._own(action.missed),
-                mine_accepted=self._me in record.contributors,
                 next_window=action.next_window,
                 accepted_windows=action.weight,
                 write_checkpoint=self._checkpoint_path(Round(record.round + 1), action.weight),

@@ -144,8 +144,12 @@ class InProgressBlob:
             raise MalformedError(f"chunk {index} is not that of blob {self.digest.short}")
         if self._have[index]:
             return
-        with self._file(f"writing blob {self.digest.short}", reopen=False) as fd:
-            write_at(fd, data, index * CHUNK)
+        try:
+            with self._file(f"writing blob {self.digest.short}", reopen=False) as fd:
+                write_at(fd, data, index * CHUNK)
+        except BlobMissing:
+            if not self._whole:  # otherwise the whole blob came another way
+                raise
         with self._lock:
             if not self._have[index]:
                 self._have[index] = 1
@@ -168,8 +172,12 @@ class InProgressBlob:
         self._check_kept()
         if self._left:
             raise StoreError(f"blob {self.digest.short} is not complete: {self._left} chunks are missing")
-        with self._file(f"finishing blob {self.digest.short}", reopen=False) as fd:
-            os.fsync(fd)
+        try:
+            with self._file(f"finishing blob {self.digest.short}", reopen=False) as fd:
+                os.fsync(fd)
+        except BlobMissing:
+            if not self._whole:
+                raise
         with self._lock, disk(f"finishing blob {self.digest.short}"):
             if not self._whole:
                 self._check_kept()
@@ -206,7 +214,7 @@ class InProgressBlob:
 
     @contextmanager
     def _file(self, doing: str, *, reopen: bool = True) -> Iterator[int]:
-        """Keep the file open meanwhile. Raises StoreError; BlobMissing when the store has removed the blob.
+        """Keep the file open meanwhile. Raises StoreError; BlobMissing when the store does not keep the blob so.
 
         Without `reopen` it is BlobMissing, too, when all users have closed it.
         """

@@ -62,7 +62,7 @@ def noted(folder: Path, rounds: int) -> list[Note]:
         "LD_PRELOAD": str(library), "CAIRN_DISK_FOLDER": f"{disk}/", "CAIRN_DISK_LOG": str(log),
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    subprocess.run([sys.executable, "-c", WORKER, disk, str(rounds)], check=True, env=environment, timeout=120)
+    subprocess.run([sys.executable, "-c", WORKER, disk, str(rounds)], check=True, env=environment, timeout=500)
     return list(_read(log.read_bytes()))
 
 

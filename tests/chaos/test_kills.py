@@ -18,7 +18,7 @@ KILLS = 20
 def killed(where: object, *options: str) -> Report:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.chaos.kills", str(where), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     return Report(**json.loads(done.stdout))
 

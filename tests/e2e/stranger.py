@@ -23,6 +23,7 @@ from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Admission, Heartbeat, Signed, UpdateHeader
 from protocol.wire import swarm_pb2 as wire
 from tests.e2e.world import World
+from tests.support.waiting import ended
 
 MEMBERS = ("ada", "alan", "grace")
 """The peers of the shared swarm: a stranger knows the way to all of them."""
@@ -59,7 +60,7 @@ class Stranger:
             listen=("/ip4/127.0.0.1/tcp/0",), initial=self.world.invite.addresses,
         )  # fmt: skip
         for name in MEMBERS:
-            await self.world.until(f"the way to {name}", lambda n=name: self._reach(n), 40, every=0.5)
+            await self.world.until(f"the way to {name}", lambda n=name: self._reach(n), every=0.5)
 
     async def _reach(self, name: str) -> bool:
         """A connection to a member, by the addresses that it logs when it starts."""
@@ -131,7 +132,7 @@ class Stranger:
             beat = self.heartbeats.get(ada)
             return beat if beat is not None and beat.state is not None and beat.head != old else None
 
-        return await self.world.until("a new round", look, 30, every=0.01)
+        return await self.world.until("a new round", look, every=0.01)
 
     def header(self, beat: Heartbeat, admission: bytes, blob: Digest, **changes: Any) -> Signed[UpdateHeader]:
         """An update for the round that a heartbeat is of: well-formed, whatever its blob is."""
@@ -144,11 +145,11 @@ class Stranger:
 
     async def ask_for_chunk(self, name: str, blob: Digest) -> BlobReply:
         """What a member's server of blobs says, without the patience of an honest fetch."""
-        reader, writer = await self.swarm.open_blob_stream(self.world.key(name), 5)
+        reader, writer = await self.swarm.open_blob_stream(self.world.key(name), 60)
         try:
             writer.write(BlobRequest(BlobOp.CHUNK, blob).encode())
-            status, length = parse_reply_head(await asyncio.wait_for(reader.readexactly(REPLY_HEAD_BYTES), 5), CHUNK)
-            return BlobReply(status, await asyncio.wait_for(reader.readexactly(length), 5))
+            status, length = parse_reply_head(await ended(reader.readexactly(REPLY_HEAD_BYTES)), CHUNK)
+            return BlobReply(status, await ended(reader.readexactly(length)))
         finally:
             writer.close()
 

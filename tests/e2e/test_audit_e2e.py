@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cairn.auditing import head_file
+from cairn.ledger_audit import head_file
 from tests.e2e.conftest import PEERS
 from tests.e2e.world import World
+from tests.support.waiting import ended
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1200)]
 
 
 async def cairn(*arguments: str) -> tuple[int, str]:
@@ -21,7 +22,7 @@ async def cairn(*arguments: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "cairn", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    out, err = await asyncio.wait_for(process.communicate(), 120)
+    out, err = await ended(process.communicate())
     return process.returncode or 0, out.decode() + (err.decode() if process.returncode else "")
 
 
@@ -32,7 +33,7 @@ async def test_a_stranger_audits_the_ledger_and_a_peer_its_receipts(swarm: World
         status = await swarm.status()
         return status.final_round is not None and status.final_round >= 4
 
-    await swarm.until("five rounds are final", some_settled, 120, every=0.5)
+    await swarm.until("five rounds are final", some_settled, every=0.5)
     invite, home = str(swarm.invite), tmp_path / "stranger"
     code, out = await cairn("audit", "ledger", invite, "--json", "--home", str(home))
     found = json.loads(out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import json
 import os
@@ -12,15 +11,14 @@ import re
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from benchmarks.convergence.wan_run_file import toml
+from cairn.commands.serve import coordinator_folder
 from cairn.demo.processes import Process, free_ports, stop_all
-from cairn.serving import coordinator_folder
 from coordinator.authoring.resolve import SPEC
 from coordinator.authoring.runfile import tomllib
 from peer.coordinator_client import CoordinatorClient, Status
@@ -31,11 +29,13 @@ from protocol.ids import PeerKey
 from protocol.invite import Invite
 from protocol.spec import RunSpec, open_spec
 from tests.e2e.chains import Branch, read_branch
+from tests.support import waiting
 
 T = TypeVar("T")
 
-START_SECONDS = 180.0
-"""Importing torch takes eight seconds of CPU a process, and the cores are shared."""
+LIMIT = 300.0
+"""Seconds after which a wait for any event fails. Importing torch takes eight seconds of CPU a process, trainers yield
+to whatever else runs, and the cores are shared."""
 
 RUN_FILE = """
 [run]
@@ -66,11 +66,11 @@ k = 256
 [round]
 target_tokens = {target_tokens}
 max_seconds = 20
-exchange_seconds = 5
+exchange_seconds = 8
 propose_seconds = 1
-patience_seconds = 5
+patience_seconds = 8
 heartbeat_seconds = 0.3
-member_seconds = 3
+member_seconds = 6
 [credit]
 hold_rounds = 2
 [checkpoint]
@@ -140,10 +140,10 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         stop_all([p for p in self.started if p.running])
-        # Daemons and their watchdogs notice the end of their node, and clear up: that takes a moment.
-        end = time.monotonic() + 5
-        while (left := self.left_processes()) and time.monotonic() < end:
-            time.sleep(0.1)
+        # Daemons and their watchdogs notice the end of their node, and clean up: that takes a moment.
+        with suppress(waiting.NotInTime):
+            waiting.wait_until(lambda: not self.left_processes(), seconds=60, every=0.1)
+        left = self.left_processes()
         # torch keeps a cache there for whoever runs next; all else must be gone.
         files = sorted(p.name for p in self.temporary.iterdir() if not p.name.startswith("torchinductor_"))
         self.left = left, files
@@ -185,20 +185,15 @@ class World:
         self.started.append(process)
         return process
 
-    def stop(self, *names: str, numbers: Sequence[int] = (signal.SIGTERM,)) -> dict[str, float]:
-        """Signal these, all at once, each with the next of the numbers; how long each took, at most 30 s."""
-        began = time.monotonic()
+    def stop(self, *names: str, numbers: Sequence[int] = (signal.SIGTERM,)) -> None:
+        """Signal these processes at once, each with the next of the numbers, and wait until all have ended."""
         for name, number in zip(names, itertools.cycle(numbers), strict=False):
             self.processes[name]._process.send_signal(number)
-        took: dict[str, float] = {}
-        while len(took) < len(names):
-            for name in names:
-                if name not in took and not self.processes[name].running:
-                    took[name] = time.monotonic() - began
-            if time.monotonic() - began > 30:
-                raise AssertionError(f"{set(names) - took.keys()} did not stop within 30 s\n{self.logs()}")
-            time.sleep(0.02)
-        return took
+        try:
+            waiting.wait_until(lambda: not any(self.processes[n].running for n in names), "all stop", every=0.02)
+        except waiting.NotInTime as e:
+            running = [n for n in names if self.processes[n].running]
+            raise AssertionError(f"{e}: {running} still run\n{self.logs()}") from None
 
     def left_processes(self) -> list[int]:
         """Processes of this world that run: trainers and daemons too, by the folder in their environment."""
@@ -283,7 +278,7 @@ class World:
         return snapshot
 
     async def status(self) -> Status:
-        async with CoordinatorClient(self.invite, timeout=5.0) as client:
+        async with CoordinatorClient(self.invite, timeout=60.0) as client:
             return await client.status()
 
     def branch(self, name: str) -> Branch:
@@ -294,21 +289,16 @@ class World:
     # -- waiting ---------------------------------------------------------------------------------------------
 
     async def until(
-        self, what: str, look: Callable[[], T | None | Awaitable[T | None]], seconds: float = 60.0, every: float = 0.1
+        self, what: str, look: Callable[[], T | None | Awaitable[T | None]], seconds: float = LIMIT, every: float = 0.1
     ) -> T:
-        """What `look` gives, once it is true. Fails with the ends of all logs when it does not become so in time."""
-        end = time.monotonic() + seconds
-        while True:
-            found = look()
-            if inspect.isawaitable(found):
-                found = await found
-            if found:
-                return cast(T, found)
-            assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}\n{self.logs()}"
-            await asyncio.sleep(every)
+        """Return the first true value of `look`. Fail with the ends of all logs when there is none in time."""
+        try:
+            return cast(T, await waiting.until(look, what, seconds=seconds, every=every))
+        except waiting.NotInTime as e:
+            raise AssertionError(f"{e}\n{self.logs()}") from None
 
     async def coordinator_ready(self) -> None:
-        """Until it answers."""
+        """Wait until it answers."""
         process = self.processes["coordinator"]
 
         async def answers() -> bool:
@@ -321,7 +311,7 @@ class World:
                 return True
             return False
 
-        await self.until("the coordinator answers", answers, START_SECONDS)
+        await self.until("the coordinator answers", answers)
 
     def rounds_with(self, name: str) -> list[int]:
         """The rounds to which a peer has contributed, by the chain on its own disk."""
@@ -332,8 +322,8 @@ class World:
         """A peer's key, once it has made it."""
         return from_key_file((self.folder / name / "identity.key").read_text()).key
 
-    async def contributes_after(self, name: str, round: int, seconds: float = START_SECONDS) -> int:
-        """Until a peer has contributed to a round after this one; which."""
+    async def contributes_after(self, name: str, round: int, seconds: float = LIMIT) -> int:
+        """Wait until a peer has contributed to a round after this one, and return that round."""
 
         def look() -> int:
             assert self.processes[name].running, self.logs(name)
@@ -344,7 +334,8 @@ class World:
         return await self.until(f"{name} contributes to a round after {round}", look, seconds, every=0.3)
 
     async def healthy(self, names: list[str]) -> int:
-        """Until the coordinator and these peers run (they are started if need be) and one round has them all; which."""
+        """Wait until the coordinator and these peers run, started if need be, and one round has them all; return the
+        number of the round after it."""
         if not self.processes["coordinator"].running:
             self.start_coordinator()
             await self.coordinator_ready()
@@ -362,14 +353,14 @@ class World:
             path = self.branch(names[0]).path[start:]
             return next((c.record.body.round + 1 for c in path if keys <= set(c.record.body.contributors)), 0)
 
-        return await self.until(f"a round with all of {names}", look, START_SECONDS, every=0.3)
+        return await self.until(f"a round with all of {names}", look, every=0.3)
 
-    async def round_after(self, names: list[str], rounds: int, seconds: float = 60.0) -> int:
-        """Until these have gone so many rounds further than the first of them is now; which round that is."""
+    async def round_after(self, names: list[str], rounds: int, seconds: float = LIMIT) -> int:
+        """Wait until these are `rounds` rounds further than the first of them is now, and return that round."""
         return await self.round_reached(names, self.branch(names[0]).height + rounds, seconds)
 
-    async def round_reached(self, names: list[str], round: int, seconds: float = 60.0) -> int:
-        """Until the chain on each of these disks leads up to a round."""
+    async def round_reached(self, names: list[str], round: int, seconds: float = LIMIT) -> int:
+        """Wait until the chain on each of these disks leads up to a round, and return the round."""
 
         def look() -> bool:
             return all(self.branch(n).height >= round for n in names)

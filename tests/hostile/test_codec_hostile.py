@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codec import make_codec
-from protocol.codec.scales import MAX_VALUE
 from protocol.errors import CodecError
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.unit.protocol.test_codec_feedback import LAYOUT, SPECS, every_codec, noise
+from tests.support.codec_checks import assert_refused_or_sane
+from tests.support.codec_values import LAYOUT, SPECS, every_codec, noise
 
 CHUNKS = Layout.of({"first": (4096,), "second": (2, 4096)})
 K64, BITMAP, DENSE, SIGN, INT8, NONE = (
@@ -31,21 +31,6 @@ K64, BITMAP, DENSE, SIGN, INT8, NONE = (
 def blob_of(spec: CodecSpec, layout: Layout = LAYOUT):
     codec = make_codec(spec, layout)
     return codec, codec.encode(noise(layout))
-
-
-def assert_refused_or_sane(codec, blob) -> None:
-    """The promise of the strict decoder, whatever the bytes."""
-    try:
-        codec.check(blob)
-    except CodecError:
-        return
-    for index, tensor in enumerate(codec.layout.tensors):
-        decoded = codec.decode_tensor(blob, index)
-        assert decoded.values.isfinite().all() and decoded.values.abs().max() <= MAX_VALUE
-        if decoded.positions is not None:
-            p = decoded.positions
-            assert (p[1:] > p[:-1]).all() and 0 <= p[0] and p[-1] < tensor.numel
-        assert all(e >= 0 for e in codec.energies(blob))
 
 
 @settings(deadline=None, max_examples=300)

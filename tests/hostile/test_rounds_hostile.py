@@ -12,7 +12,7 @@ from protocol.rounds.ballot import MAX_RECORDS, RECORDS_PER_AUTHOR
 from protocol.rounds.early import MAX_STRANGE_BYTES, Early
 from protocol.rounds.follower import STRANGERS
 from tests.simulation.signer import FakeSigner
-from tests.unit.rounds.test_rounds import ME, OTHERS, POLICY, RUN, Bench
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
 
 MEMBER = OTHERS[0]
 

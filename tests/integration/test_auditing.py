@@ -19,9 +19,9 @@ import pytest
 from click.testing import CliRunner
 from starlette.applications import Starlette
 
-from cairn.auditing import Audited, _lines, _plain, audited, head_file, receipt_problem
+from cairn.connection import CoordinatorConnection
+from cairn.ledger_audit import AuditResult, _lines, _plain, audit_log, head_file, receipt_problem
 from cairn.main import main
-from cairn.reaching import Reached
 from coordinator import rpc
 from coordinator.credit_log import LedgerLog
 from coordinator.credits import CreditRule, account_for
@@ -41,9 +41,10 @@ from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Directive, Finalization, Rollback, UpdateHeader
 from protocol.rounds.policy import Policy
 from protocol.wire import swarm_pb2 as wire
-from tests.integration.test_coordinator_service import running, settled
 from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer, state
+from tests.support.coordinator_service import running, settled
 from tests.support.specs import OWNER, digest, identity
+from tests.support.waiting import until
 
 SPEC = make_spec(
     credit={"hold_rounds": 2, "flops_per_parameter_token": 1000}, genesis={"digest": state(0).hex(), "size": 524_288}
@@ -92,7 +93,7 @@ class World:
         self.ledger = LedgerThread()
 
     def chain(self, first: int = 0) -> Chain:
-        """What a member keeps: from a round on."""
+        """Return the chain that a member keeps, from a round on."""
         limits = Policy.of(SPEC).chain_limits
         if first:
             limits = replace(limits, max_records=1, keep_at_least=len(self.swarm.chain.certificates) - first)
@@ -103,7 +104,7 @@ class World:
         return chain
 
     async def rollback(self, record: Digest, *, told: bool = True) -> None:
-        """To round 5, in the ledger; and, when it is told, the next record carries it."""
+        """Roll the ledger back to round 5; with `told`, the next record carries the directive."""
         if told:
             word = Directive(SPEC.run_id, 1, rollback=Rollback(1, record, Round(6), state(6)))
             self.swarm.chain.carry(KeySigner(OWNER).sign(word))
@@ -111,7 +112,7 @@ class World:
         await self.ledger.run(lambda ledger: ledger.rollback(record, 5, directive))  # type: ignore[arg-type]
 
     async def open(self) -> None:
-        # What an owner who falsifies the database does first: no look at it when it is opened.
+        # An owner who falsifies the database first disables the check at its opening.
         self.monkeypatch.setattr("coordinator.ledger.store.check_opened", lambda *_: None)
         self.ledger = LedgerThread()
         await self.ledger.open(self.folder / "ledger.sqlite", SPEC, lambda: self.clock[0])
@@ -128,7 +129,7 @@ class World:
         await self.log._standings.refresh()
 
     def falsify(self, *statements: str) -> None:
-        """In the database itself, behind its triggers."""
+        """Change the database itself, without its triggers."""
         with sqlite3.connect(self.folder / "ledger.sqlite") as db:
             for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
                 db.execute(f"DROP TRIGGER {name}")
@@ -137,12 +138,12 @@ class World:
         db.close()
 
     async def falsified(self, *statements: str) -> None:
-        """The same, and the coordinator goes on with it."""
+        """Change the database itself, and let the coordinator continue with it."""
         await self.ledger.close()
         self.falsify(*statements)
         await self.open()
 
-    def reached(self) -> Reached:
+    def connect(self) -> CoordinatorConnection:
         log = self.log
         service = rpc.Service(Backend(log), lambda *_: None)  # type: ignore[arg-type]
 
@@ -163,9 +164,9 @@ class World:
 
         client: Any = Client()
         invite: Any = None
-        return Reached(invite, client, LogClient(client, OWNER.key), SPEC, ("somewhere",), ())
+        return CoordinatorConnection(invite, client, LogClient(client, OWNER.key), SPEC, ("somewhere",), ())
 
-    async def audit(self, home: str = "home") -> Audited:
+    async def audit(self, home: str = "home") -> AuditResult:
         chains = self.chains or {peer(1).key: self.chain()}
 
         @asynccontextmanager
@@ -173,7 +174,7 @@ class World:
             yield Asker(chains)
 
         self.monkeypatch.setattr("peer.swarm.anonymous.chain_reader", asker)
-        return await audited(self.reached(), self.folder / home)
+        return await audit_log(self.connect(), self.folder / home)
 
     async def found(self) -> list[str]:
         return [d.words for d in (await self.audit()).report.differences]
@@ -209,7 +210,7 @@ async def test_an_honest_ledger_is_clean_and_its_head_is_remembered(tmp_path, mo
 
 async def test_what_members_no_longer_keep_comes_from_the_coordinator_and_is_said(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
-        monkeypatch.setattr("cairn.auditing_chain.PAGE", 2)
+        monkeypatch.setattr("cairn.audited_chain.PAGE", 2)
         w.chains = {peer(1).key: w.chain(first=5), peer(2).key: None}
         found = await w.audit()
         assert found.clean and found.from_coordinator == 6 and found.from_members == {peer(1).key: 2}
@@ -226,7 +227,7 @@ async def test_a_swarm_where_nobody_answers_is_said(tmp_path, monkeypatch):
 
 async def test_receipts_are_proved(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
-        r = w.reached()
+        r = w.connect()
         (head,) = await r.log.heads()
         receipts, _ = await r.log.receipts(peer(1).key)
         assert len(receipts) == 8
@@ -412,7 +413,7 @@ async def test_what_the_coordinator_alone_tells_of_a_rollback_is_not_what_member
 async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_looked_for(tmp_path, monkeypatch):
     """The auditor reads to the end of the chain for a record of the branch that was left, and forgets what it read."""
     async with made(tmp_path, monkeypatch) as w:
-        monkeypatch.setattr("cairn.auditing_chain.KEPT", 4)
+        monkeypatch.setattr("cairn.audited_chain.KEPT", 4)
         old = w.swarm.chain
         w.swarm.chain = old.fork(6)
         await w.rollback(old.certificates[5].digest)
@@ -559,8 +560,9 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         other = tmp_path / "other"
         other.mkdir()
         write_key(other / "identity.key", peer(2))
-        word = CliRunner().invoke(main, ["account", "word", invite, str(account.key), "--home", str(other)]).output
-        assert "2 peers now" in await run("account", "bind", invite, "--name", "ada", "--word", word.strip())
+        arguments = ["account", "consent", invite, str(account.key), "--home", str(other)]
+        consent = CliRunner().invoke(main, arguments).output
+        assert "2 peers now" in await run("account", "bind", invite, "--name", "ada", "--consent", consent.strip())
         shown = json.loads(await run("account", "show", invite, "--json"))
         assert (shown["kind"], shown["name"], len(shown["peers"]), len(shown["receipts"])) == ("account", "ada", 2, 8)
         text = await run("account", "show", invite, "--peer", str(peer(1).key))
@@ -615,14 +617,6 @@ def late_header(swarm: FakeSwarm) -> Any:
 
 async def receipts_of(c: Any, number: int) -> list[bytes]:
     return [i.sent for i in (await c.credit_log.receipts(peer(number).key, None, 10)).items]
-
-
-async def until(done: Any) -> None:
-    for _ in range(400):
-        if done():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("it did not happen")
 
 
 def write_key(path: Path, who: Any) -> None:

@@ -7,10 +7,8 @@ import os
 import random
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
-import async_timeout
 import pytest
 import pytest_asyncio
 
@@ -23,6 +21,7 @@ from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_digest, blob_leaves, tree_hash
 from tests.support.swarm_world import IMPATIENT, RUN, Member, Pool, members
+from tests.support.waiting import LIMIT, NEVER, ended, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -56,7 +55,7 @@ async def test_a_blob_of_any_size_arrives_whole(pool, tmp_path, chunks, size_kno
 async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool, tmp_path):
     big, small = data_of(120), data_of(0.2, 1)
     # Nobody gives up a chunk that is held: who was held too long would be asked for little later.
-    patient = StreamLimits(open_seconds=60, reply_seconds=60)
+    patient = StreamLimits(open_seconds=NEVER, reply_seconds=NEVER)
     async with pool.borrow(4, tmp_path, streams=patient) as (a, b, c, d):
         digest = [m.store.put(big) for m in (a, b, c)][0]
         quick = a.store.put(small)
@@ -78,9 +77,9 @@ async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool
             return held
 
         a.may_serve, b.may_serve, c.may_serve = holding(), holding(), holding()
-        fetching = asyncio.ensure_future(d.fetch(digest, len(big), [a, b, c], seconds=100))
-        await asyncio.wait_for(all_asked.wait(), 20)
-        await d.fetch(quick, len(small), [a], seconds=30)  # sooner than a held chunk is given up
+        fetching = asyncio.ensure_future(d.fetch(digest, len(big), [a, b, c], seconds=NEVER))
+        await ended(all_asked.wait())
+        await d.fetch(quick, len(small), [a], seconds=LIMIT)  # sooner than a held chunk is given up
         assert not fetching.done()
         passed.set()
         await fetching
@@ -98,7 +97,7 @@ async def test_peers_that_fetch_the_same_blob_give_each_other_what_they_have(poo
 
         a.may_serve = slowly
         await asyncio.gather(
-            b.fetch(digest, len(data), [a, c], seconds=30), c.fetch(digest, len(data), [a, b], seconds=30)
+            b.fetch(digest, len(data), [a, c], seconds=LIMIT), c.fetch(digest, len(data), [a, b], seconds=LIMIT)
         )
         assert b.store.read(digest) == data == c.store.read(digest)
         assert b.served.count(digest) > 5 and c.served.count(digest) > 5
@@ -125,12 +124,10 @@ async def test_a_refusal_is_asked_again_until_it_is_lifted(pool, tmp_path):
         allowed = asyncio.Event()
         a.may_serve = lambda blob, requester: None if allowed.is_set() else "not announced"
         fetching = asyncio.ensure_future(b.fetch(digest, len(data), [a]))
-        await asyncio.sleep(0.5)
+        await until(lambda: len(a.served) >= 2, "it is asked again")
         assert not fetching.done() and not b.store.has(digest)
         allowed.set()
-        began = time.monotonic()
-        await fetching
-        assert time.monotonic() - began < 5
+        await ended(fetching)
         assert b.bad == []
 
 
@@ -140,30 +137,28 @@ async def test_a_refusal_that_stays_is_the_reason_given_at_the_deadline(pool, tm
         a.may_serve = lambda blob, requester: "not announced"
         began = time.monotonic()
         with pytest.raises(BlobFetchError, match="not announced") as e:
-            await b.fetch(digest, 6, [a], seconds=0.6)
+            await ended(b.fetch(digest, 6, [a], seconds=3))
         assert e.value.reasons == {a.key: "not announced"}
-        assert 0.5 < time.monotonic() - began < 5 and len(a.served) < 10
+        assert time.monotonic() - began > 2.5 and len(a.served) < 50
 
 
 async def test_who_does_not_hold_it_is_given_up_soon_and_nobody_is_a_reason_too(pool, tmp_path):
     async with pool.borrow(2, tmp_path) as (a, b):
         with pytest.raises(BlobFetchError, match="not held"):
-            await b.fetch(blob_digest(b"x"), 1, [a], seconds=30)
+            await ended(b.fetch(blob_digest(b"x"), 1, [a], seconds=NEVER))
         with pytest.raises(BlobFetchError, match="nobody"):
-            await b.fetch(blob_digest(b"x"), 1, [], seconds=30)
+            await ended(b.fetch(blob_digest(b"x"), 1, [], seconds=NEVER))
         with pytest.raises(BlobFetchError, match="nobody"):
-            await b.fetch(blob_digest(b"x"), 1, [b], seconds=30)
+            await ended(b.fetch(blob_digest(b"x"), 1, [b], seconds=NEVER))
 
 
 async def test_a_holder_that_is_not_there_costs_little_when_another_is(tmp_path):
     data = data_of(5)
-    limits = replace(IMPATIENT, streams=StreamLimits(open_seconds=40, reply_seconds=40))
+    limits = replace(IMPATIENT, streams=StreamLimits(open_seconds=NEVER, reply_seconds=NEVER))
     async with members(3, tmp_path, limits=limits) as (a, b, c):
         digest = a.store.put(data)
         await b.swarm.stop()
-        began = time.monotonic()
-        await c.fetch(digest, len(data), [b, a], seconds=60)
-        assert time.monotonic() - began < 20
+        await ended(c.fetch(digest, len(data), [b, a], seconds=NEVER))
 
 
 async def test_a_frozen_holder_does_not_hold_up_the_others(pool, tmp_path):
@@ -171,9 +166,7 @@ async def test_a_frozen_holder_does_not_hold_up_the_others(pool, tmp_path):
     async with pool.borrow(3, tmp_path) as (a, b, c):
         digest, thaw = [m.store.put(data) for m in (a, b)][0], asyncio.Event()
         b.may_serve = lambda blob, requester: thaw.wait()
-        began = time.monotonic()
-        await c.fetch(digest, len(data), [b, a], seconds=20)
-        assert time.monotonic() - began < 10
+        await ended(c.fetch(digest, len(data), [b, a], seconds=NEVER))
         assert c.bad == []  # slow is not hostile
         thaw.set()
 
@@ -183,7 +176,7 @@ async def test_a_holder_that_freezes_alone_ends_at_the_deadline_of_its_replies(p
         digest, thaw = a.store.put(b"x"), asyncio.Event()
         a.may_serve = lambda blob, requester: thaw.wait()
         with pytest.raises(BlobFetchError, match="no answer in"):
-            await b.fetch(digest, 1, [a], seconds=30)
+            await ended(b.fetch(digest, 1, [a], seconds=NEVER))
         thaw.set()
 
 
@@ -218,8 +211,16 @@ async def test_an_interrupted_fetch_goes_on_where_it_stopped_also_after_a_restar
             return None if left[0] > 0 else "enough for now"
 
         a.may_serve = so_many
-        with pytest.raises(BlobFetchError):
-            await b.fetch(digest, len(data), [a], seconds=1)
+        fetching = asyncio.ensure_future(b.fetch(digest, len(data), [a], seconds=NEVER))
+
+        def has_most() -> bool:
+            blob = b.store.in_progress(digest)
+            return left[0] < 0 and blob is not None and blob.left <= 12
+
+        await until(has_most, "no more is given")
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
         b.store.close()
         b.store = Store(b.store.folder, 1 << 40)
         await b.swarm.stop()
@@ -236,9 +237,8 @@ async def test_a_holder_killed_in_the_middle_is_replaced(tmp_path):
     async with members(3, tmp_path) as (a, b, c):
         digest = [m.store.put(data) for m in (a, b)][0]
         a.may_serve = b.may_serve = lambda blob, requester: asyncio.sleep(0.01)
-        fetching = asyncio.ensure_future(c.fetch(digest, len(data), [a, b], seconds=20))
-        while len(a.served) < 10:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        fetching = asyncio.ensure_future(c.fetch(digest, len(data), [a, b], seconds=LIMIT))
+        await until(lambda: len(a.served) >= 10)
         os.kill(a.daemon.pid, 9)
         await fetching
         assert c.store.read(digest) == data and c.bad == []
@@ -351,7 +351,7 @@ async def test_inner_nodes_passed_off_as_leaves_blame_no_honest_holder(pool, tmp
             return reply(0, b"".join(inner)) if op == BlobOp.LEAVES else reply(0, data[:CHUNK])
 
         await hostile(b, lie)
-        await c.fetch(digest, None, [b, a], seconds=20)
+        await c.fetch(digest, None, [b, a], seconds=LIMIT)
         assert c.store.read(digest) == data
         assert [peer for peer, _ in c.bad] == [b.key]
 
@@ -361,17 +361,17 @@ async def test_garbage_requests_end_their_own_stream_only(pool, tmp_path):
         digest = a.store.put(b"abc")
         good = BlobRequest(BlobOp.SIZE, digest).encode()
         for garbage in (b"\0" * 44, b"\xff" * 44, os.urandom(44), good[:1] + b"x" + good[2:], good[:36] + b"\xff" * 8):
-            reader, writer = await b.swarm.open_blob_stream(a.key, 3)
+            reader, writer = await b.swarm.open_blob_stream(a.key, 30)
             writer.write(good + garbage + good)
-            answer = await asyncio.wait_for(reader.read(-1), 20)
+            answer = await ended(reader.read(-1))
             status, length = parse_reply_head(answer[:5], 8)
             assert (status, length, parse_size(answer[5:13])) == (ReplyStatus.OK, 8, 3)
             assert answer[13] == ReplyStatus.BAD_REQUEST
             writer.close()
         for op in (BlobOp.CHUNK, BlobOp.LEAVES, BlobOp.HAVE):  # no such chunk, no such page: an answer, not an error
-            reader, writer = await b.swarm.open_blob_stream(a.key, 3)
+            reader, writer = await b.swarm.open_blob_stream(a.key, 30)
             writer.write(BlobRequest(op, digest, 1000).encode())
-            head = await asyncio.wait_for(reader.readexactly(5), 20)
+            head = await ended(reader.readexactly(5))
             assert head[0] == (ReplyStatus.BAD_REQUEST if op is BlobOp.CHUNK else ReplyStatus.OK)
             writer.close()
         await c.fetch(digest, 3, [a])
@@ -381,18 +381,18 @@ async def test_streams_are_bounded_idle_ones_end_and_who_does_not_read_is_cut_of
     data = data_of(8)
     async with pool.borrow(3, tmp_path) as (a, b, c):
         digest = a.store.put(data)
-        streams = [await b.swarm.open_blob_stream(a.key, 3) for _ in range(10)]
-        told = await asyncio.gather(*(asyncio.wait_for(r.read(1), 2) for r, _ in streams), return_exceptions=True)
-        taken = [s for s, t in zip(streams, told, strict=True) if isinstance(t, asyncio.TimeoutError)]
-        assert len(taken) == 8 and [t for t in told if isinstance(t, bytes)] == [bytes([ReplyStatus.BUSY])] * 2
+        streams = [await b.swarm.open_blob_stream(a.key, 30) for _ in range(10)]
+        told = [asyncio.ensure_future(r.read(1)) for r, _ in streams]
+        await until(lambda: sum(t.done() for t in told) >= 2, "two are refused")
+        taken = [s for s, t in zip(streams, told, strict=True) if not t.done()]
+        assert len(taken) == 8 and [t.result() for t in told if t.done()] == [bytes([ReplyStatus.BUSY])] * 2
+        for t in told:
+            t.cancel()
         await c.fetch(digest, len(data), [a])  # others are served meanwhile
         # One asks for much and never reads: after the write deadline its stream is gone.
         _, writer = taken[0]
         writer.write(b"".join(BlobRequest(BlobOp.CHUNK, digest, n % 8).encode() for n in range(400)))
-        until = time.monotonic() + 12
-        while a.swarm.server.streams_of(b.key) and time.monotonic() < until:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-        assert a.swarm.server.streams_of(b.key) == 0  # the others went by idling
+        await until(lambda: a.swarm.server.streams_of(b.key) == 0, "all are gone: the others were idle")
         assert a.swarm.bytes_up < 300 * CHUNK
         for _, writer in streams:
             writer.close()
@@ -409,27 +409,18 @@ async def test_all_strangers_together_have_but_a_part_of_the_streams(pool, tmp_p
         for there in (1, 2, 2):
             streams.append(await b.swarm.open_blob_stream(a.key, 30))
             await until(lambda n=there: len(server.unanswered()) == n)
-        async with async_timeout.timeout(30):
-            assert await streams[0][0].read() == b"", "of the idle ones the first makes room for the third"
+        assert await ended(streams[0][0].read()) == b"", "of the idle ones the first makes room for the third"
         await until(lambda: len(server.unanswered()) == 2)
         server.may_serve = lambda digest, peer: None if peer == c.key else waits(busy)
         for _, writer in streams[1:]:
             writer.write(BlobRequest(BlobOp.CHUNK, digest, 0).encode())
         await until(lambda: server.unanswered() == [1, 1])
         reader, last = await b.swarm.open_blob_stream(a.key, 30)
-        assert await asyncio.wait_for(reader.read(1), 30) == bytes([ReplyStatus.BUSY]), "none of the strangers' rests"
+        assert await ended(reader.read(1)) == bytes([ReplyStatus.BUSY]), "none of the strangers' rests"
         await c.fetch(digest, len(data), [a])
         busy.set()
         for _, writer in [*streams, (reader, last)]:
             writer.close()
-
-
-async def until(found: Callable[[], bool]) -> None:
-    """Fails after 30 s."""
-    end = time.monotonic() + 30
-    while not found():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.02)
 
 
 async def waits(event: asyncio.Event) -> None:
@@ -437,9 +428,8 @@ async def waits(event: asyncio.Event) -> None:
 
 
 async def test_frames_refuse_what_they_must():
-    assert parse_request(BlobRequest(BlobOp.HAVE, blob_digest(b""), 7).encode()) == BlobRequest(
-        BlobOp.HAVE, blob_digest(b""), 7
-    )
+    request = BlobRequest(BlobOp.HAVE, blob_digest(b""), 7)
+    assert parse_request(request.encode()) == request
     for head in (struct.pack(">BI", 0, 9), struct.pack(">BI", 3, 201), struct.pack(">BI", 6, 0)):
         with pytest.raises(MalformedError):
             parse_reply_head(head, 8)

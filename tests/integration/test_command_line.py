@@ -7,18 +7,16 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from cairn.main import main
 from protocol.ids import Digest, RunId
 from protocol.invite import Endpoint, Invite
+from tests.support.command_line import cairn, refused
 from tests.support.specs import digest
+from tests.support.waiting import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "sotu.toml"
@@ -44,13 +42,6 @@ target_tokens = 1024
 """
 
 
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """Commands set logging up for a process of their own."""
@@ -61,23 +52,6 @@ def logging_as_it_was() -> Iterator[None]:
         handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
-
-
-def cairn(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
-    """A command as the console script runs it, in this process: imports cost seconds."""
-    result = CliRunner().invoke(main, list(map(str, arguments)), env=env, prog_name="cairn")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return Done(result.exit_code, result.stdout, result.stderr)
-
-
-def refused(*arguments: str | Path, env: dict[str, str] | None = None) -> str:
-    """What a refused command leaves on stderr: one error, which may list several lines to mend."""
-    done = cairn(*arguments, env=env)
-    assert done.returncode != 0, done.stdout
-    assert "Traceback" not in done.stdout + done.stderr, done.stderr
-    assert sum(line.lower().startswith("error") for line in done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr
 
 
 @pytest.fixture
@@ -150,7 +124,7 @@ def test_what_is_no_invite_is_said_to_be_none(tmp_path: Path, command, text: str
 
 
 def test_a_large_swarm_asks_for_its_credits_less_often():
-    from cairn.joining import CREDIT_CALLS, CREDIT_SECONDS, credit_seconds
+    from cairn.commands.join import CREDIT_CALLS, CREDIT_SECONDS, credit_seconds
 
     assert credit_seconds(4) == CREDIT_SECONDS and 10_000 / credit_seconds(10_000) <= CREDIT_CALLS
 
@@ -272,11 +246,12 @@ def test_ctrl_c_while_entering_ends_at_once(tmp_path: Path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        s.settimeout(60)
+        s.settimeout(LIMIT)
         connection, _ = s.accept()
-        time.sleep(0.5)
+        connection.settimeout(LIMIT)
+        connection.recv(1)  # it has begun to speak TLS, and waits for an answer
         peer.send_signal(2)
-        _, errors = peer.communicate(timeout=10)
+        _, errors = peer.communicate(timeout=LIMIT)
         connection.close()
         assert "Traceback" not in errors
 

@@ -14,9 +14,10 @@ from protocol.errors import CairnError
 from protocol.ids import Round
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Rollback, RoundChanges
-from tests.integration.test_coordinator_service import client, running, settled, web
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
+from tests.support.coordinator_service import client, running, settled, web
 from tests.support.specs import OWNER
+from tests.support.waiting import until
 
 SPEC = make_spec()
 RUN = SPEC.run_id
@@ -24,14 +25,6 @@ RUN = SPEC.run_id
 
 def word(sequence: int, signer=OWNER, **fields):
     return KeySigner(signer).sign(Directive(RUN, sequence, **fields))
-
-
-async def until(true) -> None:
-    for _ in range(300):
-        if true():
-            return
-        await control.asyncio.sleep(0.02)
-    raise AssertionError("it did not come to that")
 
 
 @pytest.mark.asyncio
@@ -132,11 +125,7 @@ async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is
         swarm.chain.add({0: 1, 1: 1 + i})
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         follower = coordinator._follower
-        for _ in range(200):
-            if follower.settled is not None and follower.settled[0] >= 4:
-                break
-            await control.asyncio.sleep(0.02)
-        assert follower.settled is not None and follower.settled[0] >= 4
+        await until(lambda: follower.settled is not None and follower.settled[0] >= 4, "round 4 is posted")
         to = swarm.chain.certificates[2]
         back = word(3, rollback=Rollback(1, to.digest, Round(3), state(3)))
         async with client(coordinator) as c:
@@ -206,11 +195,7 @@ async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_led
         swarm.chain.add({0: 1, 1: 1 + i})
 
     async def settled(follower, round_):
-        for _ in range(300):
-            if follower.settled is not None and follower.settled[0] >= round_:
-                return
-            await control.asyncio.sleep(0.02)
-        raise AssertionError(follower.problem)
+        await until(lambda: follower.settled is not None and follower.settled[0] >= round_, f"round {round_} is posted")
 
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         if posted == 8:
@@ -245,7 +230,7 @@ def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
 
 
 def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
-    from cairn.ordering import _setting, check_changes
+    from cairn.owner_commands import _setting, check_changes
 
     check_changes(SPEC, RoundChanges(target_tokens=10_000_000))
     with pytest.raises(CairnError, match="member_seconds"):

@@ -7,8 +7,9 @@ import asyncio
 from coordinator import service
 from coordinator.credits import CreditRule, account_for, pending
 from coordinator.ledger.store import connect
-from tests.integration.test_coordinator_service import client, running, settled
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
+from tests.support.coordinator_service import client, running, settled
+from tests.support.waiting import until
 
 SPEC = make_spec(credit={"hold_rounds": 2})
 DEPTH = SPEC.checkpoint.final_depth
@@ -47,14 +48,10 @@ async def test_a_ledger_that_changes_under_a_coordinator_is_trouble_and_nothing_
         db = connect(at, SPEC)
         db.query("UPDATE standings SET settled_micro = settled_micro + 1 WHERE peer = 1")
         db.close()
-        for _ in range(400):
-            if c.problem:
-                break
-            await asyncio.sleep(0.05)
-            swarm.changed()
+        await until(lambda: swarm.changed() or c.problem, "the damage is found", every=0.05)
         assert "the ledger is damaged: the balances of 1 peers" in c.problem
         swarm.round({0: 6000})
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # time in which it could post the round, and must not
         db = connect(at, SPEC, reader=True)
         assert db.query("SELECT count(*) FROM rounds") == [(3,)]
         db.close()

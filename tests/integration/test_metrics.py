@@ -14,15 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.alerts.rules import RULES
 from coordinator.measuring import MAX_BYTES_PER_SECOND, RoundClock, Traffic
 from coordinator.metrics import HEALTHS
-from coordinator.overview import Overview, PeerView
 from coordinator.peers import PHASES
-from protocol.ids import Digest, Round
-from protocol.messages import Heartbeat
-from tests.integration.test_coordinator_service import client, running, settled, web
-from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
+from tests.support.coordinator_fakes import FakeSwarm, peer
+from tests.support.coordinator_service import client, running, settled, web
+from tests.support.overviews import SPEC, overview
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
-SPEC = make_spec()
 LATER = {"cairn_tree_head_age_seconds"}
 """Exported once there is something to tell: here, a signed tree head."""
 
@@ -123,22 +120,6 @@ def test_the_rules_and_the_dashboard_are_well_formed():
     for p in board["panels"]:
         assert p["type"] in ("row", "stat", "timeseries") and p["title"]
         assert all('job="$job"' in t["expr"] for t in p.get("targets", ()))
-
-
-def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
-    """Peers by number: phase, and bytes that they say they have sent."""
-    run = SPEC.run_id
-    views = tuple(
-        PeerView(
-            peer(n).key, str(n), phase,
-            Heartbeat(run, 1, Round(round_), Digest(bytes(32)), 0, 0, phase, 1.0, 1.0, up, 2 * up, (), (), b"", ""),
-            0.0, 0, 0,
-        ) for n, (phase, up) in peers.items()
-    )  # fmt: skip
-    nothing = Digest(bytes(32))
-    return Overview(
-        "", "", "healthy", "", round_, nothing, nothing, 0, 0, 0, 0.0, None, len(views), views, (), 0, 0, None, "", None
-    )  # fmt: skip
 
 
 def test_a_rounds_parts_are_told_apart_and_rounds_that_were_slept_through_have_no_time():

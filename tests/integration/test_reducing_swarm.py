@@ -24,6 +24,7 @@ from protocol.reduce_plan import committees, part_count
 from protocol.rounds.events import BlobHeld, PartReduced
 from protocol.spec import CodecSpec, OuterSpec
 from tests.support.swarm_world import RUN, Member, Pool
+from tests.support.waiting import LIMIT, ended
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -59,12 +60,12 @@ class Driver:
         self.member = member
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
         updates = Updates(
-            member.store, member.swarm, CODEC, deadline_seconds=20, everyone=lambda: [],
+            member.store, member.swarm, CODEC, deadline_seconds=LIMIT, everyone=lambda: [],
             answer=self.answers.put_nowait, spawn=self._spawn,
         )  # fmt: skip
         self.reducing = Reducing(
             member.store, member.swarm, updates, REDUCTION, CODEC.size, OuterSpec(),
-            exchange_seconds=40, answer=self.answers.put_nowait, spawn=self._spawn,
+            exchange_seconds=2 * LIMIT, answer=self.answers.put_nowait, spawn=self._spawn,
         )  # fmt: skip
 
     def _spawn(self, work: Any, what: str) -> asyncio.Task[None]:
@@ -89,7 +90,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
         made: dict[int, set[Digest]] = {}
         for d in drivers.values():
             for _ in [c for c in seats if d.member.key in c]:
-                answer = await asyncio.wait_for(d.answers.get(), 20)
+                answer = await ended(d.answers.get())
                 assert isinstance(answer, PartReduced) and answer.record == record.digest
                 made.setdefault(answer.part, set()).add(answer.blob)
         assert sorted(made) == list(range(parts)) and all(len(found) == 1 for found in made.values())
@@ -112,6 +113,6 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
                     d.reducing.fetch(blob, record, part, seats[part])
         for d in drivers.values():
             for _ in [c for c in seats if d.member.key not in c]:
-                assert isinstance(await asyncio.wait_for(d.answers.get(), 20), BlobHeld)
+                assert isinstance(await ended(d.answers.get()), BlobHeld)
             assert all(d.member.store.has(blob) for found in made.values() for blob in found)
         assert all(m.bad == [] for m in lent)

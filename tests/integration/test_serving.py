@@ -1,4 +1,4 @@
-"""What the commands do around their services: codes, addresses, locks, and the blobs that a run begins with."""
+"""The commands around the services: codes, addresses, locks, and the first blobs of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import os
 import stat
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cairn import serving
+from cairn.commands import serve
+from cairn.commands.serve import ServeOptions, _codes, _public, _put, _write_private
 from cairn.demo.story import MARK, _clear
-from cairn.serving import ServeOptions, _codes, _public, _put, _write_private
 from peer.store import Store
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest
@@ -24,6 +23,7 @@ from protocol.invite import Endpoint, Invite
 from protocol.merkle import blob_digest
 from protocol.spec import RunSpec
 from tests.support.specs import tiny_spec
+from tests.support.waiting import until
 
 
 def options(public: str, *, grpc: str = "0.0.0.0:7410", swarm: str = "/ip4/0.0.0.0/tcp/7412") -> ServeOptions:
@@ -60,14 +60,6 @@ def test_a_public_name_needs_ports_that_stay(port, swarm):
         _public(options("run.example.org", swarm=swarm), port)
 
 
-async def until(look: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if look():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("not in time")
-
-
 def by_invite() -> RunSpec:
     return tiny_spec(admission={"mode": "invite"})
 
@@ -98,12 +90,12 @@ def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
 
 async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_when_that_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "INVITE_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "INVITE_SECONDS", 0.01)
     made = Invite(tiny_spec().run_id, Digest(bytes(32)), (Endpoint("c.example", 1),), addresses=("/a",))
     codes: list[str] = []
     coordinator: Any = SimpleNamespace(invite=lambda code: codes.append(code) or made)
     config: Any = SimpleNamespace(folder=tmp_path, codes=("the-code",))
-    keeping = asyncio.create_task(serving._keep_invite(coordinator, config))
+    keeping = asyncio.create_task(serve._keep_invite(coordinator, config))
     file = tmp_path / "invite"
     await until(file.exists)
     assert Invite.parse(file.read_text()) == made and set(codes) == {"the-code"}
@@ -111,7 +103,8 @@ async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_w
     made = replace(made, addresses=("/b", "/a"))
     await until(lambda: file.stat().st_ino != first)
     second, made = file.stat().st_ino, replace(made, addresses=("/a", "/b"))
-    await asyncio.sleep(0.1)
+    seen = len(codes)
+    await until(lambda: len(codes) >= seen + 3, "it has looked again")
     assert file.stat().st_ino == second
     keeping.cancel()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from protocol.errors import MalformedError
 from protocol.ids import PeerKey
 from protocol.wire import swarm_pb2 as wire
 from tests.support.swarm_world import Member, identity, members
+from tests.support.waiting import LIMIT, NEVER, ended, wait_until
 
 
 @pytest.mark.parametrize("address", ["/ip4/127.0.0.1", "tcp/0", "/ip4/127.0.0.1/tcp/70000", "/ip6/127.0.0.1/tcp/0"])
@@ -52,9 +51,8 @@ async def test_where_udp_does_not_get_through_tcp_does_all_by_itself(tmp_path):
         silent.bind(("127.0.0.1", 0))
         try:
             await a.start(listen=[f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"])
-            began = time.monotonic()
             await b.start(initial=a.swarm.addresses)
-            assert not b.warnings and time.monotonic() - began < 4.5  # QUIC's own patience is 5 s: nobody waits for it
+            assert not b.warnings
             await b.swarm.send(a.key, wire.Packet(messages=[b"there"]))
             await a.swarm.send(b.key, wire.Packet(messages=[b"and back"]))
             assert await _transports(b) == {"tcp"} and len(a.packets) == len(b.packets) == 1
@@ -79,22 +77,20 @@ async def test_a_daemon_that_does_not_come_up_is_an_error_with_its_own_words(tmp
             announce=[],
             folder=sockets,
             limiter=RateLimiter(),
-            start_seconds=20,
+            start_seconds=LIMIT,
         )
     assert list(sockets.iterdir()) == []
 
 
-async def test_stopping_is_quick_and_leaves_neither_processes_nor_files(tmp_path):
+async def test_stopping_leaves_neither_processes_nor_files(tmp_path):
     a = Member(1, tmp_path)
     swarm = await a.start()
     folder, watchdog = a.daemon.folder, a.daemon.pid
     children = _children(watchdog)
     assert len(children) == 1
     assert not any("key" in name for name in os.listdir(folder))  # it lies there only while the daemon starts
-    began = time.monotonic()
     await swarm.stop()
     await swarm.stop()
-    assert time.monotonic() - began < 20
     assert not _there(folder) and not any(map(_alive, [watchdog, *children]))
     with pytest.raises(PeerUnreachable):
         await swarm.send(identity(2).key, wire.Packet())
@@ -105,11 +101,9 @@ async def test_the_end_of_the_daemon_is_noticed_and_calls_fail_at_once(tmp_path)
     async with members(2, tmp_path) as (a, b):
         (p2pd,) = _children(a.daemon.pid)
         os.kill(p2pd, signal.SIGKILL)
-        assert await asyncio.wait_for(a.swarm.wait_lost(), 20)
-        began = time.monotonic()
+        assert await ended(a.swarm.wait_lost())
         with pytest.raises(PeerUnreachable):
-            await a.swarm.send(b.key, wire.Packet(), timeout=60)
-        assert time.monotonic() - began < 20
+            await ended(a.swarm.send(b.key, wire.Packet(), timeout=NEVER))
 
 
 NODE = """
@@ -141,10 +135,7 @@ def test_the_daemon_dies_with_the_node_on_kill_9_and_its_files_go(tmp_path, vict
         # Ctrl-C in a terminal goes to the node's process group only: the daemon still carries its goodbye.
         assert os.getpgid(watchdog) != os.getpgid(node.pid) and os.getpgid(p2pd) != os.getpgid(node.pid)
         os.kill(node.pid if victim == "node" else watchdog, signal.SIGKILL)
-        until = time.monotonic() + 20
-        while time.monotonic() < until and (_alive(p2pd) or _alive(watchdog)):
-            time.sleep(0.02)
-        assert not _alive(p2pd) and not _alive(watchdog)
+        wait_until(lambda: not _alive(p2pd) and not _alive(watchdog), "the daemon and its watchdog end")
         assert victim == "watchdog" or not os.path.exists(folder)
     finally:
         node.kill()

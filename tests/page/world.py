@@ -26,6 +26,7 @@ from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
 from protocol.spec import sign_spec
 from tests.support.coordinator_fakes import ChainMaker, FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER, spec_fields
+from tests.support.waiting import until
 
 T = TypeVar("T")
 DEVICES = ("NVIDIA H200", "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "cpu, 8 threads", "Apple M3 Max")
@@ -123,7 +124,7 @@ class World:
     def close(self) -> None:
         self.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(120)
 
     def name_peers(self, count: int | None = None) -> None:
         """Admits peers under names, as the ledger remembers them."""
@@ -181,11 +182,8 @@ class World:
             self.swarm.hear(update)
         self.clock.shift += self.random.uniform(0.5, 1.5)
         self.swarm.changed()
-        for _ in range(400):
-            head = self.coordinator._follower.head
-            if head is not None and head[1] == certificate.digest:
-                break
-            await asyncio.sleep(0.005)
+        follower = self.coordinator._follower
+        await until(lambda: follower.head is not None and follower.head[1] == certificate.digest, every=0.005)
         self.beats()
         self.swarm.changed()
         return certificate

@@ -37,7 +37,7 @@ class Slowed:
     def stop(self) -> None:
         """Let it run again."""
         self._over.set()
-        self._thread.join(5)
+        self._thread.join(60)
 
     def _run(self) -> None:
         before: dict[str, int] = {}

@@ -23,7 +23,7 @@ from peer.node.snapshot import FILE, Snapshot
 from protocol.identity import from_key_file
 from protocol.ids import PeerKey
 from protocol.invite import Invite
-from tests.e2e.world import START_SECONDS, World
+from tests.e2e.world import LIMIT, World
 from tests.scenarios.history import make_history
 from tests.scenarios.script import HOME, Scenario
 from tests.wan.namespaces import sh
@@ -31,6 +31,9 @@ from tests.wan.testbed import Wan
 from tests.wan.topology import WanError
 
 GRPC, PAGE, SWARM = 7100, 7200, 7300
+
+TIMERS = {"exchange_seconds": 5, "patience_seconds": 5, "member_seconds": 3}
+"""Shorter than in tests/e2e: scenarios also judge how soon a swarm gets over a fault."""
 
 CLOCK = Path(__file__).with_name("clock.c")
 
@@ -44,6 +47,7 @@ class Swarm(World):
         self.wan = wan
         self.grpc, self.page, self.swarm = GRPC, PAGE, SWARM
         tables = tomllib.loads(self.run_file.read_text())
+        tables["round"] |= TIMERS
         for name, table in scenario.run.items():
             tables[name] = {**tables.get(name, {}), **table}
         self.run_file.write_text(toml(tables))
@@ -123,7 +127,7 @@ class Swarm(World):
             there = self.wan.command(HOME, ["bash", "-c", probe])
             return self._began and not subprocess.run(there, capture_output=True, check=False).returncode
 
-        await self.until("the coordinator answers", answers, START_SECONDS, every=0.5)
+        await self.until("the coordinator answers", answers, LIMIT, every=0.5)
 
     def move_coordinator(self) -> None:
         """It is started next at other ports."""
@@ -135,7 +139,7 @@ class Swarm(World):
         """What `cairn status` says there. Raises CalledProcessError."""
         invite = str(self.old_invite or self.invite)
         command = self.wan.command(host, [sys.executable, "-m", "cairn", "status", invite, "--json"])
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
         return json.loads(done.stdout)
 
     def make_history(self, names: Sequence[str], rounds: int) -> None:
@@ -177,7 +181,7 @@ class Swarm(World):
     def power_off(self, host: str) -> None:
         self.wan.kill(host)
         with suppress(KeyError):
-            self.processes["coordinator" if host == HOME else host].wait(10)
+            self.processes["coordinator" if host == HOME else host].wait(LIMIT)
 
     def power_on(self, host: str) -> None:
         """Its line is whole again; what runs there is to be started."""

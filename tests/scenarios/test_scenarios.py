@@ -8,10 +8,13 @@ import pytest
 
 from tests.scenarios import script
 from tests.scenarios.__main__ import play, report
+from tests.scenarios.swarm import TIMERS
 from tests.wan.testbed import why_not
 
 SCENARIOS = {name: script.read(name) for name in script.names()}
 CORE = [name for name, scenario in SCENARIOS.items() if scenario.core]
+
+ROOM = 4
 
 TINY = """
 what = "a test"
@@ -77,11 +80,22 @@ def test_a_scenario_that_is_not_there_is_refused_with_those_that_are():
         script.read("nonsense")
 
 
-@pytest.mark.timeout(600)
+def roomy(scenario: script.Scenario) -> script.Scenario:
+    """Return the scenario with more time for each step and phase of a round: other work may have the cores here."""
+    steps = tuple(
+        s.model_copy(update={"seconds": ROOM * s.seconds}) if hasattr(s, "seconds") and s.do != "wait" else s
+        for s in scenario.steps
+    )
+    timers = {name: ROOM * seconds for name, seconds in TIMERS.items()}
+    run = scenario.run | {"round": timers | scenario.run.get("round", {})}
+    return scenario.model_copy(update={"steps": steps, "run": run, "limit_seconds": ROOM * scenario.limit_seconds})
+
+
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", CORE)
 def test_the_core_scenarios_pass(name: str):
     scenario = SCENARIOS[name]
     if reason := why_not(nat=scenario.nat):
         pytest.skip(f"no emulated internet here: {reason}")
-    outcome = play(scenario)
+    outcome = play(roomy(scenario))
     assert outcome.ok, f"{report(outcome)}\n{[s for s in outcome.steps if not s.ok]}\n{outcome.logs}"

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = ("transformers.models.llama.modeling_llama", "torch.distributed.tensor", "peer.training.trainer")
 
 
-def run_ranks(world: int, function: str, folder: Path, seconds: float = 120.0) -> None:
+def run_ranks(world: int, function: str, folder: Path, seconds: float = 500.0) -> None:
     """Run `function` ("module:name", of (rank, world, folder)) on each rank; all must end well."""
     ask = {"world": world, "function": function, "folder": str(folder), "seconds": seconds}
     parent = _parent()
@@ -48,7 +48,7 @@ def join(rank: int, world: int, file: Path) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
 
 
@@ -127,7 +127,7 @@ def _fork(rank: int, ask: dict[str, Any]) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(ask["environment"] | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"})
-        faulthandler.dump_traceback_later(100)  # where it hangs, before it is killed
+        faulthandler.dump_traceback_later(480)  # where it hangs, before it is killed
         module, _, name = ask["function"].partition(":")
         getattr(importlib.import_module(module), name)(rank, ask["world"], folder)
         code = 0

@@ -21,6 +21,7 @@ from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.message_codec import KeySigner
 from protocol.messages import Heartbeat
 from protocol.wire import swarm_pb2 as wire
+from tests.support.waiting import LIMIT
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 RUN = RunId(b"r" * 32)
@@ -28,8 +29,8 @@ POOL = 4
 """Peers of a `Pool`."""
 
 IMPATIENT = SwarmLimits(
-    calls=CallLimits(handler_seconds=2),
-    streams=StreamLimits(open_seconds=3, reply_seconds=1.5),
+    calls=CallLimits(handler_seconds=4),
+    streams=StreamLimits(open_seconds=30, reply_seconds=4),
     serve=ServeLimits(idle_seconds=5, write_seconds=1.5, linger_seconds=0.3),
 )
 
@@ -98,7 +99,9 @@ class Member:
         transport: Any = self.swarm.transport
         return transport.daemon
 
-    async def fetch(self, digest: Digest, size: int | None, holders: list[Member], seconds: float = 10, **kwargs: Any):
+    async def fetch(
+        self, digest: Digest, size: int | None, holders: list[Member], seconds: float = LIMIT, **kwargs: Any
+    ):
         """Fetch a blob from other members."""
         await self.swarm.fetch_blob(
             digest, size, [h.key for h in holders], deadline_seconds=seconds,

@@ -29,7 +29,7 @@ ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 def sh(*command: str, text: str | None = None) -> str:
     """Run a command; what it printed. Raises WanError."""
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as e:
         raise WanError(f"{' '.join(command)}: {e}") from None
     if done.returncode:
@@ -130,7 +130,7 @@ def tcp_allowed(algorithm: str) -> Iterator[None]:
 
 def kill_in(name: str) -> None:
     """SIGKILL every process in a namespace (neither the router nor its daemon is ever in one)."""
-    for _ in range(100):
+    for _ in range(1000):
         pids = sh("ip", "netns", "pids", name).split()
         if not pids:
             return

@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 
+from tests.support.waiting import LIMIT, wait_until
 from tests.wan.namespaces import sh
 from tests.wan.testbed import Wan, why_not
 from tests.wan.topology import Topology, WanError, star
@@ -35,7 +35,7 @@ while True:
 
 PINGS = """
 import socket, sys, time
-s = socket.create_connection((sys.argv[1], 7000), timeout=5)
+s = socket.create_connection((sys.argv[1], 7000), timeout=60)
 for i in range(20):
     began = time.monotonic()
     s.send(b"ping")
@@ -45,7 +45,7 @@ for i in range(20):
 
 FLOOD = """
 import socket, sys
-s = socket.create_connection((sys.argv[1], 7000), timeout=20)
+s = socket.create_connection((sys.argv[1], 7000), timeout=60)
 s.sendall(bytes(int(sys.argv[2])))
 s.shutdown(socket.SHUT_WR)
 s.recv(1)
@@ -67,7 +67,7 @@ MBIT, RTT_MS = 20.0, 60.0
 def on(wan: Wan, host: str, code: str, *arguments: object) -> str:
     """What a piece of Python prints on a host."""
     command = wan.command(host, [sys.executable, "-c", code, *map(str, arguments)])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -88,7 +88,7 @@ def namespaces(name: str) -> list[str]:
 @pytest.fixture(scope="module")
 def wan() -> Iterator[Wan]:
     """Three hosts; `b` answers."""
-    with Wan(star("abc", mbit=MBIT, rtt_ms=RTT_MS), name=f"t{os.getpid()}", ttl=120) as wan:
+    with Wan(star("abc", mbit=MBIT, rtt_ms=RTT_MS), name=f"t{os.getpid()}", ttl=600) as wan:
         server = serve(wan, "b")
         yield wan
         server.kill()
@@ -97,10 +97,18 @@ def wan() -> Iterator[Wan]:
 
 @needs_wan
 def test_a_round_trip_takes_what_the_topology_says(wan: Wan):
-    took = [float(line) for line in on(wan, "a", PINGS, wan.host("b").ip).split()]
-    assert len(took) == 20
-    # Cores are shared: some of them wait for one.
-    assert RTT_MS - 0.5 <= median(took) and min(took) <= RTT_MS + 6
+    assert_round_trip(wan, RTT_MS)
+
+
+def assert_round_trip(wan: Wan, rtt_ms: float) -> None:
+    """No round trip is shorter than it should be; one at least takes little longer. Cores are shared: some wait."""
+
+    def one_is_quick() -> bool:
+        took = [float(line) for line in on(wan, "a", PINGS, wan.host("b").ip).split()]
+        assert len(took) == 20 and rtt_ms - 0.5 <= min(took)
+        return min(took) <= rtt_ms + 6
+
+    wait_until(one_is_quick, f"a round trip of at most {rtt_ms + 6} ms")
 
 
 @needs_wan
@@ -111,7 +119,7 @@ def test_a_line_carries_its_rate_and_no_more_and_the_counters_see_every_byte(wan
     seconds = time.monotonic() - began
     after = wan.counters().hosts
     floor = 8 * size / (MBIT * 1e6)
-    assert floor <= seconds <= 2 * floor + 3.0  # slow start, the start of a Python, and cores that are shared
+    assert floor <= seconds <= 4 * floor + 10.0  # slow start, the start of a Python, and cores that are shared
     sent, received = after["c"].tx_bytes - before["c"].tx_bytes, after["b"].rx_bytes - before["b"].rx_bytes
     assert size <= received <= sent + 1000  # a farewell of the test before may still have come in
     assert sent <= 1.12 * size
@@ -124,15 +132,15 @@ def test_what_is_cut_does_not_get_through_until_it_is_healed(wan: Wan):
     address = wan.host("b").ip
     wan.cut("a", "b")
     assert on(wan, "a", REACH, address, 1.0) == "no\n"
-    assert on(wan, "c", REACH, address, 20.0) == "yes\n"
+    assert on(wan, "c", REACH, address, LIMIT) == "yes\n"
     wan.heal("a", "b")
-    assert on(wan, "a", REACH, address, 20.0) == "yes\n"
+    assert on(wan, "a", REACH, address, LIMIT) == "yes\n"
 
 
 @needs_wan
 def test_a_line_can_be_changed_while_it_runs(wan: Wan):
     wan.set("a", "b", rtt_ms=10.0)
-    assert 9.5 <= min(float(x) for x in on(wan, "a", PINGS, wan.host("b").ip).split()) <= 16
+    assert_round_trip(wan, 10.0)
     wan.set("a", "b", rtt_ms=RTT_MS)
 
 
@@ -146,26 +154,24 @@ def test_nothing_leads_to_the_outside(wan: Wan):
 @needs_wan
 def test_after_its_time_it_is_gone_with_all_that_ran_in_it():
     name = f"u{os.getpid()}"
-    wan = Wan(star("ab"), name=name, ttl=1.0)
+    wan = Wan(star("ab"), name=name, ttl=3.0)
     wan.up()
-    process = subprocess.Popen(wan.command("a", ["sleep", "60"]))
-    assert process.wait(20) == -9
-    end = time.monotonic() + 10
-    while (namespaces(name) or Path(f"/run/{name}.wan").exists()) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not namespaces(name)
-    assert not Path(f"/run/{name}.wan").exists()
+    process = subprocess.Popen(wan.command("a", ["sleep", "600"]))
+    assert process.wait(LIMIT) == -9
+    wait_until(
+        lambda: not namespaces(name) and not Path(f"/run/{name}.wan").exists(), "all of it is removed", every=0.1
+    )
     with pytest.raises(WanError, match="does not answer"):
         wan.counters()
 
 
 @needs_wan
 def test_a_power_failure_ends_what_runs_and_sends_no_farewell():
-    with Wan(star("ab", rtt_ms=5.0), name=f"v{os.getpid()}", ttl=60) as wan:
+    with Wan(star("ab", rtt_ms=5.0), name=f"v{os.getpid()}", ttl=600) as wan:
         server = serve(wan, "b")
         before = wan.counters().hosts["a"].rx_bytes
         wan.kill("b")
-        assert server.wait(20) == -9
+        assert server.wait(LIMIT) == -9
         assert on(wan, "a", REACH, wan.host("b").ip, 1.0) == "no\n"
         assert wan.counters().hosts["a"].rx_bytes == before
         name = wan.name
@@ -176,11 +182,11 @@ def test_a_power_failure_ends_what_runs_and_sends_no_farewell():
 def test_who_is_behind_nat_reaches_others_and_is_not_reached():
     hosts: list[dict[str, Any]] = [{"name": "open"}, {"name": "home", "nat": True}]
     topology = Topology.parse({"hosts": hosts, "default": {"rtt_ms": 5}})
-    with Wan(topology, name=f"w{os.getpid()}", ttl=60) as wan:
+    with Wan(topology, name=f"w{os.getpid()}", ttl=600) as wan:
         servers = [serve(wan, "open"), serve(wan, "home")]
-        assert on(wan, "home", REACH, wan.host("open").ip, 20.0) == "yes\n"
+        assert on(wan, "home", REACH, wan.host("open").ip, LIMIT) == "yes\n"
         assert on(wan, "open", REACH, wan.host("home").ip, 1.0) == "no\n"
-    assert [s.wait(20) for s in servers] == [-9, -9]
+    assert [s.wait(LIMIT) for s in servers] == [-9, -9]
 
 
 @pytest.mark.parametrize(

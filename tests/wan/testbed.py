@@ -18,7 +18,7 @@ from tests.wan.namespaces import inside, kill_in, namespace, remove_all, sh
 from tests.wan.topology import NAME, Host, Line, Topology, WanError
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 30.0, 10.0, 5.0
+START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 120.0, 60.0, 30.0
 TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "sysctl": "procps", "gcc": "gcc"}
 
 

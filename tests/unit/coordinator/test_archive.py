@@ -7,29 +7,24 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from cairn.observing import ObserverView
 from coordinator.archive import Archive, Archived, read_sheet
 from coordinator.errors import CoordinatorError
 from coordinator.evaluation import load_archived, validation_loss
 from coordinator.keeping.policy import Policy
-from protocol.chain import Chain, ChainLimits, genesis_digest
+from protocol.chain import genesis_digest
 from protocol.ids import Digest
 from protocol.layout import MOMENTUM
 from protocol.model import build_model, parameters_of
 from protocol.spec import DataSpec
-from tests.support.coordinator_fakes import ChainMaker, make_spec, state
+from tests.support.archives import SPEC, Observed, Uniform, shards
+from tests.support.coordinator_fakes import state
 from tests.support.specs import digest
-
-SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})  # a checkpoint every 5 rounds
-LIMITS = ChainLimits(max_update_windows=64, max_members=8)
 
 
 class World:
@@ -104,51 +99,6 @@ def test_a_folder_that_is_something_else_is_passed_over(world: World):
 # -- the observer's archive follows the chain -----------------------------------------------------------------
 
 
-class FakeNode:
-    """An observer whose members have every checkpoint in `offered`."""
-
-    def __init__(self, folder: Path, chain: Chain):
-        self.chain = chain
-        self.on_change = lambda: None
-        self.held: list[Digest] = []
-        self.folder = folder
-        self.network = SimpleNamespace(fetch_blob=self._fetch, everyone=lambda: [], directory=self, listeners=[])
-        self.store = SimpleNamespace(path=lambda d: folder / "blob", has=lambda d: True)
-        (folder / "blob").write_bytes(b"blob")
-        self.fetched: list[Digest] = []
-
-    def entries(self) -> dict:
-        return {}
-
-    async def _fetch(self, digest: Digest, size, holders, *, deadline_seconds) -> None:
-        self.fetched.append(digest)
-
-    async def hold(self, state: Digest) -> None:
-        self.held.append(state)
-
-
-class Observed:
-    def __init__(self, folder: Path):
-        self.made = ChainMaker(SPEC)
-        self.chain = Chain(SPEC.run_id, SPEC.genesis.name, LIMITS)
-        self.node = FakeNode(folder, self.chain)
-        self.archive = Archive(folder / "checkpoints", SPEC)
-        (folder / "genesis").write_bytes(b"0")
-        self.archive.add(
-            folder / "genesis", folder / "blob", round=0, state=state(0), record=genesis_digest(SPEC.run_id), tokens=0
-        )  # fmt: skip
-        self.view = ObserverView(cast(Any, self.node), SPEC, self.archive)
-
-    def rounds(self, count: int, work: dict[int, int]) -> None:
-        for _ in range(count):
-            self.chain.add(self.made.add(work))
-
-    async def archive_newest(self) -> None:
-        newest = self.view._newest_checkpoint()
-        assert newest is not None
-        await self.view.archive(*newest)
-
-
 @pytest.fixture
 def observed(tmp_path: Path) -> Observed:
     return Observed(tmp_path)
@@ -201,34 +151,8 @@ async def test_a_lost_state_of_a_higher_round_does_not_stand_in_the_way_of_final
 # -- what a state is worth ------------------------------------------------------------------------------------
 
 
-class Uniform(torch.nn.Module):
-    """Knows nothing: every token is as likely. Notes what it was asked."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.firsts: list[int] = []
-
-    def forward(self, input_ids: torch.Tensor):
-        self.firsts += input_ids[:, 0].tolist()
-        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 256))
-
-
 def data() -> DataSpec:
     return SPEC.data
-
-
-def shards(folder: Path, *windows: int) -> list[Path]:
-    """So many windows in each shard, each window begun by its number over all."""
-    paths, number = [], 0
-    for n, count in enumerate(windows):
-        tokens = np.zeros(count * 16 + 1, dtype="<u2")
-        for i in range(count):
-            tokens[i * 16] = number
-            number += 1
-        paths.append(folder / str(n))
-        tokens.tofile(paths[-1])
-    return paths
 
 
 def test_the_loss_of_a_model_that_knows_nothing_is_that_of_the_alphabet(tmp_path):

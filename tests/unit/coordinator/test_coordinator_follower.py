@@ -21,6 +21,7 @@ from protocol.message_codec import KeySigner
 from protocol.messages import Finalization
 from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer
 from tests.support.specs import OWNER
+from tests.support.waiting import ended
 
 SPEC = make_spec()
 RULE = CreditRule.of(SPEC)
@@ -35,14 +36,14 @@ async def following(swarm, tmp_path, now=lambda: 1000.0):
     passes = asyncio.Semaphore(0)
     follower.changed = passes.release
     await follower.start()
-    await asyncio.wait_for(passes.acquire(), 10)
+    await ended(passes.acquire())
 
     async def until(done):
         async def wait():
             while not done():
                 await passes.acquire()
 
-        await asyncio.wait_for(wait(), 10)
+        await ended(wait())
 
     try:
         yield follower, until

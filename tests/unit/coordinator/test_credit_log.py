@@ -32,6 +32,7 @@ from protocol.messages import UpdateHeader
 from protocol.proofs import check_consistency, check_inclusion
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER, digest, identity
+from tests.support.waiting import until
 
 HOLD = 2
 SPEC = make_spec(credit={"hold_rounds": HOLD, "flops_per_parameter_token": 1000})
@@ -286,12 +287,9 @@ async def test_unsigned_growth_is_counted_until_it_is_signed(ledger_place, monke
             m.setattr(Ledger, "add_head", full)
             monkeypatch.setattr(treeheads, "LOOK", 0.01)
             signing = asyncio.create_task(w.log._heads.sign_on())
-            await asyncio.sleep(0.1)
-            assert "no space left" in w.log.problem and w.log.unsigned_seconds == 300
-        for _ in range(100):
-            await asyncio.sleep(0.02)
-            if not w.log.problem:
-                break
+            await until(lambda: "no space left" in w.log.problem)
+            assert w.log.unsigned_seconds == 300
+        await until(lambda: not w.log.problem, "the head is signed")
         signing.cancel()
         assert w.log.unsigned_seconds == 0 and w.log.problem == ""
 

@@ -24,7 +24,7 @@ from protocol.invite import Endpoint, Invite
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Admission, Finalization, Heartbeat
 from protocol.spec import sign_spec
-from tests.integration.test_command_line import cairn
+from tests.support.command_line import cairn
 from tests.support.coordinator_fakes import peer
 from tests.support.keeping_world import KeptWorld
 from tests.support.specs import OWNER, identity, tiny_spec

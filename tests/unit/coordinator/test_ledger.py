@@ -18,16 +18,7 @@ from coordinator.ledger.migrating import migrate, migrations
 from coordinator.ledger.store import connect
 from protocol.ids import Digest
 from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_spec, peer
-
-SPEC = make_spec()
-RULE = CreditRule.of(SPEC)
-
-
-def make_accounts(rounds: int):
-    chain = ChainMaker(SPEC)
-    for r in range(rounds):
-        chain.add({n: 500 + 10 * n + r for n in range(3)}, loss=5 - r / 100)
-    return [account_for(c, RULE) for c in chain.certificates]
+from tests.support.ledger_accounts import RULE, SPEC, make_accounts
 
 
 @pytest.fixture

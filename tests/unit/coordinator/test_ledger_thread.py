@@ -11,7 +11,8 @@ from coordinator.errors import LedgerConflictError, LedgerError, TooManyError
 from coordinator.ledger import Admitted, Ledger
 from coordinator.ledger_thread import MAX_WAITING, LedgerThread
 from tests.support.coordinator_fakes import make_spec, peer
-from tests.unit.coordinator.test_ledger import make_accounts
+from tests.support.ledger_accounts import make_accounts
+from tests.support.waiting import LIMIT, ended, until
 
 SPEC = make_spec()
 
@@ -32,8 +33,15 @@ class Held:
     """Holds the writer until told, so that what is asked meanwhile waits for one group."""
 
     def __init__(self, thread: LedgerThread):
-        self._go = threading.Event()
-        self.task = asyncio.ensure_future(thread.run(lambda _: self._go.wait(10)))
+        self._go, self._begun = threading.Event(), threading.Event()
+        self.task = asyncio.ensure_future(thread.run(self._hold))
+
+    def _hold(self, _: Ledger) -> None:
+        self._begun.set()
+        self._go.wait(LIMIT)
+
+    async def begun(self) -> None:
+        await until(self._begun.is_set, "the writer is held")
 
     async def release(self) -> None:
         await asyncio.sleep(0)
@@ -53,7 +61,7 @@ async def test_writes_that_wait_are_one_transaction(thread: LedgerThread):
 
     ledger._db.begin = counted
     held = Held(thread)
-    await asyncio.sleep(0.05)
+    await held.begun()
     writes = [asyncio.ensure_future(thread.run(lambda db, n=n: db.admit(admitted(n)))) for n in range(100)]
     await held.release()
     await asyncio.gather(*writes)
@@ -112,7 +120,6 @@ async def test_a_database_that_ends_the_transaction_by_itself_fails_all_of_the_g
         thread.run(lambda db: db.admit(admitted(3))),
     ]
     told = asyncio.ensure_future(asyncio.gather(*jobs, return_exceptions=True))
-    await asyncio.sleep(0.05)
     await asyncio.gather(held.release(), return_exceptions=True)
     assert [type(r) for r in await told] == [LedgerError] * 3
     assert await thread.read(lambda db: db.admissions()) == []
@@ -121,27 +128,28 @@ async def test_a_database_that_ends_the_transaction_by_itself_fails_all_of_the_g
 async def test_a_reader_sees_what_is_committed_and_waits_for_no_write(thread: LedgerThread):
     await thread.run(lambda db: db.admit(admitted(1)))
     held = Held(thread)
-    assert len(await asyncio.wait_for(thread.read(lambda db: db.admissions()), 5)) == 1
+    assert len(await ended(thread.read(lambda db: db.admissions()))) == 1
+    await held.release()
     with pytest.raises(LedgerError):
         await thread.read(lambda db: db.admit(admitted(2)))
-    await held.release()
 
 
 async def test_it_is_not_closed_under_a_read_whose_asker_has_left(ledger_place):
-    opened, go, seen = LedgerThread(), threading.Event(), []
+    opened, begun, go, seen = LedgerThread(), threading.Event(), threading.Event(), []
     await opened.open(ledger_place, SPEC)
 
     def slow(db: Ledger) -> None:
-        go.wait(10)
+        begun.set()
+        go.wait(LIMIT)
         seen.append(db.size())
 
     gone = asyncio.ensure_future(opened.read(slow))
-    await asyncio.sleep(0.05)
+    await until(begun.is_set, "the read has begun")
     gone.cancel()
     closing = asyncio.ensure_future(opened.close())
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # time in which it could close the database, and must not
     go.set()
-    await asyncio.wait_for(closing, 10)
+    await ended(closing)
     assert len(seen) == 1  # it was read, not refused by a closed database
 
 

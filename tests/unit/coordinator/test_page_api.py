@@ -25,10 +25,11 @@ from coordinator.page.log_paths import LOG_PATHS
 from coordinator.peers import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
-from tests.integration.test_metrics import overview
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
 from tests.support.coordinator_fakes import FakeSwarm, peer
+from tests.support.overviews import overview
+from tests.support.waiting import LIMIT
 
 ROUNDS = 9
 
@@ -47,7 +48,7 @@ def world(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def get(world: World):
-    with httpx.Client(base_url=world.url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=world.url, timeout=LIMIT, trust_env=False) as client:
         yield client
 
 
@@ -325,7 +326,7 @@ async def test_downloads_are_few_and_no_faster_than_agreed(tmp_path, monkeypatch
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
         began = asyncio.get_running_loop().time()
         two = [asyncio.create_task(get.get("/a/b")) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # both have begun, and take 0.7 s
         assert (await get.get("/a/b")).status_code == 503
         assert [len(r.content) for r in await asyncio.gather(*two)] == [path.stat().st_size] * 2
         assert asyncio.get_running_loop().time() - began > 0.65, "eight pieces, ten a second"
@@ -384,7 +385,7 @@ async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world)
 def test_a_swarm_that_has_not_begun_has_all_the_answers(tmp_path):
     world = World(tmp_path, FakeSwarm(World(tmp_path).swarm.spec)).start()
     try:
-        with httpx.Client(base_url=world.url, timeout=20, trust_env=False) as get:
+        with httpx.Client(base_url=world.url, timeout=LIMIT, trust_env=False) as get:
             document = get.get("/api/openapi.json").json()["paths"]
             for e in ENDPOINTS:
                 if "{" not in e.path:

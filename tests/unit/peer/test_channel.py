@@ -26,8 +26,6 @@ from peer.channel import (
     Progress,
     Ready,
     RoundUpdates,
-    Save,
-    Saved,
     Start,
     Stop,
     Stopped,
@@ -41,6 +39,7 @@ from peer.channel import messages as channel_messages
 from peer.channel.messages import from_line, to_line
 from peer.errors import ChannelError, TrainerDied
 from protocol.ids import Digest, PeerKey
+from tests.support.waiting import LIMIT, ended, wait_until
 
 D, K, P = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33))), Path("/a folder/b")
 ROUND = RoundUpdates(7, D, (UpdateFile(K, 3, P), UpdateFile(K, 0, P)))
@@ -52,9 +51,8 @@ EVERY_MESSAGE = [
     Load(P, D, D, 0, (), (), 0, 0),
     Load(P, D, D, 3, (REDUCED,), (), 4, 5, P, (P,), (REDUCED,)),
     MakeUpdate(1, D, P),
-    Apply(ROUND, (P, P), True, 1, 2, None),
-    Apply(REDUCED, (), True, 1, 2, None),
-    Save(),
+    Apply(ROUND, (P, P), 1, 2, None),
+    Apply(REDUCED, (), 1, 2, None),
     Stop(),
     Ready("NVIDIA H200", 10**9, 4, 5),
     Progress(1, 2.5, 1e4, 3, 1e-3, False),
@@ -62,11 +60,12 @@ EVERY_MESSAGE = [
     UpdateMade(D, P, 1, D, 2, 3, 4, 5.5),
     NothingDone(D),
     Applied(D, D, 0.25, None),
-    Saved(1.5),
     Stopped(True),
     Note("warning", "data", "an address\nof two lines"),
     Failed("load", "why, and what to do", False),
 ]
+
+LOADED = to_line(Applied(D, D, 0.25, None))[:-1]
 
 
 @pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda m: type(m).__name__)
@@ -88,8 +87,8 @@ def test_a_message_is_one_line_and_comes_back_as_it_was(message):
         b'Stop {"now":true}',
         b'Stopped {"saved":1}',
         b"Stopped {}",
-        b'Saved {"seconds":NaN}',
-        b'Saved {"seconds":"1"}',
+        LOADED.replace(b"0.25", b"NaN"),
+        LOADED.replace(b"0.25", b'"1"'),
         b'NothingDone {"parent":"00"}',
         b'NothingDone {"parent":7}',
         b'NothingDone {"parent":null}',
@@ -150,15 +149,15 @@ def test_the_trainers_end_polls_waits_and_reads_lines_that_come_in_pieces():
     assert end.receive(0) is None
     began = time.monotonic()
     assert end.receive(0.05) is None
-    assert 0.04 < time.monotonic() - began < 20
+    assert time.monotonic() - began > 0.04
     line = to_line(EVERY_MESSAGE[0]) + to_line(Stop())
     node.sendall(line[:10])
     assert end.receive(0) is None
     node.sendall(line[10:])
     assert end.receive(1) == EVERY_MESSAGE[0] and end.receive(0) == Stop()
-    node.sendall(to_line(Save()))
+    node.sendall(to_line(MakeUpdate(1, D, P)))
     node.close()
-    assert end.receive(None) == Save()
+    assert end.receive(None) == MakeUpdate(1, D, P)
     with pytest.raises(ChannelError, match="closed the channel"):
         end.receive(None)
     end.close()
@@ -178,13 +177,11 @@ def test_progress_is_dropped_when_the_node_does_not_read_and_the_rest_has_a_dead
     monkeypatch.setattr("peer.channel.trainer_end.SEND_SECONDS", 0.1)
     node, trainer = socket.socketpair()
     end = TrainerEnd(trainer)
-    began = time.monotonic()
-    for i in range(20_000):
+    for i in range(20_000):  # at 0.1 s each, it would be over the limit of a test
         end.send(Progress(i, 0.0, 0.0, 0, 0.0, False))
-    assert time.monotonic() - began < 10
     with pytest.raises(ChannelError, match="read nothing"):
         for _ in range(20_000):
-            end.send(Saved(1.0))
+            end.send(Stopped(True))
     end.close()
     node.close()
 
@@ -214,16 +211,16 @@ async def test_messages_go_both_ways_and_the_end_is_told_with_code_and_last_word
         sys.exit(3)
         """
     )
-    await link.send(Save())
-    assert [m async for m in link] == [Note("info", "got", "Save")]
-    gone = await asyncio.wait_for(link.wait(), 10)
+    await link.send(Stop())
+    assert [m async for m in link] == [Note("info", "got", "Stop")]
+    gone = await ended(link.wait())
     assert gone.code == 3 and gone.last_lines[-1] == "my last words" and len(gone.last_lines) <= 40
     assert all(len(line) <= 500 for line in gone.last_lines)
     assert "code 3" in str(gone) and "my last words" in str(gone)
     assert not link.running
     with pytest.raises(TrainerDied):
         for _ in range(50):
-            await link.send(Save())
+            await link.send(Stop())
             await asyncio.sleep(0.01)
     assert await link.stop() == gone
 
@@ -236,13 +233,12 @@ async def test_a_killed_trainer_is_told_by_its_signal():
 
 
 async def test_a_trainer_that_does_not_leave_is_killed_after_the_deadline():
-    link = await link_to("signal.signal(signal.SIGTERM, signal.SIG_IGN); end.send(Stopped(True)); time.sleep(60)")
+    link = await link_to("signal.signal(signal.SIGTERM, signal.SIG_IGN); end.send(Stopped(True)); time.sleep(3600)")
     async for message in link:
         assert message == Stopped(True)
         break
-    began = time.monotonic()
-    gone = await link.stop(0.3)
-    assert gone.code == -signal.SIGKILL and time.monotonic() - began < 30
+    gone = await ended(link.stop(0.3))
+    assert gone.code == -signal.SIGKILL
 
 
 async def test_rubbish_from_a_trainer_is_an_error_and_not_a_message():
@@ -250,7 +246,7 @@ async def test_rubbish_from_a_trainer_is_an_error_and_not_a_message():
     with pytest.raises(ChannelError, match="not a message"):
         async for _ in link:
             pass
-    await link.stop(5)
+    await link.stop(LIMIT)
 
 
 async def test_a_command_that_does_not_exist_is_one_clear_error():
@@ -269,7 +265,7 @@ def test_the_trainer_dies_with_a_node_that_is_killed(tmp_path):
     async def main():
         link = await TrainerLink.start()
         print(link.pid, flush=True)
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
     asyncio.run(main())
     """
     node = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
@@ -280,10 +276,7 @@ def test_the_trainer_dies_with_a_node_that_is_killed(tmp_path):
     node.kill()
     node.wait()
     node.stdout.close()
-    deadline = time.monotonic() + 10
-    while _alive(trainer):
-        assert time.monotonic() < deadline, "the trainer outlived its node"
-        time.sleep(0.05)
+    wait_until(lambda: not _alive(trainer), "the trainer ends with its node")
 
 
 def _alive(pid: int) -> bool:

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from peer.mapped import mapped_file
+from tests.support.open_files import few_files
 
 
 def mappings(path: Path) -> int:
     """Of this process, by what the system says."""
     return sum(str(path) in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-@contextmanager
-def few_files(more: int) -> Iterator[None]:
-    """So many files more than there are can be opened."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + more, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_more_files_are_mapped_than_can_be_open(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from cairn.inviting import renewed_invite
+from cairn.commands.invite import renewed_invite
 from peer.node import finding, seeking
 from peer.node.inbox import MAX_WORDS, Inbox
 from peer.node.locator import SPEC, WHEREABOUTS, Locator
@@ -26,6 +26,7 @@ from protocol.spec import sign_spec
 from protocol.wire import swarm_pb2 as wire
 from tests.support.signed import HEADERS, PEERS, decoder
 from tests.support.specs import OWNER, digest, identity, tiny_spec
+from tests.support.waiting import until
 
 RUN = tiny_spec()
 SENT = sign_spec(OWNER, RUN).sent
@@ -145,11 +146,11 @@ async def test_a_newer_word_is_passed_on_once_and_of_many_at_once_only_the_last(
     passing = asyncio.create_task(seeking.pass_on(cast(Any, network), locator))
     await asyncio.sleep(0)
     locator.take(word(1).sent)
-    await asyncio.sleep(0.01)
+    await until(lambda: network.said)
     for i in range(2, 30):
         locator.take(word(i).sent)
         locator.take(word(i).sent)
-    await asyncio.sleep(0.2)
+    await until(lambda: network.said[-1] == word(29).sent)
     assert network.said == [word(1).sent, word(29).sent]
     passing.cancel()
 

@@ -13,8 +13,8 @@ from peer.node.relaying import Relaying
 from protocol.ids import Digest, short_id
 from protocol.messages import RoundRecord, Signed
 from tests.support.coordinator_fakes import peer
+from tests.support.reducing_world import SIZE, SPEC, Sums, World, _with_blob
 from tests.support.signed import heartbeat
-from tests.unit.peer.test_node_reducing import SIZE, SPEC, Sums, World, _with_blob
 
 AUTHOR, ASKER, SEATED = (peer(n) for n in (1, 2, 3))
 OTHERS = [peer(n) for n in range(4, 8)]

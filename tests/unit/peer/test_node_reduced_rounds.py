@@ -52,7 +52,7 @@ async def test_rounds_are_reduced_by_committees_also_while_peers_come_and_go(wor
     w.start("alan")
     w.start("edsger")
     now = w.nodes["ada"].snapshot().round
-    await w.rounds(four, 4, 90)
+    await w.rounds(four, 4)
     assert all(w.contributed(name, now) for name in four)
     for same in states(w).values():
         assert len(set(same.values())) == 1
@@ -74,9 +74,7 @@ async def test_small_updates_have_one_part_which_a_committee_makes_for_all(world
     for name in names:
         w.start(name)
     await w.rounds(names, 3)
-    await w.until(
-        "a round of all four", lambda: max(len(c.record.body.updates) for c in w.path("ada")) == 4, seconds=90
-    )
+    await w.until("a round of all four", lambda: max(len(c.record.body.updates) for c in w.path("ada")) == 4)
     await w.rounds(names, 1)
     assert all(len(c.parts) == 1 for c in w.path("ada"))
     assert all(len(set(same.values())) == 1 for same in states(w).values())
@@ -101,10 +99,10 @@ async def test_authors_and_committees_behind_nats_reach_each_other_by_who_hears_
     for name in names:
         w.start(name)
     await w.rounds(names, 3)
-    await w.until("a round of all four", lambda: len(w.path("ada")[-1].record.body.updates) == 4, seconds=30)
+    await w.until("a round of all four", lambda: len(w.path("ada")[-1].record.body.updates) == 4)
     caplog.clear()
     now = w.nodes["ada"].snapshot().round
-    await w.rounds(names, 5, 90)
+    await w.rounds(names, 5)
     assert "cannot get, or use, the update" not in caplog.text
     since = [c.record.body for c in w.path("ada") if c.record.body.round >= now]
     assert sum(len(body.updates) for body in since) >= 3.5 * len(since)

@@ -3,160 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Collection
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from peer.errors import PeerError
-from peer.node.reducing import AT_ONCE, KEPT_ROUNDS, Reducing
-from peer.node.updates import Updates
-from peer.store import Store
-from protocol.errors import CodecError
-from protocol.ids import Digest, PeerKey
-from protocol.merkle import CHUNK, blob_digest, blob_leaves
+from peer.node.reducing import AT_ONCE, KEPT_ROUNDS
+from protocol.merkle import CHUNK, blob_digest
 from protocol.rounds.events import BlobBad, BlobHeld, BlobMissing, PartLacking, PartReduced
-from tests.support.coordinator_fakes import ChainMaker, make_spec, peer
-from tests.unit.peer.test_mapped import few_files
-
-SPEC = make_spec()
-SIZE = 8 * CHUNK + 100
-PART_SIZE = 300
-BAD = b"\xbb"
-
-
-class Sums:
-    """A stand-in for `Reduction`: part p needs the chunks 0, p + 1 and p + 2; its blob is a byte from each update."""
-
-    def size(self, count: int, part: int) -> int:
-        return PART_SIZE
-
-    def chunks(self, count: int, part: int) -> tuple[int, ...]:
-        return (0, part + 1, part + 2)
-
-    def check_slice(self, blob: memoryview, count: int, part: int) -> None:
-        if bytes(blob[(part + 1) * CHUNK : (part + 1) * CHUNK + 1]) == BAD:
-            raise CodecError("a value that is not finite")
-
-    def reduce(self, contributions: list[Any], outer: Any, count: int, part: int) -> bytes:
-        found = b"".join(bytes(c.blob[i * CHUNK : i * CHUNK + 1]) for c in contributions for i in self.chunks(0, part))
-        return found.ljust(PART_SIZE, b"=")
-
-    def check(self, blob: memoryview, count: int, part: int) -> None:
-        if not bytes(blob).endswith(b"="):
-            raise CodecError("no part")
-
-
-class Source:
-    """A swarm in which each author gives its update unless it is silent, as real chunks in the real store."""
-
-    def __init__(self, store: Store):
-        self.store = store
-        self.blobs: dict[Digest, bytes] = {}
-        self.silent: set[Digest] = set()
-        self.asked: list[tuple[Digest, tuple[PeerKey, ...], tuple[int, ...]]] = []
-        self.gate: asyncio.Event | None = None
-        self.at_once = self.most_at_once = 0
-
-    def add(self, data: bytes) -> Digest:
-        digest = blob_digest(data)
-        self.blobs[digest] = data
-        return digest
-
-    async def fetch_blob(
-        self,
-        digest: Digest,
-        size: int | None,
-        holders,
-        *,
-        deadline_seconds: float,
-        chunks: Collection[int] | None = None,
-    ) -> None:
-        self.asked.append((digest, tuple(holders), tuple(chunks or ())))
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        try:
-            if self.gate is not None:
-                await asyncio.wait_for(self.gate.wait(), deadline_seconds)
-            await asyncio.sleep(0)
-            if digest in self.silent or digest not in self.blobs:
-                raise PeerError("nobody gives it")
-            data = self.blobs[digest]
-            assert size == len(data)
-            partial = self.store.receive(digest, len(data), blob_leaves(data), chunks)
-            for i in partial.missing(chunks):
-                partial.write(i, data[i * CHUNK : (i + 1) * CHUNK])
-            if not partial.left:
-                partial.finish()
-            partial.close()
-        finally:
-            self.at_once -= 1
-
-
-class World:
-    def __init__(self, folder: Path, authors: int, seconds: float = 20.0):
-        self.store = Store(folder, 1 << 40)
-        self.source = Source(self.store)
-        self.answers: asyncio.Queue[Any] = asyncio.Queue()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.data = {n: random.Random(n).randbytes(SIZE) for n in range(1, authors + 1)}
-        chain = ChainMaker(SPEC)
-        chain.add({n: 2 for n in self.data})
-        self.record = chain.certificates[0].record
-        # The record's blobs are made up: these are what they stand for.
-        by_author = {peer(n).key: data for n, data in self.data.items()}
-        updates = tuple(_with_blob(u, self.source.add(by_author[u.author])) for u in self.record.body.updates)
-        self.record = _replace(self.record, body=_replace(self.record.body, updates=updates))
-        self.blobs = {u.author: u.body.blob for u in updates}
-        updates = Updates(
-            self.store, self.source, cast(Any, _Codec()), deadline_seconds=seconds, everyone=lambda: [],
-            answer=self.answers.put_nowait, spawn=self._spawn,
-        )  # fmt: skip
-        self.reducing = Reducing(
-            self.store, self.source, updates, cast(Any, Sums()), SIZE, SPEC.outer,
-            exchange_seconds=seconds, answer=self.answers.put_nowait, spawn=self._spawn,
-        )  # fmt: skip
-
-    def _spawn(self, work, what: str) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        return task
-
-    async def answer(self, seconds: float = 10.0) -> Any:
-        return await asyncio.wait_for(self.answers.get(), seconds)
-
-    def expected(self, part: int) -> bytes:
-        ordered = [self.source.blobs[u.body.blob] for u in self.record.body.updates]
-        return b"".join(d[i * CHUNK : i * CHUNK + 1] for d in ordered for i in (0, part + 1, part + 2)).ljust(
-            PART_SIZE, b"="
-        )
-
-    async def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        failed = await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.store.close()
-        for error in failed:
-            if isinstance(error, Exception):
-                raise error
-
-
-class _Codec:
-    size = SIZE
-
-    def check(self, blob: object) -> None: ...
-
-
-def _replace(value: Any, **fields: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(value, **fields)
-
-
-def _with_blob(header: Any, blob: Digest) -> Any:
-    return _replace(header, body=_replace(header.body, blob=blob, blob_size=SIZE))
+from tests.support.coordinator_fakes import peer
+from tests.support.open_files import few_files
+from tests.support.reducing_world import BAD, PART_SIZE, SIZE, World, _replace, _with_blob
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -223,7 +80,7 @@ async def test_what_was_made_is_kept_for_some_rounds_also_when_its_record_is_dro
 
 
 async def test_who_gives_nothing_in_time_is_lacking_and_may_be_asked_again(world):
-    w = world(3, seconds=1.0)
+    w = world(3, seconds=3.0)
     late = w.blobs[peer(2).key]
     w.source.silent.add(late)
     w.reducing.reduce(w.record, 0, ())
@@ -253,8 +110,7 @@ async def test_what_is_dropped_is_not_answered(world):
     w.reducing.reduce(w.record, 0, ())
     w.reducing.reduce(w.record, 1, ())
     w.reducing.fetch(blob_digest(b"part"), w.record, 2, ())
-    while w.source.at_once < 7:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: w.source.at_once >= 7)
     assert w.reducing.undecided() == [blob_digest(b"part")]
     w.reducing.drop(w.record.digest)
     w.source.gate.set()
@@ -269,8 +125,7 @@ async def test_no_more_slices_are_fetched_at_once_than_agreed(world):
     w.source.gate = asyncio.Event()
     for part in range(3):
         w.reducing.reduce(w.record, part, ())
-    while w.source.at_once < AT_ONCE:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: w.source.at_once >= AT_ONCE)
     await asyncio.sleep(0.05)
     assert w.source.most_at_once == AT_ONCE
     w.source.gate.set()
@@ -279,7 +134,7 @@ async def test_no_more_slices_are_fetched_at_once_than_agreed(world):
 
 
 async def test_parts_that_others_made_are_fetched_and_checked_as_parts(world):
-    w = world(3, seconds=0.5)
+    w = world(3, seconds=3.0)
     good, bad = w.source.add(b"sum".ljust(PART_SIZE, b"=")), w.source.add(b"sum".ljust(PART_SIZE, b"!"))
     w.reducing.fetch(good, w.record, 0, (peer(2).key,))
     assert await w.answer() == BlobHeld(good)

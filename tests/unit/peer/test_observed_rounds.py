@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cairn.observing import ObserverView
+from cairn.swarm_view import ObserverView
 from coordinator.archive import Archive
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.node.membership import Membership

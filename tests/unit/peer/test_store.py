@@ -462,6 +462,33 @@ def test_a_blob_that_is_put_while_it_arrives_is_whole_for_those_who_fetch_it(sto
     assert list((store.folder / "partial").iterdir()) == []
 
 
+def test_two_threads_that_finish_one_blob_at_once_both_succeed(store):
+    for seed in range(50):
+        data = data_of(CHUNK + 1, seed)
+        digest, leaves = blob_digest(data), blob_leaves(data)
+        blob = store.receive(digest, len(data), leaves)
+        assert store.receive(digest, len(data), leaves) is blob
+        blob.write(0, data[:CHUNK])
+        begin, failed = threading.Barrier(2), []
+
+        def work(blob=blob, data=data, begin=begin, failed=failed) -> None:
+            begin.wait()
+            try:
+                blob.write(1, data[CHUNK:])
+                blob.finish()
+            except StoreError as e:
+                failed.append(e)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        blob.close()
+        blob.close()
+        assert not failed and store.read(digest) == data
+
+
 def test_a_whole_blob_is_not_received_again(store):
     data = data_of(CHUNK)
     digest = store.put(data)

@@ -6,19 +6,14 @@ import random
 
 import pytest
 
-from protocol.chain import Chain, ChainLimits, UnknownParent, genesis_digest
+from protocol.chain import Chain, UnknownParent, genesis_digest
 from protocol.errors import ChainError
-from protocol.ids import Digest, PeerKey, Round, RunId, sha256
+from protocol.ids import Digest, Round, RunId, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Finalization, RoundRecord, UpdateHeader
 from protocol.reduce_plan import ReducePlan
 from tests.simulation.signer import FakeSigner, certificate
-
-RUN = RunId(sha256(b"run"))
-STATE = Digest(sha256(b"state"))
-KEYS = sorted(PeerKey(sha256(b"key", bytes([i]))) for i in range(6))
-OWNER = FakeSigner(PeerKey(sha256(b"owner")))
-LIMITS = ChainLimits(max_update_windows=100, max_members=5)
+from tests.support.chain_blocks import KEYS, LIMITS, OWNER, RUN, STATE, new
 
 
 def make(
@@ -60,11 +55,6 @@ def line(chain: Chain, parent: Digest, number: int, length: int, who: int, step:
         assert chain.add(made[-1])
         parent = made[-1].record.digest
     return made
-
-
-def new(**limits) -> Chain:
-    values = {"max_update_windows": 100, "max_members": 5, **limits}
-    return Chain(RUN, STATE, ChainLimits(**values))
 
 
 REDUCE = ReducePlan("reduce", committee=3, update_size=3 * CHUNK, mean_size=CHUNK)

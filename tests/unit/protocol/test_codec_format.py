@@ -15,16 +15,7 @@ from protocol.codec.bits import pack, packed_size, unpack
 from protocol.codec.positions import Positions
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-
-
-def read_bits(data: bytes, width: int, count: int) -> list[int]:
-    number = int.from_bytes(data, "little")
-    assert number >> (width * count) == 0, "filling bits"
-    return [(number >> (width * i)) & ((1 << width) - 1) for i in range(count)]
-
-
-def read_bf16(data: bytes) -> float:
-    return struct.unpack("<f", b"\0\0" + data)[0]
+from tests.support.codec_layouts import layouts, read_bf16, read_bits, specs
 
 
 def read_sparse(record: bytes, m: int, k: int) -> dict[int, float]:
@@ -89,22 +80,6 @@ def record_size(m: int, k: int) -> int:
         return 4 + -(-2 * k // 8)
     low = int(math.log2(m / k))
     return 4 + min(-(-m // 8), -(-k * low // 8) + -(-(k + ((m - 1) >> low)) // 8)) + -(-2 * k // 8)
-
-
-layouts = st.dictionaries(
-    st.text("abc./", min_size=1, max_size=4),
-    st.one_of(
-        st.tuples(st.integers(1, 9000)),
-        st.tuples(st.integers(1, 70), st.integers(1, 70)),
-        st.sampled_from([(), (4096,), (4097,), (4095,), (2, 4096), (1,), (63,), (64,), (65,)]),
-    ),
-    min_size=1,
-    max_size=3,
-).map(Layout.of)
-specs = st.one_of(
-    st.builds(CodecSpec, kind=st.just("sparse"), k=st.one_of(st.integers(64, 4096), st.sampled_from([64, 256, 4096]))),
-    st.sampled_from([CodecSpec(kind="sign"), CodecSpec(kind="int8"), CodecSpec(kind="none")]),
-)
 
 
 @settings(deadline=None, max_examples=60)

@@ -16,9 +16,9 @@ from protocol.codec.sparse8 import Sparse8Codec
 from protocol.errors import CodecError
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.hostile.test_codec_hostile import assert_refused_or_sane
-from tests.unit.protocol.test_codec_feedback import LAYOUT, awkward, dense, noise, same_bits
-from tests.unit.protocol.test_codec_format import layouts, read_bf16, read_bits
+from tests.support.codec_checks import assert_refused_or_sane
+from tests.support.codec_layouts import layouts, read_bf16, read_bits
+from tests.support.codec_values import LAYOUT, awkward, dense, noise, same_bits
 
 kept = st.one_of(st.integers(256, 4096), st.sampled_from([256, 1024, 4096]))
 

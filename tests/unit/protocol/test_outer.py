@@ -14,45 +14,20 @@ from hypothesis import strategies as st
 
 from protocol.codec import Codec, make_codec
 from protocol.errors import CodecError, MalformedError
-from protocol.ids import PeerKey
 from protocol.layout import MOMENTUM, Layout
 from protocol.outer import Contribution, apply, clip_factors, fp32, shares
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_digest, state_layout
-from tests.unit.protocol.test_codec_feedback import SPECS, dense, every_codec, noise, same_bits
+from tests.support.codec_values import SPECS, dense, every_codec, noise, same_bits
+from tests.support.outer_states import OUTERS, contributions, key, same_states, state_of
 
 LAYOUT = Layout.of({"a": (3, 5000), "b": (77,), "c": ()})
-OUTERS = [
-    OuterSpec(),
-    OuterSpec(mean="all", clip="none"),
-    OuterSpec(optimiser="nesterov", lr=0.7, momentum=0.9, weight_cap=0.4),
-]
-
-
-def key(i: int) -> PeerKey:
-    return PeerKey(bytes([i]) * 32)
-
-
-def contributions(codec: Codec, n: int, sizes=None) -> list[Contribution]:
-    sizes = sizes or [1.0 + i for i in range(n)]
-    return [
-        Contribution(key(i), 3 + 5 * i, bytes(codec.encode(noise(codec.layout, 100 + i, size))))
-        for i, size in enumerate(sizes)
-    ]
-
-
-def state_of(codec: Codec, outer: OuterSpec) -> dict[str, torch.Tensor]:
-    return noise(state_layout(codec.layout, outer), 7)
 
 
 def after(codec, outer, updates, **options) -> dict[str, torch.Tensor]:
     state = state_of(codec, outer)
     apply(state, updates, codec, outer, **options)
     return state
-
-
-def same_states(a, b) -> bool:
-    return a.keys() == b.keys() and all(same_bits(a[n].cpu(), b[n].cpu()) for n in a)
 
 
 def plain_apply(state, updates, codec: Codec, outer: OuterSpec) -> None:

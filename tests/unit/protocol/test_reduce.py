@@ -19,18 +19,15 @@ from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
 from protocol.reduce_plan import part_count
 from protocol.spec import CodecSpec, OuterSpec
-from tests.unit.protocol.test_codec_feedback import LAYOUT, SPECS, every_codec, noise
-from tests.unit.protocol.test_codec_format import layouts, specs
-from tests.unit.protocol.test_outer import OUTERS, contributions, key, same_states, state_of
+from tests.support.codec_layouts import layouts, specs
+from tests.support.codec_values import LAYOUT, SPECS, every_codec, noise
+from tests.support.outer_states import OUTERS, contributions, key, same_states, state_of
+from tests.support.reduced_means import reduced, sum_means
 
 NO_CLIP = OuterSpec(clip="none")
 SPARSE = CodecSpec(kind="sparse", k=64)
 CPU = torch.device("cpu")
 every_outer = pytest.mark.parametrize("outer", OUTERS, ids=["default", "all", "nesterov"])
-
-
-def reduced(reduction: Reduction, updates: list[Contribution], outer: OuterSpec, count: int) -> list[bytes]:
-    return [reduction.reduce(updates, outer, count, part) for part in range(count)]
 
 
 def stepped(reduction: Reduction, sums: list[bytes], outer: OuterSpec, **options) -> dict[str, Tensor]:
@@ -44,12 +41,6 @@ def means(codec: Codec, updates: list[Contribution], outer: OuterSpec) -> dict[s
     plain = outer.model_copy(update={"optimiser": "plain", "lr": 1.0})
     state = {t.name: torch.zeros(t.shape) for t in codec.layout.tensors}
     apply(state, updates, codec, plain)
-    return {name: -value.view(-1) for name, value in state.items()}
-
-
-def sum_means(reduction: Reduction, sums: list[bytes]) -> dict[str, Tensor]:
-    state = {t.name: torch.zeros(t.shape) for t in reduction.codec.layout.tensors}
-    apply_reduced(state, sums, reduction, OuterSpec())
     return {name: -value.view(-1) for name, value in state.items()}
 
 

@@ -12,7 +12,7 @@ from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import Facts
 from tests.simulation.signer import FakeSigner, certificate
-from tests.unit.rounds.test_rounds import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
 
 OWNER = FakeSigner(PeerKey(sha256(b"owner")))
 NEXT = Digest(sha256(b"next"))

@@ -9,8 +9,8 @@ from protocol.messages import Certificate, Finalization, RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from tests.simulation.signer import FakeSigner, certificate
-from tests.unit.rounds.test_rounds import OTHERS, POLICY, RUN, STATE
-from tests.unit.rounds.test_rounds_awaiting import Second
+from tests.support.rounds_bench import OTHERS, POLICY, RUN, STATE
+from tests.support.rounds_late_member import Second
 
 LIAR, *HONEST = OTHERS[3:8]
 PATIENCE = POLICY.patience_seconds

@@ -16,52 +16,8 @@ from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import certificate
 from tests.simulation.world import REDUCE, World, policy_for
-from tests.unit.rounds.test_rounds import ME, OTHERS, POLICY, Bench, blob_of
-
-NEXT = Digest(sha256(b"next"))
-LASTED = 6.0
-"""Seconds that the first round takes."""
-BUSY, SLOW = OTHERS[:2]
-
-
-class Second(Bench):
-    """The first round, of three, took LASTED seconds; the second begins."""
-
-    def __init__(self):
-        super().__init__()
-        self.beats = 1
-        for key in (BUSY, SLOW):
-            self.beat(key)
-        self.announce()
-        headers = [self.header(BUSY), self.header(SLOW)]
-        self.hold(*headers)
-        first = certificate(self.record(BUSY, [self.mine, *headers]), [BUSY, SLOW, ME])
-        self.step(ev.CertificateHeard(first, BUSY), LASTED)
-        self.first = self.chain.head
-        self.step(ev.Applied(self.first, NEXT))
-
-    def say(self, key, head, windows=5):
-        self.beats += 1
-        self.beat(key, windows=windows, sequence=self.beats, head=head, weight=45)
-
-    def announced(self):
-        """We, and the busy one, whose update is here."""
-        theirs = self.header(BUSY, label=b"2", round=Round(1), parent=self.first, base_state=NEXT, first_window=10,
-                             end_window=20)  # fmt: skip
-        self.hold(theirs)
-        self.step(ev.Progress(25, 1.0, 1.0))
-        self.step(ev.UpdateReady(self.first, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
-
-    def waits_until(self, last=30.0):
-        """When nobody is waited for any more; both others go on saying what they said."""
-        for tenth in range(int(10 * self.now) + 1, int(10 * last)):
-            if tenth % 10 == 0:
-                self.say(BUSY, self.first)
-                self.say(SLOW, *self.slow)
-            self.step(ev.Tick(), tenth / 10)
-            if not self.machine.summary(self.now).awaited:
-                return self.now
-        return None
+from tests.support.rounds_bench import ME, OTHERS, POLICY, Bench
+from tests.support.rounds_late_member import BUSY, LASTED, NEXT, SLOW, Second
 
 
 @pytest.mark.parametrize("behind, longest", [(True, LASTED), (False, POLICY.heartbeat_seconds)])

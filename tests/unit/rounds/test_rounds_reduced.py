@@ -13,7 +13,7 @@ from protocol.reduce_plan import ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from tests.simulation.signer import FakeSigner, certificate
-from tests.unit.rounds.test_rounds import ME, OTHERS, POLICY, RUN, Bench, blob_of
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench, blob_of
 
 THREE = replace(POLICY, exchange=ReducePlan("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUNK))
 """Committees of three: in a round of three everybody is in each of the three committees."""

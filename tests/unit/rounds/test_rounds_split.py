@@ -14,8 +14,8 @@ from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import World, policy_for
-from tests.unit.rounds.test_rounds import OTHERS, POLICY, RUN
-from tests.unit.rounds.test_rounds_awaiting import BUSY, NEXT, SLOW, Second
+from tests.support.rounds_bench import OTHERS, POLICY, RUN
+from tests.support.rounds_late_member import BUSY, NEXT, SLOW, Second
 
 PEERS, SPLIT_SECONDS = 8, 94.0
 

@@ -1,0 +1,34 @@
+"""Shared by several tests: command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from cairn.main import main
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def cairn(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
+    """A command as the console script runs it, in this process: imports cost seconds."""
+    result = CliRunner().invoke(main, list(map(str, arguments)), env=env, prog_name="cairn")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def refused(*arguments: str | Path, env: dict[str, str] | None = None) -> str:
+    """What a refused command leaves on stderr: one error, which may list several lines to mend."""
+    done = cairn(*arguments, env=env)
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    assert sum(line.lower().startswith("error") for line in done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr
