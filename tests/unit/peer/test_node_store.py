@@ -13,6 +13,7 @@ from peer.node.chainlog import ChainLog
 from peer.node.keeping import Keeping, assets, to_keep
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.store import Store, StoreError
+from peer.store.blobs import WholeBlob
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.errors import ChainError, MalformedError
 from protocol.identity import Identity
@@ -52,7 +53,7 @@ def hold(store: Store, *digests: Digest) -> None:
         path = store._file(d)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
-        store._sizes[d] = 1
+        store._states[d] = WholeBlob(1)
 
 
 # -- what is kept ---------------------------------------------------------------------------------------------
