@@ -1,4 +1,4 @@
-"""What a peer keeps on disk for one run: content-addressed blobs, the certificates of the chain, small values.
+"""The data that a peer keeps on disk for one run: content-addressed blobs, certificates of the chain, small values.
 
 Everything survives a crash at any instant: it is written to a temporary file, flushed and renamed, and the folder is
 flushed. All of it is synchronous and thread-safe; code with an event loop calls what moves much data through

@@ -44,7 +44,7 @@ class InterruptedBlob:
 
 
 BlobState = WholeBlob | InterruptedBlob | InProgressBlob
-"""What the store has of a blob. Of a blob that is absent it has no state."""
+"""The state of a blob in the store. A blob that is absent has none."""
 
 
 class BlobStore:
@@ -315,7 +315,7 @@ class BlobStore:
             )
 
     def _register(self, digest: Digest, size: int, leaves: Sequence[bytes]) -> None:
-        """Note that the whole blob is in its place. Whatever there was in progress ends."""
+        """Note that the whole blob is in its place. The blob in progress ends."""
         with self._lock, disk(f"keeping blob {digest.short}"):
             earlier = self._states.get(digest)
             self._states[digest] = WholeBlob(size)

@@ -73,7 +73,7 @@ def remove(path: Path) -> None:
 def reserve(fd: int, size: int, start: int = 0) -> None:
     """Make a file at least `start + size` bytes long.
 
-    Where the file system can, the disk space from `start` on is reserved: a full disk shows now, not half-way.
+    The disk space from `start` on is reserved if the file system can: a full disk shows now, not half-way.
     """
     if size == 0:
         return

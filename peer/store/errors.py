@@ -1,4 +1,4 @@
-"""What can fail on disk, with the remedy."""
+"""Errors of the disk, with their remedies."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class InProgressBlob:
     # ----------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End one use. What has arrived stays for the next one; the last one closes the file."""
+        """End one use. The chunks stay for the next one; the last one closes the file."""
         with self._lock:
             self._users -= 1
             self._close_if_unused()

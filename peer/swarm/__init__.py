@@ -1,8 +1,8 @@
 """The network side of a peer: packets to other members, blobs over streams, presence in a DHT.
 
-`Swarm` is all of it for the node. Everything that arrives is hostile until it is bounded here and checked by its
-receiver: sizes and rates are bounded here, signatures and admissions by the node (through `MessageDecoder`), blob bytes
-against their digest here. There is no round logic here, and no decision on membership: those are the node's.
+`Swarm` is all of it for the node. Everything that arrives is hostile until it is bounded and checked. Sizes and rates
+are bounded here, and blob bytes are checked against their digest. The node checks signatures and admissions (through
+`MessageDecoder`). Round logic and membership are the node's, too.
 
 Read in this order: `transport`, `swarm`, `transfer`, `libp2p`.
 """

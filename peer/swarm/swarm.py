@@ -202,7 +202,7 @@ class Swarm:
 
     @property
     def addresses(self) -> list[str]:
-        """Where others can dial this peer: multiaddresses with its /p2p/ id, as of the last `refresh_addresses`."""
+        """The multiaddresses (with /p2p/) at which others can dial this peer, as of the last `refresh_addresses`."""
         return list(self._addresses)
 
     async def refresh_addresses(self) -> list[str]:

@@ -62,8 +62,10 @@ async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool
         passed, all_asked = asyncio.Event(), asyncio.Event()
 
         def holding():
-            """Every chunk of the big one waits until the small one is through; then one goes at a time, so that who
-            gets little of a core gives as much as the others."""
+            """Hold every chunk of the big one until the small one is through.
+
+            Then one is given at a time: a peer that gets little of a core gives as much as the others.
+            """
             turn = asyncio.Lock()
 
             async def held(blob: Digest, requester) -> None:
@@ -271,7 +273,7 @@ async def test_an_unknown_size_is_bounded_by_what_the_caller_allows(pool, tmp_pa
 
 
 async def hostile(member: Member, answer) -> None:
-    """From now on this member answers blob requests with the bytes that `answer(op, index)` makes."""
+    """Have this member answer blob requests with the bytes of `answer(op, index)` from now on."""
 
     async def serve(peer, reader, writer) -> None:
         while True:

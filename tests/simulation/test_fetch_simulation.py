@@ -93,7 +93,7 @@ def test_in_rounds_of_all_to_all_a_slow_uplink_is_spared_and_stays_so(tmp_path: 
         world.close()
         return seen
 
-    alone = (peers - 1) * chunks * CHUNK / (slow * MBIT)  # were nothing passed on
+    alone = (peers - 1) * chunks * CHUNK / (slow * MBIT)  # the seconds if nothing was passed on
     folders = [tmp_path / str(i) for i in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -242,7 +242,7 @@ def fetched_from(
     spoil: Callable[[World, list[Host], Host], Awaitable[object]],
     seconds: float,
 ) -> tuple[float, list[Host], Host]:
-    """One fetches from so many donors of 20 Mbit/s, while `spoil` does something to them."""
+    """Fetch from donors of 20 Mbit/s, while `spoil` does something to them."""
 
     async def main() -> tuple[float, list[Host], Host]:
         world = World(folder, rtt=0.05)

@@ -42,7 +42,7 @@ class MemoryNetwork:
         self.rtt = rtt
         self.hosts: dict[PeerKey, MemoryTransport] = {}
         self.heartbeats: dict[tuple[RunId, PeerKey], tuple[bytes, float]] = {}
-        """What lies in the DHT, with the time of its end."""
+        """The records in the DHT, with the time of their end."""
         self._tasks: set[asyncio.Future[None]] = set()
 
     def host(self, key: PeerKey, *, limiter: RateLimiter | None = None, up: float = inf) -> MemoryTransport:

@@ -64,7 +64,7 @@ class Member:
 
     @property
     def handlers(self) -> Handlers:
-        """What a swarm calls, as the test says at that time."""
+        """The handlers, which do as the test says at the time of the call."""
 
         def serve(blob: Digest, requester: PeerKey) -> Any:
             self.served.append(blob)

@@ -152,7 +152,7 @@ def unpack(value: bytes) -> bytes:
 
 
 class DhtPresence:
-    """This peer's node of the DHT; see `Presence` for the methods."""
+    """Our node of the DHT; see `Presence` for the methods."""
 
     def __init__(self, node: DHTNode, validator: HeartbeatValidator, run: RunId, warn: Callable[[str], None]):
         self.node = node
@@ -261,7 +261,7 @@ class DhtPresence:
         return before + random.sample(others, min(NEW_OF_A_NODE, len(others)))
 
     async def _find(self, peer: PeerID) -> list[bytes]:
-        """Return the values of one node, unchecked. (hivemind's own call drops all of them for one that is stale.)"""
+        """Return the values of one node, unchecked. hivemind's own call drops all of them for one that is stale."""
         protocol = self.node.protocol
         request = dht_pb2.FindRequest(keys=[self._name.to_bytes()], peer=protocol.node_info)
         try:

@@ -1,4 +1,7 @@
-"""What the scheduler has its driver do. Actions with a `number` are answered by events with that number."""
+"""The actions that the scheduler returns and its driver carries out.
+
+Actions with a `number` are answered by events with that number.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Which chunk of a blob to request from which provider: each of a scarce seeder once, the rarest first. Pure.
+"""The choice of the chunk to request from a provider: each of a scarce seeder once, the rarest first. Pure.
 
 A *seeder* had the whole blob when it first said what it has; a *leecher* is fetching it, as this peer is. With fewer
 seeders than fetchers, each chunk is assigned to one of the fetchers, by its index and their keys, so that all agree
 without a message. That one requests it from a seeder, and the others get it from there. So a slow uplink sends each
 chunk about once, whatever the number of fetchers.
 
-When the assigned chunks are here, other fetchers' chunks are taken over if these do not progress: one chunk more with
-every WAIT_SECONDS (or a seeder's latency) in which they all got nothing, and without such a limit if the leechers are
-together slower than a seeder would be alone. From a seeder as fast as the leechers everything is requested.
+When the assigned chunks are here, other fetchers' chunks are taken over if these do not progress. It is one chunk more
+with every WAIT_SECONDS (or a seeder's latency) in which they all got nothing. There is no such limit if the leechers
+are together slower than a seeder would be alone. From a seeder as fast as the leechers everything is requested.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WAIT_SECONDS = 0.5
 LATE_SECONDS = 1.0
 """After this time without a chunk of a provider, another may be asked for the same chunks.
 
-With less, a network path that many share is asked for the same chunks by several: with 12 peers that exchange updates
-of 6 chunks, half of it sent 20% more."""
+With less, several ask for the same chunks on a network path that many share. With half of it, 12 peers that exchanged
+updates of 6 chunks sent 20% more."""
 
 REQUESTS_PER_CHUNK, SILENT_SECONDS = 3, 5.0
 """Maximum concurrent requests for one chunk, without those to providers that gave nothing for SILENT_SECONDS.
@@ -44,7 +44,7 @@ RAREST_OF = 8
 
 
 class ProviderKind(enum.Enum):
-    """What a provider can give."""
+    """The chunks that a provider has, in kind."""
 
     UNKNOWN = "has not said yet what it has"
     SEEDER = "had it all from the start"

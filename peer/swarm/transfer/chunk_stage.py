@@ -10,7 +10,7 @@ from peer.swarm.transfer.actions import CancelRequest, OpenChunkStream, RequestC
 from peer.swarm.transfer.chunk_picker import ChunkPicker
 from peer.swarm.transfer.frames import BITS_PER_PAGE, BlobOp, ReplyStatus
 from peer.swarm.transfer.outcomes import ChunkCheck, Declined, Given, Lost, Outcome
-from peer.swarm.transfer.providers import BITMAP_SECONDS, Activity, Pause, Provider
+from peer.swarm.transfer.providers import BITMAP_SECONDS, ProviderActivity, Pause, Provider
 from peer.swarm.transfer.requests import Purpose, Query, Requests
 from peer.swarm.transfer.streams import Priority
 from protocol.ids import PeerKey
@@ -41,7 +41,7 @@ OF_CHUNKS = {Purpose.BITMAP, Purpose.CHUNK_SUSPICION}
 
 
 class StreamView(Protocol):
-    """What is known of the streams to providers, shared by all fetches."""
+    """Measurements of the streams to providers, shared by all fetches."""
 
     def latency(self, peer: PeerKey, priority: Priority) -> float:
         """Return the recent seconds from a request to its reply; 0 when unknown."""
@@ -113,7 +113,7 @@ class ChunkStage:
     def open(self) -> None:
         """Request chunks of all providers: the hashes are known."""
         self._opened = True
-        for provider in [p for p in self._active.values() if p.activity is Activity.EARLY]:
+        for provider in [p for p in self._active.values() if p.activity is ProviderActivity.EARLY]:
             self._turn(provider)
         self._fill()
 
@@ -179,9 +179,9 @@ class ChunkStage:
         """Request a slot for one more chunk, unless as many are under way as may be."""
         provider.wake_at = inf
         if provider.requests and (provider.suspected or len(provider.requests) >= self._limit(provider)):
-            provider.activity = Activity.FULL
+            provider.activity = ProviderActivity.FULL
             return
-        provider.activity = Activity.SLOT
+        provider.activity = ProviderActivity.SLOT
         provider.slot = self._requests.number()
         self._slots[provider.slot] = provider
         self._requests.act(RequestSlot(provider.slot, provider.peer, self._priority))
@@ -249,7 +249,7 @@ class ChunkStage:
             self._request_over(provider)
 
     def chunk_checked(self, number: int, check: ChunkCheck) -> None:
-        """Handle what came of writing a chunk."""
+        """Handle the outcome of writing a chunk."""
         if (provider := self._chunks.get(number)) is None:
             return
         index = provider.requests[number]
@@ -270,31 +270,31 @@ class ChunkStage:
                 self._requests.send(Query(provider, BlobOp.SIZE, 0, Purpose.CHUNK_SUSPICION, accusation))
 
     def _release(self, provider: Provider, number: int) -> None:
-        """A chunk request is over."""
+        """Forget a request for a chunk: it is over."""
         self._chunks.pop(number, None)
         if (index := provider.requests.pop(number, None)) is not None:
             self._picker.release(provider.peer, index)
 
     def _request_over(self, provider: Provider) -> None:
-        if provider.activity is Activity.FULL:
+        if provider.activity is ProviderActivity.FULL:
             self._turn(provider)
-        elif provider.activity is Activity.DRAINING:
+        elif provider.activity is ProviderActivity.DRAINING:
             self._drain(provider)
 
     def _drain(self, provider: Provider) -> None:
-        """It failed: once nothing is under way from it, wait."""
-        provider.activity = Activity.DRAINING
+        """Wait until nothing is under way from a provider that failed, then pause it."""
+        provider.activity = ProviderActivity.DRAINING
         if provider.requests:
             return
         if not self._opened:
             provider.pause = None
-            provider.activity = Activity.EARLY
+            provider.activity = ProviderActivity.EARLY
         elif provider.pause is not None:
-            provider.activity = Activity.PAUSED
+            provider.activity = ProviderActivity.PAUSED
             provider.wake_at = self._requests.now + provider.pause.seconds
 
     def _idle(self, provider: Provider) -> None:
-        """There is nothing to request from it now."""
+        """Look for chunks of other fetches, or for a newer bitmap: there is nothing to request from it now."""
         now = self._requests.now
         self._picker.refresh(now)
         if not self._picker.left:
@@ -302,13 +302,13 @@ class ChunkStage:
         elif self._picker.is_growing(provider.peer) and now >= provider.bitmap_due:
             self._request_bitmap(provider)
         else:
-            provider.activity = Activity.IDLE
+            provider.activity = ProviderActivity.IDLE
             provider.wake_at = now + IDLE_SECONDS
 
     def _wake_provider(self, provider: Provider) -> None:
         provider.wake_at = inf
         absent = False
-        if provider.activity is Activity.PAUSED and provider.pause is not None:
+        if provider.activity is ProviderActivity.PAUSED and provider.pause is not None:
             absent, provider.pause = provider.pause.absent, None
         if absent:
             self._request_bitmap(provider)
@@ -318,7 +318,7 @@ class ChunkStage:
     # -- bitmaps -----------------------------------------------------------------------------------------------------
 
     def _request_bitmap(self, provider: Provider) -> None:
-        provider.activity = Activity.BITMAP
+        provider.activity = ProviderActivity.BITMAP
         provider.pages, provider.bitmap_failures = [], 0
         self._requests.send(Query(provider, BlobOp.HAVE, 0, Purpose.BITMAP))
 

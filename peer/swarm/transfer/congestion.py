@@ -1,8 +1,8 @@
 """How many requests to keep under way on one stream: as many as fill the network path, measured by the replies. Pure.
 
 After BBR (RFC draft-ietf-ccwg-bbr): the path holds (highest recent rate) x (lowest recent latency), and GAIN times as
-much is requested. So the window grows as long as the rate does, a long fat path is filled after a few round trips, and
-a provider that is slow, or shared by many, is not asked for more than it gives in a moment.
+much is requested. So the window grows as long as the rate does, and a long fat path is filled after a few round trips.
+A provider that is slow, or shared by many, is not asked for more than it gives in a moment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GAIN = 3.0
 """TCP doubles its window in a round trip, and a rate is known one round trip late. A smaller gain would hold TCP up."""
 
 SPARE_SECONDS = 0.25
-"""What arrives in this time is requested on top of one latency, at least: a busy process leaves no short path idle."""
+"""The arrivals of this time are requested on top of one latency, at least: a busy process leaves no short path idle."""
 
 FAST, SLOW = 0.25, 0.03
 """Weights of one sample in the averages of latencies."""

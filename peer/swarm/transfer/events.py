@@ -1,4 +1,7 @@
-"""What the driver of a fetch tells its scheduler. An event with the number of a cancelled action has no effect."""
+"""The events that the driver of a fetch passes to its scheduler.
+
+An event with the number of a cancelled action has no effect.
+"""
 
 from __future__ import annotations
 

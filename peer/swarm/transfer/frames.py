@@ -30,7 +30,7 @@ MAX_INDEX = MAX_BLOB // CHUNK
 
 
 class BlobOp(enum.IntEnum):
-    """What is requested of a blob, with the data of an OK reply."""
+    """The kinds of requests, with the data of an OK reply."""
 
     SIZE = 1
     """The blob's size, u64."""

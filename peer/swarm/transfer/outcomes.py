@@ -1,4 +1,4 @@
-"""What can come of a request to a provider: values, on which the scheduler decides."""
+"""The outcomes of a request to a provider: values, on which the scheduler decides."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def outcome_of(reply: BlobReply | Lost, *, with_data: bool = True) -> Outcome:
 
 
 class ChunkCheck(enum.Enum):
-    """What came of writing a chunk to the store."""
+    """The outcome of writing a chunk to the store."""
 
     STORED = "stored"
     WRONG = "not the blob's chunk"

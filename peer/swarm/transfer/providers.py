@@ -54,8 +54,8 @@ class Pause:
     absent: bool = False
 
 
-class Activity(enum.Enum):
-    """What a provider of chunks is doing for this fetch."""
+class ProviderActivity(enum.Enum):
+    """The activity of a provider of chunks in this fetch."""
 
     OUT = "nothing: not begun, or dropped"
     BITMAP = "saying which chunks it has"
@@ -73,7 +73,7 @@ class Provider:
 
     peer: PeerKey
     reason: str = "not asked yet"
-    """What it did last, for a person."""
+    """Its last failure or state, for a person."""
 
     bad: bool = False
     """Nothing more is requested from it."""
@@ -88,7 +88,7 @@ class Provider:
     """It gave a wrong chunk. Nothing more is requested until it is known whose fault that is."""
 
     # Of the attempt that is going on:
-    activity: Activity = Activity.OUT
+    activity: ProviderActivity = ProviderActivity.OUT
     wake_at: float = inf
     slot: int | None = None
     """The number of the slot request under way."""
@@ -106,6 +106,6 @@ class Provider:
 
     def begin(self) -> None:
         """Prepare for a new attempt at chunks."""
-        self.activity, self.wake_at, self.slot, self.pause = Activity.OUT, inf, None, None
+        self.activity, self.wake_at, self.slot, self.pause = ProviderActivity.OUT, inf, None, None
         self.requests, self.pages, self.bitmap_failures = {}, [], 0
         self.bitmap_due, self.bitmap_seconds = 0.0, BITMAP_SECONDS[0]

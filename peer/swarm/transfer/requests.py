@@ -18,7 +18,7 @@ from protocol.merkle import CHUNK
 
 
 class Purpose(enum.Enum):
-    """What a query is for."""
+    """The purpose of a query."""
 
     SIZE = "the blob's size"
     LEAVES = "its leaf hashes"
@@ -36,7 +36,7 @@ class Query:
     index: int
     purpose: Purpose
     accusation: str = ""
-    """Of a suspicion: what is reported if it is justified."""
+    """The report, if a suspicion is justified."""
 
     retry_at: float = inf
 

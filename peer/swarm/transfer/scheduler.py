@@ -147,7 +147,7 @@ class Scheduler:
         return min(self._deadline, self._requests.retry_at, race, chunks)
 
     def reasons(self) -> dict[PeerKey, str]:
-        """Return what each provider did last, for a person."""
+        """Return the last failure or state of each provider, for a person."""
         return {p.peer: p.reason for p in self._requests.providers}
 
     def start(self, now: float) -> list[Action]:
@@ -293,7 +293,7 @@ class Scheduler:
                 self._query_failed(query)
 
     def _query_failed(self, query: Query) -> None:
-        """The provider gives no answer to this, or its answer was used up: it is of no more use here."""
+        """Go on without the provider: it gives no answer to this, or its answer was used up."""
         if query.purpose not in OF_CHUNKS:
             self._out_of_race(query.provider)
         elif self._chunks is not None:
@@ -319,7 +319,7 @@ class Scheduler:
             self._exhausted()
 
     def _out_of_race(self, provider: Provider) -> None:
-        """It gives no size, or no leaf hashes: the next one is asked."""
+        """Ask the next provider: this one gives no size, or no leaf hashes."""
         if self._race is not None and provider.peer in self._race.running:
             self._race.running.discard(provider.peer)
             self._race.pages.pop(provider.peer, None)
@@ -327,7 +327,7 @@ class Scheduler:
             self._ask_next()
 
     def _end_race(self) -> None:
-        """One has won: the others are not needed."""
+        """Cancel the queries to the others: one has won."""
         if self._race is not None:
             for number in self._race.checks:
                 self._requests.act(CancelRequest(number))

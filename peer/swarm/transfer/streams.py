@@ -32,9 +32,9 @@ OpenStream = Callable[[PeerKey, float], Awaitable[tuple[asyncio.StreamReader, as
 class StreamLimits:
     """When a stream is dead, and how many stay open.
 
-    A stream is dead when less than PIECE arrives in `reply_seconds` while a reply is due, or when one reply takes
-    `slow_replies` times that: 256 KiB in 60 s are 35 kbit/s. A stream is kept for the next round, which is minutes
-    away: a new one costs a round trip, and the measurements of the network path.
+    A stream is dead when less than PIECE arrives in `reply_seconds` while a reply is due. It is dead, too, when one
+    reply takes `slow_replies` times that: 256 KiB in 60 s are 35 kbit/s. A stream is kept for the next round, which is
+    minutes away: a new one costs a round trip, and the measurements of the network path.
     """
 
     open_seconds: float = 10
@@ -169,7 +169,7 @@ class Stream:
             self.close("nobody waits for what was asked")
 
     def close(self, reason: str = "closed") -> None:
-        """Close the stream. Whatever is requested on it is lost, with this reason."""
+        """Close the stream. All requests on it are lost, with this reason."""
         self._task.cancel()
         self._fail(Lost(reason))
 
@@ -201,7 +201,7 @@ class Stream:
             self._fail(Lost("the stream broke"))
 
     async def _read_reply(self, limit: int) -> BlobReply:
-        """Raises TimeoutError, IncompleteReadError, OSError, MalformedError."""
+        """Read one reply. Raises TimeoutError, IncompleteReadError, OSError, MalformedError."""
         end = asyncio.get_running_loop().time() + self._limits.slow_replies * self._limits.reply_seconds
         status, length = parse_reply_head(await self._read(REPLY_HEAD_BYTES, end), limit)
         return BlobReply(status, await self._read(length, end))
@@ -339,7 +339,7 @@ class StreamPool:
                 stream.close("hung up")
 
     async def _open(self, peer: PeerKey, priority: Priority) -> Stream:
-        """Raises PeerUnreachable."""
+        """Open a stream, unless another task has. Raises PeerUnreachable."""
         name = (peer, priority)
         lock = self._opening.setdefault(name, asyncio.Lock())
         async with lock:

@@ -1,4 +1,4 @@
-"""Which chunk is asked of whom: a scarce source gives each once, the rarest first, and nobody is waited for long."""
+"""A scarce seeder gives each chunk once, the rarest first, and nobody is waited for long."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Fetcher:
         )  # fmt: skip
 
     def ask(self, peer: PeerKey, now: float = 0.0, most: int = 1000) -> list[int]:
-        """All that may be asked of it at once."""
+        """Return all that may be requested from it at once."""
         out = []
         while len(out) < most and (index := self.picker.next(peer, now)) is not None:
             out.append(index)
         return out
 
     def get_all(self, peer: PeerKey, now: float = 0.0) -> None:
-        """All that it gives."""
+        """Receive all that it gives."""
         while asked := self.ask(peer, now):
             for index in asked:
                 self.get(peer, index, now)
@@ -70,7 +70,7 @@ class Fetcher:
 
 
 def together(keys: list[PeerKey], peers: list[PeerKey]) -> dict[PeerKey, Fetcher]:
-    """They fetch from one source, and have heard what each of them has: nothing."""
+    """Return fetchers of one seeder that know of each other to have nothing."""
     fetchers = {k: Fetcher(k, [p for p in [SOURCE, *keys, *peers] if p != k]) for k in keys}
     for k, f in fetchers.items():
         f.picker.update(SOURCE, ALL, 0.0)
@@ -131,7 +131,7 @@ def test_what_a_fellow_has_is_not_asked_of_the_source():
 
 
 def with_the_share_here(theirs: int) -> Fetcher:
-    """After 10 s ours is here, and the fellow has so many of its own."""
+    """Return a fetcher with its assigned chunks after 10 s, while the leecher has `theirs` of its own."""
     f = together([ME, B], [])[ME]
     share = set(f.ask(SOURCE, 0.0))
     for index in share:

@@ -26,7 +26,7 @@ PEER = identity("peer").key
 
 @dataclass
 class Run:
-    """What one who asks for chunks got: `came` is bytes by the second."""
+    """The chunks that one peer got: `came` is bytes by the second."""
 
     controller: CongestionController
     seconds: float
@@ -39,8 +39,10 @@ class Run:
 
 
 def line(mbit: float | Callable[[float], float], rtt: float | Callable[[float], float], seconds: float) -> Run:
-    """One holder behind a line of so many Mbit/s and so long a round trip, both of the time if need be: requests are
-    answered in their order, one after the other."""
+    """Simulate one provider behind a path of this rate and round trip, which may change with the time.
+
+    Requests are answered in their order, one after the other.
+    """
     rate_at = mbit if callable(mbit) else lambda _: mbit
     rtt_at = rtt if callable(rtt) else lambda _: rtt
     controller, came, windows = CongestionController(), [0] * int(seconds), []

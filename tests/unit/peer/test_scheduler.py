@@ -96,7 +96,7 @@ class Talk:
         return [a for a in self.actions if isinstance(a, kind)]
 
     def take(self, kind: type[T], **fields: object) -> T:
-        """The first action of this kind with these fields; it counts as answered."""
+        """Return the first action of this kind with these fields, which counts as answered."""
         for action in self.actions:
             if isinstance(action, kind) and all(getattr(action, name) == value for name, value in fields.items()):
                 self.actions.remove(action)
@@ -106,7 +106,7 @@ class Talk:
     # -- what a driver does ------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """No leaves are known; the first provider gives them, and all chunks are missing."""
+        """Let the first provider give the leaf hashes; all chunks are missing."""
         self.tell(LeavesLoaded(self.take(LoadLeaves).number, None))
         self.tell(Replied(self.take(QueryProvider, op=BlobOp.LEAVES).number, Given(b"".join(LEAVES))))
         self.tell(LeavesChecked(self.take(CheckLeaves).number, True))
@@ -115,14 +115,14 @@ class Talk:
         self.tell(BlobOpened(opening.number, range(len(LEAVES))))
 
     def slots(self) -> None:
-        """Every slot is given at once."""
+        """Give every slot at once."""
         while slots := self.all_of(RequestSlot):
             for slot in slots:
                 self.actions.remove(slot)
                 self.tell(SlotReady(slot.number))
 
     def chunk(self, outcome: Outcome, check: ChunkCheck = ChunkCheck.STORED) -> RequestChunk:
-        """The first chunk that is requested has this outcome."""
+        """Answer the first request for a chunk."""
         request = self.take(RequestChunk)
         self.tell(Replied(request.number, outcome))
         if isinstance(outcome, Given):
@@ -175,7 +175,7 @@ def test_who_gives_no_leaf_hashes_in_time_is_asked_beside_the_next():
     t.tell(Replied(asked[1].number, Given(b"".join(LEAVES))))
     t.tell(LeavesChecked(t.take(CheckLeaves).number, True))
     assert CancelRequest(asked[0].number) in t.actions
-    t.tell(Replied(asked[0].number, Lost("late")))  # what was cancelled has no effect
+    t.tell(Replied(asked[0].number, Lost("late")))  # a cancelled request has no effect
     assert t.all_of(OpenBlob) and t.scheduler.reasons()[A] == "not asked yet"
 
 

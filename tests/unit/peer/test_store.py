@@ -399,7 +399,7 @@ def test_a_slice_takes_the_room_of_its_chunks_only_and_is_read_while_nobody_fetc
     with pytest.raises(BlobMissing):
         arriving.read_chunk(0)
     with pytest.raises(BlobMissing):
-        arriving.write(0, data[:CHUNK])  # whoever closed it has no room in it any more
+        arriving.write(0, data[:CHUNK])  # its user has closed it
 
 
 def test_a_slice_grows_by_what_others_want_of_the_blob_and_becomes_the_blob_when_that_is_all(store):
