@@ -10,7 +10,7 @@ from peer.swarm.transfer.actions import CancelRequest, OpenChunkStream, RequestC
 from peer.swarm.transfer.chunk_picker import ChunkPicker
 from peer.swarm.transfer.frames import BITS_PER_PAGE, BlobOp, ReplyStatus
 from peer.swarm.transfer.outcomes import ChunkCheck, Declined, Given, Lost, Outcome
-from peer.swarm.transfer.providers import BITMAP_SECONDS, ProviderActivity, Pause, Provider
+from peer.swarm.transfer.providers import BITMAP_SECONDS, Pause, Provider, ProviderActivity
 from peer.swarm.transfer.requests import Purpose, Query, Requests
 from peer.swarm.transfer.streams import Priority
 from protocol.ids import PeerKey
