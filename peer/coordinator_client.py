@@ -74,11 +74,12 @@ class WrongCoordinator(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """A run's verified spec, its signed envelope to keep, and multiaddresses to enter the swarm by."""
+    """A run's verified spec, its signed envelope, multiaddresses of its swarm, and the address of its page."""
 
     spec: RunSpec
     sent: bytes
     addresses: tuple[str, ...]
+    page: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class PeerStatus:
     micro_credits_settled: int
     micro_credits_pending: int
     head: Digest | None
-    seconds_since_heard: float
+    seconds_since_heartbeat: float
     device: str
 
 
@@ -121,7 +122,7 @@ class RoundStatus:
     loss: float
     contributors: int
     absent: tuple[str, ...]
-    absent_in_all: int
+    absent_total: int
     final: bool
 
 
@@ -131,7 +132,7 @@ class AlertStatus:
 
     name: str
     since: int
-    words: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class SwarmStatus:
 
     name: str
     health: str
-    words: str
+    message: str
     round: int
     head: Digest
     state: Digest
@@ -157,7 +158,7 @@ class SwarmStatus:
     checkpoint: Digest | None
     checkpoint_round: int
     final_round: int | None
-    newest: tuple[RoundStatus, ...] = ()
+    rounds: tuple[RoundStatus, ...] = ()
     losses: tuple[float, ...] = ()
     alerts: tuple[AlertStatus, ...] = ()
 
@@ -230,7 +231,7 @@ class CoordinatorClient:
         request = wire.GetRunRequest(run=bytes(self._invite.run))
         reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t), attempts)
         self._spec = open_spec(reply.spec, self._invite.run)
-        return RunInfo(self._spec, reply.spec, usable_addresses(reply.addresses))
+        return RunInfo(self._spec, reply.spec, usable_addresses(reply.addresses), _text(reply.page, 300))
 
     async def admit(self, identity: Identity, name: str = "", *, code: str | None = None) -> GrantedAdmission:
         """Request an admission for this identity, or its renewal. `code` replaces the invite's.
@@ -260,13 +261,13 @@ class CoordinatorClient:
         request = wire.StatusRequest(run=bytes(self._invite.run))
         m: wire.StatusReply = await self._call(lambda stub, t: stub.Status(request, timeout=t))
         return SwarmStatus(
-            _text(m.name), _text(m.health), _text(m.words, 400), m.round, Digest(m.head), Digest(m.state),
+            _text(m.name), _text(m.health), _text(m.message, 400), m.round, Digest(m.head), Digest(m.state),
             m.state_round, m.tokens, m.total_tokens, _number(m.tokens_per_second), _number(m.loss),
             tuple(_peer(p) for p in m.peers),
             _text(m.page, 300), Digest(m.checkpoint) if m.checkpoint else None, m.checkpoint_round,
             m.final_round if m.HasField("final_round") else None,
-            tuple(_round(r) for r in m.newest[:20]), tuple(_number(x) for x in m.losses[:120]),
-            tuple(AlertStatus(_text(a.name), a.since, _text(a.words, 600)) for a in m.alerts[:20]),
+            tuple(_round(r) for r in m.rounds[:20]), tuple(_number(x) for x in m.losses[:120]),
+            tuple(AlertStatus(_text(a.name), a.since, _text(a.message, 600)) for a in m.alerts[:20]),
         )  # fmt: skip
 
     async def account(self, peer: PeerKey) -> PeerCredits:
@@ -285,16 +286,30 @@ class CoordinatorClient:
         request = wire.DirectiveRequest(run=bytes(self._invite.run), directive=sent)
         return await self._call(lambda stub, t: stub.PublishDirective(request, timeout=t))
 
+    async def bind(self, binding: bytes) -> int:
+        """Hand in a signed binding; return the number of the account's peers after it. Raise CairnError."""
+        request = wire.BindRequest(run=bytes(self._invite.run), binding=binding)
+        reply: wire.BindReply = await self._call(lambda stub, t: stub.Bind(request, timeout=t))
+        return reply.peers
+
+    async def certificates(self, after: Digest, limit: int) -> tuple[Sequence[bytes], bool]:
+        """Return certificates that follow a record, unverified, and whether there are more. Raise CairnError."""
+        request = wire.CertificatesRequest(run=bytes(self._invite.run), after=after, limit=limit)
+        reply: wire.CertificatesReply = await self._call(lambda stub, t: stub.Certificates(request, timeout=t))
+        return list(reply.certificates), reply.more
+
+    async def certificate(self, record: Digest) -> bytes | None:
+        """Return the certificate of one record of any branch, unverified; None if it is not kept. Raise CairnError."""
+        request = wire.CertificatesRequest(run=bytes(self._invite.run), record=record)
+        reply: wire.CertificatesReply = await self._call(lambda stub, t: stub.Certificates(request, timeout=t))
+        return reply.certificates[0] if reply.certificates else None
+
     # -- how they are made -----------------------------------------------------------------------------------
 
     @property
     def run(self) -> RunId:
         """The run of the invite."""
         return self._invite.run
-
-    async def call(self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]]) -> T:
-        """Make another kind of call (see `log_client`), `ask(stub, seconds)`, once or more often. Raise CairnError."""
-        return await self._call(ask)
 
     async def _call(
         self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]], attempts: int | None = None
@@ -396,13 +411,13 @@ def _peer(m: wire.PeerStatus) -> PeerStatus:
     return PeerStatus(
         PeerKey(m.peer), _text(m.name), _text(m.phase), m.round, _number(m.loss), _number(m.tokens_per_second),
         m.bytes_up, m.bytes_down, m.micro_credits_settled, m.micro_credits_pending,
-        Digest(m.head) if m.head else None, _number(m.seconds_since_heard), _text(m.device),
+        Digest(m.head) if m.head else None, _number(m.seconds_since_heartbeat), _text(m.device),
     )  # fmt: skip
 
 
 def _round(m: wire.RoundStatus) -> RoundStatus:
     absent = tuple(_text(n) for n in m.absent[:8])
-    return RoundStatus(m.round, m.tokens, _number(m.loss), m.contributors, absent, m.absent_in_all, m.final)
+    return RoundStatus(m.round, m.tokens, _number(m.loss), m.contributors, absent, m.absent_total, m.final)
 
 
 def _text(text: str, top: int = 80) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.exchange_wan.cairn_peer JOB.json NUMBER
 
-The trainer's place is taken by `stand_in`, which speaks the same channel. A diary has what the node heard of itself.
+The trainer's place is taken by `stand_in`, which speaks the same channel. A diary has the node's own events.
 """
 
 from __future__ import annotations

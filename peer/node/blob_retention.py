@@ -47,7 +47,7 @@ class BlobRetention:
 
         They are selected at once; blobs that arrive later stay. Raise StoreError.
         """
-        gone = self._store.dispensable({*self._assets, *self._states, *self._new_updates, *self._retained()})
+        gone = self._store.unreferenced({*self._assets, *self._states, *self._new_updates, *self._retained()})
         await asyncio.to_thread(self._remove, gone)
         self._updates.forget(gone)
         return gone

@@ -161,10 +161,10 @@ async def discover_run(run: RunId, addresses: Iterable[str]) -> DiscoveredRun | 
     Raise SwarmStartError.
     """
     # Imported here: it loads hivemind and torch, which most newcomers do not need for this.
-    from peer.swarm import asking
+    from peer.swarm.anonymous import ask_for_coordinator
 
     answers = _Answers(run)
-    members = await asking.ask_members(run, addresses, answers.accept)
+    members = await ask_for_coordinator(run, addresses, answers.accept)
     if answers.spec is None:
         return None
     return DiscoveredRun(answers.encoded, newest_of(answers.records), tuple(answers.addresses), members)

@@ -114,8 +114,8 @@ class SliceRelay:
         chunks = tuple(self._reduction.chunks(part_count(contributors, self._size), shard))
         if record.body.round != self._round:
             self._round, self._relayed = record.body.round, 0
-        arriving = self._store.arriving(blob)
-        here = arriving is not None and not arriving.lacks(chunks)
+        arriving = self._store.in_progress(blob)
+        here = arriving is not None and not arriving.is_incomplete(chunks)
         most = TIMES_OWN_WORK * self._committee * contributors
         full = self._store.used_bytes > FULL * self._store.limit_bytes
         if here or full or (blob, chunks) in self._under_way or self._relayed >= most:

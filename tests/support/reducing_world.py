@@ -94,7 +94,8 @@ class Source:
                 raise PeerError("nobody gives it")
             data = self.blobs[digest]
             assert size == len(data)
-            partial = self.store.partial(digest, len(data), blob_leaves(data), chunks)
+            partial = self.store.receive(digest, len(data), blob_leaves(data), chunks)
+            assert partial is not None
             for i in partial.missing(chunks):
                 partial.write(i, data[i * CHUNK : (i + 1) * CHUNK])
             if not partial.left:

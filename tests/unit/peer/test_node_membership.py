@@ -52,7 +52,7 @@ class Client:
     async def get_run(self, *, attempts=None) -> RunInfo:
         if self.run is not None:
             raise self.run
-        return RunInfo(RUN, sign_spec(OWNER, RUN).sent, ("/ip4/2.2.2.2/tcp/2",))
+        return RunInfo(RUN, sign_spec(OWNER, RUN).sent, ("/ip4/2.2.2.2/tcp/2",), "")
 
     async def admit(self, who, name: str) -> GrantedAdmission:
         self.asked += 1
@@ -147,7 +147,7 @@ async def test_a_spec_of_another_run_is_not_taken(store, client, tmp_path, monke
     other = tiny_spec(seed=2)
 
     async def get_run(*, attempts=None) -> RunInfo:
-        return RunInfo(other, sign_spec(OWNER, other).sent, ())
+        return RunInfo(other, sign_spec(OWNER, other).sent, (), "")
 
     monkeypatch.setattr(client, "get_run", get_run)
     with pytest.raises(CairnError):

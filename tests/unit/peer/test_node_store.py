@@ -53,7 +53,7 @@ class Blobs:
     def __init__(self, *held: Digest):
         self.held = set(held)
 
-    def dispensable(self, keep: set[Digest]) -> list[Digest]:
+    def unreferenced(self, keep: set[Digest]) -> list[Digest]:
         return [d for d in self.held if d not in keep]
 
     def remove(self, digest: Digest) -> None:
