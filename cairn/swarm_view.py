@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cairn.announcements import Announcements
-from coordinator.archive import MODEL, Archive, Archived
-from coordinator.follower import wait_at_most
-from coordinator.swarm import Announced, Heard
+from coordinator.checkpoints.archive import MODEL, Archive, ArchivedState
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
+from coordinator.tasks import wait_at_most
+from peer.node.events import MachineStepped, MessageVerified
 from peer.node.node import Node
 from peer.store import Store
 from peer.store.disk import disk
@@ -54,8 +55,8 @@ class ObserverView:
         """The reason why the newest checkpoint is not archived, for people; empty when it is."""
         size = make_codec(spec.codec, spec.model.layout).size
         self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
-        node.network.listeners.append(self._announcements.receive)
-        node.on_change = self._changed
+        node.observers.subscribe(MessageVerified, lambda event: self._announcements.receive(event.message))
+        node.observers.subscribe(MachineStepped, lambda _: self._changed())
 
     # -- SwarmView -------------------------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ class ObserverView:
         return self._node.chain.final
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
-        return self._node.chainlog.after(record, limit)
+        return self._node.certificates.after(record, limit)
 
     def certificate(self, record: Digest) -> Certificate | None:
         chain = self._node.chain
@@ -79,19 +80,19 @@ class ObserverView:
         return lambda: self._callbacks.remove(callback)
 
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
-        self._node.network.listeners.append(callback)
+        self._node.observers.subscribe(MessageVerified, lambda event: callback(event.message))
 
-    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+    def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         now = time.monotonic()
-        entries = self._node.network.directory.entries()
-        return {k: Heard(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
+        entries = self._node.network.peers.entries()
+        return {k: ReceivedHeartbeat(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         return self._announcements.announced(parent)
 
     def addresses(self) -> Sequence[str]:
         own = self._node.network.addresses
-        return [*own, *(a for a in self._node.network.directory.addresses() if a not in own)]
+        return [*own, *(a for a in self._node.network.peers.addresses() if a not in own)]
 
     async def publish_final(self, final: Signed[Finalization]) -> None:
         self._node.post(events.MessageReceived(final))
@@ -102,24 +103,24 @@ class ObserverView:
 
     @property
     def coordinator_address(self) -> Signed[Any] | None:
-        return self._node.locator.newest
+        return self._node.membership.locator.newest
 
-    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
-        if not self._node.locator.take(word.sent):  # else the node passes it on by itself
-            self._node.network.outbox.broadcast(self._node.network.directory.peers(), word)
+    async def publish_coordinator_address(self, address: Signed[Any]) -> None:
+        if not self._node.membership.locator.accept(address.sent):  # else the node passes it on by itself
+            self._node.network.send_to_all(address)
 
     @property
     def directive(self) -> Signed[Directive] | None:
         return self._node.chain.newest
 
-    async def publish_directive(self, word: Signed[Directive]) -> None:
-        self._node.post(events.MessageReceived(word))
+    async def publish_directive(self, directive: Signed[Directive]) -> None:
+        self._node.post(events.MessageReceived(directive))
         end = time.monotonic() + DIRECTIVE_SECONDS
-        while (newest := self._node.chain.newest) is None or newest.body.rank < word.body.rank:
+        while (newest := self._node.chain.newest) is None or newest.body.rank < directive.body.rank:
             if time.monotonic() > end:
                 raise CairnError("the observer does not accept the owner's directive: its log says why")
             await asyncio.sleep(0.01)
-        self._node.network.broadcast(word)
+        self._node.network.broadcast(directive)
 
     async def offer_state(self, state: Digest, record: Digest) -> None:
         archived = self._archive.all()
@@ -183,7 +184,7 @@ class ObserverView:
         network = self._node.network
         proof = self._proof_of_last_state(record, state)
         if not self._node.store.has(state):
-            await asyncio.to_thread(self._archive.make_room, size)
+            await asyncio.to_thread(self._archive.free_space, size)
         await network.fetch_blob(state, size, network.everyone(), deadline_seconds=FETCH_SECONDS)
         store = self._node.store
         tokenizer = store.path(self._spec.tokenizer.name)
@@ -197,7 +198,7 @@ class ObserverView:
             callback()
         log.info("archived the state of round %d (%s)", number, state.short)
 
-    async def offer(self, archived: Archived) -> None:
+    async def offer(self, archived: ArchivedState) -> None:
         """Put an archived state back into the observer's store, and check its digest. Raises CairnError.
 
         After a rollback members fetch the state from here.
@@ -226,7 +227,7 @@ class ObserverView:
     def _is_archived(self, record: Digest, state: Digest) -> bool:
         return any((a.record, a.state) == (record, state) for a in self._archive.all())
 
-    def _abandoned_states(self) -> list[Archived]:
+    def _abandoned_states(self) -> list[ArchivedState]:
         """Return the archived states of branches that lost: they are no states of the run any more."""
         chain = self._node.chain
         first = chain.height(chain.root)
@@ -250,7 +251,7 @@ class ObserverView:
 
     def _claims(self, head: Digest) -> list[Signed[Heartbeat]]:
         """Return the contributors' heartbeats that name this record as their head."""
-        entries = self._node.network.directory.entries()
+        entries = self._node.network.peers.entries()
         contributors = self._node.chain.certificate(head).record.body.contributors
         return [e.heartbeat for k in contributors if (e := entries.get(k)) and e.heartbeat.body.head == head]
 
@@ -265,7 +266,7 @@ class ObserverView:
         return encode_certificate(certificate), [h.sent for h in self._claims(record) if h.body.state == state]
 
 
-def _into_store(store: Store, archived: Archived) -> None:
+def _into_store(store: Store, archived: ArchivedState) -> None:
     """Link or copy an archived state into the store. Raises StoreError, and MalformedError for another digest."""
     source, draft = archived.folder / MODEL, store.scratch / f"offer-{archived.state.hex()}"
     with disk(f"taking the archived state of round {archived.round} into the store"):

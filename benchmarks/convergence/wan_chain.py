@@ -1,4 +1,4 @@
-"""What a run's chain says, read from a coordinator's folder: who was in each round, with how many windows."""
+"""The contributors of each round and their windows, read from the chain in a coordinator's folder."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ class ChainRound:
 
 
 def read_spec(home: Path) -> RunSpec:
-    """The spec of the run in a coordinator's folder."""
+    """Return the spec of the run in a coordinator's folder."""
     sent = (home / "run" / SPEC).read_bytes()
     return parse_spec(open_envelope(sent, KIND, limit=MAX_SPEC + 1024).payload)
 
 
 def read_chain(spec: RunSpec, store: Path) -> list[ChainRound]:
-    """The head's path from the genesis, oldest first. Every certificate is verified. Raises ProtocolError."""
+    """Return the path from the genesis to the head, oldest first.
+
+    Every certificate is verified. Raises ProtocolError.
+    """
     decoder = MessageDecoder(spec.run_id, spec.owner_key)
     chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
     for file in sorted((store / "chain").glob("*-*")):

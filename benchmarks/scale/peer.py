@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 ADMISSION = b"admitted"
 SAMPLE = 61
-"""Of so many steps of machines one is timed."""
+"""Number of machine steps of which one is timed."""
 
 REFUSED_AGAIN = 0.2
-"""Seconds until a holder that refused is asked again (`peer.swarm.holders`)."""
+"""Seconds until a holder that refused is asked again (`peer.swarm.transfer.providers`)."""
 
 
 class Peer:
@@ -152,7 +152,7 @@ class Peer:
         self.world.fluid.fetch(self.index, (record, part), None, size)
 
     def fetched(self, blob: Digest | tuple[Digest, int]) -> None:
-        """It is here whole: checked, or added up, by one of the cores."""
+        """Accept a complete blob: one of the cores checks it, or sums it."""
         clock, cores, shape = self.world.clock, self.checked_at, self.world.shape
         core = min(range(len(cores)), key=cores.__getitem__)
         event: ev.Event
@@ -170,7 +170,7 @@ class Peer:
     # -- the trainer: steps all the time, and beside them one thing after the other --------------------------------
 
     def train(self) -> None:
-        """A step is done."""
+        """End a training step."""
         clock = self.world.clock
         if self.trains and self.counter < self.claimed + self.world.shape.policy.max_update_windows:
             self.counter += 1

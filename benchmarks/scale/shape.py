@@ -1,4 +1,4 @@
-"""What a row of the table stands for: model, codec, lines, the round's policy, and what the trainer takes."""
+"""One row of the table: model, codec, links, the round's policy, and the trainer's times."""
 
 from __future__ import annotations
 
@@ -108,8 +108,10 @@ class Shape:
 
     @property
     def floor(self) -> float:
-        """Seconds that the bytes of an exchange need, into the peer that gets most, and two round trips. Reduced:
-        the slices for its parts, then the whole mean (and two round trips more)."""
+        """Seconds that the bytes of an exchange need, into the peer that gets most, and two round trips.
+
+        Reduced: the slices for its parts, then the whole mean (and two round trips more).
+        """
         rate = min(self.up, self.down) / 8
         if self.exchange == "gather":
             return (self.peers - 1) * self.blob / rate + 2 * self.rtt
@@ -154,7 +156,7 @@ class Shape:
         return self.announce_gpu + self.blob / 0.3e9
 
     def apply_gpu(self, updates: int) -> float:
-        """An estimate: 24 bytes a parameter, and 16 for each update (reduced: for their mean)."""
+        """Estimate the bytes: 24 a parameter, and 16 for each update (reduced: for their mean)."""
         return (24 + 16 * (updates if self.exchange == "gather" else 1)) * self.numel / MEMORY_RATE
 
     def apply(self, updates: int) -> float:

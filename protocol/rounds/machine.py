@@ -109,10 +109,11 @@ class RoundMachine:
 
     # -- the only entry --------------------------------------------------------------------------------------
 
-    def start(self, now: float, *, alone: bool = False) -> list[Action]:
-        """Begin. `alone`: nobody else is there, so do not wait for anybody before training."""
+    def start(self, now: float, status: LocalStatus | None = None, *, alone: bool = False) -> list[Action]:
+        """Begin. `alone`: nobody else is there, so do not wait for anybody before training. `status` as in `step`."""
         c = self._c
         c.begin_step(now)
+        self._status = status or self._status
         c.own.recall(c.chain)
         self._departure.begin()
         self._governance.notify_pause(None, c.directive)

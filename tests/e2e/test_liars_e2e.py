@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from peer.swarm import PeerRefused, PeerUnreachable
-from peer.swarm.frames import REQUEST_BYTES, Status
+from peer.swarm.transfer.frames import REQUEST_BYTES, ReplyStatus
 from protocol.envelope import seal
 from protocol.ids import Digest, RunId
 from protocol.message_codec import KeySigner
@@ -83,7 +83,7 @@ async def test_messages_that_break_the_protocol_are_refused_with_the_reason(swar
 
 
 def oversized(liar: Stranger) -> bytes:
-    """A heartbeat, well signed, of more bytes than one may have: no honest signer makes it."""
+    """Return a well signed heartbeat of too many bytes; no honest signer makes one."""
     body = wire.Heartbeat(run=liar.spec.run_id, known=range(2**60, 2**60 + 9000))
     return seal(liar.identity, "heartbeat", body.SerializeToString()).sent
 
@@ -133,10 +133,10 @@ async def test_an_update_that_its_author_never_serves_delays_one_round_and_no_mo
         blob = Digest(os.urandom(32))
         beat = await liar.new_round()
         await liar.tell(liar.header(beat, admission, blob))
-        # It stays heard of: the update of a member that falls silent is let go sooner.
+        # It keeps sending heartbeats: the update of a silent member is dropped sooner.
         posing = asyncio.create_task(liar.pose(admission))
         try:
-            # Who gives up first closes the round for all: the others need not have come to it themselves.
+            # The first peer that proposes without the update closes the round for all; the others may still be waiting.
             await any_logs(swarm, rf"peer {liar.key.short} kept the round waiting")
         finally:
             posing.cancel()
@@ -165,19 +165,22 @@ async def test_nobody_sees_an_update_of_an_open_round_who_has_not_announced_one(
             await swarm.until("ada counts the copier", lambda: _members(swarm) >= len(PEERS))
 
             async def refused_until_it_announced() -> bool:
-                """In one round. False when that was decided before the last answer: then anybody may have its blobs."""
+                """Check one round.
+
+                Return False if it was decided before the last answer, when anybody may have its blobs.
+                """
                 while not announced.empty():
                     announced.get_nowait()
                 header = (await ended(announced.get(), LIMIT)).body
                 reply = await liar.ask_for_chunk("ada", header.blob)
-                if reply.status is not Status.REFUSED:
+                if reply.status is not ReplyStatus.REFUSED:
                     return False
                 assert f"you have not announced an update in round {header.round} yet" in reply.reason
                 # Now it commits to something, and ada serves it at once, while the round is as open as before.
                 beat = replace(liar.heartbeats[ada], round=header.round, head=header.parent, state=header.base_state)
                 await liar.send("ada", liar.header(beat, admission, Digest(os.urandom(32))).sent)
                 reply = await liar.ask_for_chunk("ada", header.blob)
-                return reply.status is Status.OK and len(reply.data) == liar.blob_size
+                return reply.status is ReplyStatus.OK and len(reply.data) == liar.blob_size
 
             await swarm.until("refused in a round until it announced in it", refused_until_it_announced)
         finally:
@@ -196,7 +199,7 @@ async def test_garbage_on_a_stream_ends_the_stream_and_nothing_else(swarm: World
     await swarm.healthy(PEERS)
     async with stranger(swarm, "babbler") as liar:
         for name in PEERS:
-            reader, writer = await liar.swarm._open_blob_stream(swarm.key(name), 60)
+            reader, writer = await liar.swarm.open_blob_stream(swarm.key(name), 60)
             writer.write(b"\xff" * REQUEST_BYTES * 1000)
             with suppress(ConnectionError):
                 await writer.drain()

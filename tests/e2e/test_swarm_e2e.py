@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from coordinator.service import LEDGER_FILE
-from peer.coordinator_client import Account, CoordinatorClient
+from peer.coordinator_client import CoordinatorClient, PeerCredits
 from protocol.ledger.entries import decode_line
 from protocol.messages import Signed, UpdateHeader
 from tests.e2e.chains import check_same
@@ -152,7 +152,9 @@ def check_ledger(world: World) -> None:
     spec = world.spec
     with closing(sqlite3.connect(f"file:{world.coordinator_home / LEDGER_FILE}?mode=ro", uri=True)) as db:
         rounds = db.execute("SELECT round, record, tokens FROM rounds ORDER BY round").fetchall()
-        lines = db.execute("SELECT r.round, l.sent FROM lines l JOIN rounds r ON r.entry = l.entry ORDER BY 1, l.line")
+        lines = db.execute(
+            "SELECT r.round, l.encoded FROM lines l JOIN rounds r ON r.entry = l.entry ORDER BY 1, l.line"
+        )
         read = [(round_, decode_line(sent)) for round_, sent in lines]
         sums = dict(db.execute("SELECT account, micro_credits FROM account_sums"))
     rows = [(round_, bytes(line.peer), line.tokens, line.micro_credits) for round_, line in read]
@@ -170,7 +172,7 @@ def check_ledger(world: World) -> None:
     ]  # fmt: skip
 
 
-async def account_of(world: World, name: str) -> Account:
+async def account_of(world: World, name: str) -> PeerCredits:
     async with CoordinatorClient(world.invite) as client:
         return await client.account(world.key(name))
 

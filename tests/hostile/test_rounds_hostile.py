@@ -1,4 +1,4 @@
-"""Who floods the round machine, with keys of its own making or a few admitted ones, keeps nobody else's word out."""
+"""Floods of the round machine, with made-up keys or a few admitted ones, keep out no other peer's message."""
 
 from __future__ import annotations
 

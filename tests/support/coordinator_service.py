@@ -15,12 +15,12 @@ import pytest
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.coordinator_client import (
     CoordinatorClient,
-    _certificate_of,
+    server_certificate,
 )
 from protocol.invite import TLS_NAME, Endpoint
 from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2_grpc as stubs
-from tests.support.coordinator_fakes import FakeSwarm, make_spec
+from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec
 from tests.support.specs import OWNER
 from tests.support.waiting import LIMIT, until
 
@@ -32,8 +32,9 @@ async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
     swarm = swarm or FakeSwarm(spec)
     places = dict(listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
     coordinator = Coordinator(
-        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm, now=now
-    )
+        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm,
+        make_archiver(spec, tmp_path, swarm), now=now,
+    )  # fmt: skip
     await coordinator.start()
     try:
         yield coordinator, swarm
@@ -54,7 +55,7 @@ async def settled(coordinator, rounds: int) -> None:
 async def raw_stub(coordinator):
     import ssl
 
-    der = await asyncio.to_thread(_certificate_of, Endpoint("127.0.0.1", coordinator.grpc_port))
+    der = await asyncio.to_thread(server_certificate, Endpoint("127.0.0.1", coordinator.grpc_port))
     channel = grpc.aio.secure_channel(
         f"127.0.0.1:{coordinator.grpc_port}",
         grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode()),
