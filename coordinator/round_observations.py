@@ -179,7 +179,7 @@ class RoundObservations:
             self._proposed[message.digest] = (at, frozenset(message.body.contributors))
 
     def decide(self, account: RoundAccount, members: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
-        """Note that a record became the newest, and return the observation; `members` are the members at this moment."""
+        """Note that a record became the newest, with the members at this moment; return the observation."""
         now = self._now()
         if account.parent != self._head:
             self._turn_to(account.parent, None if (p := self._rounds.get(account.parent)) is None else p.certified)

@@ -284,7 +284,7 @@ async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: Check
             and keeper.validation_points() == []
         )
         assert math.isnan(dict((n, v) for n, _, v in keeper.gauges())["cairn_validation_loss"])
-    assert "the run has diverged" in caplog.text
+        await until(lambda: "the run has diverged" in caplog.text)
 
 
 async def test_rounds_between_are_skipped_and_failures_are_tried_twice(world: CheckpointWorld, monkeypatch, caplog):
