@@ -61,6 +61,13 @@ class Process:
         """The end of what it printed."""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """SIGKILL, as a power cut would."""
         self._process.kill()
@@ -68,7 +75,7 @@ class Process:
 
     def ask_to_stop(self) -> None:
         if self.running:
-            self._process.send_signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM)
 
     def wait(self, seconds: float) -> bool:
         """Whether it ended within this time."""

@@ -63,7 +63,7 @@ class ChainMaker:
         self.run = spec.run_id
         self.head = genesis_digest(self.run)
         self.certificates: list[Certificate] = []
-        self._next: dict[PeerKey, int] = {}
+        self.next_windows: dict[PeerKey, int] = {}
         self.directive: Signed[Directive] | None = None
         """The owner's word that a record carries; headers from then on name its rollback."""
         self._carries = -1
@@ -83,7 +83,7 @@ class ChainMaker:
         self.certificates.append(certificate)
         self.head = certificate.record.digest
         for u in certificate.record.body.updates:
-            self._next[u.author] = u.body.end_window
+            self.next_windows[u.author] = u.body.end_window
 
     def add(self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0) -> Certificate:
         """The next round: windows by the number of the peer."""
@@ -94,7 +94,7 @@ class ChainMaker:
         headers = []
         for identity in identities:
             admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, 0, 2**33, ""))
-            first = self._next.get(identity.key, 0)
+            first = self.next_windows.get(identity.key, 0)
             header = UpdateHeader(
                 self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
                 Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent, epoch=epoch,
@@ -169,6 +169,11 @@ class FakeSwarm:
 
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
         self._listeners.append(callback)
+
+    def forget_subscribers(self) -> None:
+        """A coordinator that subscribed has stopped."""
+        self._callbacks.clear()
+        self._listeners.clear()
 
     def heartbeats(self) -> Mapping[PeerKey, Heard]:
         return self.heard

@@ -102,7 +102,7 @@ class Hands:
         self.keeping = Keeping(spec, self.built, self.inner, self.share, group, beside)
         self._step: Step | None = None
 
-    def do(self, order: Order, payload: bytes = b"") -> Result:
+    def do(self, order: Order, payload: bytes = b"") -> Result:  # noqa: C901 (a flat dispatch)
         """Collective. Raises what `Group.together` does, on all ranks; what else it raises ends this rank."""
         match order:
             case Order.BEGIN:
