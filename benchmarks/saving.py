@@ -30,7 +30,7 @@ QUICK = Size("5M", 320, 864, 4, 5, 2048, 128, 2)
 def step(trainer: Trainer) -> float:
     """Seconds of one."""
     began = time.perf_counter()
-    trainer.step(trainer.batches.take(trainer.claims.counter))
+    trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
     return time.perf_counter() - began
 
 
@@ -38,26 +38,26 @@ def measured(size: Size, device: str, threads: int, parallel: str, turns: int) -
     """One layout: medians over turns, of which each saves once beside the training and once at once."""
     still, begin, write, once, alone, beside = ([] for _ in range(6))
     with trainer_of(size, device, threads, "muon", parallel) as (trainer, _):
-        saving = trainer.saving
+        saving = trainer.checkpointer
         for turn in range(turns + 1):
             step(trainer)
             steps = [step(trainer) for _ in range(2)]
-            saving._due = 0.0  # more often than a peer would
+            saving.due = 0.0  # more often than a peer would
             began = time.perf_counter()
-            saving.keep()
+            saving.start()
             stood = time.perf_counter() - began
             kept = stood
             began = time.perf_counter()
-            saving.go_on(now=True)
+            saving.step(now=True)
             stood += time.perf_counter() - began
             during = []
             while not saving.is_idle:
                 during.append(step(trainer))
                 before = time.perf_counter()
-                saving.go_on()
+                saving.step()
                 stood += time.perf_counter() - before
             took = time.perf_counter() - began
-            trainer.saving.now()  # warm caches for both
+            trainer.checkpointer.save_now()  # warm caches for both
             began = time.perf_counter()
             trainer.save()
             seconds = time.perf_counter() - began
@@ -68,7 +68,7 @@ def measured(size: Size, device: str, threads: int, parallel: str, turns: int) -
                 once.append(seconds)
                 alone += steps
                 beside += during[:-1] or during
-        parameters, megabytes = trainer.layout.numel, trainer.work.save_size / 2**20
+        parameters, megabytes = trainer.spec.model.layout.numel, trainer.backend.save_size / 2**20
     m = statistics.median
     return {
         "parallel": parallel, "parameters": parameters, "megabytes": megabytes,

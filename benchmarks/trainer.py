@@ -1,12 +1,13 @@
 """The trainer beside a bare PyTorch loop of the same model, optimiser, batch and windows on the same device.
 
-The trainer is all that a peer's trainer process does for a step (data read ahead and checked, pieces, the gate, claims,
-pace, learning rate), without the channel to the node. The bare loop is forward, backward, clip, step, on windows that
+The trainer does all the work of a peer's trainer process for a step, without the channel to the node. This is reading
+and checking data ahead, micro-batches, the gate, accounting of windows, throughput and learning rate. The bare loop
+is forward, backward, clip, step, on windows that
 lie ready; with --compile both compile each decoder layer. Both take turns; ratios are medians over turns. MFU is 6 x
 parameters x tokens/s over what a matrix product reaches in the same run. A round's own work: `announce` is
 pseudo-gradient, error feedback, encoding and the update's file; `apply` is 4 updates into the base; both also as a
-share of 30 steps. Ranks: the trainer with data parallelism over so many processes (gloo on a CPU, NCCL on GPUs),
-threads shared out, each rank a share of the batch.
+share of 30 steps. Ranks: the trainer with data parallelism over a number of processes (gloo on a CPU, NCCL on GPUs).
+The ranks share the threads and the batch.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load
@@ -40,7 +41,7 @@ from benchmarks.convergence.wan_run_file import toml
 from coordinator.authoring import load_run, resolve
 from peer.channel import Load, MakeUpdate, Start, UpdateMade
 from peer.training.device import choose_device
-from peer.training.inner import hidden_matrices, muon
+from peer.training.inner_optimizer import hidden_matrices, muon
 from peer.training.layers import decoder_layers
 from peer.training.trainer import Trainer
 from protocol.identity import Identity
@@ -82,7 +83,7 @@ CUDA = (
 def trainer_of(
     size: Size, device: str, threads: int, optimiser: str, parallel: str, compiled: bool = False
 ) -> Iterator[tuple[Trainer, Load]]:
-    """A trainer with the state of a fresh run, as a node would start it, and the message that loaded it."""
+    """Return a trainer with the state of a fresh run, as a node starts it, and the message that loaded it."""
     prepared = corpus(size.vocabulary, size.window).prepared.folder
     tables: dict[str, Any] = {
         "run": {"name": f"trainer {size.name}", "total_tokens": 10**9},
@@ -120,7 +121,7 @@ def trainer_of(
 def bare_loop(
     spec: RunSpec, device: torch.device, compiled: bool = False
 ) -> tuple[torch.nn.Module, Callable[[torch.Tensor], None]]:
-    """A model with the run's initial weights, and one step of a plain loop on int64 [batch, window + 1]."""
+    """Return a model with the run's initial weights, and a step of a plain loop on int64 [batch, window + 1]."""
     model = build_model(spec.model.config, device=device, seed=spec.seed)
     for layer in decoder_layers(model).values() if compiled else ():
         layer.compile()
@@ -175,13 +176,13 @@ def measured(
     """One size: the trainer and the bare loop in turns, then a round's own work."""
     torch.compiler.reset()  # else what was compiled for another size made this one's for any size
     with trainer_of(size, device, threads, optimiser, "dp=1", compiled) as (trainer, _):
-        where = trainer.device
+        where = trainer.backend.device
         _, bare = bare_loop(trainer.spec, where, compiled)
-        ready = [trainer.batches.take(n * size.batch) for n in range(steps)]
+        ready = [trainer.steps.batches.take(n * size.batch) for n in range(steps)]
 
         def trainer_turn() -> None:
             for _ in range(steps):
-                trainer.step(trainer.batches.take(trainer.claims.counter))
+                trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
 
         def bare_turn() -> None:
             for windows in ready:
@@ -198,7 +199,7 @@ def measured(
         tokens = steps * size.batch * size.window
         ratio = statistics.median(b / t for b, t in zip(took["bare"], took["trainer"], strict=True))
         speeds = {name: tokens / statistics.median(seconds) for name, seconds in took.items()}
-        peak, parameters = matmul_flops(where), trainer.layout.numel
+        peak, parameters = matmul_flops(where), trainer.spec.model.layout.numel
     step = size.batch * size.window / speeds["trainer"]
     return {
         **asdict(size),
@@ -219,40 +220,43 @@ def measured(
 
 
 def round_work(trainer: Trainer, turns: int = 5) -> tuple[float, float]:
-    """The least seconds of several: to make an update, and to advance the base by UPDATES of them and rebase."""
+    """Return the least seconds of several tries: to make an update, and to apply UPDATES of them and rebase."""
     announce, applied = [], []
     for turn in range(turns):
-        trainer.step(trainer.batches.take(trainer.claims.counter))
+        trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
         out = trainer.folder.folder / f"update-{turn}"
-        began = clock(trainer.device)
-        if trainer.record is None:
+        began = clock(trainer.backend.device)
+        if trainer.base.record is None:
             raise RuntimeError("the trainer holds no state")
-        made = trainer.make_update(MakeUpdate(trainer.round, trainer.record, out))
-        announce.append(clock(trainer.device) - began)
+        made = trainer.base.make_update(
+            MakeUpdate(trainer.base.round, trainer.base.record, out), trainer.spec.max_update_windows
+        )
+        announce.append(clock(trainer.backend.device) - began)
         if not isinstance(made, UpdateMade):
             raise RuntimeError("there was nothing to announce")
         blob = out.read_bytes()
         updates = [Contribution(PeerKey(bytes([n + 2]) * 32), 100, blob) for n in range(UPDATES)]
-        began = clock(trainer.device)
-        trainer.outer.advance(updates)
-        trainer.outer.rebase()
-        applied.append(clock(trainer.device) - began)
-        trainer.claims.lost()
+        began = clock(trainer.backend.device)
+        trainer.backend.outer.advance(updates)
+        trainer.backend.outer.rebase()
+        applied.append(clock(trainer.backend.device) - began)
+        with trainer.exchange:
+            trainer.exchange.windows = trainer.windows.lost()
     return min(announce), min(applied)
 
 
 def scaled(
     size: Size, device: str, threads: int, optimiser: str, world: int, steps: int, compiled: bool = False
 ) -> dict[str, Any]:
-    """Tokens a second of one trainer with so many ranks."""
+    """Return the tokens a second of one trainer with a number of ranks."""
     torch.compiler.reset()
     with trainer_of(size, device, max(1, threads // world), optimiser, f"dp={world}", compiled) as (trainer, _):
         for _ in range(2):
-            trainer.step(trainer.batches.take(trainer.claims.counter))
-        began = clock(trainer.device)
+            trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+        began = clock(trainer.backend.device)
         for _ in range(steps):
-            trainer.step(trainer.batches.take(trainer.claims.counter))
-        seconds = clock(trainer.device) - began
+            trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+        seconds = clock(trainer.backend.device) - began
     return {"world": world, "tokens_per_second": steps * size.batch * size.window / seconds}
 
 
@@ -295,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(results: dict[str, Any]) -> None:
-    """The tables."""
+    """Return the tables."""
     m = results["machine"]
     compiled = ", layers compiled" if results["compiled"] else ""
     what = f"{results['device']}, {results['optimiser']}{compiled}"

@@ -1,59 +1,60 @@
-"""What an observer heard announced: the updates that a round may leave out, for the receipts of their authors."""
+"""Announced updates that an observer received, for the receipts of authors whose update a round left out."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from coordinator.swarm import Announced
+from coordinator.swarm import AnnouncedUpdate
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Signed, UpdateHeader
-from protocol.rounds.ballot import Ballot
-from protocol.rounds.policy import Policy
+from protocol.rounds.round_state import RoundState
+from protocol.rounds.policy import RoundPolicy
 
 PER_AUTHOR = 8
-"""Rounds of an author that are remembered: one that announces nonsense pushes out its own headers only."""
+"""Rounds remembered for each author; an author that floods pushes out its own headers only."""
 
 AUTHORS = 8192
+"""Authors remembered."""
 
 
 class Announcements:
-    """The newest headers of each author, the first for each parent, and whether each came in time."""
+    """The newest update headers of each author: the first for each parent, and whether it came in time."""
 
-    def __init__(self, chain: Chain, policy: Policy, size_ok: Callable[[int], bool]):
-        """`size_ok`: whether an update of the run's codec may measure so many bytes."""
+    def __init__(self, chain: Chain, policy: RoundPolicy, size_ok: Callable[[int], bool]):
+        """`size_ok` says if a number of bytes is a possible size of an update of the run's codec."""
         self._chain = chain
         self._policy = policy
         self._size_ok = size_ok
-        self._heard: OrderedDict[PeerKey, OrderedDict[Digest, tuple[Signed[UpdateHeader], bool]]] = OrderedDict()
+        self._headers: OrderedDict[PeerKey, OrderedDict[Digest, tuple[Signed[UpdateHeader], bool]]] = OrderedDict()
 
-    def hear(self, message: Signed) -> None:
-        """Any message that the node has verified; all but headers are let pass."""
+    def receive(self, message: Signed) -> None:
+        """Remember a verified message if it is an update header, and ignore any other."""
         if not isinstance(message.body, UpdateHeader):
             return
-        mine = self._heard.pop(message.author, OrderedDict())
-        self._heard[message.author] = mine
-        if len(self._heard) > AUTHORS:
-            self._heard.popitem(last=False)
+        mine = self._headers.pop(message.author, OrderedDict())
+        self._headers[message.author] = mine
+        if len(self._headers) > AUTHORS:
+            self._headers.popitem(last=False)
         parent = message.body.parent
         if parent not in mine:
             mine[parent] = (message, self._is_decided(parent))
             if len(mine) > PER_AUTHOR:
                 mine.popitem(last=False)
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
-        """The updates of the round after a record, by ascending key of their authors."""
-        heard = [mine[parent] for mine in self._heard.values() if parent in mine]
-        if not heard or parent not in self._chain:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
+        """Return the announced updates of the round after a record, by ascending key of their authors."""
+        received = [mine[parent] for mine in self._headers.values() if parent in mine]
+        if not received or parent not in self._chain:
             return ()
         policy = self._policy.under(self._chain.standing(parent).changes)
-        ballot = Ballot(policy, self._chain, parent, None, 0.0)
-        found = [Announced(header, late, ballot.flaw(header, self._size_ok) or "") for header, late in heard]
+        state = RoundState(policy, self._chain, parent, None, 0.0)
+        found = [AnnouncedUpdate(header, late, state.flaw(header, self._size_ok) or "") for header, late in received]
         return sorted(found, key=lambda a: a.header.author)
 
     def _is_decided(self, parent: Digest) -> bool:
-        """Whether a record with this parent is on the chain already."""
+        """Return whether a record with this parent is on the chain already."""
         chain = self._chain
         if parent not in chain:
             return False

@@ -1,12 +1,11 @@
-"""Finds the checkpoint that a person means: an owner's folder, a volunteer's, an archived state, or a file. And checks
-one for a stranger (`verify_checkpoint`).
+"""Checkpoints on disk: `find_checkpoint` resolves a path to one, `verify_checkpoint` checks one for a stranger.
 
     ~/.cairn/coordinated/NAME        an owner's run: the newest state in its checkpoints/
-    .../checkpoints/round-000030     one of those
+    .../checkpoints/round-000030     one of these states
     ~/.cairn/runs/RUN                a volunteer's run: the newest checkpoint in its store/
     FILE                             a checkpoint; its run's spec lies above it, or is named
 
-Nothing is locked and nothing is written: a peer or coordinator may be at work in the folder.
+Nothing is locked and nothing is written, so a peer or coordinator may be running in the folder.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.archive import SHEET, Archived, read_sheet
+from coordinator.checkpoints.archive import MANIFEST, ArchivedState, read_manifest
 from coordinator.export import ExportError, checkpoint_digest, read_layout
 from coordinator.model_card import Origin
 from peer.node.snapshot import Snapshot, read_snapshot
@@ -33,16 +32,16 @@ from protocol.messages import RoundRecord
 from protocol.spec import KIND, MAX_SPEC, BlobRef, RunSpec, open_spec, parse_spec
 
 if TYPE_CHECKING:
-    from coordinator.keeping.proof import Proved
+    from coordinator.checkpoints.verification import VerifiedCheckpoint
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
-"""Where the spec of a run lies, from a folder that belongs to it."""
+"""Paths of a run's spec, relative to a folder of the run."""
 
 ABOVE = 8
-"""Folders above a file in which its run is looked for."""
+"""Number of folders above a file that are searched for its run."""
 
 MOST_RECORDS = 1000
-"""Records back from the head that are looked through: each one's signatures are checked."""
+"""Maximum records read back from the head; the signatures of each are checked."""
 
 WANTED = (
     "name a run's folder (~/.cairn/coordinated/NAME or ~/.cairn/runs/RUN), an archived state in a coordinator's "
@@ -51,8 +50,8 @@ WANTED = (
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint file, its model's config, the tokenizer.json of its run, and what is known of it."""
+class FoundCheckpoint:
+    """A checkpoint file with its model's config, its run's tokenizer.json, and its origin."""
 
     checkpoint: Path
     config: dict[str, Any]
@@ -60,19 +59,20 @@ class Found:
     origin: Origin
 
 
-def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None = None) -> Found:
-    """What `path` means. `spec_file`: the run's spec, where it is not beside the checkpoint; `run`: it must be this.
+def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None = None) -> FoundCheckpoint:
+    """Return the checkpoint at a path.
 
-    Raises ExportError, in one line with the remedy; CairnError for a spec.
+    `spec_file` is the run's spec if it is not beside the checkpoint. `run` is the required run. Raises ExportError, and
+    CairnError for a spec.
     """
     if not path.exists():
         raise ExportError(f"{path}: no such file or folder: {WANTED}")
     path = path.resolve()
     given = None if spec_file is None else _Run(spec_file.resolve().parent, read_spec(spec_file))
     if path.is_file():
-        sheet = read_sheet(path.parent) if path.name == "model.safetensors" else None
+        sheet = read_manifest(path.parent) if path.name == "model.safetensors" else None
         found = _of_archived(sheet, given) if sheet is not None else _of_file(path, given or _run_above(path))
-    elif (path / SHEET).is_file():
+    elif (path / MANIFEST).is_file():
         found = _of_archived(_sheet(path), given)
     elif (archived := _archived_in(path)) is not None:
         found = _of_archived(archived, given)
@@ -93,13 +93,13 @@ def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None
     return found
 
 
-def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = lambda _: None) -> Proved:
-    """Check that what lies at a folder or fsspec address is a state that the run's owner signed as final.
+def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = lambda _: None) -> VerifiedCheckpoint:
+    """Check that a folder or fsspec address holds a state that the run's owner finalized.
 
-    `trusted`: an invite, or the owner's key in hex. Raises CairnError, which says what does not hold.
+    `trusted` is an invite, or the owner's key in hex. Raises CairnError, which names the failed check.
     """
-    from coordinator.keeping.copying import decoder
-    from coordinator.keeping.proof import ProofError, prove
+    from coordinator.checkpoints.copies import file_opener
+    from coordinator.checkpoints.verification import VerificationError, verify_checkpoint
 
     run, owner = None, None
     try:
@@ -108,15 +108,15 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
         else:
             owner = PeerKey.parse(trusted.lower())
     except MalformedError as e:
-        raise ProofError(f"{e}: give the run's invite, or its owner's key (64 hexadecimal digits)") from None
+        raise VerificationError(f"{e}: give the run's invite, or its owner's key (64 hexadecimal digits)") from None
     try:
-        return prove(decoder(place), run=run, owner=owner, report=report)
-    except ProofError as e:
-        raise ProofError(f"{place}: {e}") from None
+        return verify_checkpoint(file_opener(place), run=run, owner=owner, report=report)
+    except VerificationError as e:
+        raise VerificationError(f"{place}: {e}") from None
 
 
 def read_spec(path: Path) -> RunSpec:
-    """The spec in a file: canonical JSON, or signed. Raises ExportError."""
+    """Return the spec in a file: canonical JSON, or signed. Raises ExportError."""
     try:
         if path.stat().st_size > MAX_SPEC + 1024:
             raise ExportError(f"{path}: larger than a run spec: name a spec.json or spec.signed")
@@ -136,23 +136,23 @@ def read_spec(path: Path) -> RunSpec:
 # -- archived by a coordinator -------------------------------------------------------------------------------
 
 
-def _archived_in(folder: Path) -> Archived | None:
-    """The newest archived state of an owner's folder."""
+def _archived_in(folder: Path) -> ArchivedState | None:
+    """Return the newest archived state of an owner's folder; None if there is none."""
     for place in (folder / "checkpoints", folder):
-        found = [a for p in place.glob("round-*") if (a := read_sheet(p)) is not None]
+        found = [a for p in place.glob("round-*") if (a := read_manifest(p)) is not None]
         if found:
             return max(found, key=lambda a: a.round)
     return None
 
 
-def _sheet(folder: Path) -> Archived:
-    sheet = read_sheet(folder)
+def _sheet(folder: Path) -> ArchivedState:
+    sheet = read_manifest(folder)
     if sheet is None:
-        raise ExportError(f"{folder / SHEET}: cannot be read: {WANTED}")
+        raise ExportError(f"{folder / MANIFEST}: cannot be read: {WANTED}")
     return sheet
 
 
-def _of_archived(archived: Archived, given: _Run | None) -> Found:
+def _of_archived(archived: ArchivedState, given: _Run | None) -> FoundCheckpoint:
     folder = archived.folder
     checkpoint, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
     for file in (checkpoint, tokenizer, folder / "config.json"):
@@ -162,20 +162,22 @@ def _of_archived(archived: Archived, given: _Run | None) -> Found:
     origin = Origin("unknown", archived.run, archived.state, archived.round, archived.tokens)
     if run is not None and run.spec.run_id == archived.run:
         loss = run.loss(archived.round - 1, archived.record)
-        return Found(checkpoint, run.spec.model.config, tokenizer, replace(origin, name=run.spec.name, loss=loss))
+        return FoundCheckpoint(
+            checkpoint, run.spec.model.config, tokenizer, replace(origin, name=run.spec.name, loss=loss)
+        )
     try:
         config = json.loads((folder / "config.json").read_bytes())
-        name = json.loads((folder / SHEET).read_bytes()).get("name")
+        name = json.loads((folder / MANIFEST).read_bytes()).get("name")
     except (OSError, ValueError, AttributeError):
         raise ExportError(f"{folder}: cannot be read: take another archived state, or a copy of this one") from None
     if not isinstance(config, dict):
         raise ExportError(f"{folder / 'config.json'}: not a model's config: take another archived state")
     named = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}", name)
-    return Found(checkpoint, config, tokenizer, replace(origin, name=name) if named else origin)
+    return FoundCheckpoint(checkpoint, config, tokenizer, replace(origin, name=name) if named else origin)
 
 
 def _run_of_owner(archived: Path, run: RunId) -> _Run | None:
-    """The run in whose folder a state was archived; None for a copy that lies elsewhere."""
+    """Return the run in whose folder a state was archived; None for a copy elsewhere."""
     folder = archived.parent.parent
     try:
         found = _Run(folder, read_spec(folder / "run" / "spec.signed"))
@@ -198,8 +200,8 @@ def _run_above(path: Path) -> _Run:
     )
 
 
-def _newest_held(run: _Run, folder: Path) -> Found:
-    """The newest checkpoint that a node's store holds."""
+def _newest_held(run: _Run, folder: Path) -> FoundCheckpoint:
+    """Return the newest checkpoint in a node's store. Raises ExportError."""
     status = read_snapshot(run.store.parent)
     last = run.last(status)
     for origin in [
@@ -208,14 +210,14 @@ def _newest_held(run: _Run, folder: Path) -> Found:
         Origin(run.spec.name, run.spec.run_id, run.genesis, 0, 0),
     ]:
         if origin.state is not None and (file := run.blob(origin.state)) is not None:
-            return Found(file, run.spec.model.config, run.tokenizer(file), origin)
+            return FoundCheckpoint(file, run.spec.model.config, run.tokenizer(file), origin)
     every = run.spec.checkpoint.every
     raise ExportError(f"{folder}: holds no checkpoint yet: one is kept every {every} rounds: try again after the next")
 
 
-def _of_file(path: Path, run: _Run) -> Found:
-    """A checkpoint file of a known run; its round, if the run's chain lies there and names it."""
-    read_layout(path)  # before it is hashed: whatever else it is, it is no checkpoint
+def _of_file(path: Path, run: _Run) -> FoundCheckpoint:
+    """Return a checkpoint file of a run, with its round if the run's chain on disk names it. Raises ExportError."""
+    read_layout(path)  # before the file is hashed, since it may be no checkpoint
     try:
         state = Digest.parse(path.name)
     except MalformedError:
@@ -225,12 +227,12 @@ def _of_file(path: Path, run: _Run) -> Found:
     origin = Origin(run.spec.name, run.spec.run_id, state)
     if state == run.genesis:
         origin = replace(origin, round=0, tokens=0)
-    return Found(path, run.spec.model.config, run.tokenizer(path), known[0] if known else origin)
+    return FoundCheckpoint(path, run.spec.model.config, run.tokenizer(path), known[0] if known else origin)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A run's spec, and what lies around it in `folder`: the store of a node."""
+    """A run's spec, and the node's store beside it in `folder`."""
 
     folder: Path
     spec: RunSpec
@@ -252,7 +254,7 @@ class _Run:
         return path if path.is_file() else None
 
     def tokenizer(self, checkpoint: Path) -> Path:
-        """The run's tokenizer.json: in the store, beside the spec or the checkpoint. Raises ExportError."""
+        """Return the run's tokenizer.json, from the store, beside the spec or the checkpoint. Raises ExportError."""
         wanted = self.spec.tokenizer
         held = self.blob(wanted.name)
         places = [self.folder, self.folder / "data", self.folder / "run" / "data", checkpoint.parent]
@@ -265,7 +267,7 @@ class _Run:
         )
 
     def record(self, round_: int, digest: Digest) -> RoundRecord | None:
-        """A record of the chain on disk; None when it is not there, or damaged."""
+        """Return a record of the chain on disk; None if it is missing or damaged."""
         try:
             data = (self.store / "chain" / f"{round_:013d}-{digest.hex()}").read_bytes()
             if sha256(data[32:]) != data[:32]:
@@ -275,11 +277,14 @@ class _Run:
             return None
 
     def loss(self, round_: int, digest: Digest) -> float | None:
-        """The mean training loss in a record, by windows."""
+        """Return the mean training loss in a record, weighted by windows; None if the record is missing."""
         return _loss_in(self.record(round_, digest))
 
     def last(self, status: Snapshot | None) -> Origin | None:
-        """The state that a node held last, as it says. It is the only one to know a finished run's last state."""
+        """Return the last state of a node, from its status file.
+
+        Nothing else on disk names a finished run's last state.
+        """
         head = _head(status)
         if status is None or head is None or not status.state:
             return None
@@ -291,7 +296,7 @@ class _Run:
         return Origin(self.spec.name, self.spec.run_id, state, status.state_round, status.accepted_tokens, loss)
 
     def states(self, status: Snapshot | None) -> Iterator[Origin]:
-        """The states that the chain on disk names, newest first, back from the node's head (or the last record)."""
+        """Yield the states that the chain on disk names, newest first, from the node's head or the last record."""
         names = sorted((p.name for p in (self.store / "chain").glob("*-*")), reverse=True)
         found = re.fullmatch(r"(\d{13})-([0-9a-f]{64})", names[0]) if names else None
         if found is None:

@@ -1,4 +1,4 @@
-"""Files that a command writes for people."""
+"""Files that commands write for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocol.errors import CairnError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The whole file or nothing. Raises CairnError."""
+    """Write the whole file or nothing. Raises CairnError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where log lines go: all of them to a file, those for people to the terminal."""
+"""Logging to a rotating file and to the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ QUIET = ("hivemind", "transformers", "urllib3", "asyncio", "grpc", "uvicorn.acce
 
 
 def set_up_logging(file: Path, *, terminal: logging.Handler | None = None, quiet: bool = False) -> None:
-    """Log to `file` (10 MB, three kept), and to the terminal unless `quiet`: our info, the libraries' warnings."""
+    """Log to `file` (10 MB, three kept) and, unless `quiet`, to the terminal.
+
+    Cairn's own loggers log from INFO, libraries from WARNING. Raises CairnError if the folder cannot be written.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         to_file = logging.handlers.RotatingFileHandler(file, maxBytes=10**7, backupCount=3)
@@ -21,7 +24,7 @@ def set_up_logging(file: Path, *, terminal: logging.Handler | None = None, quiet
             f"{file.parent} cannot be written to ({(e.strerror or str(e)).lower()}): name another folder with --home, "
             "or mend this one"
         ) from None
-    # A full disk must not fill the terminal with logging's own tracebacks: the line itself still shows there.
+    # On a full disk logging would print a traceback for each line; the line itself still shows in the terminal.
     logging.raiseExceptions = False
     root = logging.getLogger()
     for old in list(root.handlers):

@@ -1,4 +1,4 @@
-"""A status in the terminal: state in words, progress, loss, alerts, peers, rounds. Pure: a status in, lines out."""
+"""A status as lines for the terminal: state, progress, loss, alerts, peers, rounds. Pure: a status in, lines out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cairn.figures import byte_size, count, credits, sparkline
-from cairn.view import bar
+from cairn.formatting import byte_size, count, credits, sparkline
+from cairn.peer_screen import bar
 
 HEALTH = {
     "healthy": "bold green", "finished": "bold green", "waiting": "bold", "idle": "bold", "catching up": "bold cyan",
@@ -26,7 +26,7 @@ FEW_ROUNDS = 5
 
 
 def ago(seconds: float) -> str:
-    """75 -> "1 min": for people."""
+    """Return a duration for people: 75 as "75 s", 300 as "5 min"."""
     seconds = max(0.0, seconds)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -34,13 +34,13 @@ def ago(seconds: float) -> str:
 
 
 def headline(s: Any) -> Text:
-    """The run's name, its state, and the state in a sentence."""
+    """Return the run's name, its state, and a sentence about the state."""
     text = Text(s.name, style="bold").append("  ")
-    return text.append(s.health, style=HEALTH.get(s.health, "bold")).append(f": {s.words}", style="not bold")
+    return text.append(s.health, style=HEALTH.get(s.health, "bold")).append(f": {s.message}", style="not bold")
 
 
 def progress(s: Any, width: int) -> Text:
-    """How far the run is."""
+    """Return the run's progress: tokens, speed, finalized round and head."""
     text = Text("run   ", style="dim")
     if s.total_tokens:
         share = min(1.0, s.tokens / s.total_tokens)
@@ -53,7 +53,7 @@ def progress(s: Any, width: int) -> Text:
 
 
 def losses(s: Any, width: int) -> Text | None:
-    """The loss as a line of bars."""
+    """Return the loss as a line of bars; None before the first loss."""
     if not s.losses:
         return None
     text = Text("loss  ", style="dim").append(sparkline(list(s.losses), max(10, width - 16)), style="not dim cyan")
@@ -61,9 +61,9 @@ def losses(s: Any, width: int) -> Text | None:
 
 
 def alerts(s: Any, now: float) -> list[Text]:
-    """One line each."""
+    """Return a line for each alert."""
     return [
-        Text("ALERT ", style="bold red").append(f"{a.name} for {ago(now - a.since)}: {a.words}", style="not bold")
+        Text("ALERT ", style="bold red").append(f"{a.name} for {ago(now - a.since)}: {a.message}", style="not bold")
         for a in s.alerts
     ]
 
@@ -71,7 +71,10 @@ def alerts(s: Any, now: float) -> list[Text]:
 def table(
     titles: Sequence[str], rows: Sequence[Sequence[Text | str]], width: int, *, left: set[str], gives: str
 ) -> Table:
-    """Columns as wide as what is in them; the one that `gives` has what is left. Titles in `left` are aligned so."""
+    """Return a table with columns as wide as their cells; the column `gives` shrinks so that the table fits `width`.
+
+    Columns named in `left` are aligned to the left, the others to the right.
+    """
     cells = [[c if isinstance(c, Text) else Text(c) for c in row] for row in rows]
     widths = [max([cell_len(t), *(row[i].cell_len for row in cells)]) for i, t in enumerate(titles)]
     at = list(titles).index(gives)
@@ -87,15 +90,15 @@ def table(
 
 
 def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
-    """The peers, those who train first as the coordinator sends them; what does not fit is counted by state."""
+    """Return the peers in the coordinator's order; those beyond `most` are counted by state."""
     if not s.peers:
-        return Text("no peer has been heard of", style="dim")
+        return Text("no peer is known yet", style="dim")
     wide = width >= 100
     shown = s.peers if most is None else s.peers[:most]
     rows: list[list[Text | str]] = []
     for p in shown:
         quiet = p.phase in ("silent", "gone", "banned")
-        state = f"{p.phase} {ago(p.seconds_since_heard)}" if p.phase in ("silent", "gone") else p.phase
+        state = f"{p.phase} {ago(p.seconds_since_heartbeat)}" if p.phase in ("silent", "gone") else p.phase
         rows.append([
             p.peer.short, "-" if p.name == p.peer.short else p.name, Text(state, style=PHASE.get(p.phase, "")),
             str(p.round), f"{p.loss:.3f}" if p.loss else "-", "-" if quiet else count(p.tokens_per_second),
@@ -112,10 +115,10 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
 
 
 def round_table(s: Any, width: int, most: int = FEW_ROUNDS) -> RenderableType | None:
-    """The newest rounds: who was in, and who was not."""
+    """Return the newest rounds with their contributors and the members that are absent; None without rounds."""
     rows: list[list[Text | str]] = []
-    for r in s.newest[:most]:
-        more = r.absent_in_all - len(r.absent)
+    for r in s.rounds[:most]:
+        more = r.absent_total - len(r.absent)
         absent = ", ".join(r.absent) + (f" and {more} more" if more else "")
         final = Text("final" if r.final else "open", style="dim")
         rows.append([str(r.round), f"{r.loss:.3f}", count(r.tokens), str(r.contributors), final, absent or "-"])
@@ -124,7 +127,7 @@ def round_table(s: Any, width: int, most: int = FEW_ROUNDS) -> RenderableType | 
 
 
 def whole(s: Any, width: int, now: float) -> Group:
-    """For `cairn status`: all of it, however long."""
+    """Return everything, of any length, for `cairn status`."""
     parts = [headline(s), progress(s, width), losses(s, width), *alerts(s, now), Text(""), peer_table(s, width)]
     if (rounds := round_table(s, width)) is not None:
         parts += [Text(""), rounds]
@@ -132,7 +135,7 @@ def whole(s: Any, width: int, now: float) -> Group:
 
 
 def fitted(s: Any, width: int, height: int, now: float, note: Text) -> Group:
-    """For `cairn watch`: what matters most within the screen; `note` is the last line."""
+    """Return the most important lines that fit the screen, for `cairn watch`; `note` is the last line."""
     top = [headline(s), progress(s, width)]
     if (line := losses(s, width)) is not None:
         top.append(line)
@@ -143,8 +146,8 @@ def fitted(s: Any, width: int, height: int, now: float, note: Text) -> Group:
     paper = Console(width=width)
     used = sum(len(t.wrap(paper, width)) for t in top)
     rounds = round_table(s, width, max(0, min(FEW_ROUNDS, (height - used - 6) // 3)))
-    below = 0 if rounds is None else 2 + min(FEW_ROUNDS, max(0, (height - used - 6) // 3), len(s.newest))
-    room = height - used - below - 5  # blank, header, the line of those left out, blank, note
+    below = 0 if rounds is None else 2 + min(FEW_ROUNDS, max(0, (height - used - 6) // 3), len(s.rounds))
+    room = height - used - below - 5  # blank, header, count of the others, blank, note
     parts: list[RenderableType] = [*top, Text(""), peer_table(s, width, max(1, room))]
     if rounds is not None and below > 2:
         parts += [Text(""), rounds]

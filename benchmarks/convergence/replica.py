@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.convergence.setting import Setting
-from peer.training.inner import Inner, Step
+from peer.training.inner_optimizer import InnerOptimizer, StepResult
 from protocol.layout import Layout
 from protocol.model import parameters_of
 
@@ -24,23 +24,23 @@ class Replica:
             at += t.numel
         self.model = model
         self.layout = setting.layout
-        self.inner = Inner(setting.inner(lr, batch, optimiser), model, setting.device)
+        self.inner = InnerOptimizer(setting.inner(lr, batch, optimiser), model, setting.device)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by their layout names: the tensors themselves."""
         return parameters_of(self.model)
 
-    def step(self, windows: Tensor, factor: float) -> Step:
+    def step(self, windows: Tensor, factor: float) -> StepResult:
         """One inner step. Raises FloatingPointError when it is not finite: this learning rate diverges."""
         self.inner.set_rate(factor)
         step = self.inner.step(windows)
-        if step is None or not step.taken:
+        if step is None or not step.is_finite:
             raise FloatingPointError("the loss or the gradient is not finite")
         return step
 
     def gradient(self, windows: Tensor) -> Tensor:
-        """The gradient of the mean loss, unclipped: fp32 [parameters]. The model stays."""
+        """Return the gradient of the mean loss, unclipped: fp32 [parameters]. The model stays."""
         self.model.zero_grad(set_to_none=True)
         windows = windows.to(self.flat.device)
         logits = self.model(input_ids=windows[:, :-1], use_cache=False).logits
@@ -57,7 +57,7 @@ class Replica:
             named[name].grad = part.clone()
         torch.nn.utils.clip_grad_norm_(named.values(), clip)
         self.inner.set_rate(factor)
-        self.inner.take(Step(0.0, 0.0, taken=True))
+        self.inner.optimizer_step(StepResult(0.0, 0.0, is_finite=True))
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:
@@ -67,6 +67,6 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def split(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
-    """Views of a flat vector by the layout's names and shapes."""
+    """Return views of a flat vector by the layout's names and shapes."""
     parts = flat.split([t.numel for t in layout.tensors])
     return {t.name: part.view(t.shape) for t, part in zip(layout.tensors, parts, strict=True)}

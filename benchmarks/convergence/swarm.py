@@ -1,7 +1,7 @@
-"""Cairn's own rounds, simulated: the trainer's `Inner` and `OuterSide`, the run's codec and outer step.
+"""Cairn's own rounds, simulated: the trainer's `Inner` and `OuterState`, the run's codec and outer step.
 
-What is simulated is only the network and the clock: every peer's update arrives, a round's updates are applied
-`overlap` ticks after they were announced, and a tick is the time of one inner step of the fastest peer. Peers may be
+Only the network and the clock are simulated. Every peer's update arrives, and a round's updates are applied `overlap`
+ticks after they were announced. A tick is the time of one inner step of the fastest peer. Peers may be
 slow, hold data of their own, die and be replaced, or come late; the round's end and the weights are by tokens.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.convergence.fleet import Fleet
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.replica import Replica, split
 from benchmarks.convergence.setting import Setting
-from peer.training.outer import OuterSide
+from peer.training.outer_state import OuterState
 from protocol.codec import make_codec
 from protocol.layout import MOMENTUM
 from protocol.outer import Contribution, apply
@@ -34,7 +34,7 @@ COMMITTEE = 3
 
 @dataclass(frozen=True)
 class Conditions:
-    """What volunteers are like. The default is four alike who stay.
+    """The behaviour of volunteers. The default is four alike who stay.
 
     `speeds`: inner steps a tick, one for each peer, at most 1. `own_data`: each peer has one president's addresses.
     `churn`: the chance that a peer dies in a round, all that it has not announced lost; a stranger takes its place
@@ -60,7 +60,7 @@ class Peer:
         self.number = number
         self.replica = None if swarm.fleet else Replica(swarm.setting, swarm.lr, optimiser=swarm.inner)
         local = self.replica.tensors if self.replica else swarm.fleet.tensors(number) if swarm.fleet else {}
-        self.side = OuterSide(local, swarm.codec, swarm.codec_spec.beta, swarm.outer)
+        self.side = OuterState(local, swarm.codec, swarm.codec_spec.beta, swarm.outer)
         self.side.load(swarm.base)
         self.counter = 0
         self.waiting = 0
@@ -188,7 +188,7 @@ class Cairn(Method):
         for peer in self.peers:
             blob = made.get(self.setting.key(peer.number))
             if blob is not None and (left := dropped(blob, sums, by)) is not None:
-                peer.side.restore(blob, left.packed())
+                peer.side.add_back(blob, left.packed())
 
     def _people_come_and_go(self) -> None:
         there, profile = self.conditions, self.setting.profile

@@ -27,8 +27,6 @@ from peer.channel import (
     Progress,
     Ready,
     RoundUpdates,
-    Save,
-    Saved,
     Start,
     Stop,
     Stopped,
@@ -37,7 +35,7 @@ from peer.channel import (
     UpdateMade,
 )
 from peer.errors import ChannelError
-from peer.training.parent import die_with
+from peer.parent_process import exit_with_parent
 from protocol.codec import make_codec
 from protocol.ids import Digest
 from protocol.layout import CODEC_CHUNK
@@ -115,8 +113,6 @@ class StandIn:
                     UpdateMade(message.parent, message.out, self._codec.size, self._made, first, end, 1, 1.0)
                 )
                 self._made = None
-            case Save():
-                self._end.send(Saved(0.0))
             case Orders():
                 pass  # nobody orders anything here
             case _:
@@ -137,7 +133,7 @@ class StandIn:
         return state_digest(self._layout, self._state, 1)
 
     def _prepare(self, round: int, window: int) -> None:
-        """The update of a round, of noise of its own: of full size, and no easier to compress than any."""
+        """Make the update of a round from fresh noise: of full size, and as hard to compress as any."""
         self._round, self._window, self._told = round, window, False
         self._progress(0)
         generator = torch.Generator().manual_seed(1000 * round + self._number)
@@ -148,7 +144,7 @@ class StandIn:
             blob += self._codec.encode_chunks(index, 0, torch.randn(tensor.numel, generator=generator))
         self._made = blob_digest(memoryview(blob))
         self._file.write_bytes(blob)
-        # Some work is done: the others hear of it by heartbeats, and know whom to wait for.
+        # Report some work: the others learn from heartbeats that this peer trains, and wait for it.
         self._progress(1)
         self._diary.ready(round)
 
@@ -162,7 +158,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     end = TrainerEnd.from_fd(arguments.fd)
-    if not die_with(arguments.parent):
+    if not exit_with_parent(arguments.parent):
         return 1
     start = end.receive(None)
     if not isinstance(start, Start):

@@ -1,4 +1,4 @@
-"""`cairn account ...`: parses arguments and hands over to `cairn.accounts`."""
+"""`cairn account ...`: the arguments of the commands in `cairn.accounts`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new(home) -> None:
 @click.argument("invite")
 @click.option("--name", required=True, help="What the account is called on the run's page (at most 40 bytes).")
 @click.option("--team", default="", help="Its team, if any (at most 40 bytes).")
-@click.option("--word", "words", multiple=True, help="What `cairn account word` printed where the peer is.")
+@click.option("--consent", "consents", multiple=True, help="The line that `cairn account consent` printed for a peer.")
 @click.option(
     "--key",
     "key_file",
@@ -39,26 +39,26 @@ def new(home) -> None:
 )
 @HOME
 @via_option
-def bind(invite, name, team, words, key_file, home, via) -> None:
-    """Let what this machine's peer earns in a run count for the account."""
+def bind(invite, name, team, consents, key_file, home, via) -> None:
+    """Let the credits of this machine's peer in a run count for the account."""
     from cairn.accounts import bind_peers
 
-    for line in bind_peers(invite, home, name=name, team=team, words=words, key_file=key_file, via=via):
+    for line in bind_peers(invite, home, name=name, team=team, consents=consents, key_file=key_file, via=via):
         click.echo(line)
 
 
-@account.command("word")
+@account.command("consent")
 @click.argument("invite")
 @click.argument("account_key", metavar="ACCOUNT")
 @HOME
-def word(invite, account_key, home) -> None:
-    """Print this peer's word that it belongs to ACCOUNT, for `cairn account bind --word` where the account's key is.
+def consent(invite, account_key, home) -> None:
+    """Print this peer's signed consent to be bound to ACCOUNT, for `cairn account bind --consent` on another machine.
 
     So the account's key need not be on rented machines.
     """
-    from cairn.accounts import peer_word
+    from cairn.accounts import peer_consent
 
-    click.echo(peer_word(invite, account_key, home))
+    click.echo(peer_consent(invite, account_key, home))
 
 
 @account.command("show")
@@ -69,7 +69,7 @@ def word(invite, account_key, home) -> None:
 @HOME
 @via_option
 def show(invite, peer, account_key, as_json, home, via) -> None:
-    """Show totals, the recent average, and the newest receipts; of your own account or peer unless told otherwise."""
+    """Show totals, the recent average, and the newest receipts; of your own account or peer by default."""
     from cairn.accounts import show as show_account
 
     show_account(invite, home, peer=peer, account=account_key, as_json=as_json, via=via)

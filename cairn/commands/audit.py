@@ -1,4 +1,4 @@
-"""`cairn audit ...`: parses arguments and hands over to `cairn.auditing`."""
+"""`cairn audit ...`: parses arguments and hands over to `cairn.ledger_audit`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ledger(invite, as_json, home, via) -> None:
     The chain is read from members of the swarm. The newest signed head of the log is remembered under --home: the next
     audit sees whether the log has only grown since.
     """
-    from cairn.auditing import audit_ledger
+    from cairn.ledger_audit import audit_ledger
 
     if not audit_ledger(invite, home, as_json=as_json, via=via):
         sys.exit(1)
@@ -42,7 +42,7 @@ def ledger(invite, as_json, home, via) -> None:
 @via_option
 def receipt(invite, files, peer, home, via) -> None:
     """Check receipts (FILES, or the newest of a peer) against the log: each is proved to be in it."""
-    from cairn.auditing import audit_receipts
+    from cairn.ledger_audit import audit_receipts
 
     if not audit_receipts(invite, files, peer, home, via=via):
         sys.exit(1)

@@ -1,16 +1,19 @@
-"""Options that many commands share."""
+"""Options that many commands share, and the parsing of numbers in options."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
 
 DEFAULT_HOME = "~/.cairn"
 
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
 
 def home_option(keeps: str):
-    """--home, with what the command finds there: "Where ..."."""
+    """Return the option --home; `keeps` is its help, "Where ...", and names what the command finds there."""
     return click.option(
         "--home",
         type=click.Path(file_okay=False, path_type=Path),
@@ -26,5 +29,26 @@ via_option = click.option(
     "--via",
     multiple=True,
     metavar="MULTIADDR",
-    help="A member to ask where the coordinator is, should it have moved; may be repeated.",
+    help="A member that knows the coordinator's new address, should it have moved; may be repeated.",
 )
+
+
+def count_option(name: str, help: str):
+    """Return an option for a number that may be written 130M, 1B or 7e9."""
+    return click.option(
+        name,
+        metavar="N",
+        callback=lambda _c, p, value: None if value is None else parse_count(value, p.opts[0]),
+        help=help,
+    )
+
+
+def parse_count(text: str, option: str) -> int:
+    """Return 130M, 1B, 7e9 or 1_000_000 as an integer. Raises click.BadParameter."""
+    found = re.fullmatch(r"([0-9][0-9_]{0,18}(?:\.[0-9]{1,12})?(?:[eE][+]?[0-9]{1,2})?)([KMBGT]?)", text.strip(), re.I)
+    value = float(found[1].replace("_", "")) * UNITS[found[2].upper()] if found else 0.0
+    if not 1 <= value <= 2**53:
+        raise click.BadParameter(
+            f"{text[:40]!r} is not a number of at least 1: write for example 130M, 1B or 7e9", param_hint=option
+        )
+    return round(value)

@@ -1,10 +1,29 @@
-"""`cairn watch`: the swarm of an invite, live in the terminal, for as long as one likes."""
+"""`cairn watch`: the swarm of an invite, live in the terminal until Ctrl-C."""
 
 from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cairn.commands.options import via_option
+from cairn.connection import check_via, parse_invite
+from protocol.errors import CairnError
+from protocol.invite import Invite
+
+if TYPE_CHECKING:
+    from cairn.watch_screen import WatchScreen
+
+POLL_SECONDS = 2.0
+
+MOVED_SECONDS = 20.0
+"""Seconds of silence after which the coordinator may have moved, so that members are asked for its address."""
+
+MOVED_AGAIN_SECONDS = 60.0
+"""Seconds until members are asked again."""
 
 
 @click.command()
@@ -13,6 +32,60 @@ from cairn.commands.options import via_option
 @via_option
 def watch(invite: str, plain: bool, via: tuple[str, ...]) -> None:
     """Watch the swarm of the run that INVITE names, until Ctrl-C. The coordinator may be restarted meanwhile."""
-    from cairn.watching import watch_run
+    from rich.console import Console
 
-    watch_run(invite, plain=plain, via=via)
+    from cairn.watch_screen import WatchScreen
+
+    parsed = parse_invite(invite)
+    check_via(via)
+    console = Console(highlight=False)
+    screen = WatchScreen(console, live=console.is_terminal and not console.is_dumb_terminal and not plain)
+    try:
+        asyncio.run(_watch(parsed, via, screen))
+    except KeyboardInterrupt:
+        pass  # Ctrl-C is the ordinary end of watching
+
+
+async def _watch(invite: Invite, via: Sequence[str], screen: WatchScreen) -> None:
+    from rich.live import Live
+
+    if not screen.live:
+        await poll(invite, via, screen)
+        return
+    logging.getLogger().addHandler(logging.NullHandler())  # a library's warning would tear the screen
+    with Live(get_renderable=screen.draw, console=screen.console, screen=True, refresh_per_second=2):
+        await poll(invite, via, screen)
+
+
+async def poll(invite: Invite, via: Sequence[str], screen: WatchScreen) -> None:
+    """Show the coordinator's status for ever. Raises CairnError when the coordinator refuses to give it."""
+    from peer.coordinator_client import CoordinatorClient, CoordinatorRefused
+
+    async with CoordinatorClient(invite, timeout=5.0, attempts=1) as client:
+        ask_members_at = MOVED_SECONDS
+        while True:
+            try:
+                screen.show(await client.status())
+                ask_members_at = MOVED_SECONDS
+            except CoordinatorRefused:
+                raise
+            except CairnError as e:
+                screen.show_silence(str(e))
+            if screen.silent_seconds >= ask_members_at:
+                ask_members_at = screen.silent_seconds + MOVED_AGAIN_SECONDS
+                await _ask_members(client, invite, via)
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def _ask_members(client: Any, invite: Invite, via: Sequence[str]) -> None:
+    from peer.node.finding import find
+
+    if not [*via, *invite.addresses]:
+        return
+    try:
+        found = await find(invite.run, [*via, *invite.addresses])
+    except CairnError as e:
+        logging.getLogger(__name__).debug("members did not answer: %s", e)
+        return
+    if found is not None and found.coordinator_address is not None:
+        client.moved(found.coordinator_address.body)

@@ -1,7 +1,7 @@
 """`cairn demo`: a coordinator and four peers as real processes on this machine; one is killed, one joins late.
 
-It uses the same commands as anybody (`cairn coordinator serve`, `cairn peer join`) and looks at the swarm through the
-coordinator's gRPC and the peers' status files. No training or protocol code belongs in here.
+It uses the public commands (`cairn coordinator serve`, `cairn peer join`) and observes the swarm through the
+coordinator's gRPC and the peers' status files. It contains no training or protocol code.
 """
 
 from cairn.demo.story import run_demo

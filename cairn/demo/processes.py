@@ -1,8 +1,7 @@
-"""The demo's processes: started with their output in files, watched, and gone when the demo is."""
+"""The demo's processes: started with their output in files, watched, and stopped with the demo."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -10,18 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
-
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
-"""Loaded here: between fork and exec as little as possible is done."""
 
 
 class Process:
-    """One `cairn` command (`module`: by another one). `within`: a command that runs it, such as nsenter; `environment`
-    is added to ours."""
+    """One `cairn` command, or another Python `module`.
+
+    `within` is a command that runs it, such as nsenter. `environment` is added to this process's own.
+    """
 
     def __init__(
         self,
@@ -44,9 +43,9 @@ class Process:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})},
-                # A Ctrl-C is for the demo, which then stops its processes in order.
+                # Only the demo receives a Ctrl-C; it then stops its processes in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(exit_with_parent, number=signal.SIGTERM),
             )
 
     @property
@@ -58,7 +57,7 @@ class Process:
         return self._process.poll()
 
     def last_words(self, lines: int = 6) -> str:
-        """The end of what it printed."""
+        """Return the last lines of its output."""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
 
     @property
@@ -69,7 +68,7 @@ class Process:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, as a power cut would."""
+        """Kill the process with SIGKILL, as a power cut would."""
         self._process.kill()
         self._process.wait()
 
@@ -78,7 +77,7 @@ class Process:
             self.signal(signal.SIGTERM)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ended within this time."""
+        """Wait for its end; return whether it came within this time."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -87,7 +86,7 @@ class Process:
 
 
 def stop_all(processes: Sequence[Process], seconds: float = 15.0) -> None:
-    """Ask all to stop, then kill those that did not."""
+    """Ask all processes to stop, then kill those that are still running."""
     for p in processes:
         p.ask_to_stop()
     end = time.monotonic() + seconds
@@ -97,7 +96,7 @@ def stop_all(processes: Sequence[Process], seconds: float = 15.0) -> None:
 
 
 def free_ports(n: int) -> list[int]:
-    """Ports of loopback that are free now."""
+    """Return ports of loopback that are free now."""
     sockets = [socket.socket() for _ in range(n)]
     try:
         for s in sockets:
@@ -109,7 +108,7 @@ def free_ports(n: int) -> list[int]:
 
 
 def wait_for_file(path: Path, process: Process, seconds: float) -> str:
-    """The content of a file that a process is to write. Raises CairnError when it does not."""
+    """Return the content of a file that a process writes. Raises CairnError if it does not appear in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if path.exists() and (text := path.read_text().strip()):
@@ -121,7 +120,10 @@ def wait_for_file(path: Path, process: Process, seconds: float) -> str:
 
 
 def serve(run_file: Path, folder: Path) -> tuple[Process, str]:
-    """A coordinator of this run on free ports of loopback, with its home in folder/coordinator; its page's address."""
+    """Start a coordinator on free ports of loopback, with its home in folder/coordinator.
+
+    Return the process and the address of its page.
+    """
     grpc, page, swarm = free_ports(3)
     process = Process(
         "coordinator",
@@ -130,7 +132,3 @@ def serve(run_file: Path, folder: Path) -> tuple[Process, str]:
         folder,
     )  # fmt: skip
     return process, f"http://127.0.0.1:{page}/"
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

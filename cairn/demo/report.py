@@ -1,4 +1,4 @@
-"""What the demo leaves behind: losses on held-out text, a plot, a sample of text, the credits."""
+"""The results of the demo: losses on held-out text, a plot, a sample of text, the credits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocol.spec import RunSpec
 
 @dataclass(frozen=True)
 class Judged:
-    """Held-out loss and a sample of text, before and after."""
+    """Held-out loss (nats a token) and a sample of text, before and after training."""
 
     before: float
     after: float
@@ -22,9 +22,9 @@ class Judged:
 
 
 def judge(spec: RunSpec, shards: list[Path], before: Path, after: Path, prompt: str) -> Judged:
-    """`before`, `after`: archived folders (see `coordinator.archive`); `shards`: the validation shards' files."""
-    from cairn.generating import generate_text
-    from coordinator.evaluation import load_archived, validation_loss
+    """Evaluate two archived states (folders of `checkpoints.archive`) on the files of the validation shards."""
+    from cairn.commands.generate import generate_text
+    from coordinator.checkpoints.evaluation import load_archived, validation_loss
 
     losses = [validation_loss(load_archived(f), spec.data, shards, max_windows=256) for f in (before, after)]
     texts = [generate_text(f, prompt, tokens=60, temperature=0.7, seed=1) for f in (before, after)]
@@ -32,25 +32,25 @@ def judge(spec: RunSpec, shards: list[Path], before: Path, after: Path, prompt: 
 
 
 @dataclass(frozen=True)
-class Point:
-    """The training loss when so many tokens were accepted."""
+class LossPoint:
+    """The training loss at a number of accepted tokens."""
 
     tokens: int
     loss: float
 
 
-def loss_curve(page: str) -> list[Point]:
-    """The loss so far, from the page's JSON. Raises CairnError when the page does not answer."""
+def loss_curve(page: str) -> list[LossPoint]:
+    """Return the loss so far, from the page's JSON. Raises CairnError if the page does not answer."""
     try:
         with urllib.request.urlopen(page.rstrip("/") + "/api/charts", timeout=10) as reply:
             charts = json.loads(reply.read(10_000_000))
     except (OSError, ValueError) as e:
         raise CairnError(f"the coordinator's page at {page} does not answer: {e}") from None
-    return [Point(int(t), float(x)) for t, x in zip(charts["tokens"], charts["loss"], strict=True) if x is not None]
+    return [LossPoint(int(t), float(x)) for t, x in zip(charts["tokens"], charts["loss"], strict=True) if x is not None]
 
 
-def plot(curve: list[Point], judged: Judged, file: Path, events: list[tuple[int, str]]) -> None:
-    """The loss by accepted tokens as a PNG; `events` are (accepted tokens, what happened)."""
+def plot(curve: list[LossPoint], judged: Judged, file: Path, events: list[tuple[int, str]]) -> None:
+    """Draw the loss by accepted tokens as a PNG; `events` are pairs of accepted tokens and a label."""
     import matplotlib
 
     matplotlib.use("Agg")

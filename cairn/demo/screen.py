@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a line a peer, a line for the swarm, the loss as a sparkline, what happened."""
+"""The display of the running demo: a line for each peer and the swarm, the loss as a sparkline, and events."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cairn.figures import byte_size, count, credits, sparkline
-from cairn.view import bar
+from cairn.formatting import byte_size, count, credits, sparkline
+from cairn.peer_screen import bar
 from peer.coordinator_client import Status
 
 STATES = {"training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow", "killed": "red"}
 PLAIN_SECONDS = 10.0
 
 
-class Screen:
-    """`live`: redrawn in place; else a few lines now and then."""
+class DemoScreen:
+    """The display: redrawn in place if `live`, else printed each PLAIN_SECONDS."""
 
     def __init__(self, *, live: bool):
         self._live_wanted = live
@@ -34,11 +34,11 @@ class Screen:
         self._page = ""
 
     def say(self, text: str, style: str = "") -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(Text(f"{self.elapsed:4.0f} s  ").append(text, style=style), soft_wrap=True)
 
-    def lay(self, thing: object) -> None:
-        """Something rich: a table."""
+    def print(self, thing: object) -> None:
+        """Print a rich object, such as a table."""
         self._console.print(thing)
 
     @property
@@ -57,7 +57,7 @@ class Screen:
         self._live = None
 
     def update(self, status: Status, notes: dict[str, str], losses: list[float]) -> None:
-        """`notes`: for peers by name, what to show in place of their state."""
+        """Show a new status; `notes` replace the state of peers by their names."""
         self._status, self._notes, self._losses = status, notes, losses
         if not self._live_wanted and time.monotonic() - self._printed > PLAIN_SECONDS:
             self._printed = time.monotonic()

@@ -1,4 +1,4 @@
-"""The demo from start to end: what is started, when one peer is killed and another joins, and what is checked."""
+"""The demo from start to end: it starts the processes, kills one peer, lets another join, and checks the result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
-from cairn.demo.report import Judged, Point, judge, loss_curve, plot
-from cairn.demo.screen import Screen
-from cairn.figures import count
-from coordinator.archive import Archive, Archived
+from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
+from cairn.demo.screen import DemoScreen
+from cairn.formatting import count
 from coordinator.authoring import load_run
+from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Status
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
@@ -30,7 +30,7 @@ LATE, LATE_AT = "barbara", 0.45
 """Shares of the run's tokens at which one peer is killed with SIGKILL and a new one joins."""
 
 MARGIN = 2.0
-"""Nats by which the held-out loss must have fallen."""
+"""Nats by which the held-out loss must fall."""
 
 READY_SECONDS, RUN_SECONDS, END_SECONDS = 240.0, 600.0, 60.0
 PROMPT = "The people of the United States"
@@ -39,10 +39,10 @@ MARK = "cairn-demo"
 
 @dataclass
 class Demo:
-    """What is known while it runs."""
+    """The state of a running demo."""
 
     folder: Path
-    screen: Screen
+    screen: DemoScreen
     invite: Invite
     spec: RunSpec
     coordinator: Process
@@ -51,20 +51,20 @@ class Demo:
     notes: dict[str, str] = field(default_factory=dict)
     events: list[tuple[int, str]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    curve: list[Point] = field(default_factory=list)
+    curve: list[LossPoint] = field(default_factory=list)
     status: Status | None = None
 
 
 def run_demo(folder: Path, run_file: Path | None, *, plain: bool) -> int:
-    """The exit code: 0 when the loss fell by the margin and all digests agree. Raises CairnError."""
+    """Run the demo; return the exit code: 0 if the loss fell by the margin and all digests agree. Raises CairnError."""
     run_file = run_file or RUN_FILE
     if not run_file.exists():
         raise CairnError(
             f"{run_file} is missing: the demo needs the examples folder of a clone; name a run file with --run-file"
         )
     lock = _clear(folder)
-    screen = Screen(live=not plain and sys.stdout.isatty())
-    # gRPC would complain, and not help, when processes are started after it: they start afresh anyway.
+    screen = DemoScreen(live=not plain and sys.stdout.isatty())
+    # gRPC warns about processes that are started after it; these exec at once, so its fork support is not needed.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     processes: list[Process] = []
     try:
@@ -78,7 +78,10 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool) -> int:
 
 
 def _clear(folder: Path) -> int:
-    """An empty folder that is ours until the descriptor is closed; only an earlier demo's is emptied."""
+    """Return a descriptor that locks an empty folder; only the folder of an earlier demo is emptied.
+
+    Raises CairnError.
+    """
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
         raise CairnError(f"{folder} is not empty and not of an earlier demo: name another with --folder")
     try:
@@ -101,8 +104,8 @@ def _clear(folder: Path) -> int:
     return lock
 
 
-def _start(folder: Path, run_file: Path, screen: Screen, processes: list[Process]) -> Demo:
-    """The coordinator and the first four peers."""
+def _start(folder: Path, run_file: Path, screen: DemoScreen, processes: list[Process]) -> Demo:
+    """Start the coordinator and the first four peers."""
     screen.say(f"coordinator: cairn coordinator serve {run_file.name} (prepares data and draws the first weights)")
     coordinator, url = serve(run_file, folder)
     processes.append(coordinator)
@@ -119,8 +122,8 @@ def _start(folder: Path, run_file: Path, screen: Screen, processes: list[Process
 
 
 def coordinator_home(folder: Path, name: str) -> Path:
-    """Where the demo's coordinator keeps its run."""
-    from cairn.serving import coordinator_folder
+    """Return the folder of the demo's coordinator."""
+    from cairn.commands.serve import coordinator_folder
 
     return coordinator_folder(folder / "coordinator", name)
 
@@ -142,7 +145,7 @@ def _join(demo: Demo, name: str, processes: list[Process]) -> None:
 
 
 async def _watch(demo: Demo, processes: list[Process]) -> None:
-    """Until every living peer has finished. Raises CairnError when one fails, or it takes too long."""
+    """Watch until every living peer has finished. Raises CairnError if one fails, or the run takes too long."""
     end = time.monotonic() + RUN_SECONDS
     async with CoordinatorClient(demo.invite, timeout=5.0) as client:
         while any(p.running for name, p in demo.peers.items() if name != KILLED):
@@ -155,7 +158,7 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
                 demo.screen.say(str(e), "yellow")
                 await asyncio.sleep(1.0)
                 continue
-            _take(demo, demo.status)
+            _show(demo, demo.status)
             _intervene(demo, demo.status, processes)
             await asyncio.sleep(0.5)
         await _wait_for_archive(demo, time.monotonic() + END_SECONDS)
@@ -171,7 +174,7 @@ def _check_processes(demo: Demo) -> None:
         raise CairnError(f"the coordinator ended before the run did:\n{demo.coordinator.last_words()}")
 
 
-def _take(demo: Demo, status: Status) -> None:
+def _show(demo: Demo, status: Status) -> None:
     if status.loss and (not demo.losses or status.loss != demo.losses[-1]):
         demo.losses.append(status.loss)
     demo.screen.update(status, demo.notes, demo.losses)
@@ -190,12 +193,12 @@ def _intervene(demo: Demo, status: Status, processes: list[Process]) -> None:
         demo.screen.say(f"{LATE} joins late, in round {status.round}: checkpoint and replay, then training", "green")
 
 
-def _archive(demo: Demo) -> list[Archived]:
+def _archive(demo: Demo) -> list[ArchivedState]:
     return Archive(coordinator_home(demo.folder, demo.spec.name) / "checkpoints", demo.spec).all()
 
 
 async def _wait_for_archive(demo: Demo, end: float) -> None:
-    """The coordinator fetches the last state while the peers see the run out: it is there, or nearly."""
+    """Wait for the last state: the coordinator fetches it while the peers end the run."""
     while time.monotonic() < end:
         if (archived := _archive(demo)) and archived[-1].tokens >= demo.spec.total_tokens:
             return
@@ -203,9 +206,9 @@ async def _wait_for_archive(demo: Demo, end: float) -> None:
 
 
 def _conclude(demo: Demo) -> int:
-    """Judge the model, print what came out, and check what the demo promises."""
+    """Evaluate the model, print the results, and check the demo's promises."""
     say = demo.screen.say
-    say("training is over; judging the model on held-out text")
+    say("training is over; evaluating the model on held-out text")
     archived = _archive(demo)
     data = coordinator_home(demo.folder, demo.spec.name) / "run" / "data"
     shards = [data / f"{s.digest}.tokens" for s in demo.spec.data.validation]
@@ -228,7 +231,9 @@ def _snapshot(demo: Demo, name: str) -> Snapshot | None:
     return read_snapshot(run_folder(demo.folder / name, demo.invite.run))
 
 
-def _problems(demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[Archived], judged: Judged) -> list[str]:
+def _problems(
+    demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[ArchivedState], judged: Judged
+) -> list[str]:
     problems = []
     states = {s.state if s else "" for s in snapshots.values()}
     if len(states) != 1 or "" in states:
@@ -239,7 +244,7 @@ def _problems(demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[
         problems.append(f"the held-out loss fell by {judged.before - judged.after:.2f}, less than {MARGIN:.2f}")
     for name in (KILLED, LATE):
         if name not in demo.notes and name not in demo.peers:
-            problems.append(f"{name} had no part in it: the run was over too soon")
+            problems.append(f"{name} took no part: the run was over too soon")
     late = next((p for p in demo.status.peers if p.name == LATE), None) if demo.status else None
     if late is None or late.micro_credits_settled + late.micro_credits_pending == 0:
         problems.append(f"{LATE}, who joined late, earned nothing")
@@ -247,11 +252,11 @@ def _problems(demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[
 
 
 def _print(
-    demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[Archived], judged: Judged, picture: Path
+    demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[ArchivedState], judged: Judged, picture: Path
 ) -> None:
     from rich.table import Table
 
-    from cairn.figures import credits
+    from cairn.formatting import credits
 
     say, status = demo.screen.say, demo.status
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -263,16 +268,16 @@ def _print(
     table.add_column("credits", justify="right")
     for p in sorted(status.peers if status else (), key=lambda p: p.name):
         if p.name in demo.peers:
-            held = snapshots.get(p.name)
+            snapshot = snapshots.get(p.name)
             table.add_row(
                 p.name,
-                held.state[:32] if held else demo.notes.get(p.name, "-"),
-                str(held.round if held else p.round),
+                snapshot.state[:32] if snapshot else demo.notes.get(p.name, "-"),
+                str(snapshot.round if snapshot else p.round),
                 credits(p.micro_credits_settled),
                 credits(p.micro_credits_pending),
                 credits(p.micro_credits_settled + p.micro_credits_pending),
             )
-    demo.screen.lay(table)
+    demo.screen.print(table)
     say(f"held-out loss: {judged.before:.3f} before, {judged.after:.3f} after (must fall by {MARGIN:.2f})")
     say(f"text before: {_one_line(judged.text_before)}", "dim")
     say(f"text after:  {_one_line(judged.text_after)}")

@@ -1,8 +1,7 @@
-"""How a run comes to be: from a person's files to a signed run spec and the blobs that it names.
+"""The making of a run: from a person's files to a signed run spec and the blobs that it names.
 
-Here live the preparation of data (documents to token shards), the reading of run.toml, the genesis checkpoint, and
-`resolve`, which puts them together. Nothing here serves anything or knows of a swarm: what comes out are files and
-bytes.
+This package prepares data (documents to token shards), reads run.toml, and writes the genesis checkpoint; `resolve`
+combines them. It serves nothing and knows of no swarm: its results are files and bytes.
 """
 
 from coordinator.authoring.errors import AuthoringError, DataInputError, RunChangedError, RunFileError

@@ -1,7 +1,7 @@
 """The documents in a person's files: plain text, JSONL or Parquet, compressed or not, on disk or at fsspec addresses.
 
-Documents are read one after the other in a fixed order and given out in bounded pieces, so that a corpus of any size
-passes through little memory.
+Documents are read one after the other in a fixed order and split into bounded segments, so that a corpus of any size
+needs little memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from coordinator.authoring.errors import DataInputError
 TEXT, JSONL, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
 MAX_LINE = 256 * 1024 * 1024
-"""Bytes of one JSONL line."""
+"""Maximum bytes of one JSONL line."""
 
-PIECE = 256 * 1024
-"""Characters of a document that are given out at a time."""
+SEGMENT = 256 * 1024
+"""Maximum characters of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """One file of documents: its file system and path, and the name by which a manifest and errors call it."""
+class DocumentFile:
+    """One file of documents: its file system and path, and its name in manifests and errors."""
 
     fs: Any
     path: str
@@ -36,14 +36,14 @@ class Source:
 
     @property
     def suffixes(self) -> tuple[str, str]:
-        """(format, compression) as in a.jsonl.xz: (".jsonl", ".xz"); compression may be empty."""
+        """Format and compression: (".jsonl", ".xz") of a.jsonl.xz; the compression may be empty."""
         stem, last = os.path.splitext(self.path.lower())
         if last in COMPRESSED:
             return os.path.splitext(stem)[1], last
         return last, ""
 
     def fingerprint(self) -> str:
-        """Changes when the file changes: SHA-256 of a local file, else what the file system says of it."""
+        """Return a text that changes with the file: SHA-256 of a local file, else the file system's own key."""
         if not _is_local(self.fs):
             return f"remote:{self.fs.ukey(self.path)}"
         digest = hashlib.sha256()
@@ -54,22 +54,23 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a document; `last` ends it."""
+class TextSegment:
+    """Consecutive text of a document; `last` ends the document."""
 
     text: str
     last: bool
 
 
-def find_sources(inputs: Sequence[str], base: Path) -> list[Source]:
-    """The files that inputs name, in their order, each file once; a folder's and a pattern's files in order of name.
+def find_sources(inputs: Sequence[str], base: Path) -> list[DocumentFile]:
+    """Return the files that inputs name, in their order, each file once.
 
-    An input is a file, a folder (all files in it with a known ending), a pattern such as `data/*.jsonl.gz`, or an
-    fsspec address of one of these. Relative paths are relative to `base`. Raises DataInputError.
+    An input is a file, a folder (all files in it with a supported ending), a pattern such as `data/*.jsonl.gz`, or an
+    fsspec address of one of these. A folder's and a pattern's files are sorted by name. Relative paths are relative to
+    `base`. Raises DataInputError.
     """
     import fsspec.core
 
-    found: dict[str, Source] = {}
+    found: dict[str, DocumentFile] = {}
     for given in inputs:
         address = given if "://" in given else str(base / Path(given).expanduser())
         try:
@@ -79,31 +80,32 @@ def find_sources(inputs: Sequence[str], base: Path) -> list[Source]:
             raise DataInputError(f"{given}: {e}") from None
         for p in paths:
             name = os.path.relpath(p, folder).replace(os.sep, "/") if folder else p.rsplit("/", 1)[-1]
-            source = Source(fs, p, name)
+            source = DocumentFile(fs, p, name)
             if source.suffixes[0] not in TEXT + JSONL + PARQUET:
                 raise DataInputError(
-                    f"{given}: {name} is no known kind of document: name files {', '.join(TEXT + JSONL + PARQUET)}, "
-                    f"each also with {', '.join(COMPRESSED)}"
+                    f"{given}: {name} is no known kind of document: name files "
+                    f"{', '.join(TEXT + JSONL + PARQUET)}, each also with {', '.join(COMPRESSED)}"
                 )
             found.setdefault(f"{fs.protocol}:{p}", source)
     return list(found.values())
 
 
 def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
-    """The folder that names are relative to ("" for none) and the paths, sorted."""
+    """Return the folder that names are relative to ("" for none), and the sorted paths. Raises DataInputError."""
     if any(c in given for c in "*?["):
         paths = sorted(p for p in fs.glob(path) if not fs.isdir(p) and not p.rsplit("/", 1)[-1].startswith("."))
         if not paths:
             raise DataInputError(f"{given}: no file matches this pattern")
         return "", paths
     if fs.isdir(path):
-        known = TEXT + JSONL + PARQUET
-        paths = sorted(p for p in fs.find(path) if Source(fs, p, "").suffixes[0] in known and not _hidden(p, path))
+        endings = TEXT + JSONL + PARQUET
+        visible = (p for p in fs.find(path) if not _hidden(p, path))
+        paths = sorted(p for p in visible if DocumentFile(fs, p, "").suffixes[0] in endings)
         if not paths:
-            raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(known)}")
+            raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(endings)}")
         return path, paths
     if not fs.exists(path):
-        raise DataInputError(f"{given}: no such file or folder (looked at {path})")
+        raise DataInputError(f"{given}: no such file or folder (the path is {path})")
     return "", [path]
 
 
@@ -115,8 +117,8 @@ def _is_local(fs: Any) -> bool:
     return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
 
-def read_documents(source: Source, field: str) -> Iterator[Piece]:
-    """The documents of one file; those without text are passed over. Raises DataInputError."""
+def read_documents(source: DocumentFile, field: str) -> Iterator[TextSegment]:
+    """Yield the documents of one file, without empty ones. Raises DataInputError."""
     kind, _ = source.suffixes
     try:
         if kind in JSONL:
@@ -128,7 +130,7 @@ def read_documents(source: Source, field: str) -> Iterator[Piece]:
             return
         for text in documents:
             if text.strip():
-                yield from _cut(text)
+                yield from _segments_of(text)
     except (OSError, EOFError) as e:
         raise DataInputError(f"{source.name}: cannot be read: {e}") from None
     except UnicodeDecodeError as e:
@@ -145,7 +147,7 @@ def read_documents(source: Source, field: str) -> Iterator[Piece]:
         raise
 
 
-def _open(source: Source) -> IO[bytes]:
+def _open(source: DocumentFile) -> IO[bytes]:
     _, compression = source.suffixes
     try:
         return source.fs.open(source.path, "rb", compression=COMPRESSED.get(compression))
@@ -155,40 +157,40 @@ def _open(source: Source) -> IO[bytes]:
         raise DataInputError(f"{source.name}: {e}") from None
 
 
-def _read_text(source: Source) -> Iterator[Piece]:
-    """One document a file, however long."""
+def _read_text(source: DocumentFile) -> Iterator[TextSegment]:
+    """Yield one document for the whole file, of any length."""
     held, some = "", False
     with _open(source) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
-        while block := file.read(PIECE):
+        while block := file.read(SEGMENT):
             held += block
             some = some or bool(held.strip())
-            while some and len(held) > PIECE:
-                end = _end_of_piece(held, 0)
-                yield Piece(held[:end], False)
+            while some and len(held) > SEGMENT:
+                end = _end_of_segment(held, 0)
+                yield TextSegment(held[:end], False)
                 held = held[end:]
             held = held if some else ""
     if some:
-        yield Piece(held, True)
+        yield TextSegment(held, True)
 
 
-def _cut(text: str) -> Iterator[Piece]:
-    """A whole document in pieces."""
+def _segments_of(text: str) -> Iterator[TextSegment]:
+    """Yield a document in segments."""
     at = 0
-    while len(text) - at > PIECE:
-        end = _end_of_piece(text, at)
-        yield Piece(text[at:end], False)
+    while len(text) - at > SEGMENT:
+        end = _end_of_segment(text, at)
+        yield TextSegment(text[at:end], False)
         at = end
-    yield Piece(text[at:], True)
+    yield TextSegment(text[at:], True)
 
 
-def _end_of_piece(text: str, at: int) -> int:
-    """Where a piece of at most PIECE characters that begins at `at` ends: before white space, where there is some."""
-    middle, end = at + PIECE // 2, at + PIECE
+def _end_of_segment(text: str, at: int) -> int:
+    """Return the end of the segment that begins at `at`: after at most SEGMENT characters, if possible at a space."""
+    middle, end = at + SEGMENT // 2, at + SEGMENT
     found = max(text.rfind("\n", middle, end), text.rfind(" ", middle, end))
     return found if found > at else end
 
 
-def _read_jsonl(source: Source, field: str) -> Iterator[str]:
+def _read_jsonl(source: DocumentFile, field: str) -> Iterator[str]:
     with _open(source) as file:
         number = 0
         while line := file.readline(MAX_LINE + 1):
@@ -221,7 +223,7 @@ def _text_of(row: dict, field: str, where: str) -> str:
     return text
 
 
-def _read_parquet(source: Source, field: str) -> Iterator[str]:
+def _read_parquet(source: DocumentFile, field: str) -> Iterator[str]:
     try:
         import pyarrow.parquet as pq
     except ImportError:

@@ -1,4 +1,4 @@
-"""What can be wrong with a run owner's files. Each message names the file, the place in it, and the remedy."""
+"""Errors in a run owner's files. Each message names the file, the place in it, and the remedy."""
 
 from __future__ import annotations
 

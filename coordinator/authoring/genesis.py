@@ -22,11 +22,11 @@ from protocol.state import checkpoint_chunks, state_layout
 def write_genesis(
     config: Mapping[str, Any], seed: int, outer: OuterSpec, path: Path, weights: Path | None = None
 ) -> BlobRef:
-    """Build the model on the CPU, write its checkpoint (with zero momentum where the outer optimiser has some).
+    """Build the model on the CPU and write its checkpoint, with zero momentum if the outer optimiser has momentum.
 
-    With `weights`, a model's folder, its weights are taken (`weights.read`); else they are drawn: the same config and
-    seed give the same bytes on the same version of torch. Nobody needs to make them twice, for the checkpoint travels
-    as a blob. Raises SpecError for the config, AuthoringError for the weights, and when the file cannot be written.
+    `weights`, a model's folder, gives the initial weights (`weights.read`). Without it they are drawn: the same config
+    and seed give the same bytes on the same version of torch. The checkpoint travels as a blob, so no other machine
+    draws them. Raises SpecError for the config, and AuthoringError for the weights or if the file cannot be written.
     """
     if weights is not None:
         tensors = read(weights, config)

@@ -1,8 +1,7 @@
-"""From what a run owner knows (model, peers, links) to what run.toml should say, and what that costs: a pure function.
+"""The plan of a run: from model, peers and links to the fields of run.toml and their costs. A pure function.
 
-The rule: of the settings (codec, H) that were measured, and whose exchange takes no more than a given share of a
-round's training, the one with the least loss, what training on during that exchange costs included. Sizes are the
-codec's own arithmetic.
+Among the measured settings (codec, H), the plan takes the one with the least loss whose exchange fits into a given
+share of a round's training. The loss includes the cost of training on during the exchange. Sizes are the codec's own.
 """
 
 from __future__ import annotations
@@ -12,34 +11,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from coordinator.authoring import findings
+from coordinator.authoring import measurements
 from coordinator.authoring.errors import AuthoringError
-from coordinator.authoring.findings import Measured
+from coordinator.authoring.measurements import MeasuredSetting
 from protocol.codec import make_codec
 from protocol.layout import CODEC_CHUNK, MAX_NUMEL, Layout
 from protocol.messages import MAX_CONTRIBUTORS
 from protocol.spec import CodecSpec, CreditSpec, RoundSpec
 
 BF16 = 2
-"""Bytes of a gradient's value in data-parallel training."""
+"""Bytes of one gradient value in data-parallel training."""
 ASSUMED_FLOPS = 100e12
-"""FLOP/s of a volunteer's GPU, where the owner does not say how fast it is."""
+"""FLOP/s of a volunteer's GPU, if the owner does not state its speed."""
 ASSUMED_UTILISATION = 0.4
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022 (arXiv 2203.15556)."""
 MOST_BATCH = 64
 LEAST_STEPS = 4000
-"""A batch that is not given is MOST_BATCH windows a peer, halved until the run has so many inner steps: large batches
-spare exchanges, too large ones waste tokens."""
+"""The default batch is MOST_BATCH windows a peer, halved until the run has LEAST_STEPS inner steps.
+
+Large batches save exchanges; too large ones waste tokens."""
 FEW_ROUNDS = 50
 MAX_TOKENS = 10**14
-"""Of a run: twice the largest round still fits into a spec's integers."""
+"""Maximum tokens of a run: twice the largest round still fits into a spec's integers."""
 WEEK = 7 * 86_400
-"""Seconds: the longest timer that a spec may hold."""
+"""Seconds of a week, the longest timer that a spec may hold."""
 
 
 class PlanError(AuthoringError):
-    """A question that makes no sense. `field` is the question's field, `reason` says what it wants."""
+    """Invalid inputs. `field` is the name of the input, `reason` the requirement."""
 
     def __init__(self, field: str, reason: str):
         super().__init__(f"{field.replace('_', ' ')}: {reason}")
@@ -48,28 +48,28 @@ class PlanError(AuthoringError):
 
 
 @dataclass(frozen=True)
-class Question:
-    """What the owner knows. None: derived, as the properties say."""
+class PlanInputs:
+    """The owner's knowledge of model, peers and links. The properties derive the inputs that are None."""
 
     model: Layout | int
-    """The model's layout, or only its number of parameters: then its chunks are taken to be full."""
+    """The model's layout, or only its number of parameters; its chunks are then assumed to be full."""
     peers: int = 16
     uplink: float = 100.0
     """Mbit/s that a typical volunteer sends."""
     downlink: float | None = None
-    """Mbit/s that one receives; None: as much as the uplink."""
+    """Mbit/s that a typical volunteer receives; None means the uplink's rate."""
     rtt: float = 100.0
-    """Milliseconds between two volunteers and back."""
+    """Milliseconds of the round trip between two volunteers."""
     tokens_per_second: float | None = None
-    """Of one peer."""
+    """Tokens a second of one peer."""
     window: int = 2048
     batch: int | None = None
     """Windows in an inner step of one peer."""
     total_tokens: int | None = None
     share: float = 0.5
-    """The most that an exchange may take of a round's training time, if nothing overlapped."""
+    """Maximum duration of an exchange, as a share of a round's training time, if nothing overlapped."""
     relays: bool = False
-    """Well-connected members pass updates on, so that a peer sends its own about once, not to each of the others."""
+    """Well-connected members pass updates on, so that a peer sends its own about once."""
 
     def __post_init__(self):
         _within("parameters", self.parameters, 1, MAX_NUMEL)
@@ -92,18 +92,18 @@ class Question:
 
     @property
     def total(self) -> int:
-        """Tokens of the run: what is given, else 20 a parameter."""
+        """Tokens of the run; by default 20 a parameter."""
         return TOKENS_PER_PARAMETER * self.parameters if self.total_tokens is None else self.total_tokens
 
     @property
     def speed(self) -> float:
-        """Tokens a second of one peer: what is given, else what the assumed GPU does at the assumed utilisation."""
+        """Tokens a second of one peer; by default those of the assumed GPU at the assumed utilisation."""
         flops = CreditSpec().flops_per_parameter_token * self.parameters
         return ASSUMED_UTILISATION * ASSUMED_FLOPS / flops if self.tokens_per_second is None else self.tokens_per_second
 
     @property
     def windows(self) -> int:
-        """Windows in an inner step of one peer: what is given, else MOST_BATCH, halved for LEAST_STEPS."""
+        """Windows in an inner step of one peer; by default MOST_BATCH, halved until there are LEAST_STEPS steps."""
         if self.batch is not None:
             return self.batch
         batch = MOST_BATCH
@@ -118,26 +118,27 @@ class Question:
 
     @property
     def copies(self) -> int:
-        """How often a peer sends its update."""
+        """Number of times that a peer sends its update."""
         return 1 if self.relays else self.peers - 1
 
     @cached_property
     def layout(self) -> Layout:
-        """The model's, or one tensor of full chunks with at least as many parameters."""
+        """The model's layout, or one tensor of full chunks with at least as many parameters."""
         if isinstance(self.model, Layout):
             return self.model
         chunks = -(-self.model // CODEC_CHUNK)
         return Layout.of({"parameters": (min(chunks * CODEC_CHUNK, MAX_NUMEL),)})
 
     def training_seconds(self, inner_steps: int) -> float:
+        """Return the seconds of a round's training."""
         return inner_steps * self.windows * self.window / self.speed
 
     def update_bytes(self, codec: CodecSpec) -> int:
-        """Exactly what an update has on the wire."""
+        """Return the exact size of an update on the wire."""
         return make_codec(codec, self.layout).size
 
     def exchange_seconds(self, update_bytes: int) -> float:
-        """Until everybody has everybody's update: the slower of sending and receiving, and two round trips."""
+        """Return the seconds until all have all updates: the slower of sending and receiving, and two round trips."""
         up = self.copies * update_bytes / self.uplink
         down = (self.peers - 1) * update_bytes / (self.downlink or self.uplink)
         return 8e-6 * max(up, down) + 2 * self.rtt / 1000
@@ -145,29 +146,29 @@ class Question:
 
 @dataclass(frozen=True)
 class Cost:
-    """A measured setting under a question's conditions."""
+    """A measured setting with its costs for the given inputs."""
 
-    setting: Measured
+    setting: MeasuredSetting
     update_bytes: int
     training_seconds: float
     exchange_seconds: float
     uplink_needed: float
-    """Mbit/s from which it fits into the share; infinite when no uplink is enough."""
+    """Mbit/s from which the exchange fits into the share; infinite if no uplink is enough."""
 
     @property
     def share(self) -> float:
-        """Of the training time of a round, what its exchange would take if nothing overlapped."""
+        """Duration of the exchange as a share of the round's training time, if nothing overlapped."""
         return self.exchange_seconds / self.training_seconds
 
     @property
     def loss(self) -> float:
-        """The setting's, and what training on during the exchange adds to it."""
-        return self.setting.loss * (1 + findings.OVERLAP_LOSS * self.share)
+        """The setting's loss, with the increase from training on during the exchange."""
+        return self.setting.loss * (1 + measurements.OVERLAP_LOSS * self.share)
 
 
 @dataclass(frozen=True)
 class Timers:
-    """Fields of [round], in seconds. They are for faults: a healthy round waits for none of them."""
+    """Fields of [round], in seconds. They are for faults: a healthy round does not wait for any of them."""
 
     max_seconds: int
     exchange_seconds: int
@@ -176,29 +177,29 @@ class Timers:
 
 
 @dataclass(frozen=True)
-class TooSlow:
-    """What would make the cheapest measured setting fit when none does. Each alone is enough."""
+class Remedies:
+    """Changes that would make the cheapest measured setting fit if none does. Each alone is enough."""
 
     inner_steps: int | None
-    """H with the plan's codec, beyond what was measured; None when no H does it within a run of FEW_ROUNDS rounds."""
+    """H with the plan's codec, beyond the measured values; None if no H is enough in a run of FEW_ROUNDS rounds."""
     share: float | None
-    """None when the exchange takes longer than the training."""
+    """Share of the training time; None if the exchange takes longer than the training."""
     uplink: float
-    """Mbit/s; infinite when none is enough."""
+    """Mbit/s; infinite if no uplink is enough."""
     peers: int | None
-    """At most so many; None when two are too many."""
+    """Maximum number of peers; None if two are too many."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to write, and what it costs."""
+class RunPlan:
+    """The recommended fields, and their costs."""
 
-    question: Question
+    inputs: PlanInputs
     cost: Cost
     fits: bool
-    """False: no measured setting fits, and this is the one whose exchange takes the least share."""
-    too_slow: TooSlow | None
-    """The remedies when it does not fit."""
+    """False if no measured setting fits; the plan then has the one whose exchange takes the least share."""
+    remedies: Remedies | None
+    """The remedies if the setting does not fit, else None."""
     target_tokens: int
     rounds: int
     timers: Timers
@@ -206,44 +207,44 @@ class Plan:
     lr: float
     warmup_tokens: int
     better: Cost | None
-    """The setting with less loss that needs the least uplink."""
+    """The setting with less loss that needs the least uplink; None if there is none."""
     most_peers: int | None
-    """With more peers this setting does not fit into the share; None when it does not fit now."""
+    """Maximum number of peers with which the setting fits; None if it does not fit now."""
     cautions: tuple[str, ...]
 
     @property
-    def setting(self) -> Measured:
+    def setting(self) -> MeasuredSetting:
         return self.cost.setting
 
     @property
     def up_bytes(self) -> int:
-        """That one peer sends in a round."""
-        return self.question.copies * self.cost.update_bytes
+        """Bytes that one peer sends in a round."""
+        return self.inputs.copies * self.cost.update_bytes
 
     @property
     def down_bytes(self) -> int:
-        """That one peer receives in a round."""
-        return (self.question.peers - 1) * self.cost.update_bytes
+        """Bytes that one peer receives in a round."""
+        return (self.inputs.peers - 1) * self.cost.update_bytes
 
     @property
     def total_up_bytes(self) -> int:
-        """That one peer sends in the whole run."""
+        """Bytes that one peer sends in the whole run."""
         return self.rounds * self.up_bytes
 
     @property
     def data_parallel_bytes(self) -> int:
-        """That one peer would send in the whole run with a ring all-reduce of bf16 gradients after each step."""
-        n = self.question.peers
-        return self.question.total // self.question.step_tokens * 2 * (n - 1) * BF16 * self.question.parameters // n
+        """Bytes that one peer would send in the run with a ring all-reduce of bf16 gradients after each step."""
+        n = self.inputs.peers
+        return self.inputs.total // self.inputs.step_tokens * 2 * (n - 1) * BF16 * self.inputs.parameters // n
 
     @property
     def fewer_than_gradients(self) -> float:
-        """Bytes of the bf16 gradients that an update stands for, by those of the update: how the study counts."""
-        return BF16 * self.question.parameters * self.setting.inner_steps / self.cost.update_bytes
+        """Bytes of the bf16 gradients that an update replaces, divided by the bytes of the update."""
+        return BF16 * self.inputs.parameters * self.setting.inner_steps / self.cost.update_bytes
 
     @property
     def days(self) -> float:
-        """Of the whole run. Training goes on during the exchange, so that the longer of the two sets the pace."""
+        """Days of the whole run. Training continues during the exchange, so the longer of the two counts."""
         return self.rounds * max(self.cost.training_seconds, self.cost.exchange_seconds) / 86_400
 
     @property
@@ -251,39 +252,39 @@ class Plan:
         return self.rounds * (self.cost.training_seconds + self.cost.exchange_seconds) / 86_400
 
 
-def plan(question: Question, measured: Sequence[Measured] = findings.MEASURED) -> Plan:
-    """The best measured setting that fits, or the cheapest where none does, with its costs. Raises PlanError."""
-    costs = [_cost(question, m) for m in measured]
-    fitting = [c for c in costs if c.share <= question.share]
-    q = question
-    # Ties go to the fewer bytes a token, which no link changes.
+def plan(inputs: PlanInputs, measured: Sequence[MeasuredSetting] = measurements.MEASURED) -> RunPlan:
+    """Plan a run with the best measured setting that fits, or the cheapest if none does. Raises PlanError."""
+    costs = [_cost(inputs, m) for m in measured]
+    fitting = [c for c in costs if c.share <= inputs.share]
+    q = inputs
+    # Of equal settings the one with fewer bytes a token is better, whatever the links.
     best = min(fitting or costs, key=lambda c: (c.loss, _bytes_a_step(c)) if fitting else (c.share, 0.0))
-    if (refused := _refused(q, best)) is not None:
-        raise refused
+    if (refusal := _refusal(q, best)) is not None:
+        raise refusal
     target = best.setting.inner_steps * q.step_tokens
     setting = best.setting
     slower = (c for c in costs if c.setting.loss < setting.loss and c not in fitting and c.uplink_needed < math.inf)
-    better = [c for c in slower if _refused(q, c) is None]
+    better = [c for c in slower if _refusal(q, c) is None]
     rounds = -(-q.total // target)
-    return Plan(
-        question=q,
+    return RunPlan(
+        inputs=q,
         cost=best,
         fits=bool(fitting),
-        too_slow=None if fitting else _remedies(q, best),
+        remedies=None if fitting else _remedies(q, best),
         target_tokens=target,
         rounds=rounds,
         timers=_timers(q, best),
         max_members=max(RoundSpec.model_fields["max_members"].default, min(MAX_CONTRIBUTORS, 2 * q.peers)),
         lr=_lr(q.parameters),
-        warmup_tokens=round(findings.WARMUP * q.total),
+        warmup_tokens=round(measurements.WARMUP * q.total),
         better=min(better, key=lambda c: (c.uplink_needed, c.setting.loss), default=None),
         most_peers=_most_peers(q, best) if fitting else None,
         cautions=tuple(_cautions(q, best, rounds)),
     )
 
 
-def _refused(q: Question, c: Cost) -> PlanError | None:
-    """Why a run cannot have rounds like these, whatever its links."""
+def _refusal(q: PlanInputs, c: Cost) -> PlanError | None:
+    """Return the reason why a run cannot have such rounds with any links; None if it can."""
     steps, target = c.setting.inner_steps, c.setting.inner_steps * q.step_tokens
     if target > q.total:
         return PlanError(
@@ -300,7 +301,7 @@ def _refused(q: Question, c: Cost) -> PlanError | None:
     return None
 
 
-def _cost(q: Question, setting: Measured) -> Cost:
+def _cost(q: PlanInputs, setting: MeasuredSetting) -> Cost:
     size, training = q.update_bytes(setting.codec), q.training_seconds(setting.inner_steps)
     return Cost(
         setting=setting,
@@ -311,8 +312,8 @@ def _cost(q: Question, setting: Measured) -> Cost:
     )
 
 
-def _uplink_needed(q: Question, size: int, allowed: float) -> float:
-    """Mbit/s at which an exchange of updates of `size` bytes takes `allowed` seconds."""
+def _uplink_needed(q: PlanInputs, size: int, allowed: float) -> float:
+    """Return the Mbit/s at which an exchange of updates of `size` bytes takes `allowed` seconds."""
     left = allowed - 2 * q.rtt / 1000
     if left <= 0:
         return math.inf
@@ -326,9 +327,9 @@ def _bytes_a_step(c: Cost) -> float:
     return c.update_bytes / c.setting.inner_steps
 
 
-def _remedies(q: Question, cheapest: Cost) -> TooSlow:
+def _remedies(q: PlanInputs, cheapest: Cost) -> Remedies:
     inner_steps = math.ceil(cheapest.exchange_seconds / (q.share * q.training_seconds(1)))
-    return TooSlow(
+    return Remedies(
         inner_steps=inner_steps if inner_steps * q.step_tokens * FEW_ROUNDS <= q.total else None,
         share=math.ceil(1000 * cheapest.share) / 1000 if cheapest.share <= 1 else None,
         uplink=cheapest.uplink_needed,
@@ -336,8 +337,8 @@ def _remedies(q: Question, cheapest: Cost) -> TooSlow:
     )
 
 
-def _most_peers(q: Question, cost: Cost) -> int | None:
-    """With how many peers, of the same batch each, the exchange still fits."""
+def _most_peers(q: PlanInputs, cost: Cost) -> int | None:
+    """Return the maximum number of peers, of the same batch each, whose exchange fits; None if two do not fit."""
     left = q.share * cost.training_seconds - 2 * q.rtt / 1000
     if left <= 0:
         return None
@@ -349,8 +350,8 @@ def _most_peers(q: Question, cost: Cost) -> int | None:
     return most if most >= 2 else None
 
 
-def _timers(q: Question, cost: Cost) -> Timers:
-    """Room for volunteers several times slower than the typical one; never below the spec's defaults."""
+def _timers(q: PlanInputs, cost: Cost) -> Timers:
+    """Return timers for volunteers several times slower than the typical one, at least the spec's defaults."""
     least = {name: field.default for name, field in RoundSpec.model_fields.items()}
     exchange = _seconds(max(least["exchange_seconds"], 4 * cost.exchange_seconds))
     return Timers(
@@ -362,35 +363,35 @@ def _timers(q: Question, cost: Cost) -> Timers:
 
 
 def _seconds(least: float) -> int:
-    """Rounded up to two digits, at most a week."""
+    """Return seconds, rounded up to two digits, at most a week."""
     step = 10 ** max(0, math.floor(math.log10(least)) - 1)
     return min(WEEK, math.ceil(least / step) * step)
 
 
 def _lr(parameters: int) -> float:
-    """The peak rate to begin the search with, two digits."""
-    at, lr = findings.LR_AT
-    return float(f"{min(2e-2, max(1e-5, lr * (parameters / at) ** findings.LR_POWER)):.1e}")
+    """Return the first peak rate of a search, with two digits."""
+    at, lr = measurements.LR_AT
+    return float(f"{min(2e-2, max(1e-5, lr * (parameters / at) ** measurements.LR_POWER)):.1e}")
 
 
-def _cautions(q: Question, cost: Cost, rounds: int) -> Iterator[str]:
-    """What the owner should know of this plan, a sentence each."""
+def _cautions(q: PlanInputs, cost: Cost, rounds: int) -> Iterator[str]:
+    """Yield warnings about this plan, one sentence each."""
     if cost.exchange_seconds > cost.training_seconds:
         yield "an exchange takes longer than a round's training: the links, not the GPUs, set the pace"
     if rounds < FEW_ROUNDS:
         yield f"only {rounds} rounds: too few for peers to learn from each other; take more tokens or a smaller batch"
     if q.tokens_per_second is None and q.parameters < 100_000_000:
-        yield f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and say how fast a peer is"
+        yield f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and give a peer's speed"
     if q.relays and q.downlink is None:
-        yield "relays spare the uplink only: the downlink, taken to be no faster, still sets the time"
-    if q.parameters > 10 * findings.LARGEST_MEASURED:
+        yield "relays relieve the uplink only: the downlink, assumed to be no faster, still sets the time"
+    if q.parameters > 10 * measurements.LARGEST_MEASURED:
         yield (
-            f"losses were measured on models of up to {findings.LARGEST_MEASURED / 1e6:.2g} million parameters: "
+            f"losses were measured on models of up to {measurements.LARGEST_MEASURED / 1e6:.2g} million parameters: "
             "on yours expect their order rather than their size"
         )
 
 
 def _within(field: str, value: float, least: float, most: float, unit: str = "") -> None:
-    """Raises PlanError unless it is; NaN is not."""
+    """Raise PlanError unless the value is in the range; NaN is not."""
     if not least <= value <= most:
         raise PlanError(field, f"{value:,g}{unit} will not do: give from {least:,g} to {most:,g}{unit}")

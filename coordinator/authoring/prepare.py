@@ -1,7 +1,7 @@
-"""`prepare`: from documents to a folder of token shards, with a tokenizer and a manifest. Behind `cairn data prepare`.
+"""`prepare`: from documents to a folder of token shards, with a tokenizer and a manifest, for `cairn data prepare`.
 
-The folder is complete when manifest.json is there: it is written last. The same documents and settings give the same
-digests; preparing again into the same folder finds that out from the manifest and does nothing.
+manifest.json is written last, so a folder with a manifest is complete. The same documents and settings give the same
+digests; preparing again into the same folder compares the manifest and does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from coordinator.authoring import tokens
-from coordinator.authoring.documents import Piece, Source, find_sources, read_documents
+from coordinator.authoring.documents import DocumentFile, TextSegment, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.shards import PARTIAL, ShardWriter, write_file
 from protocol.ids import Digest
@@ -35,11 +35,11 @@ class SourceRef(Section):
 
     name: str
     fingerprint: str
-    part: Literal["train", "validation"]
+    split: Literal["train", "validation"]
 
 
-class Settings(Section):
-    """What besides the documents decides the shards."""
+class PrepareSettings(Section):
+    """The settings that decide the shards, beside the documents."""
 
     field: str
     vocabulary: int | None
@@ -49,8 +49,8 @@ class Settings(Section):
     shard_tokens: int
 
 
-class Part(Section):
-    """One part of the data: its shards, and how much is in them. `text_bytes` counts UTF-8."""
+class DataSplit(Section):
+    """One split of the data: its shards, and their numbers of documents, tokens and bytes of UTF-8 text."""
 
     shards: list[Shard]
     documents: int
@@ -59,7 +59,7 @@ class Part(Section):
 
 
 class Manifest(Section):
-    """What is in a prepared folder, and from what it was made."""
+    """The contents of a prepared folder, and its sources."""
 
     format: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
@@ -67,15 +67,15 @@ class Manifest(Section):
     end_of_text: str
     end_of_text_id: int
     tokenizer: BlobRef
-    train: Part
-    validation: Part
-    settings: Settings
+    train: DataSplit
+    validation: DataSplit
+    settings: PrepareSettings
     sources: list[SourceRef]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A complete prepared folder. `reused`: it was there already."""
+    """A complete prepared folder. `reused`: it existed before."""
 
     folder: Path
     manifest: Manifest
@@ -83,7 +83,7 @@ class Prepared:
 
     @property
     def blobs(self) -> dict[Digest, Path]:
-        """Every blob in it: shards and tokenizer."""
+        """The path of every blob in the folder: shards and tokenizer."""
         shards = [*self.manifest.train.shards, *self.manifest.validation.shards]
         return {s.name: self.folder / f"{s.digest}.tokens" for s in shards} | {
             self.manifest.tokenizer.name: self.folder / TOKENIZER
@@ -110,20 +110,20 @@ def prepare(
     Args:
         inputs: files, folders, patterns or fsspec addresses of text, JSONL or Parquet (see `documents.find_sources`).
         field: the JSONL field or Parquet column that holds the text.
-        vocabulary: train a byte-level BPE of so many tokens on the training documents; or
-        tokenizer: take this tokenizer.json. Exactly one of the two.
+        vocabulary: train a byte-level BPE of this size on the training documents; or
+        tokenizer: use this tokenizer.json. Exactly one of the two.
         end_of_text: the token that ends each document, for a given tokenizer.
         validation_every: every n-th document (the n-th, 2n-th, ...) is held out; 0: none. Or
         validation: inputs whose documents are all held out.
-        shard_tokens: tokens in a shard at most.
-        base: what relative inputs are relative to; by default the current folder.
-        replace: what was prepared from other documents or settings is replaced; by default that is RunChangedError.
-        report: told in a line what goes on.
+        shard_tokens: maximum tokens in a shard.
+        base: the folder that relative inputs start from; by default the current folder.
+        replace: replace a folder that was prepared from other documents or settings; by default that is an error.
+        report: called with one line about each step.
 
-    Raises DataInputError, or RunChangedError as above.
+    Raises DataInputError, and RunChangedError for a folder with other contents unless `replace` is given.
     """
     if (vocabulary is None) == (tokenizer is None):
-        raise DataInputError("give either the size of a vocabulary to train, or a tokenizer.json to take")
+        raise DataInputError("give either the size of a vocabulary to train, or a tokenizer.json to use")
     if validation_every < 0 or validation_every == 1:
         raise DataInputError(f"validation_every = {validation_every}: write 2 or more, or 0 for none")
     if validation_every and validation:
@@ -135,17 +135,17 @@ def prepare(
     twice = {(s.path) for s in train} & {s.path for s in held_out}
     if twice:
         raise DataInputError(f"{min(twice)} is both for training and for validation")
-    taken = tokens.load(tokenizer, end_of_text) if tokenizer else None
-    settings = Settings(
+    given = tokens.load(tokenizer, end_of_text) if tokenizer else None
+    settings = PrepareSettings(
         field=field,
         vocabulary=vocabulary,
-        tokenizer=str(blob_digest(taken.file)) if taken else None,
-        end_of_text=taken.end if taken else None,
+        tokenizer=str(blob_digest(given.file)) if given else None,
+        end_of_text=given.end if given else None,
         validation_every=validation_every,
         shard_tokens=shard_tokens,
     )
-    sources = [SourceRef(name=s.name, fingerprint=s.fingerprint(), part="train") for s in train]
-    sources += [SourceRef(name=s.name, fingerprint=s.fingerprint(), part="validation") for s in held_out]
+    sources = [SourceRef(name=s.name, fingerprint=s.fingerprint(), split="train") for s in train]
+    sources += [SourceRef(name=s.name, fingerprint=s.fingerprint(), split="validation") for s in held_out]
     with _locked(out):
         if (out / MANIFEST).exists():
             there = load_prepared(out)
@@ -158,9 +158,9 @@ def prepare(
                     "this one"
                 )
             _clear(out)
-        for left in out.glob(f"{PARTIAL}*"):
-            left.unlink()
-        run = taken or _trained(train, settings, report)
+        for partial in out.glob(f"{PARTIAL}*"):
+            partial.unlink()
+        run = given or _trained(train, settings, report)
         manifest = _write(out, run, train, held_out, settings, sources, report)
         write_file(out / TOKENIZER, run.file)
         write_file(out / MANIFEST, manifest.model_dump_json(indent=1).encode())
@@ -168,7 +168,7 @@ def prepare(
 
 
 def load_prepared(folder: Path) -> Prepared:
-    """A folder that `prepare` has filled. Raises DataInputError when it is not complete."""
+    """Load a folder that `prepare` has filled. Raises DataInputError if it is not complete."""
     try:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -188,51 +188,53 @@ def load_prepared(folder: Path) -> Prepared:
     return prepared
 
 
-def _trained(train: Sequence[Source], settings: Settings, report: Callable[[str], None]) -> tokens.RunTokenizer:
+def _trained(
+    train: Sequence[DocumentFile], settings: PrepareSettings, report: Callable[[str], None]
+) -> tokens.RunTokenizer:
     assert settings.vocabulary is not None  # `prepare` takes a tokenizer or a vocabulary
     report(f"training a tokenizer of {settings.vocabulary} tokens")
-    pieces = (p for p, held_out in _documents(train, settings) if not held_out)
-    return tokens.train(pieces, settings.vocabulary)
+    segments = (p for p, held_out in _documents(train, settings) if not held_out)
+    return tokens.train(segments, settings.vocabulary)
 
 
-def _documents(sources: Sequence[Source], settings: Settings) -> Iterator[tuple[Piece, bool]]:
-    """The pieces of all documents, and whether their document is held out."""
+def _documents(sources: Sequence[DocumentFile], settings: PrepareSettings) -> Iterator[tuple[TextSegment, bool]]:
+    """Yield the segments of all documents, and whether their document is held out."""
     every, number = settings.validation_every, 0
     for source in sources:
-        for piece in read_documents(source, settings.field):
-            yield piece, bool(every) and number % every == every - 1
-            number += piece.last
+        for segment in read_documents(source, settings.field):
+            yield segment, bool(every) and number % every == every - 1
+            number += segment.last
 
 
 def _write(
     out: Path,
     run: tokens.RunTokenizer,
-    train: Sequence[Source],
-    held_out: Sequence[Source],
-    settings: Settings,
+    train: Sequence[DocumentFile],
+    held_out: Sequence[DocumentFile],
+    settings: PrepareSettings,
     sources: list[SourceRef],
     report: Callable[[str], None],
 ) -> Manifest:
     dtype = "uint16" if run.size <= 2**16 else "uint32"
-    writers = [ShardWriter(out, part, dtype, settings.shard_tokens) for part in ("train", "validation")]
+    writers = [ShardWriter(out, split, dtype, settings.shard_tokens) for split in ("train", "validation")]
     documents, counts, sizes = [0, 0], [0, 0], [0, 0]
     stream = itertools.chain(
         _documents(train, settings), ((p, True) for s in held_out for p in read_documents(s, settings.field))
     )
-    parts: deque[int] = deque()  # of the pieces that are being encoded, in order
+    splits: deque[int] = deque()  # split (1: held out) of each segment that is being encoded, in order
 
-    def pieces() -> Iterator[Piece]:
-        for piece, is_held_out in stream:
-            parts.append(int(is_held_out))
-            sizes[is_held_out] += len(piece.text.encode())
-            yield piece
+    def segments() -> Iterator[TextSegment]:
+        for segment, is_held_out in stream:
+            splits.append(int(is_held_out))
+            sizes[is_held_out] += len(segment.text.encode())
+            yield segment
 
     try:
-        for ids, last in run.encode(pieces()):
-            part = parts.popleft()
-            writers[part].add(ids)
-            counts[part] += len(ids)
-            documents[part] += last
+        for ids, last in run.encode(segments()):
+            split = splits.popleft()
+            writers[split].add(ids)
+            counts[split] += len(ids)
+            documents[split] += last
             if last and sum(documents) % 10_000 == 0:
                 report(f"{sum(documents):,} documents, {sum(counts):,} tokens")
         shards = [w.finish() for w in writers]
@@ -248,7 +250,7 @@ def _write(
         )
     report(f"{sum(documents):,} documents, {sum(counts):,} tokens, {documents[1]:,} documents held out")
     made = [
-        Part(shards=s, documents=d, tokens=c, text_bytes=b)
+        DataSplit(shards=s, documents=d, tokens=c, text_bytes=b)
         for s, d, c, b in zip(shards, documents, counts, sizes, strict=True)
     ]
     return Manifest(
@@ -264,12 +266,12 @@ def _write(
     )
 
 
-def _differences(there: Manifest, settings: Settings, sources: list[SourceRef]) -> list[str]:
-    """What is not as when the folder was prepared, for a person."""
+def _differences(there: Manifest, settings: PrepareSettings, sources: list[SourceRef]) -> list[str]:
+    """Return the differences from the time when the folder was prepared, for a person."""
     before, now = there.settings.model_dump(), settings.model_dump()
     found = [f"{k} was {before[k]}, is {now[k]}" for k in now if before[k] != now[k]]
-    old = {(s.part, s.name, s.fingerprint) for s in there.sources}
-    new = {(s.part, s.name, s.fingerprint) for s in sources}
+    old = {(s.split, s.name, s.fingerprint) for s in there.sources}
+    new = {(s.split, s.name, s.fingerprint) for s in sources}
     changed = sorted({name for _, name, _ in old ^ new})
     if changed:
         found.append(f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} changed, came or went")
@@ -279,7 +281,7 @@ def _differences(there: Manifest, settings: Settings, sources: list[SourceRef]) 
 
 
 def _clear(folder: Path) -> None:
-    """Remove what `prepare` has put into a folder, the manifest first."""
+    """Remove the files that `prepare` wrote into a folder, the manifest first."""
     (folder / MANIFEST).unlink()
     for pattern in ("*.tokens", "*.leaves", TOKENIZER):
         for path in folder.glob(pattern):
@@ -288,7 +290,7 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The folder, made, and for this process alone."""
+    """Make a folder and lock it for this process. Raises DataInputError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")

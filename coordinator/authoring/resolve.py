@@ -1,8 +1,7 @@
 """`resolve`: from a run.toml to a signed run spec and the files of all blobs that it names.
 
-The first call in a working folder begins the run: it writes data/, genesis.safetensors, and last run.json and
-spec.signed. Every later call gives the same spec, and refuses a run.toml or data that say something else: a run's spec
-never changes.
+The first call in a working folder begins the run: it writes data/, genesis.safetensors, then run.json and spec.signed.
+Every later call returns the same spec, and refuses a run.toml or data that differ: a run's spec never changes.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ class ResolvedRun:
 
 
 def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = lambda line: None) -> ResolvedRun:
-    """The run of this run.toml in this folder, begun or continued.
+    """Begin or continue the run of a run.toml in a folder.
 
-    Raises RunFileError, SpecError or DataInputError for what must be mended, RunChangedError when the run began with
-    something else, AuthoringError for the folder. Each begins with the file that it is about.
+    Raises RunFileError, SpecError or DataInputError for errors in the files, RunChangedError if the run began with
+    other files, and AuthoringError for the folder. Each message begins with the name of the file.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -72,7 +71,7 @@ def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = 
     envelope = sign_spec(owner, spec).sent
     try:
         write_file(workdir / RUN, json.dumps(run_file.model_dump(mode="json"), indent=1).encode())
-        write_file(workdir / SPEC, envelope)  # last: with it the run has begun
+        write_file(workdir / SPEC, envelope)  # last, since this file begins the run
     except OSError as e:
         raise AuthoringError(f"{workdir}: cannot be written to: {e.strerror or e}") from None
     report(f"run {spec.run_id.short} ({spec.name}) begins")
@@ -80,16 +79,16 @@ def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = 
 
 
 def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layout: Layout | None = None) -> list[str]:
-    """What is known of the initial weights without reading them, a line each; none when they are drawn.
+    """Return lines about the initial weights, from their headers; none if the weights are drawn.
 
-    With a layout, they are compared with it. Raises AuthoringError.
+    A layout, if given, is compared with the headers. Raises AuthoringError.
     """
     if run_file.weights is None:
         return []
-    from coordinator.authoring.weights import WeightsError, check, look_at, other_settings
+    from coordinator.authoring.weights import WeightsError, check, other_settings, read_headers
 
     try:
-        found = look_at(run_file.weights)
+        found = read_headers(run_file.weights)
         if layout is not None:
             check(found, layout)
     except WeightsError as e:
@@ -113,7 +112,7 @@ def _genesis(run_file: RunFile, config: dict[str, Any], layout: Layout, workdir:
 
 
 def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report) -> ResolvedRun:
-    """The run that began here. Raises RunChangedError when it is not this one any more."""
+    """Return the run that began here. Raises RunChangedError if the files have changed since."""
     try:
         sent = (workdir / SPEC).read_bytes()
         envelope = open_envelope(sent, KIND, limit=MAX_SPEC + 1024)
@@ -151,7 +150,7 @@ def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report
 
 
 def _data(run_file: RunFile, workdir: Path, report: Report, *, replace: bool) -> Prepared:
-    """The prepared data of a run file: what it names, or what its documents become in the working folder."""
+    """Return the prepared data that a run file names, or prepare its documents in the working folder."""
     data = run_file.data
     if data.prepared is not None:
         return load_prepared(run_file.folder / Path(data.prepared).expanduser())
@@ -175,7 +174,7 @@ def _data(run_file: RunFile, workdir: Path, report: Report, *, replace: bool) ->
 
 
 def _config(run_file: RunFile, prepared: Prepared) -> dict[str, Any]:
-    """The model's whole config, with what follows from the tokenizer filled in. Raises SpecError or RunFileError."""
+    """Return the model's full config, with the fields of the tokenizer filled in. Raises SpecError or RunFileError."""
     from protocol.model import plain_config
 
     manifest = prepared.manifest
@@ -197,7 +196,7 @@ def _config(run_file: RunFile, prepared: Prepared) -> dict[str, Any]:
 
 
 def check_length(run_file: RunFile, config: dict[str, Any]) -> None:
-    """Raises RunFileError when a window does not fit the model's positions."""
+    """Raise RunFileError if a window does not fit the model's positions."""
     for field in ("max_position_embeddings", "n_positions"):
         most = config.get(field)
         if type(most) is int and most < run_file.data.window:
@@ -268,7 +267,7 @@ def _blobs(spec: RunSpec, prepared: Prepared, workdir: Path) -> dict[Digest, Pat
 
 
 def _is_blob(path: Path, ref: BlobRef) -> bool:
-    """Whether the file holds exactly the blob."""
+    """Return whether a file holds exactly this blob."""
     from protocol.merkle import CHUNK
 
     if not path.is_file() or path.stat().st_size != ref.size:

@@ -1,7 +1,7 @@
-"""run.toml: the file that a run's owner writes. Every field is described in docs/runs.md.
+"""run.toml: the file that a run's owner writes. docs/runs.md describes every field.
 
-Most tables are the run spec's own sections; `[run]`, `[model]` and `[data]` are for people: they name a corpus where
-the spec names shards by digest. `load_run` checks all that can be checked without reading data or building a model.
+Most tables are the run spec's own sections. `[run]`, `[model]` and `[data]` are for people: they name a corpus, where
+the spec names shards by digest. `load_run` checks everything that needs neither the data nor the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_FILE = 1024 * 1024
 
 
 class RunTable(Section):
-    """[run]: what the run is called, what it begins with, and how long it is."""
+    """[run]: the run's name, its initial weights and its length."""
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
     seed: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
@@ -78,7 +78,7 @@ class DataTable(Section):
             except SpecError as e:
                 raise ValueError(f"addresses: {e}") from None
         if self.prepared is not None:
-            settled = (
+            fixed = (
                 "field",
                 "vocabulary",
                 "tokenizer",
@@ -87,9 +87,9 @@ class DataTable(Section):
                 "validation",
                 "shard_tokens",
             )
-            also = [name for name in settled if name in self.model_fields_set]
+            also = [name for name in fixed if name in self.model_fields_set]
             if also:
-                raise ValueError(f"{', '.join(also)}: settled when the folder was prepared; remove it here")
+                raise ValueError(f"{', '.join(also)}: fixed when the folder was prepared; remove it here")
         return self
 
     @property
@@ -99,10 +99,10 @@ class DataTable(Section):
 
 
 SIGN_OUTER = OuterSpec(optimiser="nesterov", lr=1.0, momentum=0.5)
-"""The outer step of runs with signs, where the file does not say otherwise (docs/results/convergence.md)."""
+"""The default outer step of runs with signs (docs/results/convergence.md)."""
 
 SIGN_PLAIN_LR = 1.8
-"""How far beyond the mean of signs, which is too short, a plain outer step goes: the best without momentum."""
+"""The best rate of a plain outer step with signs, without momentum: the mean of signs is too short a step."""
 
 
 class RunFile(Section):
@@ -122,17 +122,17 @@ class RunFile(Section):
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The path of the file."""
         return self._path
 
     @property
     def folder(self) -> Path:
-        """What its relative paths are relative to."""
+        """The folder that relative paths start from."""
         return self._path.parent
 
     @property
     def weights(self) -> Path | None:
-        """The folder of the initial weights; None: they are drawn."""
+        """The folder of the initial weights; None if they are drawn."""
         return self.folder / Path(self.run.weights).expanduser() if self.run.weights else None
 
     @model_validator(mode="after")
@@ -151,7 +151,7 @@ class RunFile(Section):
 
 
 def load_run(path: Path) -> RunFile:
-    """The checked run.toml. Raises RunFileError: a line for each problem, with file, line and field."""
+    """Return the checked run.toml. Raises RunFileError with a line for each problem: file, line and field."""
     try:
         if path.stat().st_size > MAX_FILE:
             raise RunFileError(f"{path}: larger than {MAX_FILE >> 10} KiB: this is not a run.toml")
@@ -178,9 +178,9 @@ def load_run(path: Path) -> RunFile:
 
 
 def _fill_in(tables: dict[str, Any]) -> None:
-    """Defaults that follow from others.
+    """Fill in the defaults that depend on other fields.
 
-    The schedule ends with the run; an update holds up to two rounds' work; signs have an outer step of their own.
+    The schedule ends with the run, an update holds up to two rounds' work, and signs have their own outer step.
     """
     run, window_of = tables.get("run"), tables.get("data")
     inner, round_ = tables.setdefault("inner", {}), tables.get("round")
@@ -205,9 +205,9 @@ def _fill_in(tables: dict[str, Any]) -> None:
 
 
 def _problems(error: ValidationError, path: Path, text: str) -> Iterator[str]:
-    """One line a problem: file:line: field: what is wrong (what was found)."""
+    """Yield one line for each problem: file:line: field: problem (value)."""
     for e in error.errors():
-        loc = [part for part in e["loc"] if part not in ("str", "list[str]")]
+        loc = [p for p in e["loc"] if p not in ("str", "list[str]")]
         field, message = ".".join(map(str, loc)), e["msg"].removeprefix("Value error, ")
         if e["type"] == "missing":
             message = "is missing: see docs/runs.md for what it means"
@@ -216,7 +216,7 @@ def _problems(error: ValidationError, path: Path, text: str) -> Iterator[str]:
             message = f"is not a field; did you mean {near[0]}?" if near else "is not a field: remove it"
         elif e["type"] != "value_error":
             message = f"{message} (found {str(e['input'])[:60]!r})"
-        elif not loc and ": " in message:  # a check over several tables begins with the field it is about
+        elif not loc and ": " in message:  # a check over several tables begins with the name of its field
             field, message = message.split(": ", 1)
             loc = field.split(".")
         line = _line_of(loc, text)
@@ -224,7 +224,7 @@ def _problems(error: ValidationError, path: Path, text: str) -> Iterator[str]:
 
 
 def _fields_at(loc: list[Any]) -> list[str]:
-    """The names of the fields in a table of a run.toml."""
+    """Return the names of the fields in a table of a run.toml."""
     model: type[BaseModel] | None = RunFile
     for part in loc:
         annotation = model.model_fields[part].annotation if model and part in model.model_fields else None
@@ -234,7 +234,7 @@ def _fields_at(loc: list[Any]) -> list[str]:
 
 
 def _line_of(loc: list[Any], text: str) -> int | None:
-    """The line on which a field is set, or its table begins; None when neither is found."""
+    """Return the line that sets a field or begins its table; None if neither is found."""
     names = [p for p in loc if isinstance(p, str)]
     table, table_line = [], None
     for number, line in enumerate(text.splitlines(), 1):
@@ -253,7 +253,7 @@ def _line_of(loc: list[Any], text: str) -> int | None:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Field by field, what two dumped run files differ in, for a person."""
+    """Yield the differences between two dumped run files, field by field, for a person."""
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -1,4 +1,4 @@
-"""Token shards on disk: written chunk by chunk under a temporary name, then named by the digest of what is in them."""
+"""Token shards on disk: written chunk by chunk under a temporary name, then named by the digest of their contents."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ PARTIAL = ".partial-"
 
 
 class ShardWriter:
-    """Writes a stream of tokens as shards of at most `tokens_each` tokens: DIGEST.tokens and DIGEST.leaves.
+    """A writer of tokens as shards of at most `tokens_each` tokens: DIGEST.tokens and DIGEST.leaves.
 
-    A shard's bytes are its tokens, little endian, of `dtype` ("uint16" or "uint32"). Memory: one chunk.
+    A shard's bytes are its tokens, little endian, of `dtype` ("uint16" or "uint32"). It needs one chunk of memory.
+    `split` distinguishes writers in one folder.
     """
 
-    def __init__(self, folder: Path, part: str, dtype: str, tokens_each: int):
+    def __init__(self, folder: Path, split: str, dtype: str, tokens_each: int):
         self.shards: list[Shard] = []
-        self._folder, self._part = folder, part
+        self._folder, self._split = folder, split
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._tokens_each = tokens_each
         self._begin()
@@ -29,36 +30,36 @@ class ShardWriter:
     def _begin(self) -> None:
         self._tokens = 0
         self._leaves: list[bytes] = []
-        self._held = bytearray()
-        self._path = self._folder / f"{PARTIAL}{self._part}"
+        self._buffer = bytearray()
+        self._path = self._folder / f"{PARTIAL}{self._split}"
         self._file = None
 
     def add(self, tokens: np.ndarray) -> None:
         """Append tokens (integers [n] that fit the dtype)."""
         while len(tokens):
-            some = tokens[: self._tokens_each - self._tokens]
-            tokens = tokens[len(some) :]
-            self._tokens += len(some)
-            self._held += some.astype(self._dtype).tobytes()
+            fitting = tokens[: self._tokens_each - self._tokens]
+            tokens = tokens[len(fitting) :]
+            self._tokens += len(fitting)
+            self._buffer += fitting.astype(self._dtype).tobytes()
             self._write_chunks()
             if self._tokens == self._tokens_each:
                 self._end()
 
     def finish(self) -> list[Shard]:
-        """End the last shard. All shards are on disk, under their names, when this returns."""
+        """End the last shard and return all shards, which are then on disk under their names."""
         if self._tokens:
             self._end()
         return self.shards
 
     def close(self) -> None:
-        """Leave nothing open after a failure."""
+        """Close the open file after a failure."""
         if self._file:
             self._file.close()
 
     def _write_chunks(self, last: bool = False) -> None:
-        while len(self._held) >= CHUNK or (last and self._held):
-            chunk = bytes(self._held[:CHUNK])
-            del self._held[:CHUNK]
+        while len(self._buffer) >= CHUNK or (last and self._buffer):
+            chunk = bytes(self._buffer[:CHUNK])
+            del self._buffer[:CHUNK]
             if self._file is None:
                 self._file = self._path.open("wb")
             self._file.write(chunk)
@@ -80,7 +81,7 @@ class ShardWriter:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash it is there whole or not at all."""
+    """Write a file that after a crash exists whole or not at all."""
     partial = path.with_name(f"{PARTIAL}{path.name}")
     with partial.open("wb") as file:
         file.write(data)

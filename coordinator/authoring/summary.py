@@ -1,4 +1,4 @@
-"""What a run.toml means, in a few lines, before anything is begun: behind `cairn run validate FILE`."""
+"""A summary of a run.toml before the run begins, for `cairn run validate FILE`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from coordinator.authoring import tokens
-from coordinator.authoring.documents import Source, find_sources, read_documents
+from coordinator.authoring.documents import DocumentFile, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.prepare import load_prepared
 from coordinator.authoring.resolve import check_length, check_weights
@@ -16,15 +16,15 @@ from protocol.errors import SpecError
 from protocol.layout import Layout
 from protocol.spec import windows_in
 
-LOOKED_AT = 64
-"""Pieces (each at most 256 Ki characters) of each file that are looked at."""
+SAMPLED = 4096
+"""Maximum number of segments (of at most 256 Ki characters) that are read from each file."""
 
 
 def validate(path: Path) -> list[str]:
-    """Check a run.toml, its model and that its data can be read; a summary for people, a line each.
+    """Check a run.toml, its model and the readability of its data; return the lines of a summary for people.
 
-    Raises what `load_run` and `resolve` raise. Of initial weights, the headers are read. Data are not prepared:
-    what follows from tokens is an estimate where there is no prepared folder, and says so.
+    Only the headers of initial weights are read. Data are not prepared: without a prepared folder the numbers of tokens
+    are estimates, and the lines say so. Raises the errors of `load_run` and `resolve`.
     """
     from protocol.codec import make_codec
     from protocol.model import build_model, model_layout, plain_config
@@ -64,14 +64,14 @@ def validate(path: Path) -> list[str]:
 
 
 def _data(run_file: RunFile) -> tuple[int, list[str]]:
-    """The size of the vocabulary, and lines about the data."""
+    """Return the size of the vocabulary, and lines about the data. Raises DataInputError."""
     data = run_file.data
     try:
         if data.prepared is not None:
             manifest = load_prepared(run_file.folder / Path(data.prepared).expanduser()).manifest
             train, validation = (
-                sum(windows_in(s.tokens, data.window) for s in part.shards)
-                for part in (manifest.train, manifest.validation)
+                sum(windows_in(s.tokens, data.window) for s in split.shards)
+                for split in (manifest.train, manifest.validation)
             )
             documents = manifest.train.documents + manifest.validation.documents
             return manifest.vocabulary, [
@@ -82,7 +82,7 @@ def _data(run_file: RunFile) -> tuple[int, list[str]]:
         held_out = find_sources(data.validation, run_file.folder)
         given = run_file.folder / Path(data.tokenizer).expanduser() if data.tokenizer else None
         vocabulary = tokens.load(given, data.end_of_text).size if given else data.vocabulary or 0
-        size, whole = _text_bytes(sources, data.field)
+        size, complete = _text_bytes(sources, data.field)
         _text_bytes(held_out, data.field)
     except DataInputError as e:
         raise DataInputError(f"{run_file.path}: data: {e}") from None
@@ -90,30 +90,32 @@ def _data(run_file: RunFile) -> tuple[int, list[str]]:
         raise DataInputError(f"{run_file.path}: data.source: no text in these documents")
     windows = int(size / _bytes_per_token(vocabulary) / data.window)
     return vocabulary, [
-        f"data: {len(sources)} files{'' if whole else ', of which the beginnings were looked at'}; "
-        f"{'about' if whole else 'more than'} {windows:,} windows (estimated: `cairn data prepare` counts them); "
+        f"data: {len(sources)} files{'' if complete else ', of which the beginnings were read'}; "
+        f"{'about' if complete else 'more than'} {windows:,} windows (estimated: `cairn data prepare` counts them); "
         f"vocabulary {vocabulary:,}"
     ]
 
 
-def _text_bytes(sources: list[Source], field: str) -> tuple[int, bool]:
-    """UTF-8 bytes of the text looked at, and whether that is all of it."""
-    size, whole = 0, True
+def _text_bytes(sources: list[DocumentFile], field: str) -> tuple[int, bool]:
+    """Return the UTF-8 bytes of the sampled text, and whether that is all of it."""
+    size, complete = 0, True
     for source in sources:
-        pieces = read_documents(source, field)
-        size += sum(len(p.text.encode()) for p in islice(pieces, LOOKED_AT * 64))
-        whole = whole and next(pieces, None) is None
-    return size, whole
+        segments = read_documents(source, field)
+        size += sum(len(p.text.encode()) for p in islice(segments, SAMPLED))
+        complete = complete and next(segments, None) is None
+    return size, complete
 
 
 def _bytes_per_token(vocabulary: int) -> float:
-    """Of English under byte-level BPE: about 3.0 at 1,024 tokens, 4.5 at 8,192 and beyond."""
+    """Estimate the bytes per token of English under byte-level BPE: about 3.0 at 1,024 tokens, 4.5 from 8,192 on."""
     return min(4.5, max(1.0, 3.0 + 0.5 * (math.log2(max(2, vocabulary)) - 10)))
 
 
 def _memory(layout: Layout, config: dict, step: int) -> int:
-    """Bytes on a GPU, roughly: state, activations of one inner step in bf16 (34 values a token, layer and hidden unit,
-    Korthikanti et al. 2022 without attention scores), and logits in fp32 with their gradient."""
+    """Estimate the bytes on a GPU: state, activations of one inner step in bf16, and fp32 logits with their gradient.
+
+    Activations are 34 values a token, layer and hidden unit (Korthikanti et al. 2022, without attention scores).
+    """
     hidden = config.get("hidden_size") or config.get("n_embd") or 0
     layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
     return 28 * layout.numel + step * (34 * hidden * layers + 10 * config.get("vocab_size", 0))

@@ -1,7 +1,7 @@
-"""The commented run.toml that `cairn run plan --out` writes: every field that an owner can write, filled in by a plan.
+"""The commented run.toml that `cairn run plan --out` writes: every field, filled in by a plan.
 
-This text is the template's only place. What the plan decides is written; what has its default stands behind a `#`
-without a space, so that taking the `#` away changes nothing.
+A field that the plan decides is set. A field with its default value stands behind a `#` without a space, so that
+removing the `#` changes nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from string import Template
 from typing import Any
 
-from coordinator.authoring import findings
-from coordinator.authoring.plan import Plan
+from coordinator.authoring import measurements
+from coordinator.authoring.plan import RunPlan
 
 TEMPLATE = Template("""\
 # A run for about $peers volunteers with $uplink Mbit/s up and $rtt ms to each other, planned by `cairn run plan`.
@@ -21,23 +21,23 @@ TEMPLATE = Template("""\
 #     cairn run validate FILE         checks this file, once [data] names your documents
 #     cairn coordinator serve FILE    begins the run and prints its invite
 #
-# What the plan decided is written out. What has its default is behind a # without a space: remove that, to change it.
-# docs/runs.md says more of each field. Once the run has begun, this file must stay as it is.
+# The plan has set its fields. The others have their defaults behind a # without a space: remove it to change the value.
+# docs/runs.md says more about each field. Once the run has begun, this file must stay as it is.
 
 [run]
-# What the run is called: 1 to 64 letters, digits, spaces, ".", "_", "-".
+# The name of the run: 1 to 64 letters, digits, spaces, ".", "_", "-".
 name = "my-run"
 # Initial weights and the assignment of data follow from it. Default 0.
 #seed = 0
-# Instead of weights that are drawn: the folder of a trained model (safetensors) to go on from; [model] is its config,
-# and data.tokenizer its tokenizer. Default "".
+# Instead of drawn weights: the folder of a trained model (safetensors) to continue from; [model] is its config, and
+# data.tokenizer its tokenizer. Default "".
 #weights = ""
-# Training ends when so many tokens have been accepted; 0: never. Default 0. Planned: $tokens_a_parameter a parameter.
+# Training ends when this many tokens have been accepted; 0: never. Default 0. Planned: $tokens_a_parameter a parameter.
 total_tokens = $total_tokens
 
 [model]
-# Any causal language model of transformers, by its config: model_type and that type's own fields. What is not
-# written has the type's default; vocab_size (when absent), bos_token_id and eos_token_id come from the tokenizer.
+# Any causal language model of transformers, by its config: model_type and that type's own fields. Missing fields have
+# the type's default; vocab_size (when absent), bos_token_id and eos_token_id come from the tokenizer.
 # $model_note
 $model
 
@@ -51,23 +51,23 @@ source = "EDIT-ME/documents.jsonl"
 window = $window
 # The JSONL field or Parquet column with the text. Default "text".
 #field = "text"
-# With source: train a byte-level BPE tokenizer with so many tokens (257 or more) on the training documents.
+# With source: train a byte-level BPE tokenizer of this size (257 or more) on the training documents.
 vocabulary = $vocabulary
-# Instead of vocabulary: a tokenizer.json to take.
+# Instead of vocabulary: an existing tokenizer.json.
 #tokenizer = "tokenizer.json"
-# The token that ends a document, when a given tokenizer has none of the usual names. Default: looked for.
+# The token that ends a document, when a given tokenizer has none of the usual names. Default: searched for.
 #end_of_text = "<|endoftext|>"
-# Hold out every n-th document to judge the loss on; 0: none. Default 0.
+# Hold out every n-th document to measure the loss; 0: none. Default 0.
 validation_every = 100
 # Instead of validation_every: files of which every document is held out. Default [].
 #validation = []
-# Tokens in a shard at most. Default 67_108_864.
+# Maximum tokens in a shard. Default 67_108_864.
 #shard_tokens = 67_108_864
 # Folders (fsspec addresses) from which peers can read the shards; else they fetch them from each other. Default [].
 #addresses = []
 
 [inner]
-# What a peer does between rounds. "muon": hidden matrices by Muon, all else by AdamW; or "adamw". Default "muon".
+# The inner optimiser. "muon": hidden matrices by Muon, all else by AdamW; or "adamw". Default "muon".
 optimiser = "$inner"
 # Peak learning rate. Default 0.001. Planned from the model's size, a start only: try half and double on a small scale.
 lr = $lr
@@ -79,18 +79,18 @@ lr = $lr
 #weight_decay = 0.1
 # Gradients are clipped to this norm. Default 1.0.
 #clip_norm = 1.0
-# Windows in one inner step of one peer; cut into pieces where memory does not suffice. Default 16.
+# Windows in one inner step of one peer; split into micro-batches where memory does not suffice. Default 16.
 batch = $batch
 
 [inner.schedule]
-# The rate as a factor of lr, by the tokens that the swarm has had accepted: "constant", "cosine", or "wsd" (constant,
-# then a linear fall at the end). Default "cosine".
+# The rate as a factor of lr, by the tokens that the chain has accepted: "constant", "cosine", or "wsd" (constant, then
+# a linear fall at the end). Default "cosine".
 #kind = "cosine"
-# The rate rises from 0 over so many tokens. Default 0. Planned: $warmup of the run.
+# The rate rises from 0 over this number of tokens. Default 0. Planned: $warmup of the run.
 warmup_tokens = $warmup_tokens
-# Where the fall ends. Default: run.total_tokens.
+# The end of the fall. Default: run.total_tokens.
 #total_tokens = $total_tokens
-# How much of total_tokens falls, for "wsd". Default 0.2.
+# Share of total_tokens in which the rate falls, for "wsd". Default 0.2.
 #decay_fraction = 0.2
 # The factor at the end, and after it. Default 0.1.
 min_ratio = $min_ratio
@@ -102,11 +102,11 @@ min_ratio = $min_ratio
 kind = "$kind"
 # For "sparse": coordinates kept of each 4096, 64 to 4096. Default 64.
 $k_line
-# What is kept each round of that which was learnt and not sent. Default 0.5.
+# Share of the untransmitted residual that error feedback keeps each round. Default 0.5.
 beta = $beta
 
 [outer]
-# How updates change the state. A coordinate's mean is over those who sent it ("senders") or "all". Default "senders".
+# The step between rounds. A coordinate's mean is over the peers that sent it ("senders") or "all". Default "senders".
 #mean = "senders"
 # Each tensor's update is clipped to the median norm ("median"), or not ("none"). Default "median".
 #clip = "median"
@@ -125,43 +125,43 @@ $momentum_line
 # Planned: $inner_steps inner steps x $peers peers x $batch windows x $window tokens: $training s a round, and
 # $exchange s to exchange updates ($share of that), while training goes on.
 target_tokens = $target_tokens
-# The most tokens that one update may claim; who is so far ahead waits. Default: two targets, at least four inner steps.
+# The most tokens that one update may claim; a peer further ahead waits. Default: two targets, or four inner steps.
 #max_update_tokens = $max_update_tokens
 # The timers are for faults: a healthy round waits for none. Seconds.
-# A round's training ends after this, whatever was done. Default 600.
+# A round's training ends after this, however few tokens it has. Default 600.
 max_seconds = $max_seconds
-# From announcing to proposing without those who are late. Default 60.
+# From announcing until a record is proposed without the late peers. Default 60.
 exchange_seconds = $exchange_seconds
-# How long each in rank is waited for. Default 10.
+# Wait for each proposer in turn. Default 10.
 propose_seconds = $propose_seconds
-# How long a record is held back that lists neither half of the announced tokens nor most who announced. Default 120.
+# Wait before voting for a record that lists neither half of the announced tokens nor most announcers. Default 120.
 patience_seconds = $patience_seconds
-# Default 2.
+# Interval of heartbeats. Default 2.
 #heartbeat_seconds = 2
-# A member not heard of for so long is not waited for; at least two heartbeats. Default 20.
+# A member that is silent for this time is not waited for; at least two heartbeats. Default 20.
 #member_seconds = 20
-# Default 256.
+# Members at a time. Default 256.
 max_members = $max_members
-# Everyone fetches every update ("gather"), or committees make the mean in parts ("reduce"), or what is fewer bytes
-# ("auto"). Default "gather".
+# Everyone fetches every update ("gather"), or committees make the mean in shards ("reduce"), or the one with fewer
+# bytes ("auto"). Default "gather".
 #exchange = "gather"
-# Contributors that make each part; more than half must agree. Default 3.
+# Contributors that make each shard; more than half must agree. Default 3.
 #committee = 3
 
 [admission]
-# Who may contribute: "open"; "invite" (who has the invite's code); "allow" (the keys in allow). Default "open".
+# Admission: "open"; "invite" (with the invite's code); "allow" (the keys in allow). Default "open".
 #mode = "open"
-# An admission lasts so long and is renewed in the background. Seconds. Default 86_400.
+# Lifetime of an admission, which is renewed in the background. Seconds. Default 86_400.
 #seconds = 86_400
 # Peer keys, 64 hexadecimal digits each. Default [].
 #allow = []
 
 [credit]
-# One credit is 10^15 FLOPs of accepted training, so many for each parameter and token. Default 6.
+# FLOPs for each parameter and token; one credit is 10^15 FLOPs of accepted training. Default 6.
 #flops_per_parameter_token = 6
-# Credit settles when so many more rounds are final; until then the owner can void it. 0: at once. Default 12.
+# Credit settles when this many later rounds are finalized; until then the owner can void it. 0: at once. Default 12.
 #hold_rounds = 12
-# The most that one peer can plausibly do, in 10^12 FLOPs a second: what claims more is voided. Default 20_000.
+# The most that one peer can plausibly do, in 10^12 FLOPs a second: larger claims are voided. Default 20_000.
 #max_teraflops_per_second = 20_000
 
 [checkpoint]
@@ -169,14 +169,14 @@ max_members = $max_members
 #every = 10
 # Checkpoints that each member keeps. Default 2.
 #keep = 2
-# A round is final, and credited, when so many are built on it. Default 12.
+# A round is finalized, and credited, when this many rounds are built on it. Default 12.
 #final_depth = 12
 """)
 
 
-def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str) -> str:
-    """The text of a run.toml. `model` is its [model] table, `model_note` a line on where that comes from."""
-    q, cost, timers = plan.question, plan.cost, plan.timers
+def fill(plan: RunPlan, model: Mapping[str, Any], vocabulary: int, model_note: str) -> str:
+    """Return the text of a run.toml. `model` is its [model] table, `model_note` a line about the table's source."""
+    q, cost, timers = plan.inputs, plan.cost, plan.timers
     codec, outer = plan.setting.codec, plan.setting.outer
     return TEMPLATE.substitute(
         peers=q.peers,
@@ -190,15 +190,15 @@ def fill(plan: Plan, model: Mapping[str, Any], vocabulary: int, model_note: str)
         vocabulary=vocabulary,
         lr=plan.lr,
         batch=q.windows,
-        warmup=f"{findings.WARMUP:.0%}",
+        warmup=f"{measurements.WARMUP:.0%}",
         warmup_tokens=_integer(plan.warmup_tokens),
-        min_ratio=findings.MIN_RATIO,
-        inner=findings.INNER.value,
+        min_ratio=measurements.MIN_RATIO,
+        inner=measurements.INNER.value,
         kind=codec.kind,
         update=f"{cost.update_bytes:,} bytes",
         inner_steps=plan.setting.inner_steps,
         loss=f"{plan.setting.loss:g}",
-        source=findings.SOURCE,
+        source=measurements.SOURCE,
         k_line=f"k = {codec.k}" if codec.kind == "sparse" else "#k = 64",
         beta=codec.beta,
         outer_optimiser=outer.optimiser,
@@ -226,10 +226,10 @@ def _key(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value of a checked model config (no null, no NaN) in TOML."""
+    """Return a value of a checked model config (no null, no NaN) in TOML."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
-    # JSON's strings, numbers and booleans are TOML's, but for DEL, which TOML wants escaped.
+    # JSON's strings, numbers and booleans are valid TOML, except that TOML requires DEL to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: trained on its documents (byte-level BPE), or a tokenizer.json that someone made before."""
+"""The tokenizer of a run: trained on its documents (byte-level BPE), or an existing tokenizer.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from coordinator.authoring.documents import Piece
+from coordinator.authoring.documents import TextSegment
 from coordinator.authoring.errors import DataInputError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -17,10 +17,10 @@ KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[E
 MIN_VOCABULARY = 257  # every byte, and the end of text
 MAX_TOKENIZER = 256 * 1024 * 1024
 SAMPLE = 256 * 1024 * 1024
-"""Characters on which a tokenizer is trained at most."""
+"""Maximum number of characters on which a tokenizer is trained."""
 
 BATCH = 1024 * 1024
-"""Characters that are encoded at a time."""
+"""Characters encoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,30 @@ class RunTokenizer:
         """The number of token ids: one more than the highest."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[np.ndarray, bool]]:
-        """Tokens of each piece, in order: (uint32 array, whether it ends a document and so has the end token last).
+    def encode(self, segments: Iterable[TextSegment]) -> Iterator[tuple[np.ndarray, bool]]:
+        """Yield the tokens of each segment in order: a uint32 array [n], and whether it ends a document.
 
-        Text that looks like a special token is text.
+        The end token follows the last segment of a document. Text that looks like a special token is encoded as text.
         """
-        batch: list[Piece] = []
+        batch: list[TextSegment] = []
         size = 0
-        for piece in pieces:
-            batch.append(piece)
-            size += len(piece.text)
+        for segment in segments:
+            batch.append(segment)
+            size += len(segment.text)
             if size >= BATCH:
                 yield from self._encoded(batch)
                 batch, size = [], 0
         yield from self._encoded(batch)
 
-    def _encoded(self, batch: Sequence[Piece]) -> Iterator[tuple[np.ndarray, bool]]:
+    def _encoded(self, batch: Sequence[TextSegment]) -> Iterator[tuple[np.ndarray, bool]]:
         encodings = self.tokenizer.encode_batch_fast([p.text for p in batch], add_special_tokens=False)
-        for piece, encoding in zip(batch, encodings, strict=True):
-            ids = [*encoding.ids, self.end_id] if piece.last else encoding.ids
-            yield np.array(ids, dtype=np.uint32), piece.last
+        for segment, encoding in zip(batch, encodings, strict=True):
+            ids = [*encoding.ids, self.end_id] if segment.last else encoding.ids
+            yield np.array(ids, dtype=np.uint32), segment.last
 
 
-def train(pieces: Iterable[Piece], vocabulary: int) -> RunTokenizer:
-    """A byte-level BPE of at most `vocabulary` tokens, trained on the first SAMPLE characters.
+def train(segments: Iterable[TextSegment], vocabulary: int) -> RunTokenizer:
+    """Train a byte-level BPE of at most `vocabulary` tokens on the first SAMPLE characters.
 
     The same text gives the same tokenizer, whatever the number of threads. Raises DataInputError.
     """
@@ -77,12 +77,12 @@ def train(pieces: Iterable[Piece], vocabulary: int) -> RunTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(pieces), trainer)
+    tokenizer.train_from_iterator(_sample(segments), trainer)
     return _made(tokenizer, tokenizer.to_str().encode(), END_OF_TEXT, "the trained tokenizer")
 
 
 def load(path: Path, end: str | None) -> RunTokenizer:
-    """The tokenizer in a tokenizer.json. `end` names its end-of-text token; by default it is looked for.
+    """Load a tokenizer.json. `end` names its end-of-text token; by default a usual name is searched for.
 
     Raises DataInputError.
     """
@@ -116,10 +116,10 @@ def _made(tokenizer: Tokenizer, file: bytes, end: str, where: str) -> RunTokeniz
     return RunTokenizer(tokenizer, file, end, end_id)
 
 
-def _sample(pieces: Iterable[Piece]) -> Iterator[str]:
+def _sample(segments: Iterable[TextSegment]) -> Iterator[str]:
     left = SAMPLE
-    for piece in pieces:
-        yield piece.text
-        left -= len(piece.text)
+    for segment in segments:
+        yield segment.text
+        left -= len(segment.text)
         if left <= 0:
             return

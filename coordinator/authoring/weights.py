@@ -1,7 +1,7 @@
-"""Initial weights that were trained before: a Hugging Face folder of safetensors, for a run that goes on from it.
+"""Trained weights for the start of a run: a Hugging Face folder of safetensors.
 
-`look_at` and `check` read headers only, so that a mistake shows before hours of work; `read` is strict about
-everything. Pickles (`pytorch_model.bin`) are never read.
+`read_headers` and `check` read headers only, so that a mistake shows before hours of work; `read` checks every value.
+Pickles (`pytorch_model.bin`) are never read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coordinator.authoring.errors import AuthoringError
-from coordinator.quiet import quiet_transformers
+from coordinator.logging_filters import quiet_transformers
 from protocol.errors import SpecError
 from protocol.layout import Layout
 
@@ -27,19 +27,19 @@ MAX_INDEX = 64 * 1024 * 1024
 MAX_FILES = 10_000
 FLOATS = ("F32", "F16", "BF16")
 MAX_VALUE = 1e6
-"""No weight of a sound model is near it."""
+"""Maximum absolute value of a weight, far above those of any sound model."""
 
-PIECE = 2**24
-"""Values that are looked at at a time."""
+BATCH = 2**24
+"""Values checked at a time."""
 
 
 class WeightsError(AuthoringError):
-    """A folder that holds no weights to begin with, or those of another model."""
+    """A folder without weights, or with those of another model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pretrained:
-    """The safetensors of a folder as their headers say: type and shape of each tensor."""
+class PretrainedWeights:
+    """The headers of a folder's safetensors: type and shape of each tensor."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -47,12 +47,12 @@ class Pretrained:
 
     @property
     def numel(self) -> int:
-        """All values in the files."""
+        """Number of values in the files."""
         return sum(math.prod(shape) for _, shape in self.tensors.values())
 
 
-def look_at(folder: Path) -> Pretrained:
-    """What is in a folder, from the headers of its files. Raises WeightsError, in one line with the remedy."""
+def read_headers(folder: Path) -> PretrainedWeights:
+    """Read the headers of the files in a folder. Raises WeightsError."""
     if not folder.is_dir():
         raise WeightsError(f"{folder}: no such folder: name a model's folder, with {CONFIG} and {MODEL}")
     if (folder / "adapter_config.json").exists():
@@ -77,14 +77,14 @@ def look_at(folder: Path) -> Pretrained:
             if name in tensors:
                 raise WeightsError(f"{file}: {name[:120]} is in another file too: take another copy of the model")
             tensors[name] = kind
-    return Pretrained(folder, files, tensors)
+    return PretrainedWeights(folder, files, tensors)
 
 
-def check(found: Pretrained, layout: Layout) -> None:
-    """Whether these can be weights of a model with this layout, as far as headers say. Raises WeightsError.
+def check(found: PretrainedWeights, layout: Layout) -> None:
+    """Raise WeightsError if the headers cannot belong to a model with this layout.
 
-    Many models' files have other names and shapes than the model itself (experts one by one, no prefix): those are
-    compared by `read`. What has less values than the model has can be none of it.
+    The files of many models have other names and shapes than the model itself (experts one by one, no prefix); `read`
+    compares these. Files with fewer values than the model are always refused.
     """
     wanted = {t.name: t.shape for t in layout.tensors}
     strange = sorted(found.tensors.keys() - wanted.keys())
@@ -111,10 +111,10 @@ def check(found: Pretrained, layout: Layout) -> None:
 
 
 def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights as the parameters of the model with this config: fp32, contiguous, by their layout names.
+    """Return the weights as parameters of the model with this config: fp32, contiguous, by their layout names.
 
-    Nothing may be missing or left over, and every value must be finite and below MAX_VALUE. Raises WeightsError;
-    SpecError for the config.
+    No tensor may be missing or left over, and every value must be finite and at most MAX_VALUE. Raises WeightsError,
+    and SpecError for the config.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -123,9 +123,9 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
 
     empty = build_model(config, device="meta")
     layout = model_layout(empty)
-    check(look_at(folder), layout)
+    check(read_headers(folder), layout)
     try:
-        # Its own reader knows the names that each model's files have had over time. What it made up is in `said`.
+        # The library's reader knows the names that each model's files have had over time; `info` lists what it drew.
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=empty.config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
@@ -134,7 +134,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         why = " ".join(str(e).split())[:300]
         raise WeightsError(f"{folder}: not weights of the model in [model]: {why}: write their config there") from None
-    model, said = loaded
+    model, info = loaded
     for key, what, remedy in (
         (
             "missing_keys",
@@ -144,7 +144,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
         ("unexpected_keys", "no tensors of this model", "write the config of these weights in [model]"),
         ("mismatched_keys", "of another shape in this model", "write the config of these weights in [model]"),
     ):
-        names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in said[key])
+        names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in info[key])
         if names:
             raise WeightsError(f"{folder}: {len(names)} tensors are {what}, the first is {names[0][:120]}: {remedy}")
     if model_layout(model) != layout:
@@ -158,27 +158,27 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def other_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Fields in which the folder's own config differs from `config`: often meant, now and then a mistake."""
+    """Return the fields in which the folder's own config differs from `config`: often intended, sometimes a mistake."""
     from protocol.model import plain_config
 
     try:
         own = plain_config(json.loads((folder / CONFIG).read_bytes()))
     except (OSError, ValueError, SpecError, AttributeError):
         return []
-    passed_over = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return sorted(k for k in own.keys() | config.keys() if own.get(k) != config.get(k) and k not in passed_over)
+    ignored = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return sorted(k for k in own.keys() | config.keys() if own.get(k) != config.get(k) and k not in ignored)
 
 
 def _check_values(folder: Path, name: str, tensor: Tensor) -> None:
-    for piece in tensor.view(-1).split(PIECE):
-        largest = float(piece.abs().max())  # NaN if one is
+    for batch in tensor.view(-1).split(BATCH):
+        largest = float(batch.abs().max())  # NaN if any value is
         if not largest <= MAX_VALUE:
             what = "is not finite" if not math.isfinite(largest) else f"holds {largest:.3g}, beyond {MAX_VALUE:g}"
             raise WeightsError(f"{folder}: {name} {what}: these weights are damaged; take another copy of them")
 
 
 def _indexed(folder: Path) -> tuple[Path, ...]:
-    """The files that an index names, all in the folder itself."""
+    """Return the files that an index names, all in the folder itself. Raises WeightsError."""
     index = folder / INDEX
     try:
         if index.stat().st_size > MAX_INDEX:

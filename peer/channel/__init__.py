@@ -1,8 +1,7 @@
-"""The channel between a node and its trainer: messages, their lines, and both ends.
+"""The channel between a node and its trainer: messages, their text lines, and both ends.
 
-Small typed messages travel as lines over an inherited socket pair; tensors and blobs go through files that the messages
-name. Nothing here imports torch, and nothing here knows what the messages lead to: that is `peer.training`'s and the
-node's affair.
+Small typed messages travel as lines of text over an inherited socket pair. Tensors and blobs travel as files that the
+messages name. Nothing here imports torch, and nothing here acts on a message: `peer.training` and the node do.
 """
 
 from peer.channel.link import TrainerExit, TrainerLink
@@ -22,8 +21,6 @@ from peer.channel.messages import (
     Progress,
     Ready,
     RoundUpdates,
-    Save,
-    Saved,
     Start,
     Stop,
     Stopped,
@@ -50,8 +47,6 @@ __all__ = [
     "Progress",
     "Ready",
     "RoundUpdates",
-    "Save",
-    "Saved",
     "Start",
     "Stop",
     "Stopped",

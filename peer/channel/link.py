@@ -1,4 +1,4 @@
-"""The node's end of the channel: starts the trainer's process, speaks with it, and sees it out."""
+"""The node's end of the channel, which starts the trainer's process and waits for its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from peer.errors import ChannelError, TrainerDied
 log = logging.getLogger("peer.trainer")
 
 SEND_SECONDS = 30.0
-"""A trainer takes messages between inner steps; the socket's buffer holds many. Longer than this means it is stuck."""
+"""Maximum time to send a message. A trainer receives at any time, so a longer wait means that it is stuck."""
 
 _STDERR_LINES = 40
 _STDERR_LINE = 500
@@ -29,7 +29,7 @@ _STDERR_LINE = 500
 
 @dataclass(frozen=True, slots=True)
 class TrainerExit:
-    """How a trainer ended: its return code (negative: the signal) and the last lines that it printed."""
+    """The end of a trainer: its return code (negative: the signal) and the last lines that it printed."""
 
     code: int
     last_lines: tuple[str, ...]
@@ -68,10 +68,10 @@ class TrainerLink:
         environment: Mapping[str, str] | None = None,
         command: Sequence[str] | None = None,
     ) -> TrainerLink:
-        """A trainer's process, which waits for `Start`. It dies with this process, however this process ends.
+        """Start a trainer's process, which then waits for `Start`. It ends with this process, however this one ends.
 
         `environment` adds to this process's own; `command` replaces `python -m peer.training` (for tests).
-        Raises TrainerDied when the process cannot be made.
+        Raise TrainerDied when the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         env = dict(os.environ) | {
@@ -109,7 +109,7 @@ class TrainerLink:
         return self._process.returncode is None
 
     async def send(self, message: ToTrainer) -> None:
-        """Give a message to the trainer. Raises TrainerDied when it is gone, or takes nothing for SEND_SECONDS."""
+        """Send a message. Raise TrainerDied when the trainer is gone, or receives nothing for SEND_SECONDS."""
         line = to_line(message)
         try:
             async with self._sending:
@@ -124,7 +124,7 @@ class TrainerLink:
             raise TrainerDied(f"the trainer (process {self.pid}) is gone: {e}") from None
 
     async def __aiter__(self) -> AsyncIterator[FromTrainer]:
-        """Messages until the trainer closes the channel (it exited: see `wait`). Raises ChannelError on rubbish."""
+        """Yield messages until the trainer exits, which closes the channel (see `wait`). Raise ChannelError."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -140,16 +140,16 @@ class TrainerLink:
             yield message
 
     async def wait(self) -> TrainerExit:
-        """When the process has ended: how. Give it a deadline, or call `stop`, which has one."""
+        """Wait for the process's end and return it. Use a deadline, or call `stop`, which has one."""
         code = await self._process.wait()
-        # Whoever inherited the pipe may hold it open: what was printed last is read by then, or lost.
+        # A process that inherited the pipe may hold it open: the last output is read by then, or lost.
         with contextlib.suppress(asyncio.TimeoutError):
             async with async_timeout.timeout(1.0):
                 await asyncio.shield(self._drain)
         return TrainerExit(code, tuple(self._lines))
 
     async def stop(self, seconds: float = 5.0) -> TrainerExit:
-        """See the process out: wait for it this long with the channel closed, then kill it. Idempotent.
+        """Close the channel, wait at most `seconds` for the process's end, then kill it. Idempotent.
 
         It saves nothing: send `Stop` and await `Stopped` first.
         """
@@ -167,7 +167,7 @@ class TrainerLink:
         return gone
 
     def kill(self) -> None:
-        """SIGKILL, at once."""
+        """Send SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

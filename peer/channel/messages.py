@@ -1,7 +1,7 @@
-"""The messages between node and trainer, and the one line that each becomes.
+"""The messages between node and trainer, each encoded as one line of text.
 
-A line is the message's name, a space, its fields as JSON, a newline. Parsing is strict (pydantic): unknown messages,
-unknown, missing or mistyped fields, and numbers that are not finite are errors.
+A line is the message's name, a space, its fields as JSON, and a newline. Parsing is strict (pydantic). Unknown
+messages, unknown, missing or mistyped fields, and numbers that are not finite are errors.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from protocol.errors import MalformedError
 from protocol.ids import MAX_COUNT, Digest, PeerKey
 
 SAVE_SECONDS = 4.0
-"""What a trainer has to answer `Stop` before it is killed."""
+"""Time that a trainer has to answer `Stop` before it is killed."""
 
 MAX_LINE = 64 * 1024 * 1024
-"""Bytes of the longest line: a `Load` that replays 1,000 rounds of 256 updates with paths of 200 bytes."""
+"""Maximum bytes of a line: a `Load` that replays 1,000 rounds of 256 updates with paths of 200 bytes."""
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -53,17 +53,17 @@ Choice = Literal["auto", "on", "off"]
 
 
 class _Message:
-    """What makes a frozen dataclass a message: pydantic checks it as strictly as it can."""
+    """Base class of the messages, which are frozen dataclasses: pydantic checks them as strictly as it can."""
 
     __pydantic_config__ = _STRICT
 
 
-# -- parts ---------------------------------------------------------------------------------------------------
+# -- fields ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateFile(_Message):
-    """One accepted update: its author, the windows it covers, the file of its blob (which the node has checked)."""
+    """One accepted update: its author, the number of windows it covers, the file of its blob (checked by the node)."""
 
     author: PeerKeyField
     windows: Count
@@ -72,10 +72,10 @@ class UpdateFile(_Message):
 
 @dataclass(frozen=True, slots=True)
 class RoundUpdates(_Message):
-    """What one record accepts. `round` is the record's own number; `record` its digest.
+    """The updates that one record accepts. `round` is the record's own number; `record` its digest.
 
-    Of a round that was reduced: `parts` are the files of the reduced parts, all and in order (which the node has
-    checked), and `updates` has this peer's own update alone, when it is among the accepted.
+    Of a round that was reduced, `parts` are the files of the reduced shards, all and in order (checked by the node).
+    `updates` then has only this peer's own update, if it is among the accepted.
     """
 
     round: Count
@@ -86,7 +86,7 @@ class RoundUpdates(_Message):
 
 @dataclass(frozen=True, slots=True)
 class TimeShares(_Message):
-    """Where the last minute of the thread that trains went: shares that add up to 1 (see `peer.training.spent`)."""
+    """The last minute of the thread that trains, as shares that add up to 1 (see `peer.training.time_breakdown`)."""
 
     training: Share
     data: Share
@@ -98,7 +98,7 @@ class TimeShares(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Memory(_Message):
-    """Bytes of a device's memory: those that are used, and all."""
+    """Bytes of a device's memory: those in use, and all."""
 
     used: Count
     whole: Count
@@ -112,11 +112,11 @@ class Start(_Message):
     """The first message. Answered by Ready or Failed("start").
 
     `spec_path`: a file with the spec's canonical bytes. `store`: the folder of the peer's blobs. `identity_key`: this
-    peer's public key (data assignment, and which updates are its own). `state_folder`: the trainer's own, for its
-    saved state. `shards`: training shards by digest (hex), each a local file, or "" when it is to be read from the
-    spec's addresses. `parallel`: how the work lies over many devices, "auto" or as `Degrees.parse` reads it.
-    `recompute`: activations are computed again in the backward pass; "auto": when they do not fit into memory.
-    `compile`: the layers are compiled; "auto": on a GPU. `overlap`: training goes on while an update is undecided.
+    peer's public key, which determines its data and its own updates. `state_folder`: the trainer's own, for its saved
+    state. `shards`: training shards by digest (hex), each a local file, or "" if it is to be read from the spec's
+    addresses. `parallel`: the layout over several devices, "auto" or as `ParallelDims.parse` reads it. `recompute`:
+    activations are computed again in the backward pass; "auto": when they do not fit into memory. `compile`: the layers
+    are compiled; "auto": on a GPU. `overlap`: training continues while an update is undecided.
     """
 
     spec_path: Path
@@ -134,16 +134,18 @@ class Start(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Load(_Message):
-    """Leave what is held, take the state in `checkpoint` and apply `replay` in order (a machine's Resync).
+    """Replace the held state by the one in `checkpoint`, and apply `replay` in order.
 
-    `record`: the record that the checkpoint is the state after (the genesis digest for state[0]); `round`: the number
-    of the round that starts from it; `base_state`: its state digest, which the file must have. `restore`: blobs of own
-    updates that no longer count: they go back into the error feedback. `next_window`, `accepted_windows`: after the
-    replay, the end of the own windows that the chain has accepted, and the windows it has accepted of all.
-    `write_checkpoint`: where to write the state that results. `withdraw`: blobs of own updates that were put back once,
-    and that the checkpoint holds after all. `reduced`: of the records that the checkpoint is after, in order, those
-    that reduced and accepted an own update of `withdraw`, and the last that accepted one, if it reduced: what was
-    dropped of these goes back into the error feedback, when it has not yet. Answered by Applied or Failed("load").
+    `record`: the record whose state the checkpoint is (the genesis digest for state[0]); `round`: the number of the
+    round that starts from it; `base_state`: its state digest, which is checked. `restore`: blobs of own updates that no
+    longer count, which are added to the error feedback. `next_window`, `accepted_windows`: after the replay, the end of
+    the own windows that the chain has accepted, and the number of windows that it has accepted of all peers.
+    `write_checkpoint`: the path for the resulting state. `withdraw`: blobs of own updates that were added to the
+    feedback once, and that the checkpoint holds after all.
+
+    `reduced`: reduced records up to the checkpoint, in order. They are those that accepted an own update of `withdraw`,
+    and the last record that accepted an own update. Their untransmitted values are added to the error feedback, unless
+    they are in it already. Answered by Applied or Failed("load").
     """
 
     checkpoint: Path
@@ -161,8 +163,10 @@ class Load(_Message):
 
 @dataclass(frozen=True, slots=True)
 class MakeUpdate(_Message):
-    """Compress what was learnt into `out`; a step under way is left to the next. Answered by UpdateMade, NothingDone or
-    Failed."""
+    """Compress all progress that was not sent yet into the file `out`.
+
+    A step that is under way is left to the next update. Answered by UpdateMade, NothingDone or Failed("update").
+    """
 
     round: Count
     parent: DigestField
@@ -171,15 +175,14 @@ class MakeUpdate(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Apply(_Message):
-    """Apply the one record after the state that is held. Answered by Applied or Failed("apply").
+    """Apply the one record after the held state. Answered by Applied or Failed("apply").
 
-    `missed`: blobs of own updates that this decided round leaves out. `mine_accepted`: an own update is among the
-    accepted. `next_window`, `accepted_windows`, `write_checkpoint`: as in Load, after this record.
+    `missed`: blobs of own updates that this decided round leaves out. `next_window`, `accepted_windows`,
+    `write_checkpoint`: as in Load, after this record.
     """
 
     update: RoundUpdates
     missed: tuple[Path, ...]
-    mine_accepted: bool
     next_window: Count
     accepted_windows: Count
     write_checkpoint: Path | None = None
@@ -187,17 +190,15 @@ class Apply(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Orders(_Message):
-    """What the run's owner has changed: train nothing while `rests`; the most windows that an update may claim; the
-    swarm's tokens of a round. Holds until the next one; not answered."""
+    """The owner's changes, in force until the next such message. Not answered.
+
+    `rests`: train nothing. `max_update_windows`: maximum number of windows that an update may claim. `target_tokens`:
+    the swarm's tokens of a round.
+    """
 
     rests: bool
     max_update_windows: Count
     target_tokens: Count
-
-
-@dataclass(frozen=True, slots=True)
-class Save(_Message):
-    """Write the trainer's own state now. Answered by Saved or Failed("save")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ class Stop(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(_Message):
-    """The model is built. `device` is worded for people; `update_size` is the size of every update's blob."""
+    """The model is built. `device`: a text for people; `update_size`: bytes of every update's blob."""
 
     device: Text
     parameters: Count
@@ -220,12 +221,12 @@ class Ready(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Progress(_Message):
-    """How training goes. `windows`: done, and covered by no update yet. `loss`: of late steps, 0 before the first.
+    """The progress of training. `windows`: trained, and covered by no update yet. `loss`: of late steps, 0 before one.
 
-    `waiting`: the trainer trained as much as one update may claim (or has no data), and waits. `mfu`: model FLOPs as a
-    share of what the device can do at most, None when that is not known. `memory`: of many ranks, what the one that
-    uses most uses. `trained`: windows that this process made steps on, each time that it did; `next_window`: the one to
-    train next, as they are counted for ever.
+    `waiting`: the trainer has trained as much as one update may claim (or has no data), and waits. `mfu`: model FLOPs
+    as a share of the device's peak, None when that is unknown. `memory`: of the rank that uses most. `trained`: windows
+    of all steps of this process, counted at each step. `next_window`: the number of the window to train next, in a
+    count that never restarts.
     """
 
     windows: Count
@@ -243,7 +244,7 @@ class Progress(_Message):
 
 @dataclass(frozen=True, slots=True)
 class UpdateMade(_Message):
-    """The update after `parent`, written to `blob_path`, with what its header says of it."""
+    """The update after `parent` is written to `blob_path`; the other fields are those of its header."""
 
     parent: DigestField
     blob_path: Path
@@ -257,26 +258,19 @@ class UpdateMade(_Message):
 
 @dataclass(frozen=True, slots=True)
 class NothingDone(_Message):
-    """No window was trained that the chain has not accepted: there is nothing to announce."""
+    """The chain has accepted all windows that were trained: there is nothing to announce."""
 
     parent: DigestField
 
 
 @dataclass(frozen=True, slots=True)
 class Applied(_Message):
-    """The state after `record` is held; `state_digest` names it. `checkpoint_path`: where it was written, if asked."""
+    """The state after `record` is held, with this digest. `checkpoint_path`: its file, if one was requested."""
 
     record: DigestField
     state_digest: DigestField
     seconds: float
     checkpoint_path: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class Saved(_Message):
-    """The trainer's own state is on disk."""
-
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +282,7 @@ class Stopped(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Note(_Message):
-    """Something that a person should hear; training goes on."""
+    """A notice for people; training continues."""
 
     level: Literal["info", "warning", "error"]
     kind: Text
@@ -297,27 +291,27 @@ class Note(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Failed(_Message):
-    """What was asked for (start, load, update, apply, save) or training itself (train) failed, and what to do.
+    """A request (start, load, update, apply) or training itself (train) failed. `reason` says why, and what to do.
 
     `fatal`: the trainer exits after this. After a failed load or apply that is not fatal it needs a Load.
     """
 
-    what: Literal["start", "load", "update", "apply", "save", "train", "channel"]
+    what: Literal["start", "load", "update", "apply", "train", "channel"]
     reason: Text
     fatal: bool
 
 
-ToTrainer = Start | Load | MakeUpdate | Apply | Orders | Save | Stop
-FromTrainer = Ready | Progress | UpdateMade | NothingDone | Applied | Saved | Stopped | Note | Failed
+ToTrainer = Start | Load | MakeUpdate | Apply | Orders | Stop
+FromTrainer = Ready | Progress | UpdateMade | NothingDone | Applied | Stopped | Note | Failed
 
-_KINDS = (Start, Load, MakeUpdate, Apply, Orders, Save, Stop) + (
-    Ready, Progress, UpdateMade, NothingDone, Applied, Saved, Stopped, Note, Failed,
+_KINDS = (Start, Load, MakeUpdate, Apply, Orders, Stop) + (
+    Ready, Progress, UpdateMade, NothingDone, Applied, Stopped, Note, Failed,
 )  # fmt: skip
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in _KINDS}
 
 
 def to_line(message: ToTrainer | FromTrainer) -> bytes:
-    """The message as one line. Raises ChannelError when it is longer than MAX_LINE."""
+    """Return a message as one line. Raise ChannelError when it is longer than MAX_LINE."""
     name = type(message).__name__
     try:
         fields = _ADAPTERS[name].dump_json(message)
@@ -330,7 +324,7 @@ def to_line(message: ToTrainer | FromTrainer) -> bytes:
 
 
 def from_line(line: bytes) -> ToTrainer | FromTrainer:
-    """The message in a line. Raises ChannelError, with the fields that are wrong."""
+    """Return the message in a line. Raise ChannelError, which names the wrong fields."""
     name, _, fields = line.partition(b" ")
     adapter = _ADAPTERS.get(name.decode("ascii", "replace"))
     if adapter is None:

@@ -1,4 +1,4 @@
-"""The trainer's end of the channel: blocking. One thread receives; any may send."""
+"""The trainer's end of the channel, which blocks. One thread receives; any may send."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peer.channel.messages import MAX_LINE, FromTrainer, Progress, ToTrainer, fr
 from peer.errors import ChannelError
 
 SEND_SECONDS = 60.0
-"""A node that reads nothing for so long is gone or stuck: the trainer gives up."""
+"""Maximum time to send a message: a node that reads nothing for longer is gone or stuck, and the trainer ends."""
 
 _READ = 1 << 16
 
@@ -29,16 +29,16 @@ class TrainerEnd:
 
     @classmethod
     def from_fd(cls, fd: int) -> TrainerEnd:
-        """The end whose descriptor this process inherited. Raises ChannelError when it is no socket."""
+        """Return the end whose descriptor this process inherited. Raise ChannelError when it is no socket."""
         try:
             return cls(socket.socket(fileno=fd))
         except OSError as e:
             raise ChannelError(f"descriptor {fd} is not the channel to a node ({e.strerror})") from None
 
     def receive(self, seconds: float | None) -> ToTrainer | None:
-        """The next message; None when none came in this time (None: wait for one, 0: only look).
+        """Return the next message, or None when none came in this time (None: no limit, 0: do not wait).
 
-        Raises ChannelError when the node closed the channel, or sent what is not a message to a trainer.
+        Raise ChannelError when the node closed the channel, or sent something that is no message to a trainer.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -74,9 +74,9 @@ class TrainerEnd:
             self._closed = True
 
     def send(self, message: FromTrainer) -> None:
-        """Give a message to the node. Progress is dropped when the node is behind; the next one says as much.
+        """Send a message. Progress is dropped when the node is behind; the next one supersedes it.
 
-        Raises ChannelError when the node is gone, or does not read for SEND_SECONDS.
+        Raise ChannelError when the node is gone, or does not read for SEND_SECONDS.
         """
         line = to_line(message)
         with self._sending:

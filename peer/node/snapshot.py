@@ -15,9 +15,9 @@ class Snapshot:
     """One moment of a node. Tokens are of the run; `state` is the digest of the state that is held ("" for none).
 
     `exchange_seconds`: medians of the last rounds since our announcement (see `exchange.ExchangeTimes`);
-    `exchange_rounds`: those rounds one by one, the oldest first. `mfu`, `memory_used`,
-    `memory_whole` (bytes; of many ranks, what the one that uses most uses) and `time_shares` (of the trainer's last
-    minute, see `peer.training.spent`): None, 0 and empty when not known. Windows: `trained_windows` since this node
+    `exchange_rounds`: those rounds one by one, the oldest first. `mfu`, `memory_used`, `memory_whole` (bytes; of many
+    ranks, what the one that uses most uses) and `time_shares` (of the trainer's last minute, see
+    `peer.training.time_breakdown`): None, 0 and empty when not known. Windows: `trained_windows` since this node
     started (those that were trained again count again), `open_windows` of them covered by no update yet, and
     `next_window`, the one to train next, as they are counted for ever (0 while no trainer says). `orders`: what the
     run's owner has ordered that concerns this peer, in words; "" while the run goes on as ever.

@@ -1,8 +1,7 @@
-"""The trainer: the process that owns the model and the device, and speaks only with its node.
+"""The trainer: the process that owns the model and the device, and communicates only with its node.
 
-`service` is its loop, `front` the thread beside it that does what others wait for, `gate` where a step stands aside for
-that, `trainer` what the messages do, `inner` the optimiser's steps, `outer` the pseudo-gradient's
-side, `claims` the count of windows, `saved` what survives a restart, `data` the reader of windows. It opens no port,
-knows no peer but itself, and holds no private key. Importing this package is cheap: torch and transformers come with
-its modules.
+`service` is the loop of the thread that trains, `request_handler` the thread that answers what peers wait for.
+`step_loop` and `base_state` are the state of each, `exchange_point` the lock between them, and `trainer` puts them
+together. It opens no port, knows no peer but itself, and holds no private key. To import this package is cheap: torch
+and transformers come with its modules.
 """

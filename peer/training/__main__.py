@@ -9,11 +9,11 @@ import sys
 
 from peer.channel.trainer_end import TrainerEnd
 from peer.errors import ChannelError
-from peer.training.parent import die_with
+from peer.parent_process import exit_with_parent
 
 
 def main() -> int:
-    """Serve the node at the other end of the descriptor. Returns the exit code."""
+    """Serve the node at the other end of the descriptor. Return the exit code."""
     # A Ctrl-C or a service's SIGTERM is for the node: it asks the trainer to save and stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -26,12 +26,12 @@ def main() -> int:
     except ChannelError as e:
         print(f"trainer: {e}; it is started by cairn peer join, not by hand", file=sys.stderr)
         return 2
-    if not die_with(arguments.parent):
+    if not exit_with_parent(arguments.parent):
         return 1
-    from peer.training.service import Service  # torch and transformers: seconds
+    from peer.training.service import TrainerService  # torch and transformers: seconds
 
     try:
-        return Service(end).run()
+        return TrainerService(end).run()
     except ChannelError as e:
         print(f"trainer: {e}", file=sys.stderr)
         return 1
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Not sys.exit: reading threads may sit in a request to a source of data for a while, and would hold the process.
+    # Not sys.exit: threads may wait for a source of data for a while, and would hold the process.
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

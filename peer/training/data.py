@@ -1,8 +1,8 @@
 """The data that a trainer reads: windows of verified tokens, by index, from this disk or from the spec's addresses.
 
-Every chunk is checked against the shard's digest before one token of it is used, wherever it came from. A source that
-fails is put aside for a while, one that gives wrong bytes is not asked for that shard again; both are reported by name.
-Memory is bounded by the cache, the leaf hashes in use and the batches read ahead.
+Every chunk is checked against the shard's digest before one of its tokens is used, whatever its source. A source that
+fails is tried last for a while. One that returns wrong bytes is not used for that shard again. Both are reported by
+name. Memory is bounded by the cache, the leaf hashes in use and the batches that are read ahead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from peer.errors import PeerError
-from peer.training.sources import LocalFiles, Source, SourceError, at_address
+from peer.training.sources import LocalFiles, ShardSource, SourceError, at_address
 from protocol.assignment import WindowTable
 from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
@@ -29,40 +29,40 @@ from protocol.merkle import CHUNK, check_leaves, chunk_size, leaf_hash
 from protocol.spec import DataSpec, Shard
 
 LEAVES_KEPT = 64 * 1024 * 1024
-"""Bytes of leaf hashes kept: those of 512 GiB of shards."""
+"""Maximum bytes of leaf hashes in memory: those of 512 GiB of shards."""
 
-PUT_ASIDE = 15.0
-"""Seconds for which a source that failed is asked last; doubled each time, up to PUT_ASIDE_MOST."""
+BACKOFF_SECONDS = 15.0
+"""Time for which a source that failed is tried last; doubled each time, up to BACKOFF_MOST_SECONDS."""
 
-PUT_ASIDE_MOST = 600.0
+BACKOFF_MOST_SECONDS = 600.0
 
 _log = logging.getLogger("cairn.data")
 
 
 class DataError(PeerError):
-    """Tokens that cannot be had, or must not be used."""
+    """Tokens that are unavailable, or must not be used."""
 
 
 class BadBytesError(DataError):
-    """A source gave bytes that are not the shard's. Names the source and the shard."""
+    """A source returned bytes that are not the shard's. The message names the source and the shard."""
 
 
 class DataUnavailableError(DataError):
-    """No source gave a part of a shard. Lists what each said."""
+    """No source returned a range of a shard. The message lists each source's reason."""
 
 
 class WindowReader:
-    """Reads windows of one part of the data by their index. Thread-safe.
+    """Reader of windows of the training or the validation data, by index. Thread-safe.
 
     Args:
         data: the spec's data.
         local: shards that lie on this disk, by digest.
         part: "train" (indices as in `protocol.assignment`) or "validation".
-        addresses: where else shards are; by default those of the spec. Tried in order, after this disk.
-        cache_bytes: verified chunks kept in memory, at least one.
+        addresses: other sources, by default those of the spec. Tried in order, after this disk.
+        cache_bytes: verified chunks in memory, at least one.
         timeout: seconds for one request to an address.
         vocabulary: when given, a token that is not below it is a DataError that names the shard.
-        report: told, in a sentence, about each source that failed; by default the log "cairn.data".
+        report: called with a sentence about each source that failed; by default the log "cairn.data".
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class WindowReader:
         self._chunks: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._chunks_kept = max(1, cache_bytes // CHUNK)
         self._leaves: OrderedDict[int, bytes] = OrderedDict()
-        self._struck_off: set[tuple[str, Digest]] = set()
-        self._aside: dict[str, tuple[float, float]] = {}  # source -> (until, for how long the next time)
-        self._sources: list[Source] = [LocalFiles(local)] if local else []
+        self._distrusted: set[tuple[str, Digest]] = set()
+        self._backoff: dict[str, tuple[float, float]] = {}  # source -> (end of the backoff, the next one's length)
+        self._sources: list[ShardSource] = [LocalFiles(local)] if local else []
         for address in data.addresses if addresses is None else addresses:
             try:
                 self._sources.append(at_address(address, timeout))
@@ -98,13 +98,13 @@ class WindowReader:
 
     @property
     def total(self) -> int:
-        """How many windows there are."""
+        """Number of windows."""
         return self._table.total
 
     def read(self, windows: Sequence[int] | np.ndarray) -> Tensor:
-        """Tokens of the windows: int64 [len(windows), window + 1]; inputs are [:, :-1], targets [:, 1:].
+        """Return the tokens of windows: int64 [len(windows), window + 1]; inputs are [:, :-1], targets [:, 1:].
 
-        Raises MalformedError for an index that does not exist, DataError when no source gave good bytes.
+        Raise MalformedError for an index that does not exist, DataError when no source returned good bytes.
         """
         out = np.empty((len(windows), self.window + 1), dtype=np.int64)
         with self._lock:
@@ -137,7 +137,7 @@ class WindowReader:
         leaves = self._leaves_of(shard)
         expected = leaves[32 * index : 32 * index + 32]
 
-        def get(source: Source) -> bytes:
+        def get(source: ShardSource) -> bytes:
             data = source.chunk(ref.name, index * CHUNK, chunk_size(ref.size, index))
             if leaf_hash(data) != expected:
                 raise BadBytesError(f"{source.name} gave wrong bytes for shard {ref.name.short}, chunk {index}")
@@ -156,7 +156,7 @@ class WindowReader:
             return kept
         ref = self._shards[shard]
 
-        def get(source: Source) -> bytes:
+        def get(source: ShardSource) -> bytes:
             data = source.leaves(ref.name, ref.size)
             try:
                 check_leaves(ref.name, ref.size, [data[i : i + 32] for i in range(0, len(data), 32)])
@@ -170,43 +170,43 @@ class WindowReader:
             self._leaves.popitem(last=False)
         return leaves
 
-    def _from_any(self, ref: Shard, what: str, get: Callable[[Source], bytes]) -> bytes:
-        """What the first source gives that gives it; those put aside come last. Raises DataUnavailableError."""
+    def _from_any(self, ref: Shard, what: str, get: Callable[[ShardSource], bytes]) -> bytes:
+        """Return the bytes of the first source that has them; failed ones come last. Raise DataUnavailableError."""
         now = time.monotonic()
         reasons = []
-        for source in sorted(self._sources, key=lambda s: self._aside.get(s.name, (0.0, 0.0))[0] > now):
-            if (source.name, ref.name) in self._struck_off:
+        for source in sorted(self._sources, key=lambda s: self._backoff.get(s.name, (0.0, 0.0))[0] > now):
+            if (source.name, ref.name) in self._distrusted:
                 reasons.append(f"{source.name} gave wrong bytes before")
                 continue
             try:
                 data = get(source)
             except BadBytesError as e:
-                self._struck_off.add((source.name, ref.name))
+                self._distrusted.add((source.name, ref.name))
                 self._report(f"{e}; it is not asked for this shard again")
                 reasons.append(str(e))
             except SourceError as e:
                 reasons.append(str(e))
-                until, wait = self._aside.get(source.name, (0.0, PUT_ASIDE))
+                until, wait = self._backoff.get(source.name, (0.0, BACKOFF_SECONDS))
                 if source.name != LocalFiles.name and now >= until:
-                    self._aside[source.name] = (now + wait, min(2 * wait, PUT_ASIDE_MOST))
+                    self._backoff[source.name] = (now + wait, min(2 * wait, BACKOFF_MOST_SECONDS))
                     self._report(f"no data from {source.name} ({e}); it is asked last for {wait:.0f} s")
             else:
-                if source.name in self._aside:
-                    del self._aside[source.name]
+                if source.name in self._backoff:
+                    del self._backoff[source.name]
                 return data
         tried = "; ".join(reasons) or "the spec names no address, and the shard is not on this disk"
         raise DataUnavailableError(f"{what} of shard {ref.name.short} cannot be had: {tried}")
 
 
 class Batches:
-    """Batches of a peer's windows by its counter, read ahead by a thread.
+    """Batches of a peer's windows by its counter; a thread reads ahead.
 
     Args:
-        reader: where windows are read.
+        reader: the source of the windows.
         windows: (first counter, count) -> window indices; `protocol.assignment.windows_of` with the rest bound.
         batch: windows in a batch.
-        depth: batches read ahead at most.
-        prepare: done to each batch by the thread that reads it.
+        depth: maximum number of batches that are read ahead.
+        prepare: called with each batch by the thread that reads it.
     """
 
     def __init__(
@@ -226,10 +226,10 @@ class Batches:
         self._next = -1
 
     def take(self, first: int) -> Tensor:
-        """The batch of counters [first, first + batch): int64 [batch, window + 1].
+        """Return the batch of counters [first, first + batch): int64 [batch, window + 1].
 
-        A `first` that does not follow the last one starts the reading ahead anew. Raises what reading raised
-        (DataError); taking the same batch again tries again.
+        A `first` that does not follow the last one restarts the reading ahead. Raise the error of reading (DataError);
+        another call for the same batch tries again.
         """
         if first != self._next or self._thread is None:
             self._restart(first)
@@ -249,7 +249,7 @@ class Batches:
 
     def _restart(self, first: int) -> None:
         self.close()
-        # A new queue and flag: an old thread may still be in a request, and what it puts must go nowhere.
+        # A new queue and flag: an old thread may still be in a request, and its batches must not arrive here.
         self._stop = threading.Event()
         self._ready = queue.Queue(maxsize=self._ready.maxsize)
         self._thread = threading.Thread(

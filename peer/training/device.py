@@ -1,4 +1,4 @@
-"""Which device this trainer uses, and how it is set up."""
+"""The device of this trainer, and its setup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peer.errors import TrainingError
 
 
 def choose_device(name: str, threads: int) -> torch.device:
-    """The device for "auto" (CUDA where there is one), "cpu" or "cuda:N", ready for use. Raises TrainingError."""
+    """Return the device for "auto" (CUDA if there is one), "cpu" or "cuda:N", ready for use. Raise TrainingError."""
     torch.set_num_threads(threads)
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -43,19 +43,22 @@ def choose_device(name: str, threads: int) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """For people: at most 80 printable characters."""
+    """Return the device's name for people: at most 80 printable characters."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
     return "".join(c for c in name if c.isprintable())[:80]
 
 
 def pinned_for(device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """For any thread: puts a tensor where the device can read it while the host goes on. None on a CPU."""
+    """Return a function for any thread that copies a tensor to pinned memory; None on a CPU.
+
+    The device reads such memory while the host continues.
+    """
     if device.type != "cuda":
         return None
 
     def pinned(tensor: Tensor) -> Tensor:
         try:
-            with torch.cuda.device(device):  # a new thread's own is cuda:0, where another process may train
+            with torch.cuda.device(device):  # a new thread's device is cuda:0, where another process may train
                 return tensor.pin_memory()
         except RuntimeError:
             return tensor  # the host may allow no (more) such memory: the copy is slower, not wrong
@@ -64,7 +67,7 @@ def pinned_for(device: torch.device) -> Callable[[Tensor], Tensor] | None:
 
 
 def out_of_memory(device: torch.device, doing: str) -> TrainingError:
-    """What to say when memory ran out outside of a step."""
+    """Return the error for memory that ran out outside of a step."""
     return TrainingError(
         f"the memory of {device_name(device)} does not suffice to {doing}: a peer of this run needs about 28 bytes a "
         "parameter and room for one window; stop other programs on it, choose another device, or a GPU with more memory"

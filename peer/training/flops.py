@@ -1,7 +1,7 @@
 """Model FLOPs utilisation (MFU): what the model needs of a device's peak speed, as Chowdhery et al. 2022 (PaLM) count.
 
-What is not known is None, never a guess: the MFU of a GPU that is not in the table, of a CPU, or of a model whose
-tokens do not all take the same way (experts).
+An unknown value is None, never a guess. That is the MFU of a GPU outside the table, of a CPU, and of a model whose
+tokens do not all pass through the same layers (experts).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from peer.training.inner import hidden_matrices
+from peer.training.inner_optimizer import hidden_matrices
 
 _PEAK_TFLOPS = {
     r"B200": 2250.0,
@@ -42,32 +42,36 @@ _PEAK_TFLOPS = {
     r"T4": 65.0,
     r"AMD Instinct MI300X.*": 1307.4,
 }
-"""The vendors' figures for dense bf16 (fp16) matrices, summed in fp32, by torch's name of the device. GeForce and RTX:
-the whitepapers of GA102, Ada and Blackwell; data sheets for the rest, halved where they count structured sparsity."""
+"""The vendors' figures for dense bf16 (fp16) matrices, summed in fp32, by torch's name of the device.
+
+GeForce and RTX: the whitepapers of GA102, Ada and Blackwell. All others: the vendor's specification, halved where it
+counts structured sparsity.
+"""
 
 _MAKER = re.compile(r"^(NVIDIA |Tesla |GeForce )+")
 
 
 def peak_flops(devices: Sequence[str]) -> float | None:
-    """FLOP/s that all of these devices (torch's names) can do at most; None when one is not known."""
+    """Return the peak FLOP/s of all these devices (torch's names) together; None when one is unknown."""
     speeds = [_peak(name) for name in devices]
     known = [speed for speed in speeds if speed is not None]
     return sum(known) if known and len(known) == len(speeds) else None
 
 
 def _peak(device: str) -> float | None:
-    # The whole name: a part of a GPU (MIG), a laptop's or a slower variant has more to it.
+    # The whole name: that of a MIG slice, of a laptop's or of a slower variant is longer.
     name = _MAKER.sub("", device.strip())
     return next((t * 1e12 for pattern, t in _PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None)
 
 
 def flops_per_token(model: nn.Module, window: int) -> int | None:
-    """Model FLOPs to train on one token of a window of so many, forth and back; `model` may be on the meta device.
+    """Return the model FLOPs to train on one token, forward and backward; None for a model that the count does not fit.
 
-    PaLM, appendix B: 6 for each parameter that activations are multiplied with (matrices, and the output head also
-    where it is the embedding; no look-ups, norms and biases), and 12 * layers * heads * head size * window for
-    attention, which takes the whole window, not the causal half. What is computed twice to save memory counts once. A
-    layer with sliding attention looks at no more than its span. None for a model that this count does not fit.
+    `window`: tokens of a window. `model` may be on the meta device. The count is PaLM's (appendix B): 6 for each
+    parameter that activations are multiplied with, and 12 * layers * heads * head size * window for attention. The
+    former are matrices, and the output head even if it is the embedding, but no look-ups, norms and biases. The latter
+    is of the whole window, not of the causal half; a layer with sliding attention has no more than its span. Work that
+    is repeated to save memory counts once.
     """
     config = getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel) or config is None or "expert" in str(config.to_dict()):
@@ -79,16 +83,16 @@ def flops_per_token(model: nn.Module, window: int) -> int | None:
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         multiplied += head.weight.numel()
-    looked_at = _looked_at(config, window)
+    attended = _attended(config, window)
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if looked_at is None or not isinstance(heads, int) or not isinstance(hidden, int):
+    if attended is None or not isinstance(heads, int) or not isinstance(hidden, int):
         return None
     width = heads * (getattr(config, "head_dim", None) or hidden // heads)
-    return 6 * multiplied + 12 * width * looked_at
+    return 6 * multiplied + 12 * width * attended
 
 
-def _looked_at(config: object, window: int) -> int | None:
-    """Tokens that attention looks at for one, summed over the layers; None when some layers are no such attention."""
+def _attended(config: object, window: int) -> int | None:
+    """Return the tokens that attention reads for one, summed over the layers; None when a layer has no attention."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         return None
@@ -100,7 +104,7 @@ def _looked_at(config: object, window: int) -> int | None:
 
 
 def mfu(tokens_per_second: float, flops: int | None, peak: float | None) -> float | None:
-    """The share of `peak` (FLOP/s) that so many tokens with so many FLOPs each are, at most 1; None if not known."""
+    """Return the used share of `peak` (FLOP/s), at most 1, by `flops` for each token; None when one is unknown."""
     if flops is None or peak is None:
         return None
     return min(1.0, max(0.0, tokens_per_second * flops / peak))

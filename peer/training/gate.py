@@ -1,40 +1,46 @@
-"""Where the thread that trains on a CPU stands aside while another does what cannot wait.
+"""A gate at which the thread that trains on a CPU yields while another thread does what cannot wait.
 
-Both need the interpreter's lock hundreds of times for a round. The training thread yields the cores to everybody (its
-niceness), so it may lose its core while it holds that lock, and the other, for which peers wait, with it.
+Both threads need the interpreter's lock hundreds of times in a round. The training thread has a low priority
+(niceness), so it may lose its core while it holds that lock. The other thread, for which peers wait, would then wait
+too.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from peer.training.spent import Doing
+from peer.training.time_breakdown import Activity, TimeBreakdown
 
 
-class Gate:
-    """Open at first."""
+class YieldGate:
+    """An event that is open at first. A step calls `wait` often; a request closes the gate for its duration."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
         self._open.set()
-        self.why = Doing.APPLYING
-        """What it was closed for last."""
+        self._why = Activity.APPLYING
 
     @property
     def is_closed(self) -> bool:
         return not self._open.is_set()
 
-    def wait(self) -> None:
-        """Go on when it is open: called often."""
-        if not self._open.is_set():
+    def wait(self, times: TimeBreakdown | None = None) -> None:
+        """Block until the gate is open. `times`, the calling thread's, count the wait as the request's activity."""
+        if self._open.is_set():
+            return
+        if times is None:
+            self._open.wait()
+            return
+        with times.during(self._why, time.monotonic):
             self._open.wait()
 
     @contextmanager
-    def closed(self, why: Doing) -> Iterator[None]:
-        """Closed for a while, by one thread at a time."""
-        self.why = why
+    def closed(self, why: Activity) -> Iterator[None]:
+        """Keep the gate closed for the block. One thread at a time closes it."""
+        self._why = why
         self._open.clear()
         try:
             yield

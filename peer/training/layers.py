@@ -1,9 +1,9 @@
-"""How the decoder layers run: compiled or not, their activations kept for the backward pass or computed again in it.
+"""The decoder layers: compiled or not, with activations kept for the backward pass or computed again in it.
 
-Both are done to each layer's `forward`, in place. The layer, its parameters' names, and what hooks do around the call
-(FSDP gathers there) stay as they are, so it is the same for one process and for every layout of many. `recompute` is
-activation checkpointing (Chen et al. 2016, arXiv 1604.06174) of whole layers: of each only its input is kept. That is
-around what is compiled: the backward pass runs the same compiled layer once more.
+Both replace each layer's `forward`, in place. The layer, its parameters' names, and the hooks around the call (FSDP
+gathers there) stay as they are. So it works alike for one process and for every layout of several. `recompute` is
+activation checkpointing (Chen et al. 2016, arXiv 1604.06174) of whole layers, which keeps only each layer's input. It
+wraps the compiled layer: the backward pass runs the same compiled layer once more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,15 +22,16 @@ from torch.utils.checkpoint import checkpoint
 
 from peer.channel import Choice
 
-Report = Callable[[str, str, str], None]
-"""(level, kind, text): tell a person. Called from any thread."""
+Level = Literal["info", "warning", "error"]
+Report = Callable[[Level, str, str], None]
+"""Called with (level, kind, text) for people, from any thread."""
 
 Forward = Callable[..., Any]
 
 BACKEND = "inductor"
 
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
-"""Where the models of `transformers` keep their decoder layers."""
+"""Names of the decoder layers in the models of `transformers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,36 +46,36 @@ USUAL = LayerOptions()
 
 
 def decoder_layers(root: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers within a model, by name, in order."""
+    """Return the decoder layers within a model, by name, in order."""
     return {name: module for name, module in root.named_modules() if _LAYER.search(name)}
 
 
 def compiles(asked: Choice, kind: str) -> bool:
-    """Whether to compile: `kind` is the device's: "cpu" or "cuda"."""
+    """Return whether to compile, by the user's choice and the device's kind: "cpu" or "cuda"."""
     return asked == "on" or (asked == "auto" and kind == "cuda")
 
 
 def keep_compiled(folder: Path) -> None:
-    """What is compiled is kept here, for the next start, unless the environment says where.
+    """Keep compiled layers in this folder for the next start, unless the environment names another one.
 
-    torch would keep it in a folder of /tmp that another user may have made, and it believes what it finds there.
+    torch would keep them in a folder of /tmp, which another user may have made, and it trusts the files that it finds.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 class Layers:
-    """The decoder layers of one model in this process. Each may be run in either way from one pass to the next."""
+    """The decoder layers of one model in this process. Both options may change from one pass to the next."""
 
     def __init__(self, model: nn.Module, options: LayerOptions = USUAL, report: Report = lambda *_: None):
         self._report = report
         found = decoder_layers(model)
         self.recompute = options.recompute == "on"
-        """Whether activations are computed again."""
+        """True while activations are computed again."""
         self.refused = options.recompute == "off" and bool(found)
-        """Whether it could be done, and must not."""
+        """True when the user forbids it."""
         self.may_recompute = options.recompute != "off" and bool(found)
         self.compiled = options.compiled and bool(found)
-        """Whether the compiled layers are used: until it turns out that they cannot be."""
+        """True while the compiled layers are used; False once compiling has failed."""
         self._outgrown = False
         self._inside = {id(m) for layer in found.values() for m in layer.modules() if m is not layer}
         self._model = model
@@ -88,7 +89,7 @@ class Layers:
             self._wrap(layer)
 
     def hookable(self) -> Iterator[nn.Module]:
-        """The modules that may be given hooks: none within a layer that is compiled."""
+        """Yield the modules that may be given hooks: none within a compiled layer."""
         for module in self._model.modules():
             if not self.compiled or id(module) not in self._inside:
                 yield module
@@ -98,8 +99,8 @@ class Layers:
         compiled: Forward | None = torch.compile(plain, backend=BACKEND) if self.compiled else None
 
         def forward(*positional: Any, **named: Any) -> Any:
-            went: list[Forward] = []  # of this call
-            once = partial(self._compiled_or_plain, compiled, plain, went) if compiled else plain
+            chosen: list[Forward] = []  # of this call
+            once = partial(self._compiled_or_plain, compiled, plain, chosen) if compiled else plain
             if self.recompute and torch.is_grad_enabled():
                 return checkpoint(once, *positional, use_reentrant=False, **named)
             return once(*positional, **named)
@@ -107,17 +108,17 @@ class Layers:
         layer.forward = forward
 
     def _compiled_or_plain(
-        self, compiled: Forward, plain: Forward, went: list[Forward], *positional: Any, **named: Any
+        self, compiled: Forward, plain: Forward, chosen: list[Forward], *positional: Any, **named: Any
     ) -> Any:
-        """`went`: which of both it was. In the backward pass it must be the same one: each keeps other activations."""
-        if went:
-            return went[0](*positional, **named)
+        """Call one of both, and note it in `chosen`: the backward pass must call the same one."""
+        if chosen:
+            return chosen[0](*positional, **named)
         if self.compiled:
             from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
             try:
                 out = compiled(*positional, **named)
-                went.append(compiled)
+                chosen.append(compiled)
                 return out
             except FailOnRecompileLimitHit:
                 self._outgrow()
@@ -126,7 +127,7 @@ class Layers:
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
                 self._give_up(cause)
-        went.append(plain)
+        chosen.append(plain)
         return plain(*positional, **named)
 
     def _outgrow(self) -> None:
@@ -147,15 +148,15 @@ class Layers:
 
 
 def _set_up() -> None:
-    """torch's settings for compiling layer by layer."""
+    """Set torch's options for compiling layer by layer."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
-    # DDP sums a layer's gradients after its backward as it is; to cut the layer's graph at DDP's buckets gains nothing.
+    # DDP sums a layer's gradients after its backward pass anyway; to cut its graph at DDP's buckets gains nothing.
     dynamo.optimize_ddp = False
-    # A layer's first size is compiled as such, the second for any number of windows: sizes cannot come near the limit.
-    # Were it reached all the same, torch would go on without a word.
+    # A layer's first size is compiled as such, the second for any number of windows, so sizes do not reach the limit.
+    # If the limit is reached all the same, torch must say so.
     dynamo.fail_on_recompile_limit_hit = True
-    # Also the backward pass at the first call: there what cannot be compiled can still be run without.
+    # Compile the backward pass at the first call, too: a layer that cannot be compiled can still run without.
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
         functorch.force_non_lazy_backward_lowering = True

@@ -1,4 +1,4 @@
-"""Memory: what this process uses of its device, and what it may still take of the machine and of its container."""
+"""Memory in use by this process on its device, and memory available in the machine and in its container."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ _STATM = Path("/proc/self/statm")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 UNKNOWN = 2**29
-"""Bytes taken to be available where nothing tells (no /proc)."""
+"""Bytes that are assumed to be available where there is no /proc."""
 
 
 def memory_of(device: torch.device) -> Memory | None:
-    """On CUDA: what torch's tensors took of the device at most since the start. On a CPU: what of the process is in
-    memory now, of the machine's; None where that cannot be told (Linux tells). Does not wait for the device."""
+    """Return the memory in use, without a wait for the device; None when it is unknown.
+
+    On CUDA that is the peak of torch's tensors since the start. On a CPU it is the process's resident size, which Linux
+    reports.
+    """
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
         return Memory(torch.cuda.max_memory_allocated(device), whole)
@@ -31,18 +34,18 @@ def memory_of(device: torch.device) -> Memory | None:
 
 
 def available(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
-    """Bytes that programs can still get without anything being swapped or killed."""
+    """Return the bytes that programs can still allocate without anything being swapped or killed."""
     machine = _fields(meminfo, "MemAvailable:")
     free = 1024 * machine if machine is not None else UNKNOWN
     most, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
     if most is not None and used is not None:
-        # Pages of files that nobody has touched lately count as used there, and are given up when memory is wanted.
+        # Pages of files that were not used lately count as used there, and are freed when memory is needed.
         free = min(free, max(0, most - used + (_fields(cgroup / "memory.stat", "inactive_file") or 0)))
     return free
 
 
 def _fields(path: Path, name: str) -> int | None:
-    """The number after a name in a file of such lines."""
+    """Return the number after a name at the start of a line; None when there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -52,7 +55,7 @@ def _fields(path: Path, name: str) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """A file's one number; None for "max", and where there is no such file."""
+    """Return a file's one number; None for "max", and when there is no such file."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""A rank but the first: `python -m peer.training.rank ...`. Started by rank 0, the trainer's process, never by hand."""
+"""A rank other than 0: `python -m peer.training.rank ...`. Started by rank 0, the trainer's process, never by hand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import signal
 import sys
 from pathlib import Path
 
-from peer.training.parent import die_with
+from peer.parent_process import exit_with_parent
 
 
 def main() -> int:
-    """Follow rank 0's orders to the last. Returns the exit code."""
+    """Execute rank 0's commands to the last. Return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m peer.training.rank", description=__doc__)
@@ -24,38 +24,38 @@ def main() -> int:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--seconds", type=float, required=True)
     a = parser.parse_args()
-    if not die_with(a.parent):
+    if not exit_with_parent(a.parent):
         return 1
     import torch
 
     from peer.training.device import choose_device, out_of_memory
     from peer.training.layers import LayerOptions
-    from peer.training.parallel.degrees import Degrees
-    from peer.training.parallel.group import Group
-    from peer.training.parallel.hands import OUT_OF_MEMORY, STEPPING, Hands, Order
+    from peer.training.parallel.group import RankGroup
+    from peer.training.parallel.parallel_dims import ParallelDims
+    from peer.training.parallel.rank_worker import OUT_OF_MEMORY, STEPPING, Command, RankWorker
     from protocol.errors import CairnError
     from protocol.spec import parse_spec
 
     def report(level: str, _kind: str, text: str) -> None:
-        if level != "info":  # rank 0 says that for all
+        if level != "info":  # rank 0 reports it for all
             print(f"rank {a.rank}: {text}", file=sys.stderr, flush=True)
 
     number, code = -1, 1
     try:
         device = choose_device(a.device, a.threads)
         spec = parse_spec(a.spec.read_bytes())
-        group = Group.join(Degrees.parse(a.parallel), a.rank, a.folder / "meet", device, a.seconds)
+        group = RankGroup.join(ParallelDims.parse(a.parallel), a.rank, a.folder / "meet", device, a.seconds)
         try:
             layers = LayerOptions("on" if a.recompute else "off", bool(a.compile))
-            hands = Hands(spec, group, device, a.piece or None, layers, report)
+            worker = RankWorker(spec, group, device, a.piece or None, layers, report)
             while True:
-                number, payload = group.take()
+                number, payload = group.receive_command()
                 try:
-                    hands.do(Order(number), payload)
+                    worker.do(Command(number), payload)
                 except (CairnError, OSError) as e:
                     if e is not group.agreed:
                         raise
-                if number == Order.STOP:
+                if number == Command.STOP:
                     return 0
         except torch.OutOfMemoryError:
             code = OUT_OF_MEMORY if number in STEPPING else 1
@@ -63,7 +63,7 @@ def main() -> int:
     except (CairnError, OSError, RuntimeError) as e:
         text = " ".join(str(e).split())[:500]
         print(f"rank {a.rank}: {text}", file=sys.stderr)
-        if a.folder.is_dir():  # rank 0, which tells the node, may have left already
+        if a.folder.is_dir():  # rank 0, which reports it to the node, may have ended already
             (a.folder / f"rank-{a.rank}").write_text(text)
         return code
 

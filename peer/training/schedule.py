@@ -8,10 +8,11 @@ from protocol.spec import Schedule
 
 
 def factor(schedule: Schedule, tokens: float) -> float:
-    """What `inner.lr` is multiplied with when so many tokens have been accepted: in [0, 1].
+    """Return the factor of `inner.lr` after `tokens` accepted tokens: in [0, 1].
 
-    Warmup is linear from 0. `cosine` falls from 1 to min_ratio at total_tokens (Loshchilov and Hutter 2017); `wsd`
-    stays at 1 and falls linearly to min_ratio over the last decay_fraction (Hu et al. 2024). Then min_ratio for ever.
+    Warmup is linear from 0. `cosine` falls from 1 to min_ratio at total_tokens (Loshchilov and Hutter 2017). `wsd`
+    stays at 1 and falls linearly to min_ratio over the last decay_fraction (Hu et al. 2024). Afterwards both stay at
+    min_ratio.
     """
     if tokens < schedule.warmup_tokens:
         return max(0.0, tokens) / schedule.warmup_tokens
@@ -31,11 +32,12 @@ def factor(schedule: Schedule, tokens: float) -> float:
 def step_factor(
     schedule: Schedule, accepted_tokens: int, target_tokens: int, windows: float, usual_windows: int
 ) -> float:
-    """The factor of a step within a round that began at `accepted_tokens` and ends `target_tokens` later.
+    """Return the factor of a step within a round that began at `accepted_tokens` and ends `target_tokens` later.
 
-    How far the swarm has come since is told by the peer's own windows: `windows` since the state that it trains from,
-    `usual_windows` in the last round that had an update of its own. 0: none had; then the round's middle, so that
-    the first is not trained at a rate of 0. Windows beyond the round are the next one's (overlap): at most that one.
+    The peer's own windows estimate how far the swarm has come: `windows` since the state that it trains from, relative
+    to `usual_windows` in the last round with an own update. Before there is one (0), the estimate is the round's
+    middle, so that the first round does not train at a rate of 0. Windows beyond the round belong to the next one
+    (overlap), and the estimate ends with that one.
     """
     share = min(2.0, windows / usual_windows) if usual_windows else 0.5
     return factor(schedule, accepted_tokens + share * target_tokens)

@@ -1,6 +1,6 @@
-"""The trainer's loop, of the thread that trains: between inner steps it does what the node asks, and says how it goes.
+"""The loop of the thread that trains: between inner steps it deals with messages, and reports progress to the node.
 
-What cannot wait for a step is done by another thread (see `front`).
+Another thread does what cannot wait for a step (see `request_handler`).
 """
 
 from __future__ import annotations
@@ -23,71 +23,86 @@ from peer.channel import (
     Load,
     MakeUpdate,
     Note,
+    Orders,
     Progress,
-    Save,
-    Saved,
     Start,
     Stop,
     Stopped,
     TrainerEnd,
-    UpdateMade,
 )
 from peer.errors import ChannelError, SavedStateError, TrainingError
+from peer.training.base_state import BaseMove
 from peer.training.data import DataError
 from peer.training.device import choose_device, out_of_memory
 from peer.training.flops import mfu
-from peer.training.front import Front, Item
-from peer.training.spent import Doing
-from peer.training.trainer import Move, Trainer
+from peer.training.layers import Level
+from peer.training.request_handler import Handover, Message, RequestHandler, SaveAfterUpdate, SwapBase
+from peer.training.time_breakdown import Activity
+from peer.training.trainer import Trainer
 from protocol.errors import CairnError
 
 PROGRESS_SECONDS = 0.2
+"""Minimum time between two Progress messages."""
+
 IDLE_SECONDS = 1.0
+"""Longest wait for a message while there is nothing to train on and nothing to save."""
+
 SAVING_SECONDS = 0.1
-"""How often it is looked after what is being saved while there is nothing to train on."""
-DATA_WAIT = (1.0, 30.0)
+"""The same while a state is being saved: the checkpointer is then polled."""
+
+DATA_SECONDS = 0.01
+"""The same while the next batch is being read."""
+
+DATA_RETRY_SECONDS = (1.0, 30.0)
 """First and longest wait after data could not be read."""
 
 STOP_SHARE = 0.75
-"""What saving may take of the time that there is to stop: the rest is for what is being done, and for leaving."""
+"""Share of the time for `Stop` that saving may use. The rest is for what is under way, and for the process's end."""
 
 CPU_NICENESS = 10
 
 NOTES_MOST = 100
+"""Notes that wait to be sent; more at once are dropped, since no person would read them."""
 
-_DOING: dict[type, Doing] = {UpdateMade: Doing.SAVING, Move: Doing.APPLYING, Load: Doing.APPLYING, Save: Doing.SAVING}
+_ACTIVITIES: dict[type, Activity] = {
+    SaveAfterUpdate: Activity.SAVING,
+    SwapBase: Activity.APPLYING,
+    Load: Activity.APPLYING,
+}
 
 
-class Stopping(Exception):
+class _Stopping(Exception):
     """The node asked for the end."""
 
 
-class Service:
+class TrainerService:
     """One trainer behind one channel. `run` returns the process's exit code."""
 
     def __init__(self, end: TrainerEnd):
         self._end = end
-        self._front = Front(end)
+        self._requests = RequestHandler(end)
         self._notes: queue.Queue[Note] = queue.Queue(NOTES_MOST)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="batch")
-        self._coming: tuple[int, Future[Tensor]] | None = None
-        self._data_failed: tuple[float, float] | None = None
-        """(when to try again, how long the wait was)."""
+        self._next_batch: tuple[int, Future[Tensor]] | None = None
+        """(its first window, the batch) of the batch that is being read, or waits to be trained on."""
+        self._data_retry: tuple[float, float] | None = None
+        """(when to read again, how long the wait was) after data could not be read."""
         self._started = False
         self._progress_due = 0.0
 
     def run(self) -> int:
-        """Serve until Stop. Raises ChannelError when the node is gone."""
-        self._front.start()
-        start = self._front.next(None)
-        if not isinstance(start, Start):
+        """Serve until Stop. Raise ChannelError when the node has closed the channel."""
+        self._requests.start()
+        first = self._requests.next(None)
+        start = first.message if first is not None else None
+        if first is None or not isinstance(start, Start):
             self._end.send(Failed("start", f"the first message is {type(start).__name__}, not Start", fatal=True))
             return 1
         try:
             if choose_device(start.device, start.threads).type == "cpu":
-                # The node shares these cores, and others wait for its answers: training takes what is left.
+                # The node shares these cores, and peers wait for its answers: training gets the time that is left.
                 os.nice(CPU_NICENESS)
-            trainer = self._front.trainer = Trainer(start, self._note, self._lost)
+            trainer = Trainer(start, self._note, self._lost)
         except torch.OutOfMemoryError:
             self._end.send(Failed("start", str(out_of_memory(torch.device("cuda"), "build the model")), fatal=True))
             return 1
@@ -96,12 +111,13 @@ class Service:
             return 1
         self._end.send(trainer.ready())
         self._started = True
-        self._front.done()
+        trainer.base.hand_over()
+        first.done.set_result(trainer)
         in_order = False
         try:
             while True:
                 self._turn(trainer)
-        except Stopping:
+        except _Stopping:
             in_order = True
             return 0
         except TrainingError as e:
@@ -113,176 +129,168 @@ class Service:
             self._reading.shutdown(wait=False, cancel_futures=True)
 
     def _turn(self, trainer: Trainer) -> None:
-        """Messages that are there, then one inner step; or wait for whichever can come first."""
-        batch = self._next_batch(trainer)
+        """Deal with pending messages, then make one inner step; without a batch, wait for a message."""
+        batch = self._batch(trainer)
         self._turn_to_waiting(trainer)
         self._send_notes()
-        while (item := self._front.next(0.0 if batch is not None else self._patience(trainer))) is not None:
-            self._take(trainer, item)
-            batch = self._next_batch(trainer)
+        while (item := self._requests.next(0.0 if batch is not None else self._patience(trainer))) is not None:
+            self._deal(trainer, item)
+            batch = self._batch(trainer)
             self._turn_to_waiting(trainer)
-        self._go_on_saving(trainer)
-        if trainer.saving.is_progress_due:
-            self._save(trainer, trainer.saving.keep_progress)
+        self._continue_saving(trainer)
+        if trainer.checkpointer.is_mid_round_due:
+            self.save(trainer, trainer.checkpointer.start_mid_round)
         if batch is None:
-            self._send_progress(trainer, waiting=not trainer.may_train or self._data_failed is not None)
+            self._send_progress(trainer, waiting=not trainer.steps.may_train or self._data_retry is not None)
             return
-        self._ask_for(trainer, trainer.claims.counter + len(batch))  # read while the device computes
-        trainer.spent.turn(Doing.TRAINING, time.monotonic())
-        trainer.step(batch, lambda: self._take_what_is_there(trainer))
+        self._read(trainer, trainer.windows.counter + len(batch))  # while the device computes
+        trainer.steps.times.turn(Activity.TRAINING, time.monotonic())
+        trainer.steps.step(batch, lambda: self._deal_with_pending(trainer))
         self._send_progress(trainer, waiting=False)
 
     def _turn_to_waiting(self, trainer: Trainer) -> None:
-        """Until a step begins."""
-        trainer.spent.turn(Doing.DATA if trainer.may_train else Doing.WAITING, time.monotonic())
+        """Count the time until a step begins as a wait."""
+        activity = Activity.DATA if trainer.steps.may_train else Activity.WAITING
+        trainer.steps.times.turn(activity, time.monotonic())
 
     # -- data ------------------------------------------------------------------------------------------------
 
-    def _next_batch(self, trainer: Trainer) -> Tensor | None:
-        """The batch of the next step when it is there and may be trained on; asks for it when it is not."""
-        if not trainer.may_train:
+    def _batch(self, trainer: Trainer) -> Tensor | None:
+        """Return the next step's batch if it was read and may be trained on; have it read otherwise."""
+        if not trainer.steps.may_train:
             return None
-        if self._data_failed and time.monotonic() < self._data_failed[0]:
+        if self._data_retry and time.monotonic() < self._data_retry[0]:
             return None
-        first = trainer.claims.counter
-        if self._coming is None or self._coming[0] != first:
-            self._ask_for(trainer, first)
-        if self._coming is None or not self._coming[1].done():
+        first = trainer.windows.counter
+        if self._next_batch is None or self._next_batch[0] != first:
+            self._read(trainer, first)
+        if self._next_batch is None or not self._next_batch[1].done():
             return None
         try:
-            batch = self._coming[1].result()
+            batch = self._next_batch[1].result()
         except DataError as e:
-            wait = min(DATA_WAIT[1], 2 * self._data_failed[1]) if self._data_failed else DATA_WAIT[0]
-            self._data_failed = (time.monotonic() + wait, wait)
-            self._coming = None
+            first_wait, longest = DATA_RETRY_SECONDS
+            wait = min(longest, 2 * self._data_retry[1]) if self._data_retry else first_wait
+            self._data_retry = (time.monotonic() + wait, wait)
+            self._next_batch = None
             self._note("error", "data", f"{e}; trying again in {wait:.0f} s")
             return None
-        self._data_failed = None
+        self._data_retry = None
         return batch
 
-    def _ask_for(self, trainer: Trainer, first: int) -> None:
+    def _read(self, trainer: Trainer, first: int) -> None:
         # In a thread of its own: a slow source of data must not keep the node waiting for answers.
-        self._coming = (first, self._reading.submit(trainer.batches.take, first))
+        self._next_batch = (first, self._reading.submit(trainer.steps.batches.take, first))
 
     def _patience(self, trainer: Trainer) -> float:
-        """How long to wait for a message when there is no batch to train on."""
-        if self._coming is not None and trainer.may_train:
-            return 0.01
-        if not trainer.saving.is_idle:
-            return SAVING_SECONDS
-        return IDLE_SECONDS
+        """Return the seconds to wait for a message when there is no batch to train on."""
+        if self._next_batch is not None and trainer.steps.may_train:
+            return DATA_SECONDS
+        return IDLE_SECONDS if trainer.checkpointer.is_idle else SAVING_SECONDS
 
-    def _take_what_is_there(self, trainer: Trainer) -> None:
-        while (item := self._front.next(0.0)) is not None:
-            self._take(trainer, item)
-        self._go_on_saving(trainer)
+    def _deal_with_pending(self, trainer: Trainer) -> None:
+        while (item := self._requests.next(0.0)) is not None:
+            self._deal(trainer, item)
+        self._continue_saving(trainer)
 
     # -- messages --------------------------------------------------------------------------------------------
 
-    def _take(self, trainer: Trainer, item: Item) -> None:
-        with trainer.spent.during(_DOING.get(type(item), trainer.spent.doing), time.monotonic):
-            self._do(trainer, item)
-        self._front.done()
+    def _deal(self, trainer: Trainer, item: Handover) -> None:
+        activity = _ACTIVITIES.get(type(item.message), trainer.steps.times.activity)
+        with trainer.steps.times.during(activity, time.monotonic):
+            self._do(trainer, item.message)
+        item.done.set_result(None)
         self._send_notes()
         self._progress_due = 0.0
-        self._send_progress(trainer, waiting=not trainer.may_train)
-        if isinstance(item, Move):
-            self._save(trainer, lambda: trainer.saving.go_on(now=True))
+        self._send_progress(trainer, waiting=not trainer.steps.may_train)
+        if isinstance(item.message, SwapBase):
+            self.save(trainer, lambda: trainer.checkpointer.step(now=True))
 
-    def _do(self, trainer: Trainer, item: Item) -> None:
-        match item:
-            case UpdateMade():
-                # The state knows of the update: whatever becomes of it, nothing is counted twice.
-                self._save(trainer, trainer.saving.keep)
-            case Move():
-                self._settle(trainer, item)
+    def _do(self, trainer: Trainer, message: Message) -> None:
+        match message:
+            case SaveAfterUpdate():
+                # The state has the update as announced: whatever becomes of it, nothing is counted twice.
+                self.save(trainer, trainer.checkpointer.start)
+            case SwapBase(move):
+                self._swap_base(trainer, move)
             case Load():
-                self._load(trainer, item)
-            case Save():
-                self._save_now(trainer)
+                self._load(trainer, message)
+            case Orders():
+                trainer.steps.obey(message)
             case Stop():
-                saved = self._save(trainer, lambda: trainer.saving.now(STOP_SHARE * SAVE_SECONDS))
+                saved = self.save(trainer, lambda: trainer.checkpointer.save_now(STOP_SHARE * SAVE_SECONDS))
                 self._send_notes()
                 self._end.send(Stopped(saved))
-                raise Stopping
+                raise _Stopping
             case Start():
                 self._end.send(Failed("channel", "Start was sent twice: a new run needs a new trainer", fatal=False))
             case MakeUpdate() | Apply():
-                raise TrainingError(f"{type(item).__name__} is for the front, and reached the thread that trains")
+                raise TrainingError(f"{type(message).__name__} reached the thread that trains")
 
-    def _settle(self, trainer: Trainer, move: Move) -> None:
+    def _swap_base(self, trainer: Trainer, move: BaseMove) -> None:
         try:
-            trainer.settle(move)
+            with trainer.base.owned():
+                trainer.swap_base(move)
         except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.device, "go on from a state") from None
+            raise out_of_memory(trainer.backend.device, "go on from a state") from None
 
     def _load(self, trainer: Trainer, ask: Load) -> None:
         try:
-            answer: FromTrainer = trainer.load(ask)
+            with trainer.base.owned():
+                answer: FromTrainer = trainer.load(ask)
         except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.device, "load a state") from None
+            raise out_of_memory(trainer.backend.device, "load a state") from None
         except (CairnError, OSError) as e:
             answer = Failed("load", str(e), fatal=False)
         self._send_notes()
         self._end.send(answer)
 
-    def _go_on_saving(self, trainer: Trainer) -> None:
-        if not trainer.saving.is_idle:
-            self._save(trainer, trainer.saving.go_on)
+    def _continue_saving(self, trainer: Trainer) -> None:
+        if not trainer.checkpointer.is_idle:
+            self.save(trainer, trainer.checkpointer.step)
 
-    def _save(self, trainer: Trainer, do: Callable[[], None]) -> bool:
-        """Something of saving, which may fail: a later one may not."""
+    def save(self, trainer: Trainer, do: Callable[[], None]) -> bool:
+        """Do a part of saving. Return False when it failed, which is reported: a later one may succeed."""
         try:
-            with trainer.spent.during(Doing.SAVING, time.monotonic):
+            with trainer.steps.times.during(Activity.SAVING, time.monotonic):
                 do()
         except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.device, "save what was learnt") from None
+            raise out_of_memory(trainer.backend.device, "save what was learnt") from None
         except SavedStateError as e:
             self._end.send(Note("warning", "saved-state", str(e)))
             return False
         return True
 
-    def _save_now(self, trainer: Trainer) -> None:
-        began = time.monotonic()
-        try:
-            trainer.save()
-            self._end.send(Saved(time.monotonic() - began))
-        except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.device, "save what was learnt") from None
-        except SavedStateError as e:
-            self._end.send(Failed("save", str(e), fatal=False))
+    # -- to the node -------------------------------------------------------------------------------------------
 
     def _send_progress(self, trainer: Trainer, *, waiting: bool) -> None:
         now = time.monotonic()
-        if trainer.record is None or now < self._progress_due:
+        steps = trainer.steps
+        if not steps.has_started or now < self._progress_due:
             return
         self._progress_due = now + PROGRESS_SECONDS
-        claims, pace = trainer.claims, trainer.pace
-        rate = pace.tokens_per_second(now)
+        windows = trainer.windows
+        rate = steps.throughput.tokens_per_second(now)
         self._end.send(
             Progress(
-                claims.uncovered, pace.late_loss, rate, claims.steps, trainer.inner.learning_rate, waiting,
-                mfu(rate, trainer.flops_per_token, trainer.peak_flops), trainer.work.memory(),
-                trainer.spent.shares(now), trainer.trained, claims.counter,
+                windows.uncovered, steps.throughput.late_loss, rate, windows.steps,
+                trainer.backend.inner.learning_rate, waiting, mfu(rate, trainer.flops_per_token, trainer.peak_flops),
+                trainer.backend.memory(), steps.times.shares(now), steps.trained_windows, windows.counter,
             )
         )  # fmt: skip
 
     def _lost(self, why: str) -> None:
-        """One of many ranks has ended: so does this process, whatever its threads wait for. The node starts anew."""
+        """End this process, for one of several ranks has ended, whatever the threads wait for. The node restarts it."""
         with contextlib.suppress(ChannelError):
             self._end.send(Failed("train" if self._started else "start", why, fatal=True))
         os._exit(1)
 
-    def _note(self, level, kind: str, text: str) -> None:
-        """From any thread; sent by the loop. More than NOTES_MOST at once are not for people."""
-        try:
+    def _note(self, level: Level, kind: str, text: str) -> None:
+        """Queue a note; called by any thread, sent by the loop."""
+        with contextlib.suppress(queue.Full):
             self._notes.put_nowait(Note(level, kind, text))
-        except queue.Full:
-            return
 
     def _send_notes(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 self._end.send(self._notes.get_nowait())
-            except queue.Empty:
-                return

@@ -1,7 +1,7 @@
-"""Where token shards come from: a verified file of this peer, or a folder at an address that the spec names.
+"""Sources of token shards: a verified file of this peer, or a folder at an address that the spec names.
 
-A source is asked for ranges of bytes with a deadline and a fixed size. It never gives more than was asked for; whether
-what it gives is right is for the reader to check.
+A source returns ranges of bytes, with a deadline and a fixed size, and never more than was requested. The reader checks
+the bytes.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_leaves, chunk_count
 
 MAX_STUCK = 8
-"""Calls to an address that never came back, after which it is asked no more."""
+"""Calls to an address that never returned, after which it is not used any more."""
 
 
 class SourceError(PeerError):
-    """A source did not give what it was asked for. The message says why."""
+    """A source did not return the requested bytes. The message says why."""
 
 
-class Source(Protocol):
-    """Something that holds shards."""
+class ShardSource(Protocol):
+    """A holder of shards."""
 
     name: str
 
     def leaves(self, shard: Digest, size: int) -> bytes:
-        """The leaf hashes of a shard of `size` bytes, one after the other, unverified. Raises SourceError."""
+        """Return the leaf hashes of a shard of `size` bytes, concatenated and unverified. Raise SourceError."""
         ...
 
     def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
-        """So many bytes at an offset, unverified. Raises SourceError."""
+        """Return `size` bytes at an offset, unverified. Raise SourceError."""
         ...
 
 
 class LocalFiles:
-    """Shards that lie on this disk, as blobs of the peer's store or as prepared files."""
+    """Shards on this disk, as blobs of the peer's store or as prepared files."""
 
     name = "this disk"
 
@@ -52,7 +52,7 @@ class LocalFiles:
         self._paths = dict(paths)
 
     def leaves(self, shard: Digest, size: int) -> bytes:
-        """From the file beside it (`.leaves`) where there is one of the right size, else by hashing the shard."""
+        """Return them from a `.leaves` file of the right size beside the shard; otherwise hash the shard."""
         path = self._path(shard)
         try:
             for beside in (path.with_suffix(".leaves"), path.with_name(path.name + ".leaves")):
@@ -79,8 +79,8 @@ class LocalFiles:
         return self._paths[shard]
 
 
-def at_address(address: str, timeout: float) -> Source:
-    """The source at an address of the spec: a folder with DIGEST.tokens and DIGEST.leaves. Raises SpecError."""
+def at_address(address: str, timeout: float) -> ShardSource:
+    """Return the source at an address of the spec: a folder with DIGEST.tokens and DIGEST.leaves. Raise SpecError."""
     protocol = check_address(address)
     return HttpFolder(address, timeout) if protocol in ("http", "https") else FsspecFolder(address, timeout)
 
@@ -99,7 +99,7 @@ class HttpFolder:
         return self._range(f"{self.name}/{shard}.tokens", offset, size)
 
     def _range(self, url: str, start: int, size: int) -> bytes:
-        """Reads at most `size` bytes whatever the server sends, within the deadline."""
+        """Return at most `size` bytes, whatever the server sends, within the deadline."""
         if not size:
             return b""
         until = time.monotonic() + self._timeout
@@ -121,7 +121,7 @@ class HttpFolder:
 
 
 class FsspecFolder:
-    """A folder on any file system that fsspec knows. Each call has a thread, for few of them have deadlines."""
+    """A folder on any file system of fsspec. Each call has a thread, since few file systems have deadlines."""
 
     def __init__(self, address: str, timeout: float):
         self.name = address.rstrip("/")

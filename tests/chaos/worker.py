@@ -11,16 +11,19 @@ import os
 from collections.abc import Callable
 
 import coordinator.ledger_thread as threads
-from coordinator.credits import RoundAccount
 from coordinator.errors import LedgerError
-from coordinator.ledger import Ledger, store, writing
+from coordinator.ledger import Ledger, store, writes
+from protocol.ledger.credits import RoundAccount
 from tests.chaos import story
 
 AT_ONCE = 4
 
 
 def run(where: str, mode: str, acknowledge: Callable[[str], None], rounds: int = 10**9) -> None:
-    """Until killed, or so many rounds are there. `acknowledge` gets "opened", "round N", "admitted N", "refused N"."""
+    """Post rounds until a kill, or up to a number of rounds.
+
+    `acknowledge` gets "opened", "round N", "admitted N", "refused N".
+    """
     if mode == "early":
         threads.write_group = _answers_before_the_commit
     if mode == "split":
@@ -41,7 +44,7 @@ async def _work(where: str, acknowledge: Callable[[str], None], rounds: int) -> 
         asyncio.create_task(_one_after_the_other(thread, acknowledge, "refused", _refuse, first)),
     ]
     for r in range(start, rounds, AT_ONCE):
-        # What was posted before is posted again, as a coordinator does that does not trust its memory.
+        # Earlier rounds are posted again, as by a coordinator that does not trust its memory.
         numbers = [max(0, r - 1), *range(r, min(r + AT_ONCE, rounds))]
         await asyncio.gather(*(_post(thread, acknowledge, n) for n in numbers))
     for load in loads:
@@ -68,11 +71,11 @@ async def _one_after_the_other(thread, acknowledge, name, work, first: int) -> N
 
 
 def _admit(ledger: Ledger, number: int) -> None:
-    ledger.admit(story.admitted(number))
+    ledger.add_admission(story.admitted(number))
 
 
 def _refuse(ledger: Ledger, number: int) -> None:
-    ledger.refuse(story.refusal(number))
+    ledger.add_refusal(story.refusal(number))
 
 
 # -- how not to do it ----------------------------------------------------------------------------------------
@@ -104,12 +107,12 @@ class _InTwoTransactions(store.Ledger):
                 return False
             made = books.post_round(account, int(self._now() * 1000))
             for posted in made:
-                writing.write(self._db, posted)
+                writes.write(self._db, posted)
                 if posted.lines:
-                    writing.write_round(self._db, numbers, posted, account, None, final)
+                    writes.write_round(self._db, numbers, posted, account, None, final)
         with self._db.transaction():
             for posted in made:
-                writing.write_transfers(self._db, numbers, posted)
+                writes.write_transfers(self._db, numbers, posted)
             self._write_standings(books, numbers, made)
         return True
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coordinator.archive import Archive
+from coordinator.checkpoints.archive import Archive
 from tests.e2e.world import LIMIT, World
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
@@ -32,7 +32,7 @@ async def test_the_owner_pauses_resumes_bans_and_rolls_back_a_run():
         await world.healthy(PEERS)
 
         said = await order(world, "pause", "--reason", "moving house")
-        assert "pausing at once" in said and "heard it" in said
+        assert "pausing at once" in said and "received it" in said
         paused = "paused by the run's owner"
 
         def all_rest() -> bool:
@@ -85,7 +85,7 @@ async def test_the_owner_pauses_resumes_bans_and_rolls_back_a_run():
         ada, alan = (world.branch(n).path for n in rest)
         common = min(len(ada), len(alan))
         assert [c.digest for c in ada[:common]] == [c.digest for c in alan[:common]]
-        # What is next trained on begins with the state that was archived, and all hold one.
+        # The next training begins with the archived state, and all hold one state.
         assert ada[to.round].record.body.base_state == to.state and old > to.round
 
         def signed() -> bool:
@@ -94,7 +94,7 @@ async def test_the_owner_pauses_resumes_bans_and_rolls_back_a_run():
         assert signed()
         await world.until("the final of the new branch", lambda: _final(world) > to.round)
         status = await world.status()
-        assert status.health not in ("trouble", "split"), status.words
+        assert status.health not in ("trouble", "split"), status.message
         await asyncio.to_thread(world.stop, *(n for n, p in world.processes.items() if p.running))
     assert world.left == ([], [])
 

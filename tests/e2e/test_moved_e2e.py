@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from cairn.commands.invite import renewed_invite
 from cairn.demo.processes import free_ports
-from cairn.inviting import renewed_invite
 from peer.coordinator_client import Admission, CoordinatorClient
 from peer.node.locator import WHEREABOUTS
 from protocol.coordinator_address import open_coordinator_address
@@ -48,7 +48,7 @@ class Moving(World):
         )  # fmt: skip
 
     def knows(self, name: str) -> tuple[Endpoint, ...]:
-        """Where a peer thinks that the coordinator is, by what it keeps."""
+        """Return the coordinator's address that a peer has stored."""
         file = self.peer_folder(name) / "store" / "values" / WHEREABOUTS
         if not file.exists():
             return ()

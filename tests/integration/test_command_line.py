@@ -124,7 +124,7 @@ def test_what_is_no_invite_is_said_to_be_none(tmp_path: Path, command, text: str
 
 
 def test_a_large_swarm_asks_for_its_credits_less_often():
-    from cairn.joining import CREDIT_CALLS, CREDIT_SECONDS, credit_seconds
+    from cairn.commands.join import CREDIT_CALLS, CREDIT_SECONDS, credit_seconds
 
     assert credit_seconds(4) == CREDIT_SECONDS and 10_000 / credit_seconds(10_000) <= CREDIT_CALLS
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from peer.errors import TrainingError
-from peer.training.parallel.degrees import Degrees
-from peer.training.parallel.group import Group
+from peer.training.parallel.group import RankGroup
+from peer.training.parallel.parallel_dims import ParallelDims
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -30,5 +30,5 @@ def test_ranks_listen_on_loopback_unless_told_otherwise(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(dist, "init_process_group", meets_nobody)
     with pytest.raises(TrainingError, match="did not all meet"):
-        Group.join(Degrees(dp=2), 0, tmp_path / "meet", torch.device("cpu"))
+        RankGroup.join(ParallelDims(dp=2), 0, tmp_path / "meet", torch.device("cpu"))
     assert set(seen.values()) == ({said} if said else {"lo"} if os.uname().sysname == "Linux" else {"lo0"})

@@ -15,8 +15,8 @@ import pytest
 from safetensors.torch import load_file
 
 from peer.errors import SavedStateError
-from peer.training.parallel import file as part_file
-from peer.training.spent import Doing, Spent
+from peer.training.parallel import sharded_file
+from peer.training.time_breakdown import Activity, TimeBreakdown
 from peer.training.trainer import Trainer
 from tests.support.trainer_states import Heard, same, train, update
 from tests.support.trainer_world import BATCH, World, finish, saved_counter
@@ -38,27 +38,27 @@ def trainer_of(world: World, parallel: str) -> Iterator[tuple[Trainer, Heard]]:
 
 
 def keep(trainer: Trainer) -> None:
-    trainer.saving._due = 0.0
-    trainer.saving.keep()
-    assert not trainer.saving.is_idle
+    trainer.checkpointer.due = 0.0
+    trainer.checkpointer.start()
+    assert not trainer.checkpointer.is_idle
 
 
 @pytest.mark.parametrize("parallel", ["dp=2", "fsdp=2", "tp=2"])
 def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on(parallel, tmp_path, monkeypatch):
     world = World.make(tmp_path, optimiser="muon")
     reached, go = threading.Event(), threading.Event()
-    write = part_file._write_all
+    write = sharded_file.write_at
 
     def slow(file: int, data: memoryview, offset: int) -> None:
         reached.set()
         assert go.wait(LIMIT)
         write(file, data, offset)
 
-    def tell(spent: Spent, *what) -> Doing:
+    def tell(spent: TimeBreakdown, *what) -> Activity:
         assert threading.current_thread() is threading.main_thread()  # not the one that writes
         return turn(spent, *what)
 
-    turn = Spent.turn
+    turn = TimeBreakdown.turn
     with trainer_of(world, parallel) as (trainer, heard):
         folder = trainer.folder.folder
         train(trainer, 2)
@@ -66,23 +66,23 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         train(trainer, 1)
         trainer.save()
         at_once = (folder / "trainer-1.safetensors").read_bytes()
-        monkeypatch.setattr(part_file, "_write_all", slow)  # rank 0's
-        monkeypatch.setattr(Spent, "turn", tell)
+        monkeypatch.setattr(sharded_file, "write_at", slow)  # rank 0's
+        monkeypatch.setattr(TimeBreakdown, "turn", tell)
         keep(trainer)
-        trainer.saving.go_on(now=True)
+        trainer.checkpointer.step(now=True)
         assert reached.wait(LIMIT)
         train(trainer, 2)
-        trainer.saving.go_on()
-        assert not trainer.saving.is_idle and not (folder / "trainer-2.safetensors").exists()
-        with trainer.gate.closed(Doing.APPLYING):
+        trainer.checkpointer.step()
+        assert not trainer.checkpointer.is_idle and not (folder / "trainer-2.safetensors").exists()
+        with trainer.gate.closed(Activity.APPLYING):
             go.set()
             time.sleep(0.05)
-            assert not trainer.work.is_written  # it stands aside
+            assert not trainer.backend.is_written  # it stands aside
         finish(trainer)
         assert (folder / "trainer-2.safetensors").read_bytes() == at_once
         state = trainer.folder.read()  # of the digest that all ranks made together
-        assert state is not None and state.claims.counter == 3 * BATCH and state.optimiser_steps == 3
-        assert trainer.claims.counter == 5 * BATCH
+        assert state is not None and state.windows.counter == 3 * BATCH and state.optimizer_steps == 3
+        assert trainer.windows.counter == 5 * BATCH
         assert {n.split("/")[0] for n in state.moments} == {"exp_avg", "exp_avg_sq", "momentum_buffer"}
         assert heard.kinds() == ["parallel"]
         keep(trainer)
@@ -93,7 +93,7 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
     header = len((folder / "trainer-3.safetensors").read_bytes()) - 4 * sum(t.numel() for t in many.values())
     with trainer_of(world, "dp=1") as (one, heard):
         one.save()
-        assert one.claims.counter == 5 * BATCH and not heard
+        assert one.windows.counter == 5 * BATCH and not heard
         after = folder / "trainer-4.safetensors"
     found = load_file(after)
     same({n: t for n, t in found.items() if "progress" not in n}, many, atol=0)
@@ -125,7 +125,7 @@ def test_a_disk_that_is_full_for_one_rank_is_told_leaves_the_old_state_and_all_r
         for save in (lambda: (keep(trainer), finish(trainer)), trainer.save):
             with pytest.raises(SavedStateError, match="No space left on device.*free some space"):
                 save()
-            assert trainer.saving.is_idle and saved_counter(trainer) == BATCH
+            assert trainer.checkpointer.is_idle and saved_counter(trainer) == BATCH
             assert not list(trainer.folder.folder.glob(".*"))
             train(trainer, 1)
         (disk / "full").unlink()
@@ -136,13 +136,13 @@ def test_a_disk_that_is_full_for_one_rank_is_told_leaves_the_old_state_and_all_r
         (disk / "hold").touch()
         train(trainer, 1)
         keep(trainer)
-        trainer.saving.go_on(now=True)
+        trainer.checkpointer.step(now=True)
         while not (disk / "held").exists():
             train(trainer, 1)
-        counter = trainer.claims.counter
+        counter = trainer.windows.counter
         (disk / "hold").unlink()
         trainer.save()
         assert saved_counter(trainer) == counter
         keep(trainer)
-        trainer.saving.go_on(now=True)
+        trainer.checkpointer.step(now=True)
     assert not any(t.name == "save" for t in threading.enumerate())

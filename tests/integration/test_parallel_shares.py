@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peer.training.parallel.file import PartFile
-from peer.training.parallel.ownership import Ownership
+from peer.training.parallel.ownership import ChunkOwnership
+from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import make_codec
 from protocol.ids import PeerKey, sha256
 from protocol.layout import CODEC_CHUNK, MOMENTUM, Layout, Part
@@ -34,10 +34,10 @@ def noise(layout: Layout, seed: int, scale: float = 1.0) -> dict[str, Tensor]:
     return {t.name: torch.randn(t.shape, generator=made) * scale for t in layout.tensors}
 
 
-def dealt(layout: Layout, ranks: int, stages: int = 1) -> Ownership:
+def dealt(layout: Layout, ranks: int, stages: int = 1) -> ChunkOwnership:
     each = ranks // stages
     of_stage = [list(range(s * each, (s + 1) * each)) for s in range(stages)]
-    return Ownership.of(layout, [i % stages for i in range(len(layout.tensors))], of_stage)
+    return ChunkOwnership.of(layout, [i % stages for i in range(len(layout.tensors))], of_stage)
 
 
 def cut(layout: Layout, tensors: dict[str, Tensor], parts: tuple[Part, ...]) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def test_a_file_by_many_ranks_has_the_bytes_and_the_digest_of_one(tmp_path: Path
     layout = state_layout(LAYOUT, OuterSpec(optimiser=optimiser))
     state = noise(layout, 1)
     owned = dealt(LAYOUT, ranks, stages).within(layout, {t.name: t.name.removeprefix(MOMENTUM) for t in layout.tensors})
-    file = PartFile(layout, owned)
+    file = ShardedFile(layout, owned)
     path = tmp_path / "state"
     path.touch()
     descriptor = os.open(path, os.O_WRONLY)
@@ -94,7 +94,7 @@ def test_a_file_by_many_ranks_has_the_bytes_and_the_digest_of_one(tmp_path: Path
 def test_the_digest_of_any_model_is_that_of_one_process(found, ranks):
     layout = Layout.of(found)
     state, owned = noise(layout, 2), dealt(layout, ranks)
-    file = PartFile(layout, owned.parts)
+    file = ShardedFile(layout, owned.parts)
     reports = [file.report(r, cut(layout, state, owned.parts[r]).values()) for r in range(ranks)]
     assert file.digest(reports) == state_digest(layout, state)
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from peer.training import layers
-from peer.training.inner import Inner
+from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.layers import LayerOptions, decoder_layers
-from peer.training.parallel.degrees import Degrees
-from peer.training.parallel.inner import RankInner
 from peer.training.parallel.model import RankModel, build_rank_model, make_mesh
+from peer.training.parallel.parallel_dims import ParallelDims
+from peer.training.parallel.rank_optimizer import RankOptimizer
 from protocol.model import build_model, parameters_of, plain_config
 from protocol.spec import InnerSpec, Schedule
 from tests.support.parallel_world import join, run_ranks, write_json
@@ -84,15 +84,15 @@ def windows(step: int) -> Tensor:
 def one_process(layout: str) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
     """Gradients of each step and parameters after it, and each step's loss and norm."""
     model = build_model(config(layout), seed=3)
-    inner = Inner(spec(layout), model, torch.device("cpu"))
+    inner = InnerOptimizer(spec(layout), model, torch.device("cpu"))
     tensors, steps = {}, []
     for n in range(STEPS):
-        step = inner.look(windows(n))
+        step = inner.forward_backward(windows(n))
         assert step is not None
         tensors |= {
             f"{n}/gradient/{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
         }
-        inner.take(step)
+        inner.optimizer_step(step)
         tensors |= {f"{n}/value/{name}": p.clone() for name, p in parameters_of(model).items()}
         steps.append((step.loss, step.gradient_norm))
     return tensors, steps
@@ -111,24 +111,24 @@ def rank(me: int, world: int, folder: Path) -> None:
     layers.BACKEND = "aot_eager"  # all of torch.compile but the machine's code, which takes long to make
     for layout in LAYOUTS[world]:
         join(me, world, folder / f"meet-{layout}")
-        degrees = Degrees.parse(layout.partition(";")[0])
+        degrees = ParallelDims.parse(layout.partition(";")[0])
         mesh = make_mesh(degrees, torch.device("cpu"))
         built = build_rank_model(config(layout), degrees, mesh, torch.device("cpu"))
         start = parameters_of(build_model(config(layout), seed=3))
         for name in built.parameters:
-            built.local(name).copy_(built.part_of(name, start[name]))
+            built.local(name).copy_(built.shard_of(name, start[name]))
         compiled = ";compile" in layout
         options = LayerOptions("on" if ";recompute" in layout else "off", compiled)
         calls = [] if compiled else calls_of_mlps(built)
-        inner = RankInner(spec(layout), built, piece=1, layers=options)
+        inner = RankOptimizer(spec(layout), built, piece=1, layers=options)
         tensors, steps = {}, []
         for n in range(STEPS):
             pieces = inner.begin(windows(n))
             for piece in range(pieces):
                 inner.piece(piece)
             step = inner.end()
-            tensors |= {f"{n}/gradient/{name}": built.whole(name, p.grad).clone() for name, p in inner._shards.items()}
-            inner.take(step)
+            tensors |= {f"{n}/gradient/{name}": built.whole(name, p.grad).clone() for name, p in inner.shards.items()}
+            inner.optimizer_step(step)
             tensors |= {f"{n}/value/{name}": built.whole(name).clone() for name in built.parameters}
             steps.append((step.loss, step.gradient_norm))
             most = [torch.zeros((), dtype=torch.int64) for _ in range(world)]

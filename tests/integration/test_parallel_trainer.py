@@ -25,12 +25,12 @@ from peer.errors import TrainingError
 from peer.node.assets import start_message
 from peer.store import Store
 from peer.training.layers import USUAL, LayerOptions
-from peer.training.parallel.crew import Crew
-from peer.training.parallel.degrees import Degrees
-from peer.training.parallel.group import Group
-from peer.training.parallel.passes import NAME, Pass, Passes
+from peer.training.parallel.distributed_backend import DistributedBackend
+from peer.training.parallel.group import RankGroup
+from peer.training.parallel.micro_batch import NAME, MicroBatchProfile, MicroBatchStore
+from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.setup import resolve
-from peer.training.saved import SHEET
+from peer.training.saved_state import STATE_MANIFEST
 from peer.training.trainer import Trainer
 from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
@@ -75,9 +75,9 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
     many, heard = born(world, 2, parallel)
     twin, _ = born(world, 2, "dp=1")  # what the second peer would be with one process
     twin.folder.folder = tmp_path / "twin"
-    assert heard == [("info", "parallel", f"--parallel {Degrees.parse(parallel)}, as asked")]
+    assert heard == [("info", "parallel", f"--parallel {ParallelDims.parse(parallel)}, as asked")]
     try:
-        assert "4 x CPU" in many.ready().device and str(Degrees.parse(parallel)) in many.ready().device
+        assert "4 x CPU" in many.ready().device and str(ParallelDims.parse(parallel)) in many.ready().device
         loads = [t.load(world.load()).state_digest for t in (one, many, twin)]
         assert set(loads) == {world.spec.genesis.name}
         rounds = []
@@ -93,20 +93,20 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
             checkpoint = tmp_path / f"state-{r}"
             rounds.append(accepted_round(r, *made))
             end = made[0][1].end_window
-            ask = Apply(rounds[r], (), True, end, 2 * end, checkpoint)
+            ask = Apply(rounds[r], (), end, 2 * end, checkpoint)
             applied = [apply(t, ask) for t in (many, one, twin)]
             assert len({a.state_digest for a in applied}) == 1
             assert blob_digest(checkpoint.read_bytes()) == applied[0].state_digest
         # Work that missed its round comes back.
         missed = update(many, tmp_path / "missed")
         rounds.append(accepted_round(2))
-        apply(many, Apply(rounds[2], (missed.blob_path,), False, end, 2 * end))
+        apply(many, Apply(rounds[2], (missed.blob_path,), end, 2 * end))
         with pytest.raises(MalformedError, match="fetch it again"):
             many.load(replace(world.load(), base_state=record_digest(0)))
-        assert many.may_train
+        assert many.steps.may_train
         train(many, 1)
         many.save()
-        sheet = json.loads((many.folder.folder / SHEET).read_text())
+        sheet = json.loads((many.folder.folder / STATE_MANIFEST).read_text())
         saved = load_file(many.folder.folder / sheet["file"])
         assert sheet["optimiser_steps"] == 9 and {n.split("/")[0] for n in saved} == {
             "exp_avg", "exp_avg_sq", "feedback", "progress",
@@ -120,10 +120,10 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
         again, heard = born(world, 2, parallel)
         try:
             digest = again.load(load).state_digest
-            assert again.claims.counter == 9 * BATCH and "saved-state" not in heard.kinds()
-            assert again.inner.learning_rate == many.inner.learning_rate
+            assert again.windows.counter == 9 * BATCH and "saved-state" not in heard.kinds()
+            assert again.backend.inner.learning_rate == many.backend.inner.learning_rate
             again.save()
-            sheet = json.loads((again.folder.folder / SHEET).read_text())
+            sheet = json.loads((again.folder.folder / STATE_MANIFEST).read_text())
             found.append((digest, load_file(again.folder.folder / sheet["file"])))
             train(again, 1)
         finally:
@@ -180,7 +180,7 @@ async def test_a_life_with_ranks_from_start_to_stop_and_after_the_death_of_one(t
         made = await n.update(0, GENESIS, tmp_path / "u0")
         await n.trained(2 * BATCH)
         checkpoint = tmp_path / "state-1"
-        apply = Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window, checkpoint)
+        apply = Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window, checkpoint)
         applied = await n.ask(apply, Applied)
         assert blob_digest(checkpoint.read_bytes()) == applied.state_digest
         await n.trained(4 * BATCH)
@@ -225,87 +225,87 @@ async def test_a_layout_that_cannot_be_is_refused_with_those_that_can(tmp_path):
 
 
 @contextmanager
-def crew(folder: Path, seconds: float, layers: LayerOptions = USUAL):
-    """A crew of two ranks, the run, and what the crew said when it was lost."""
+def ranks(folder: Path, seconds: float, layers: LayerOptions = USUAL):
+    """Two ranks, the run, and the reports of a lost rank."""
     world, said = World.make(folder), []
-    degrees = Degrees.parse("dp=2")
-    made = Crew(
-        world.spec, folder / "spec.json", degrees, "cpu", 1, aside=lambda: None, lost=said.append,
-        passes=Passes(folder, "dp=2", "this one"), folder=folder / "ranks", seconds=seconds,
+    dims = ParallelDims.parse("dp=2")
+    made = DistributedBackend(
+        world.spec, folder / "spec.json", dims, "cpu", 1, yield_hook=lambda: None, lost=said.append,
+        profiles=MicroBatchStore(folder, "dp=2", "this one"), folder=folder / "ranks", seconds=seconds,
         layers=layers,
     )  # fmt: skip
     try:
         yield made, world, said
     finally:
         made.close(in_order=not said)  # one that is lost cannot be left in order
-    assert all(r.poll() is not None for r in made._ranks)
+    assert all(r.poll() is not None for r in made.ranks)
 
 
 def not_started(me: int, world: int, folder: Path) -> None:
     sys.executable = "/bin/false"
-    met = Group.join
+    met = RankGroup.join
 
-    def later(*given) -> Group:
+    def later(*given) -> RankGroup:
         """When the watch over the ranks has seen the end of rank 1, and told it."""
         time.sleep(1.0)
         return met(*given)
 
-    Group.join = later
+    RankGroup.join = later
     with pytest.raises(TrainingError, match="rank 1 of 2 ended with code 1"):
-        with crew(folder, 3.0) as (_, _, said):
+        with ranks(folder, 3.0) as (_, _, said):
             pass
 
 
 def hanging(me: int, world: int, folder: Path) -> None:
-    with crew(folder, 100.0) as (many, run, said):
-        many.open(run.genesis)
+    with ranks(folder, 100.0) as (many, run, said):
+        many.load_state(run.genesis)
         many.outer.rebase()
-        for group in (dist.group.WORLD, many._group.orders):  # from here on: to start took as long as it took
+        for group in (dist.group.WORLD, many.group.commands):  # from here on: to start took as long as it took
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), group)
-        os.kill(many._ranks[0].pid, signal.SIGSTOP)
+        os.kill(many.ranks[0].pid, signal.SIGSTOP)
         with pytest.raises(TrainingError, match="do not hear each other"):
-            many.store(1, None)
+            many.store_state(1, None)
         assert len(said) == 1
 
 
 def spoilt_for_one(me: int, world: int, folder: Path) -> None:
-    with crew(folder, 60.0) as (many, run, said):
-        many.open(run.genesis)
+    with ranks(folder, 60.0) as (many, run, said):
+        many.load_state(run.genesis)
         many.outer.rebase()
         spoilt = bytearray(many.outer.announce())
         spoilt[-40:] = b"\xff" * 40  # of records that the last rank owns
         with pytest.raises(CodecError, match="chunk"):
-            many.outer.restore(bytes(spoilt))
+            many.outer.add_back(bytes(spoilt))
         with pytest.raises(OSError, match="nowhere"):
-            many.store(1, folder / "nowhere" / "state")
-        assert many.store(1, None) == run.spec.genesis.name
+            many.store_state(1, folder / "nowhere" / "state")
+        assert many.store_state(1, None) == run.spec.genesis.name
         assert not said
 
 
 def without_memory(me: int, world: int, folder: Path) -> None:
-    with crew(folder, 60.0) as (many, run, said):
-        many.open(run.genesis)
+    with ranks(folder, 60.0) as (many, run, said):
+        many.load_state(run.genesis)
         many.outer.rebase()
 
         def full(number: int) -> None:
             raise torch.OutOfMemoryError("a GPU's")
 
-        many.hands.inner.piece = full
+        many.worker.inner.piece = full
         with pytest.raises(TrainingError, match="memory of .* does not suffice"):
-            many.inner.look(torch.zeros((8, 17), dtype=torch.int32))
+            many.inner.forward_backward(torch.zeros((8, 17), dtype=torch.int32))
         assert len(said) == 1 and said[0].endswith("after a restart a pass has 2 windows instead of 4")
 
 
 OUT_OF_MEMORY_ON_RANK_1 = f"""#!{sys.executable}
 import runpy, sys, torch
-from peer.training.parallel.inner import RankInner
+from peer.training.parallel.rank_optimizer import RankOptimizer
 
 def piece(self, number):
     if not self.layers.recompute:
         raise torch.OutOfMemoryError("a GPU's")
     whole(self, number)
 
-whole, RankInner.piece = RankInner.piece, piece
+whole, RankOptimizer.piece = RankOptimizer.piece, piece
 sys.argv = sys.argv[2:]  # after -m
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
@@ -317,15 +317,15 @@ def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
     script.write_text(OUT_OF_MEMORY_ON_RANK_1)
     script.chmod(0o700)
     sys.executable = str(script)
-    with crew(folder, 60.0) as (many, run, said):
-        many.open(run.genesis)
+    with ranks(folder, 60.0) as (many, run, said):
+        many.load_state(run.genesis)
         many.outer.rebase()
         windows = torch.zeros((8, 17), dtype=torch.int32)
-        if many.hands.inner.layers.recompute:
-            assert many.inner.look(windows) is not None and many.hands.inner.in_a_pass == 4
+        if many.worker.inner.layers.recompute:
+            assert many.inner.forward_backward(windows) is not None and many.worker.inner.in_a_pass == 4
             return
         with pytest.raises(TrainingError, match="memory of .* does not suffice|rank 1 of 2 ended with code 3"):
-            many.inner.look(windows)
+            many.inner.forward_backward(windows)
         # Who sees it first says it: the look that failed, or the watch over the ranks, which may be at it still.
         wait_until(lambda: said, "the end of rank 1 is reported", seconds=60)
         assert len(said) == 1 and said[0].startswith("rank 1 of 2 ended with code 3"), said
@@ -338,32 +338,39 @@ def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
 def test_what_goes_wrong_on_one_rank_is_told_on_rank_0_in_time(what, tmp_path):
     run_ranks(1, f"{__name__}:{what.__name__}", tmp_path)
     if what is without_memory:
-        assert Passes(tmp_path, "dp=2", "this one").known("auto") == Pass(2, False)
+        assert MicroBatchStore(tmp_path, "dp=2", "this one").profile("auto") == MicroBatchProfile(2, False)
 
 
 def test_when_one_window_is_too_much_for_any_rank_the_next_start_recomputes_on_all(tmp_path):
-    passes = Passes(tmp_path, "dp=2", "this one")
-    passes.easier(Pass(2, False), "auto")
+    store = MicroBatchStore(tmp_path, "dp=2", "this one")
+    store.make_easier(MicroBatchProfile(2, False), "auto")
     run_ranks(1, f"{__name__}:{without_memory_on_rank_1.__name__}", tmp_path)
-    assert passes.known("auto") == Pass(None, True)
+    assert store.profile("auto") == MicroBatchProfile(None, True)
     run_ranks(1, f"{__name__}:{without_memory_on_rank_1.__name__}", tmp_path)
 
 
 def test_what_fits_into_a_pass_is_of_one_layout_and_device_and_never_nothing(tmp_path):
-    passes = Passes(tmp_path / "new", "dp=2", "A")
-    assert passes.known("auto") == passes.known("off") == Pass(None, False) and passes.known("on") == Pass(None, True)
-    assert "2 windows instead of 5" in passes.easier(Pass(5, False), "auto")
-    assert passes.known("auto") == passes.known("off") == Pass(2, False) and passes.known("on") == Pass(None, True)
-    assert "--recompute off forbids" in passes.easier(Pass(1, False), "off") and passes.known("off") == Pass(2, False)
-    assert "computed again" in passes.easier(Pass(1, False), "auto")
-    assert passes.known("auto") == passes.known("on") == Pass(None, True) and passes.known("off") == Pass(1, False)
-    assert "1 windows instead of 3" in passes.easier(Pass(3, True), "auto") and passes.known("auto") == Pass(1, True)
-    assert passes.easier(Pass(1, True), "auto") == "" and passes.known("on") == Pass(1, True)
-    assert Passes(tmp_path / "new", "dp=4", "A").known("auto") == Pass(None, False)
-    assert Passes(tmp_path / "new", "dp=2", "B").known("auto") == Pass(None, False)
+    store = MicroBatchStore(tmp_path / "new", "dp=2", "A")
+
+    def profiles() -> list[tuple[int | None, bool]]:
+        return [(p.windows, p.recompute) for p in map(store.profile, ("auto", "off", "on"))]
+
+    assert profiles() == [(None, False), (None, False), (None, True)]
+    assert "2 windows instead of 5" in store.make_easier(MicroBatchProfile(5, False), "auto")
+    assert profiles() == [(2, False), (2, False), (None, True)]
+    assert "--recompute off forbids" in store.make_easier(MicroBatchProfile(1, False), "off")
+    assert profiles() == [(2, False), (2, False), (None, True)]
+    assert "computed again" in store.make_easier(MicroBatchProfile(1, False), "auto")
+    assert profiles() == [(None, True), (1, False), (None, True)]
+    assert "1 windows instead of 3" in store.make_easier(MicroBatchProfile(3, True), "auto")
+    assert profiles() == [(1, True), (1, False), (1, True)]
+    assert store.make_easier(MicroBatchProfile(1, True), "auto") == ""
+    assert profiles() == [(1, True), (1, False), (1, True)]
+    for other in (("dp=4", "A"), ("dp=2", "B")):
+        assert MicroBatchStore(tmp_path / "new", *other).profile("auto") == MicroBatchProfile(None, False)
     for spoilt in ("[rubbish", "[]", '{"layout": "dp=2", "device": "A", "windows": 0, "recompute": 1}'):
         (tmp_path / "new" / NAME).write_text(spoilt)
-        assert passes.known("auto") == Pass(None, False)
+        assert store.profile("auto") == MicroBatchProfile(None, False)
 
 
 # -- from the command line to the trainer ------------------------------------------------------------------------
@@ -371,7 +378,7 @@ def test_what_fits_into_a_pass_is_of_one_layout_and_device_and_never_nothing(tmp
 
 def test_the_command_line_s_layout_and_what_is_done_to_layers_reach_the_trainer(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("cairn.joining.join_run", asked.append)
+    monkeypatch.setattr("cairn.commands.join.join_run", asked.append)
     done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "tp=2, fsdp=4"])
     assert done.exit_code == 0, done.output
     assert asked[0].parallel == "fsdp=4,tp=2"

@@ -1,4 +1,4 @@
-"""What the commands do around their services: codes, addresses, locks, and the blobs that a run begins with."""
+"""The commands around the services: codes, addresses, locks, and the first blobs of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cairn import serving
+from cairn.commands import serve
+from cairn.commands.serve import ServeOptions, _codes, _public, _put, _write_private
 from cairn.demo.story import MARK, _clear
-from cairn.serving import ServeOptions, _codes, _public, _put, _write_private
 from peer.store import Store
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest
@@ -90,12 +90,12 @@ def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
 
 async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_when_that_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "INVITE_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "INVITE_SECONDS", 0.01)
     made = Invite(tiny_spec().run_id, Digest(bytes(32)), (Endpoint("c.example", 1),), addresses=("/a",))
     codes: list[str] = []
     coordinator: Any = SimpleNamespace(invite=lambda code: codes.append(code) or made)
     config: Any = SimpleNamespace(folder=tmp_path, codes=("the-code",))
-    keeping = asyncio.create_task(serving._keep_invite(coordinator, config))
+    keeping = asyncio.create_task(serve._keep_invite(coordinator, config))
     file = tmp_path / "invite"
     await until(file.exists)
     assert Invite.parse(file.read_text()) == made and set(codes) == {"the-code"}

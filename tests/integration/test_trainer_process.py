@@ -23,14 +23,12 @@ from peer.channel import (
     NothingDone,
     Progress,
     Ready,
-    Save,
-    Saved,
     Start,
     Stop,
     Stopped,
     TrainerLink,
 )
-from peer.training.saved import SHEET
+from peer.training.saved_state import STATE_MANIFEST
 from protocol.ids import Digest
 from protocol.merkle import blob_digest
 from tests.support.trainer_process import Node
@@ -86,12 +84,11 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert made.first_window == 0 and made.end_window >= 5 * BATCH and made.inner_steps == made.end_window // BATCH
         await n.trained(2 * BATCH)  # goes on while the update travels
         checkpoint = world.folder / "state-1"
-        apply = Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window, checkpoint)
+        apply = Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window, checkpoint)
         applied = await n.ask(apply, Applied)
         assert applied.record == record_digest(0) and applied.state_digest != loaded.state_digest
         assert applied.checkpoint_path == checkpoint
         assert blob_digest(checkpoint.read_bytes()) == applied.state_digest
-        assert (await n.ask(Save(), Saved)).seconds >= 0
         await n.until(Progress, lambda p: p.waiting and shares_of(p)["waiting"] > 0.1)
         await n.trained(8 * BATCH)
         assert (await n.ask(Stop(), Stopped)).saved
@@ -114,7 +111,7 @@ async def test_a_killed_trainer_is_seen_and_the_next_one_takes_up_what_was_annou
         await n.ask(world.load(), Applied)
         await n.trained(3 * BATCH)
         made = await n.update(0, GENESIS, world.folder / "u")
-        sheet = world.start(1).state_folder / SHEET
+        sheet = world.start(1).state_folder / STATE_MANIFEST
         # Saved by itself soon after it was announced, though nothing is applied.
         while saved and not (sheet.exists() and str(made.digest) in sheet.read_text()):
             await n.until(Progress)
@@ -133,21 +130,21 @@ async def test_saving_waits_for_the_round_that_others_wait_for(world):
         await n.ask(world.load(), Applied)
         await n.trained(BATCH)
         made = await n.update(0, GENESIS, world.folder / "u")
-        sheet = world.start(1).state_folder / SHEET
+        sheet = world.start(1).state_folder / STATE_MANIFEST
         assert not sheet.exists()
-        apply = Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window)
+        apply = Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window)
         await n.ask(apply, Applied)
         while not sheet.exists():
             await n.until(Progress)
         assert str(made.digest) in sheet.read_text()
 
 
-async def test_a_save_that_was_asked_for_is_told_as_time_spent_saving(world):
+async def test_a_save_is_counted_as_time_spent_saving(world):
     async with node(world.start(1)) as n:
         await n.ask(world.load(), Applied)
         assert shares_of(await n.trained(BATCH))["saving"] == 0
-        await n.ask(Save(), Saved)
-        assert shares_of(await n.until(Progress))["saving"] > 0
+        await n.update(0, GENESIS, world.folder / "u")
+        await n.until(Progress, lambda p: shares_of(p)["saving"] > 0)
 
 
 @pytest.mark.skipif(not hasattr(os, "getpriority"), reason="no priorities here")
@@ -173,10 +170,10 @@ async def test_what_cannot_be_done_is_told_and_the_trainer_goes_on(world):
         await n.trained(BATCH)
         made = await n.update(0, GENESIS, world.folder / "u")
         wrong = accepted_round(0, (1, replace(made, blob_path=world.folder / "gone")))
-        await n.link.send(Apply(wrong, (), True, 0, 0))
+        await n.link.send(Apply(wrong, (), 0, 0))
         failed = await n.until(Failed)
         assert failed.what == "apply" and "gone" in failed.reason
-        await n.ask(Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window), Applied)
+        await n.ask(Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window), Applied)
         await n.trained(BATCH)
 
 
@@ -203,7 +200,7 @@ async def test_without_data_a_trainer_says_so_waits_and_still_applies(world):
         assert note.kind == "data" and "trying again" in note.text
         assert (await n.until(Progress, lambda p: p.waiting and shares_of(p)["data"] > 0.1)).windows == 0
         assert await n.ask(MakeUpdate(0, GENESIS, world.folder / "u"), NothingDone) == NothingDone(GENESIS)
-        await n.ask(Apply(accepted_round(0), (), False, 0, 0), Applied)
+        await n.ask(Apply(accepted_round(0), (), 0, 0), Applied)
         assert (await n.ask(Stop(), Stopped)).saved
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from cairn.commands.watch import poll
 from cairn.status_view import whole
-from cairn.watching import Screen, _look_on
-from coordinator.alerts.journal import Alert
+from cairn.watch_screen import WatchScreen
+from coordinator.alerts.tracker import Alert
 from peer.coordinator_client import AlertStatus, PeerStatus, RoundStatus, Status
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import Endpoint, Invite
@@ -38,7 +39,7 @@ def key(n: int) -> PeerKey:
 def status(peers: int = 3, rounds: int = 8, alerts: int = 0, words: str = "3 peers training", **changes) -> Status:
     phases = ("training", "exchanging", "silent", "gone")
     fields = dict(
-        name="tiny", health="healthy", words=words, round=rounds, head=Digest(bytes(32)), state=Digest(bytes(32)),
+        name="tiny", health="healthy", message=words, round=rounds, head=Digest(bytes(32)), state=Digest(bytes(32)),
         state_round=rounds, tokens=10**6, total_tokens=10**7, tokens_per_second=5e4, loss=3.21,
         peers=tuple(
             PeerStatus(
@@ -47,7 +48,7 @@ def status(peers: int = 3, rounds: int = 8, alerts: int = 0, words: str = "3 pee
             ) for n in range(peers)
         ),
         page="http://run.example.org/", checkpoint=None, checkpoint_round=0, final_round=3,
-        newest=tuple(RoundStatus(r, 10**5, 3.3, 9, ("somebody with a long name",) * 8, 20, r < 3)
+        rounds=tuple(RoundStatus(r, 10**5, 3.3, 9, ("somebody with a long name",) * 8, 20, r < 3)
                      for r in reversed(range(rounds))),
         losses=tuple(5 - n / 50 for n in range(min(120, 10 * rounds))),
         alerts=tuple(AlertStatus(f"a{n}", 100, "something is wrong " * 9) for n in range(alerts)),
@@ -68,9 +69,9 @@ def lines_of(what, made: Console) -> list[str]:
 @pytest.mark.parametrize("what", [(0, 0, 0), (3, 8, 0), (500, 20, 0), (500, 20, 3), (2, 1, 1)])
 def test_the_live_view_fits_the_screen_whatever_there_is_to_show(width, height, what):
     made = console(width, height, terminal=False)
-    screen = Screen(made, live=True, now=lambda: 1000.0)
-    screen.seen(status(*what, words="a long sentence about what is wrong " * 4))
-    screen.missed("nobody")
+    screen = WatchScreen(made, live=True, now=lambda: 1000.0)
+    screen.show(status(*what, words="a long sentence about what is wrong " * 4))
+    screen.show_silence("nobody")
     lines = lines_of(screen.draw(), made)
     assert len(lines) <= height and all(len(line) <= width for line in lines)
     text = "\n".join(lines)
@@ -91,14 +92,14 @@ def test_numbers_are_never_cut_and_names_give_way():
 def test_without_a_terminal_lines_come_when_something_changes():
     clock = [1e9]
     made = console(80, 24, terminal=False)
-    screen = Screen(made, live=False, now=lambda: clock[0])
+    screen = WatchScreen(made, live=False, now=lambda: clock[0])
     for s in (status(), status(), status(round=9), status(round=9, alerts=1), status(round=9, alerts=1)):
         clock[0] += 2
-        screen.seen(s)
-    screen.missed("the coordinator at x does not answer")
-    screen.missed("the coordinator at x does not answer")
+        screen.show(s)
+    screen.show_silence("the coordinator at x does not answer")
+    screen.show_silence("the coordinator at x does not answer")
     clock[0] += 100
-    screen.seen(status(round=9, alerts=1))
+    screen.show(status(round=9, alerts=1))
     said = [line[10:].rstrip() for line in made.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert said[:3] == ["healthy: 3 peers training"] * 2 + ["ALERT a0: " + ("something is wrong " * 9).strip()]
     assert said[4] == "the coordinator does not answer: the coordinator at x does not answer"
@@ -107,50 +108,50 @@ def test_without_a_terminal_lines_come_when_something_changes():
 
 def test_an_alert_that_is_called_as_the_state_is_told_and_its_end_too():
     made = console(80, 24, terminal=False)
-    screen = Screen(made, live=False, now=lambda: 1e9)
+    screen = WatchScreen(made, live=False, now=lambda: 1e9)
     for alerts in ((), (AlertStatus("stalled", 100, "nothing moves"),), ()):
-        screen.seen(replace(status(), health="stalled", alerts=alerts))
+        screen.show(replace(status(), health="stalled", alerts=alerts))
     said = [line[10:].rstrip() for line in made.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert "ALERT stalled: nothing moves" in said and "over: stalled" in said
 
 
 def test_before_the_first_answer_it_says_why_there_is_none():
-    screen = Screen(made := console(80, 24), live=True)
+    screen = WatchScreen(made := console(80, 24), live=True)
     assert "asking the coordinator" in "".join(lines_of(screen.draw(), made))
-    screen.missed("the name x.example does not resolve")
+    screen.show_silence("the name x.example does not resolve")
     assert "does not resolve" in "".join(lines_of(screen.draw(), made))
 
 
 async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path, monkeypatch):
-    monkeypatch.setattr("cairn.watching.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("cairn.commands.watch.POLL_SECONDS", 0.1)
     swarm = FakeSwarm(SPEC)
     for n in range(3):
         swarm.beat(n)
     for _ in range(5):
         swarm.round({0: 600, 1: 700}, loss=3.5)
-    screen = Screen(console(80, 24, terminal=False), live=True)
+    screen = WatchScreen(console(80, 24, terminal=False), live=True)
 
     async with running(tmp_path, SPEC, swarm) as (c, _):
         await settled(c, 5)
         port, invite = c.grpc_port, c.invite()
-        task = asyncio.create_task(_look_on(invite, (), screen))
+        task = asyncio.create_task(poll(invite, (), screen))
         await until(lambda: screen._status is not None and screen._status.round == 5)
         s = screen._status
-        assert [(r.round, r.contributors, r.loss) for r in s.newest] == [(n, 2, 3.5) for n in (4, 3, 2, 1, 0)]
+        assert [(r.round, r.contributors, r.loss) for r in s.rounds] == [(n, 2, 3.5) for n in (4, 3, 2, 1, 0)]
         assert s.losses == (3.5,) * 5 and s.alerts == ()
         monkeypatch.setattr(type(c._watcher), "standing", (Alert("disk", 5.5, "full"),))
         c._overview = None
         await until(lambda: screen._status.alerts == (AlertStatus("disk", 5, "full"),))
-    await until(lambda: screen.gone_for > 0)
+    await until(lambda: screen.silent_seconds > 0)
     async with running(tmp_path, SPEC, swarm, listen_port=port):
-        await until(lambda: screen.gone_for == 0)
+        await until(lambda: screen.silent_seconds == 0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_ctrl_c_ends_it_cleanly(terminal):
-    """Nobody answers at this invite: it waits, and ends at once when told to."""
+    """Nobody answers at this invite: it waits, and ends at once on Ctrl-C."""
     invite = str(Invite(SPEC.run_id, Digest(bytes(32)), (Endpoint("127.0.0.1", 1),), "", ()))
     main, side = pty.openpty()
     process = subprocess.Popen(

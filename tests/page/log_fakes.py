@@ -21,7 +21,7 @@ ROUNDS, PEERS = 21, 5
 
 
 def path_to(leaves: Sequence[bytes], index: int) -> list[bytes]:
-    """The inclusion proof of a leaf, as RFC 9162, section 2.1.3.1 defines it."""
+    """Return the inclusion proof of a leaf, as defined in RFC 9162, section 2.1.3.1."""
     if len(leaves) == 1:
         return []
     k = 1 << ((len(leaves) - 1).bit_length() - 1)
@@ -31,7 +31,10 @@ def path_to(leaves: Sequence[bytes], index: int) -> list[bytes]:
 
 
 class FakeLog:
-    """So many rounds, all with the same peers. `liar` says one thing in a receipt and has another in the log."""
+    """A log of a number of rounds, all with the same peers.
+
+    `liar` says one thing in a receipt and has another in the log.
+    """
 
     def __init__(self) -> None:
         self.lines = {r: [self._line(r, n) for n in range(PEERS)] for r in range(ROUNDS)}
@@ -82,8 +85,9 @@ class FakeLog:
             return JSONResponse({"first": first, "size": ROUNDS, "entries": [b64(self.entries[first])]})
 
         async def lines(request: Request) -> Response:
-            entry = int(request.query_params["entry"])
-            return JSONResponse({"entry": entry, "lines": [b64(line) for line in self.lines[entry]]})
+            first = int(request.query_params["first"])
+            group = {"entry": first, "lines": [b64(line) for line in self.lines[first]]}
+            return JSONResponse({"groups": [group], "next": first + 1})
 
         async def inclusion(request: Request) -> Response:
             entry = int(request.query_params["entry"])
@@ -107,7 +111,7 @@ class FakeLog:
                 "team": "blue",
                 "peers": [str(peer(0).key)],
             }
-            more = {"kind": "account", "account": None, "rounds_in_all": 21}
+            more = {"kind": "account", "account": None, "rounds_total": 21}
             return JSONResponse(who | numbers | more | {"recent": 12345, "tokens": 10**6, "rounds": 20})
 
         return [

@@ -1,4 +1,4 @@
-"""Who may depend on what, read from the source: rules that a reader can rely on without reading everything."""
+"""The rules of dependencies and names, checked in the source, so that a reader can rely on them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -28,7 +29,7 @@ MAY_IMPORT = {
 """`cairn -> peer, coordinator -> protocol`: peer and coordinator never know each other."""
 
 OF_TESTS = {"benchmarks": "tests.wan"}
-"""What of the tests a package may import: benchmarks run over the emulated internet, which knows nothing of Cairn."""
+"""Parts of the tests that a package may import: benchmarks use the emulated internet, which knows nothing of Cairn."""
 
 WORLD = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "fsspec", "glob", "grpc", "hivemind", "http", "httpx", "io",
@@ -52,10 +53,15 @@ WORLD_CALLS = {"open", "input", "print", "breakpoint", "torch.rand", "torch.rand
 
 INTERNAL_ERRORS = {
     "RecordError": "within the codec, which turns it into a CodecError that names the place",
-    "Stopping": "within the trainer's service: how a request to stop leaves a step",
     **dict.fromkeys(("Dropped", "Later", "WrongSize"), "within a fetch: what its worker does next"),
 }
 """Exceptions beside the tree of CairnError that never leave their package. Those named _So are a file's own."""
+
+SAME_NAMES = 54
+"""Public class names that stand for two things. To be lowered only."""
+
+ACTIVITIES = 48
+"""Files that are named for an activity. To be lowered only."""
 
 BAD_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
 
@@ -316,6 +322,24 @@ def test_files_are_named_for_what_is_in_them():
         if BAD_NAMES & {part for word in Path(s.path).with_suffix("").parts for part in word.split("_")}
     ]
     assert not wrong
+
+
+def test_no_file_is_named_for_an_activity():
+    # A file is named for its contents, or for the command that it is: serve.py, not serving.py.
+    files = [s.path for s in sources(*PACKAGES) if Path(s.path).stem.endswith("ing")]
+    assert len(files) <= ACTIVITIES, files
+
+
+def test_a_public_class_name_stands_for_one_thing():
+    names = Counter(
+        node.name
+        for source in sources(*PACKAGES)
+        if not source.generated
+        for node in source.nodes
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    twice = [name for name, count in names.items() if count > 1]
+    assert len(twice) <= SAME_NAMES, twice
 
 
 def test_errors_are_one_tree():

@@ -17,7 +17,7 @@ HEAVY = {"torch", "transformers", "hivemind", "numpy", "grpc", "starlette", "uvi
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names of the files in a wheel that was built from a copy of what git would take."""
+    """Return the names of the files in a wheel, built from a copy of the files that git tracks or would add."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     # A copy: building leaves `build` and `*.egg-info` behind, whose files would be in the next wheel.
     listed = subprocess.run(

@@ -1,7 +1,7 @@
 """Whole nodes in one event loop: the real round machine, drivers, stores and training; an internet made of memory.
 
 Instead of `peer.swarm` each has a `LoopSwarm`, instead of a trainer's process a `LoopTrainer`: the same `Trainer`
-object, whose steps are taken in threads. So a swarm of four costs a second, not a minute, and no process is started.
+object, whose steps are made in a thread. So a swarm of four costs a second, not a minute, and no process is started.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import base58
 
@@ -50,6 +51,8 @@ from protocol.wire import swarm_pb2 as wire
 from tests.support.specs import OWNER, admission, identity
 from tests.support.trainer_world import World
 from tests.support.waiting import LIMIT
+
+T = TypeVar("T")
 
 TIMERS = {
     "max_seconds": 20,
@@ -223,53 +226,62 @@ class LoopTrainer:
         self.spoil = False
         """Its updates break the codec's rules."""
         self._loop = asyncio.get_running_loop()
+        self._max_windows = 0
+        self._thread = ThreadPoolExecutor(1)
 
     async def run(self) -> None:
         self._running = True
-        trainer = await asyncio.to_thread(Trainer, self._start, lambda level, kind, text: self.notes.append(text))
+        trainer = await self._call(Trainer, self._start, lambda level, kind, text: self.notes.append(text))
         self.ready = trainer.ready()
         self._say(self.ready)
         try:
             while not self.stopping:
                 if not self._asked.empty():
                     await self._do(trainer, self._asked.get_nowait())
-                elif trainer.may_train:
-                    batch = await asyncio.to_thread(trainer.batches.take, trainer.claims.counter)
-                    await asyncio.to_thread(trainer.step, batch)
-                    claims, loss = trainer.claims, trainer.pace.late_loss
-                    self._say(Progress(claims.uncovered, loss, 1000.0, claims.steps, 0.0, False))
+                elif await self._call(lambda: trainer.steps.may_train):
+                    batch = await self._call(trainer.steps.batches.take, trainer.windows.counter)
+                    await self._call(trainer.steps.step, batch)
+                    windows, loss = trainer.windows, trainer.steps.throughput.late_loss
+                    self._say(Progress(windows.uncovered, loss, 1000.0, windows.steps, 0.0, False))
                 else:
                     await asyncio.sleep(0.01)
         finally:
             if not self.crashed:
                 with suppress(CairnError):
-                    await asyncio.shield(asyncio.to_thread(trainer.save))
+                    await asyncio.shield(self._call(trainer.save))
             trainer.close()
+            self._thread.shutdown(wait=False)
             self._over.set()
 
     async def _do(self, trainer: Trainer, ask: ToTrainer) -> None:
         if isinstance(ask, Orders):
-            trainer.orders = ask
+            self._max_windows = ask.max_update_windows
+            await self._call(trainer.steps.obey, ask)
             return
         what = {MakeUpdate: "update", Apply: "apply", Load: "load"}[type(ask)]
         move = None
         try:
             if isinstance(ask, MakeUpdate):
-                answer: FromTrainer = await asyncio.to_thread(trainer.make_update, ask)
+                most = self._max_windows or trainer.spec.max_update_windows
+                answer: FromTrainer = await self._call(trainer.base.make_update, ask, most)
                 if isinstance(answer, UpdateMade) and self.spoil:
                     answer = _spoilt(answer)
             elif isinstance(ask, Load):
-                answer = await asyncio.to_thread(trainer.load, ask)
+                answer = await self._call(trainer.load, ask)
             elif not isinstance(ask, Apply):
                 raise TypeError(f"{type(ask).__name__} is not asked for here")
             else:
-                move = await asyncio.to_thread(trainer.advance, ask)
-                answer = await asyncio.to_thread(trainer.applied, 0.0, move.record, ask.write_checkpoint)
+                move = await self._call(trainer.base.advance, ask)
+                answer = await self._call(trainer.base.applied, 0.0, move.record, ask.write_checkpoint)
         except (CairnError, OSError) as e:
             answer = Failed(what, str(e), fatal=False)  # type: ignore[arg-type]
         self._say(answer)
         if move is not None:
-            await asyncio.to_thread(trainer.settle, move)
+            await self._call(trainer.swap_base, move)
+
+    async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in the one thread that owns the trainer."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     @property
     def is_ready(self) -> bool:

@@ -16,9 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from peer.training.parallel import file as part_file
+from peer.training.parallel import sharded_file
 
-_write_all = part_file._write_all
+write_at = sharded_file.write_at
 
 
 def write_all(file: int, data: memoryview, offset: int) -> None:
@@ -28,10 +28,10 @@ def write_all(file: int, data: memoryview, offset: int) -> None:
     while (folder / "hold").exists():
         (folder / "held").touch()
         time.sleep(0.005)
-    _write_all(file, data, offset)
+    write_at(file, data, offset)
 
 
 if __name__ == "__main__":
-    part_file._write_all = write_all
+    sharded_file.write_at = write_all
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -25,11 +25,11 @@ class Node:
     def __init__(self, link: TrainerLink):
         self.link = link
         self.heard: list[FromTrainer] = []
-        self._messages = aiter(link)
+        self.messages = aiter(link)
 
     async def until(self, kind: type[T], when=lambda _: True) -> T:
         while True:
-            message = await ended(anext(self._messages))
+            message = await ended(anext(self.messages))
             self.heard.append(message)
             if isinstance(message, kind) and when(message):
                 return message
@@ -39,7 +39,7 @@ class Node:
         """What fails from here on, until something that ends the trainer does."""
         said: list[Failed] = []
         while not any(f.fatal for f in said):
-            message = await ended(anext(self._messages))
+            message = await ended(anext(self.messages))
             self.heard.append(message)
             said += [message] if isinstance(message, Failed) else []
         return said

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peer.channel import MakeUpdate, UpdateMade
+from peer.channel import MakeUpdate, NothingDone, UpdateMade
 from peer.training.trainer import Trainer
 from tests.support.trainer_world import World
 
@@ -56,14 +56,18 @@ def loaded(world: World, n: int = 1) -> Trainer:
 
 def train(trainer: Trainer, steps: int) -> None:
     for _ in range(steps):
-        assert trainer.may_train
-        step = trainer.step(trainer.batches.take(trainer.claims.counter))
-        assert step is not None and step.taken
+        assert trainer.steps.may_train
+        step = trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+        assert step is not None and step.is_finite
+
+
+def make_update(trainer: Trainer, ask: MakeUpdate) -> UpdateMade | NothingDone:
+    return trainer.base.make_update(ask, trainer.spec.max_update_windows)
 
 
 def update(trainer: Trainer, out: Path) -> UpdateMade:
-    assert trainer.record is not None
-    made = trainer.make_update(MakeUpdate(trainer.round, trainer.record, out))
+    assert trainer.base.record is not None
+    made = make_update(trainer, MakeUpdate(trainer.base.round, trainer.base.record, out))
     assert isinstance(made, UpdateMade)
     return made
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from peer.channel import Applied, Apply, Load, RoundUpdates, Start, UpdateFile, UpdateMade
-from peer.training.durable import write_durably
+from peer.durable import write_durably
 from peer.training.trainer import Trainer
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.merkle import blob_digest
@@ -123,18 +123,18 @@ def accepted_round(number: int, *made: tuple[int, UpdateMade]) -> RoundUpdates:
 
 def apply(trainer: Trainer, ask: Apply) -> Applied:
     """All that a trainer's two threads do for one Apply."""
-    move = trainer.advance(ask)
-    answer = trainer.applied(0.0, move.record, ask.write_checkpoint)
-    trainer.settle(move)
+    move = trainer.base.advance(ask)
+    answer = trainer.base.applied(0.0, move.record, ask.write_checkpoint)
+    trainer.swap_base(move)
     return answer
 
 
 def finish(trainer: Trainer) -> None:
     """Look after what is being saved, as the loop does, until it is saved."""
-    while not trainer.saving.is_idle:
-        trainer.saving.go_on(now=True)
+    while not trainer.checkpointer.is_idle:
+        trainer.checkpointer.step(now=True)
 
 
 def saved_counter(trainer: Trainer) -> int | None:
     state = trainer.folder.read()
-    return None if state is None else state.claims.counter
+    return None if state is None else state.windows.counter

@@ -1,5 +1,4 @@
-"""One peer, many GPUs (or CPU processes): how its model and batch lie over them. `docs/parallel.md` has the whole.
+"""One peer with several GPUs (or CPU processes): the layout of its model and batch over them. See `docs/parallel.md`.
 
-`degrees` and `plans` decide, in plain numbers; `ownership` says who holds what of the state between peers; the rest
-acts.
+`parallel_dims` and `plans` decide, in plain numbers; `ownership` distributes the state between peers; the rest acts.
 """

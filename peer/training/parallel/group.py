@@ -1,6 +1,6 @@
-"""How ranks speak: the groups that they form, what went wrong on any of them, and bytes for the first.
+"""Communication between the ranks of a peer: process groups, errors that all ranks agree on, and bytes for rank 0.
 
-Only tensors travel; nothing is pickled. What people read (an error's text) travels as bytes of one size.
+Only tensors travel; nothing is pickled. An error's text travels as bytes of one size.
 """
 
 from __future__ import annotations
@@ -18,42 +18,45 @@ import torch.distributed as dist
 from torch import Tensor
 
 from peer.errors import SavedStateError, TrainingError
-from peer.training.parallel.degrees import Degrees
+from peer.training.parallel.parallel_dims import ParallelDims
 from protocol.errors import CairnError, CodecError, MalformedError
 
 SECONDS = 120.0
-"""A rank that does not take part in what the others do for so long hangs, and ends with them."""
+"""Deadline of a collective: a rank that does not take part for this time hangs, and ends with the others."""
 
 IDLE = timedelta(days=365)
-"""The wait for rank 0's next order: while there is nothing to train on, there is none."""
+"""The deadline for rank 0's next command: while there is nothing to train on, there is none."""
 
 ERROR_BYTES = 1024
-KINDS: tuple[type[Exception], ...] = (CodecError, MalformedError, SavedStateError, TrainingError, OSError)
+ERRORS: tuple[type[Exception], ...] = (CodecError, MalformedError, SavedStateError, TrainingError, OSError)
 
 
-class Group:
-    """All ranks of a peer, on one machine. Made by each of them at once."""
+class RankGroup:
+    """All ranks of a peer, on one machine. All of them make it at once."""
 
-    def __init__(self, degrees: Degrees, rank: int, seconds: float = SECONDS):
-        self.degrees = degrees
+    def __init__(self, dims: ParallelDims, rank: int, seconds: float = SECONDS):
+        """Make the process groups; the default group exists already. Collective."""
+        self.dims = dims
         self.rank = rank
-        self.world = degrees.world
-        at = degrees.coordinates(rank)
+        self.world = dims.world
+        at = dims.coordinates(rank)
         self.stage = at["pp"]
-        # "pp" is the outermost axis: a stage's ranks follow each other.
-        each = self.world // degrees.pp
-        self.ranks = [list(range(s * each, (s + 1) * each)) for s in range(degrees.pp)]
-        groups: list[Any] = [dist.new_group(ranks) if degrees.pp > 1 else dist.group.WORLD for ranks in self.ranks]
+        # "pp" is the outermost axis: a stage's ranks are consecutive.
+        each = self.world // dims.pp
+        self.ranks = [list(range(s * each, (s + 1) * each)) for s in range(dims.pp)]
+        groups: list[Any] = [dist.new_group(ranks) if dims.pp > 1 else dist.group.WORLD for ranks in self.ranks]
         self.of_stage = groups[self.stage]
         self.agreed: Exception | None = None
-        """What was raised on all ranks last: after it they go on together."""
-        self.orders: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds) if rank == 0 else IDLE)
+        """The last error that was raised on all ranks: after it they continue together."""
+        self.commands: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds) if rank == 0 else IDLE)
 
     @classmethod
-    def join(cls, degrees: Degrees, rank: int, meet: Path, device: torch.device, seconds: float = SECONDS) -> Group:
-        """Meet the other ranks at a file that nobody has used. Raises TrainingError when not all come.
+    def join(
+        cls, dims: ParallelDims, rank: int, meet: Path, device: torch.device, seconds: float = SECONDS
+    ) -> RankGroup:
+        """Meet the other ranks at a file that nobody has used. Raise TrainingError when not all of them come.
 
-        They hear each other on loopback: by default gloo takes the host's name's address, which may be the internet's.
+        They listen on loopback. By default gloo would use the address of the host's name, which may be a public one.
         """
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -63,19 +66,19 @@ class Group:
                 backend,
                 init_method=f"file://{meet}",
                 rank=rank,
-                world_size=degrees.world,
+                world_size=dims.world,
                 timeout=timedelta(seconds=seconds),
             )
-            return cls(degrees, rank, seconds)
+            return cls(dims, rank, seconds)
         except RuntimeError as e:
             raise TrainingError(
-                f"the {degrees.world} ranks of --parallel {degrees} did not all meet within {seconds:.0f} s "
+                f"the {dims.world} ranks of --parallel {dims} did not all meet within {seconds:.0f} s "
                 f"({' '.join(str(e).split())[:200]}): look above for what one of them printed"
             ) from None
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Within it each rank works by itself, without the others; what fails on one is raised on all."""
+        """Run a block in which each rank works by itself; raise on all ranks what fails on one."""
         failed: Exception | None = None
         try:
             yield
@@ -86,7 +89,7 @@ class Group:
     def _agree(self, failed: Exception | None) -> None:
         mine = bytearray(ERROR_BYTES)
         if failed is not None:
-            kind = next((i for i, k in enumerate(KINDS) if isinstance(failed, k)), KINDS.index(TrainingError))
+            kind = next((i for i, k in enumerate(ERRORS) if isinstance(failed, k)), ERRORS.index(TrainingError))
             text = str(failed).encode()[: ERROR_BYTES - 1]
             mine[: 1 + len(text)] = bytes([1 + kind]) + text
         every = torch.empty((self.world, ERROR_BYTES), dtype=torch.uint8)
@@ -94,11 +97,11 @@ class Group:
         for row in every:
             if row[0]:
                 text = bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace")
-                self.agreed = KINDS[int(row[0]) - 1](text)
+                self.agreed = ERRORS[int(row[0]) - 1](text)
                 raise self.agreed
 
     def gather(self, mine: bytes | bytearray, sizes: Sequence[int]) -> list[bytes] | None:
-        """Each rank's bytes, on rank 0; `sizes` are known to all."""
+        """Return each rank's bytes, on rank 0. All ranks know the `sizes`."""
         buffer = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         if mine:
             buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -109,31 +112,31 @@ class Group:
         dist.gather(buffer, every, dst=0)
         return [bytes(t[:n].numpy().data) for t, n in zip(every, sizes, strict=True)]
 
-    # -- orders ------------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------------------
 
-    def give(self, order: int, payload: bytes | bytearray) -> None:
-        """Rank 0: tell the others what all do next."""
-        dist.broadcast(torch.tensor([order, len(payload)], dtype=torch.int64), 0, group=self.orders)
+    def send_command(self, command: int, payload: bytes | bytearray) -> None:
+        """Send the next command to the other ranks. On rank 0."""
+        dist.broadcast(torch.tensor([command, len(payload)], dtype=torch.int64), 0, group=self.commands)
         if payload:
-            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0, group=self.orders)
+            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0, group=self.commands)
 
-    def take(self) -> tuple[int, bytes]:
-        """The others: what it is. Raises TrainingError when rank 0 is gone."""
+    def receive_command(self) -> tuple[int, bytes]:
+        """Return the next command. On the other ranks. Raise TrainingError when rank 0 is gone."""
         try:
             head = torch.zeros(2, dtype=torch.int64)
-            dist.broadcast(head, 0, group=self.orders)
+            dist.broadcast(head, 0, group=self.commands)
             payload = torch.empty(int(head[1]), dtype=torch.uint8)
             if len(payload):
-                dist.broadcast(payload, 0, group=self.orders)
+                dist.broadcast(payload, 0, group=self.commands)
         except RuntimeError as e:
             raise TrainingError(f"rank 0 is gone: {' '.join(str(e).split())[:200]}") from None
         return int(head[0]), bytes(payload.numpy().data)
 
     def share(self, tensor: Tensor, owner: int) -> None:
-        """A contiguous tensor of one rank of this rank's stage, on all of them."""
+        """Copy a contiguous tensor of one rank of this rank's stage to all of them."""
         dist.broadcast(tensor, owner, group=self.of_stage)
 
     def leave(self) -> None:
-        """When all leave in order."""
-        dist.all_reduce(torch.zeros(1))  # nobody leaves while another still hears
+        """End the group, when all ranks leave in order."""
+        dist.all_reduce(torch.zeros(1))  # nobody leaves while another still communicates
         dist.destroy_process_group()

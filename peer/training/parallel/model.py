@@ -1,8 +1,8 @@
-"""One rank's part of the model: built without memory, split over tp, sharded over fsdp, and only then given memory.
+"""One rank's shard of the model: built without memory, split over tp, sharded over fsdp, and only then given memory.
 
 The order is torchtitan's (`parallelize_llama`): tensor parallelism, then FSDP2 (`fully_shard`: Zhao et al. 2023,
-arXiv 2304.11277), each decoder layer by itself; dp is a second axis of FSDP's mesh, or DDP where it is the only one.
-No rank ever holds more than its own part and one layer.
+arXiv 2304.11277), each decoder layer by itself. dp is a second axis of FSDP's mesh, or DDP when it is the only one. No
+rank ever holds more than its own shard and one layer.
 """
 
 from __future__ import annotations
@@ -23,42 +23,44 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
-from peer.training.inner import hidden_matrices
+from peer.training.inner_optimizer import hidden_matrices
 from peer.training.layers import decoder_layers
-from peer.training.parallel.degrees import AXES, Degrees
+from peer.training.parallel.parallel_dims import AXES, ParallelDims
 from peer.training.parallel.pipeline import StageModule
 from peer.training.parallel.plans import COLUMNS, ROWS
 from protocol.model import build_model
 
-# It warns that a gather over fsdp and tp is two gathers, once a rank: that is known.
+# It warns, once a rank, that a gather over fsdp and tp is two gathers, which is intended.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """The module that this rank runs, and its own part of each parameter that is on this rank.
+    """The module that this rank runs, and its own shard of each parameter that is on this rank.
 
-    `body` is the `transformers` model; `outside` is what is called (DDP or a stage around it, or itself). `hidden`: the
-    names of the matrices that Muon would step. `degrees`, `mesh`: the layout, with the axes `AXES`.
+    `body` is the `transformers` model; `outside` is the module to call (DDP or a stage around it, or itself). `hidden`:
+    the names of the matrices that Muon would step. `dims`, `mesh`: the layout, with the axes `AXES`.
     """
 
     body: nn.Module
     outside: nn.Module
     parameters: Mapping[str, nn.Parameter]
     hidden: frozenset[str]
-    degrees: Degrees
+    dims: ParallelDims
     mesh: DeviceMesh
     device: torch.device
 
     def local(self, name: str) -> Tensor:
-        """This rank's part of a parameter: a plain tensor in the parameter's own memory. FSDP may move that in the
-        first pass: ask again."""
+        """Return this rank's shard of a parameter: a plain tensor in the parameter's own memory.
+
+        FSDP may move that memory in the first pass, so do not keep the result.
+        """
         return shard(self.parameters[name].detach())
 
     def whole(self, name: str, part: Tensor | None = None) -> Tensor:
-        """A parameter, or another tensor that is split as it is (of which this rank has `part`), whole.
+        """Gather a parameter, or another tensor with the same split, of which this rank has `part`.
 
-        A fresh tensor where it is split, else the very one. Collective over the ranks of the stage.
+        Return a fresh tensor if it is split, otherwise the same one. Collective over the ranks of the stage.
         """
         like = self.parameters[name].detach()
         part = shard(like) if part is None else part
@@ -69,16 +71,16 @@ class RankModel:
         )
         return made.full_tensor()
 
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor that is split as the parameter is. May share its memory. No collective."""
+    def shard_of(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a whole tensor, split like the parameter. It may share memory. Not collective."""
         like = self.parameters[name]
         if not isinstance(like, DTensor):
             return whole
         split = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
         return shard(split)
 
-    def parts(self, name: str) -> int:
-        """Into how many distinct parts a parameter is split over the ranks of its stage."""
+    def shard_count(self, name: str) -> int:
+        """Return the number of distinct shards of a parameter over the ranks of its stage."""
         like = self.parameters[name]
         if not isinstance(like, DTensor):
             return 1
@@ -87,36 +89,38 @@ class RankModel:
 
 
 def shard(tensor: Tensor) -> Tensor:
-    """The plain tensor that a rank holds of what may be a DTensor."""
+    """Return the plain tensor that a rank holds of a tensor that may be a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def make_mesh(degrees: Degrees, device: torch.device) -> DeviceMesh:
-    """The mesh of all ranks, with every axis, also those of one rank."""
-    return init_device_mesh(device.type, tuple(getattr(degrees, a) for a in AXES), mesh_dim_names=AXES)
+def make_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
+    """Return the mesh of all ranks, with every axis, also those of size 1."""
+    return init_device_mesh(device.type, tuple(getattr(dims, a) for a in AXES), mesh_dim_names=AXES)
 
 
-def build_rank_model(config: Mapping[str, Any], degrees: Degrees, mesh: DeviceMesh, device: torch.device) -> RankModel:
-    """This rank's part of the model, all zeros: `Share.load` brings the values. Raises SpecError."""
+def build_rank_model(
+    config: Mapping[str, Any], dims: ParallelDims, mesh: DeviceMesh, device: torch.device
+) -> RankModel:
+    """Return this rank's shard of the model, all zeros until the first `rebase`. Raise SpecError."""
     with _parameters_without_memory():
         body = build_model(config)
     hidden = hidden_matrices(body)
-    if degrees.tp > 1:
+    if dims.tp > 1:
         parallelize_module(body, mesh["tp"], _tp_plan(body))
-    outside = StageModule(body, mesh["pp"].get_local_rank(), degrees.pp) if degrees.pp > 1 else body
-    if degrees.fsdp > 1:
-        _shard(outside, degrees, mesh, device)
+    outside = StageModule(body, mesh["pp"].get_local_rank(), dims.pp) if dims.pp > 1 else body
+    if dims.fsdp > 1:
+        _shard(outside, dims, mesh, device)
     else:
         _materialise(body, device)
-        if degrees.dp == degrees.world and degrees.dp > 1:
+        if dims.dp == dims.world and dims.dp > 1:
             outside = DistributedDataParallel(body, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
     body.to(device)  # buffers
     parameters = {n: p for n, p in body.named_parameters() if p.requires_grad}
-    return RankModel(body, outside, parameters, hidden, degrees, mesh, device)
+    return RankModel(body, outside, parameters, hidden, dims, mesh, device)
 
 
 def _tp_plan(body: nn.Module) -> dict[str, Any]:
-    """Each linear layer's part: split by outputs where a split input follows, by inputs where one comes."""
+    """Return the split of each linear layer: by outputs before a layer with split inputs, by inputs in that layer."""
     plan: dict[str, Any] = {}
     for name, module in body.named_modules():
         if isinstance(module, nn.Linear):
@@ -128,11 +132,11 @@ def _tp_plan(body: nn.Module) -> dict[str, Any]:
     return plan
 
 
-def _shard(root: nn.Module, degrees: Degrees, mesh: DeviceMesh, device: torch.device) -> None:
-    over = mesh["dp", "fsdp"] if degrees.dp > 1 else mesh["fsdp"]
-    options: dict[str, Any] = {"mesh": over, "reshard_after_forward": degrees.zero == 3}
+def _shard(root: nn.Module, dims: ParallelDims, mesh: DeviceMesh, device: torch.device) -> None:
+    over = mesh["dp", "fsdp"] if dims.dp > 1 else mesh["fsdp"]
+    options: dict[str, Any] = {"mesh": over, "reshard_after_forward": dims.zero == 3}
     if device.type == "cuda":
-        # What autocast would compute in, gathered in half the bytes; sums of gradients stay fp32.
+        # Gathered in the type that autocast computes in: half the bytes. Sums of gradients stay fp32.
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in decoder_layers(root).values():  # each is sharded, and gathered, by itself
         _materialise(layer, device)
@@ -143,12 +147,12 @@ def _shard(root: nn.Module, degrees: Degrees, mesh: DeviceMesh, device: torch.de
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Within it parameters are made on the meta device, while buffers (of rotary embeddings) get their values."""
+    """Create parameters on the meta device within the block, while buffers (rotary embeddings) get their values."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         original(module, name, parameter)
-        if parameter is not None and parameter.device.type != "meta":  # one that is tied to another is on it already
+        if parameter is not None and parameter.device.type != "meta":  # a tied parameter is on it already
             module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -159,7 +163,7 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _materialise(root: nn.Module, device: torch.device) -> None:
-    """Give the parameters that have no memory some, of zeros; what is tied stays tied."""
+    """Give the parameters that have no memory zeros; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():

@@ -1,7 +1,7 @@
-"""Who holds what of the state between peers: every rank a like share of the chunks of its stage's tensors.
+"""The distribution of the state between peers over ranks: each has an equal share of the chunks of its stage's tensors.
 
-Chunks lie over whole flattened tensors, whatever the layout of the model: so a peer's updates and states do not tell
-how many GPUs it has. Pure.
+Chunks cover whole flattened tensors, whatever the layout of the model. So a peer's updates and states do not tell how
+many GPUs it has. Pure.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from protocol.layout import CODEC_CHUNK, Layout, Part
 
 
 @dataclass(frozen=True)
-class Ownership:
-    """Of a layout's tensors: `stages` has each one's stage, `ranks` each stage's ranks.
+class ChunkOwnership:
+    """The owner of each slice of a layout's tensors.
 
-    The chunks of a stage, in layout order, are dealt out in `len(ranks)` consecutive pieces that differ by one chunk at
-    most: a rank's parts are next to each other in updates and in checkpoints, and most tensors are one rank's.
+    The chunks of a stage, in layout order, are split into one consecutive run for each of its ranks; the runs differ by
+    one chunk at most. So a rank's slices are adjacent in updates and in checkpoints, and most tensors belong to one
+    rank.
     """
 
     layout: Layout
     parts: Mapping[int, tuple[Part, ...]]
-    """Each rank's, in layout order; at most one of a tensor."""
+    """Each rank's slices, in layout order; at most one of a tensor."""
     owners: Sequence[tuple[tuple[int, Part], ...]]
-    """Each tensor's: (rank, part), which cover it in order."""
+    """Each tensor's (rank, slice) pairs, which cover it in order."""
 
     @classmethod
-    def of(cls, layout: Layout, stages: Sequence[int], ranks: Sequence[Sequence[int]]) -> Ownership:
+    def of(cls, layout: Layout, stages: Sequence[int], ranks: Sequence[Sequence[int]]) -> ChunkOwnership:
+        """Distribute a layout: `stages` has the stage of each tensor, `ranks` the ranks of each stage."""
         parts: dict[int, list[Part]] = {r: [] for of_stage in ranks for r in of_stage}
         owners: list[list[tuple[int, Part]]] = [[] for _ in layout.tensors]
         for stage, of_stage in enumerate(ranks):
@@ -50,9 +52,9 @@ class Ownership:
         return cls(layout, {r: tuple(p) for r, p in parts.items()}, [tuple(o) for o in owners])
 
     def within(self, other: Layout, names: Mapping[str, str]) -> Mapping[int, tuple[Part, ...]]:
-        """The same shares of a layout whose tensors go with this one's: `names` from its names to this one's.
+        """Return the same distribution of another layout; `names` maps its tensors' names to this one's.
 
-        That is how momentum, feedback and the like are held: where their parameter is.
+        Momentum, feedback and the like are held this way: by the rank that holds their parameter.
         """
         index = {t.name: i for i, t in enumerate(self.layout.tensors)}
         found: dict[int, list[Part]] = {r: [] for r in self.parts}

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: each rank runs some consecutive layers; windows go through in small groups, 1F1B.
+"""Pipeline parallelism: each rank runs some consecutive layers; windows pass through in small groups (1F1B).
 
 The schedule is torch.distributed.pipelining's (PipeDream-flush: Narayanan et al. 2021, arXiv 2006.09503): a rank holds
-the activations of as many groups as there are stages after it, at most. Shapes are told beforehand: without that torch
+the activations of at most as many groups as there are stages after it. Shapes are given beforehand; otherwise torch
 would send them pickled.
 """
 
@@ -18,14 +18,14 @@ from torch.nn.functional import cross_entropy
 from peer.training.parallel.plans import first_layers
 
 NO_TARGET = -100
-"""Of windows that only fill a group: they count nothing."""
+"""The target of windows that only fill a group: it contributes no loss."""
 
 
 class StageModule(nn.Module):
-    """The part of a Llama-like model that is one stage: tokens or activations in, activations or logits out."""
+    """One stage of a Llama-like model: tokens or activations in, activations or logits out."""
 
     def __init__(self, body: nn.Module, stage: int, stages: int):
-        """Takes `body`, which has no memory yet, apart: it keeps this stage's modules, by their names."""
+        """Reduce `body`, which has no memory yet, to this stage's modules; they keep their names."""
         super().__init__()
         model = cast(nn.Module, body.model)
         layers = cast(nn.ModuleList, model.layers)
@@ -47,7 +47,7 @@ class StageModule(nn.Module):
         out = model(input_ids=x, use_cache=False) if self.first else model(inputs_embeds=x, use_cache=False)
         if self.last:
             return cast(nn.Module, self.body.lm_head)(out.last_hidden_state).float()
-        return out.last_hidden_state.float()  # what travels has one type, whatever is computed in
+        return out.last_hidden_state.float()  # one type between stages, whatever they compute in
 
 
 class Pipeline:
@@ -57,7 +57,10 @@ class Pipeline:
         self, module: nn.Module, mesh: DeviceMesh, device: torch.device, sizes: tuple[int, int], groups: int, each: int,
         width: int,
     ):  # fmt: skip
-        """`sizes`: hidden size and vocabulary; `groups` of `each` windows of `width` tokens. Collective."""
+        """Build the schedule for `groups` of `each` windows of `width` tokens. Collective.
+
+        `sizes`: hidden size and vocabulary.
+        """
         stage, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
         hidden, vocabulary = sizes
         tokens = torch.empty((each, width), dtype=torch.int64, device="meta")
@@ -82,8 +85,10 @@ class Pipeline:
         return total * self._factor
 
     def run(self, windows: Tensor, factor: float) -> Tensor:
-        """Forth and back on tokens [groups * each or fewer, width + 1]. The sum of the tokens' losses, times `factor`:
-        on the last stage, 0 on others."""
+        """Run forward and backward on tokens [groups * each or fewer, width + 1].
+
+        Return the sum of the tokens' losses times `factor` on the last stage, 0 on others.
+        """
         groups, each, width = self.shape
         missing = groups * each - len(windows)
         windows = torch.cat([windows, windows.new_zeros((missing, width + 1))]).long()
@@ -100,6 +105,6 @@ class Pipeline:
 
 
 def groups_of(windows: int, stages: int, most: int | None) -> tuple[int, int]:
-    """(groups, windows of each): at least as many groups as stages, of at most `most` windows."""
+    """Return (groups, windows of each): at least as many groups as stages, of at most `most` windows."""
     each = max(1, min(most or windows, windows // (2 * stages) or windows // stages))
     return max(stages, -(-windows // each)), each

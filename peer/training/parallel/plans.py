@@ -1,8 +1,8 @@
-"""How a family of models is taken apart: which matrices tensor parallelism splits, and which layers make a stage.
+"""How a family of models is split: the matrices that tensor parallelism splits, and the layers of each stage.
 
-A plan is for models of `transformers` that are built as Llama is (Touvron et al. 2023): attention with q, k, v and o,
-a gated MLP, nothing else that has weights but embeddings, norms and the head. Those stay whole: each rank of a tp group
-computes them alike, which also serves tied embeddings. Models without a plan have dp and fsdp.
+A plan is for models of `transformers` that are built like Llama (Touvron et al. 2023): attention with q, k, v and o, a
+gated MLP, and no other weights but embeddings, norms and the head. Those are not split: each rank of a tp group
+computes the same, which also serves tied embeddings. Models without a plan have dp and fsdp.
 """
 
 from __future__ import annotations
@@ -12,42 +12,43 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from peer.training.parallel.degrees import Limits
+from peer.training.parallel.parallel_dims import ModelLimits
 from protocol.layout import Layout
 
 LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2"})
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Linear layers whose outputs are split (Shoeybi et al. 2019): heads, or hidden units, are whole on one rank."""
+"""Linear layers whose outputs are split (Shoeybi et al. 2019): a head or a hidden unit is whole on one rank."""
+
 ROWS = ("o_proj", "down_proj")
-"""Those that take split inputs, and whose outputs are summed over the tp ranks."""
+"""Linear layers with split inputs, whose outputs are summed over the tp ranks."""
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def limits(config: Mapping[str, Any], layout: Layout, *, batch: int) -> Limits:
-    """What this model allows. `config` is the spec's, with all defaults written out."""
+def limits(config: Mapping[str, Any], layout: Layout, *, batch: int) -> ModelLimits:
+    """Return what a model allows. `config` is the spec's, with all defaults written out."""
     kind = str(config.get("model_type"))
     if kind not in LLAMA_LIKE:
         none = f"has no plan for model_type {kind} (there is one for {', '.join(sorted(LLAMA_LIKE))})"
-        return Limits(kind, layout.numel, batch, no_tp=none, no_pp=none)
+        return ModelLimits(kind, layout.numel, batch, no_tp=none, no_pp=none)
     heads = int(config["num_attention_heads"])
     split = gcd(heads, int(config.get("num_key_value_heads") or heads), int(config["intermediate_size"]))
     tied = "would put tied embeddings on its first and on its last stage" if config.get("tie_word_embeddings") else ""
     layers = 1 if tied else int(config["num_hidden_layers"])
-    return Limits(kind, layout.numel, batch, tp=split, pp=layers, no_pp=tied)
+    return ModelLimits(kind, layout.numel, batch, tp=split, pp=layers, no_pp=tied)
 
 
 def first_layers(layers: int, stages: int) -> list[int]:
-    """The first layer of each stage, and the number of layers: as even as can be, the last stages having fewer.
+    """Return the first layer of each stage, and the number of layers: as even as possible, with fewer in the last.
 
-    The last one has the head too, which costs as much as some layers do.
+    The last stage also has the head, which costs as much as some layers.
     """
     return [-(-layers * s // stages) for s in range(stages + 1)]
 
 
 def stage_of(name: str, layers: int, stages: int) -> int:
-    """The stage that holds a parameter: embeddings are the first one's, the last norm and the head the last one's."""
+    """Return the stage of a parameter: the first has the embeddings, the last has the last norm and the head."""
     if found := _LAYER.match(name):
         starts = first_layers(layers, stages)
         return next(s for s in range(stages) if int(found[1]) < starts[s + 1])

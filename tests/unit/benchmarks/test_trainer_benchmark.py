@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.trainer import Size, bare_loop, measured, trainer_of
-from peer.training.outer import OuterSide
+from peer.training.outer_state import OuterState
 
 plain_compile = torch.nn.Module.compile
 TINY = Size("tiny", hidden=32, intermediate=64, layers=1, heads=2, vocabulary=512, window=64, batch=4)
@@ -14,23 +14,23 @@ TINY = Size("tiny", hidden=32, intermediate=64, layers=1, heads=2, vocabulary=51
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_bare_loop_learns_what_the_trainer_learns(compiled, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which the trainer sets: after the test it is as it was
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the trainer sets it: restored after the test
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr("peer.training.layers.BACKEND", "aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: plain_compile(module, backend="aot_eager"))
     with trainer_of(TINY, "cpu", 1, "adamw", "dp=1", compiled) as (trainer, _):
-        model, step = bare_loop(trainer.spec, trainer.device, compiled)
+        model, step = bare_loop(trainer.spec, trainer.backend.device, compiled)
         layer = next(m for n, m in model.named_modules() if n.endswith("layers.0"))
         assert (layer._compiled_call_impl is not None) == compiled
-        assert isinstance(trainer.outer, OuterSide)
+        assert isinstance(trainer.backend.outer, OuterState)
         start = {n: p.detach().clone() for n, p in model.named_parameters()}
         for _ in range(3):
-            windows = trainer.batches.take(trainer.claims.counter)
+            windows = trainer.steps.batches.take(trainer.windows.counter)
             step(windows)
-            trainer.step(windows)
+            trainer.steps.step(windows)
         for name, parameter in model.named_parameters():
             moved = (parameter.detach() - start[name]).norm()
-            assert moved > 0 and (parameter.detach() - trainer.outer.local[name]).norm() < 0.01 * moved
+            assert moved > 0 and (parameter.detach() - trainer.backend.outer.local[name]).norm() < 0.01 * moved
 
 
 def test_a_size_is_measured_whole():

@@ -1,4 +1,4 @@
-"""What the observer heard announced: whose updates a round left out, which came late, and what flaw they have."""
+"""The announcements of an observer: updates that a round left out, late ones, and invalid ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, Round
 from protocol.message_codec import KeySigner
 from protocol.messages import Goodbye, RoundChanges, Signed, UpdateHeader
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer
 from tests.support.specs import digest
 
 SPEC = make_spec()
-POLICY = Policy.of(SPEC)
+POLICY = RoundPolicy.of(SPEC)
 
 
 class World:
@@ -50,8 +50,8 @@ def world() -> World:
 def test_who_announced_in_time_is_known_after_the_round(world: World):
     at = world.chain.head
     header = world.header(3)
-    world.heard.hear(header)
-    world.heard.hear(KeySigner(peer(4)).sign(Goodbye(SPEC.run_id, 1)))  # no header
+    world.heard.receive(header)
+    world.heard.receive(KeySigner(peer(4)).sign(Goodbye(SPEC.run_id, 1)))  # no header
     world.round({1: 4, 2: 4})
     (found,) = world.heard.announced(at)
     assert (found.header, found.late, found.flaw) == (header, False, "")
@@ -61,15 +61,15 @@ def test_who_announced_in_time_is_known_after_the_round(world: World):
 def test_who_came_when_the_round_was_decided_is_late(world: World):
     at = world.chain.head
     world.round({1: 4, 2: 4})
-    world.heard.hear(world.header(3, at))
+    world.heard.receive(world.header(3, at))
     assert [a.late for a in world.heard.announced(at)] == [True]
 
 
 def test_what_breaks_a_rule_is_named(world: World):
     at = world.chain.head
-    world.heard.hear(world.header(1, first_window=0, end_window=4))
-    world.heard.hear(world.header(3, blob_size=7))
-    world.heard.hear(world.header(4, end_window=1000 + POLICY.max_update_windows + 1))
+    world.heard.receive(world.header(1, first_window=0, end_window=4))
+    world.heard.receive(world.header(3, blob_size=7))
+    world.heard.receive(world.header(4, end_window=1000 + POLICY.max_update_windows + 1))
     flaws = {a.header.author: a.flaw for a in world.heard.announced(at)}
     assert "accepted already" in flaws[peer(1).key]
     assert "7 bytes" in flaws[peer(3).key] and "at most" in flaws[peer(4).key]
@@ -79,26 +79,26 @@ def test_a_rule_is_the_one_that_the_owner_has_changed_it_to(world: World, monkey
     at, most = world.chain.head, 2 * POLICY.max_update_windows
     changes = RoundChanges(max_update_tokens=most * POLICY.window)
     monkeypatch.setattr(world.chain, "standing", lambda _: ActiveDirectives(changes=changes))
-    world.heard.hear(world.header(3, end_window=1000 + most))
-    world.heard.hear(world.header(4, end_window=1000 + most + 1))
+    world.heard.receive(world.header(3, end_window=1000 + most))
+    world.heard.receive(world.header(4, end_window=1000 + most + 1))
     assert {a.header.author: bool(a.flaw) for a in world.heard.announced(at)} == {peer(3).key: False, peer(4).key: True}
 
 
 def test_of_two_headers_for_one_round_the_first_counts(world: World):
     first = world.header(3)
-    world.heard.hear(first)
-    world.heard.hear(world.header(3, loss=1.0))
+    world.heard.receive(first)
+    world.heard.receive(world.header(3, loss=1.0))
     assert [a.header for a in world.heard.announced(world.chain.head)] == [first]
 
 
 def test_who_floods_pushes_out_its_own_only(world: World):
     honest = world.header(3)
-    world.heard.hear(honest)
+    world.heard.receive(honest)
     for i in range(3 * PER_AUTHOR):
-        world.heard.hear(world.header(4, digest(i)))
+        world.heard.receive(world.header(4, digest(i)))
     assert [a.header for a in world.heard.announced(world.chain.head)] == [honest]
-    assert all(len(mine) <= PER_AUTHOR for mine in world.heard._heard.values())
+    assert all(len(mine) <= PER_AUTHOR for mine in world.heard._headers.values())
     for i in range(AUTHORS + 10):
         author = peer(i).key
-        world.heard.hear(replace(honest, author=author))
-    assert len(world.heard._heard) == AUTHORS
+        world.heard.receive(replace(honest, author=author))
+    assert len(world.heard._headers) == AUTHORS

@@ -1,4 +1,4 @@
-"""What a volunteer is told: where it finds itself on the run's page, once, and only where there is such an address."""
+"""The volunteer's terminal: it logs the peer's address on the run's page once, if there is a valid address."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from cairn import joining
-from cairn.view import PeerView, own_page, progress_line
+from cairn.commands import join
+from cairn.peer_screen import PeerScreen, own_page, progress_line
 from protocol.errors import CairnError
 from tests.support.specs import identity
 from tests.support.waiting import ended
@@ -39,7 +39,7 @@ def test_what_is_no_address_of_a_page_is_not_shown(page):
 
 
 async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkeypatch):
-    monkeypatch.setattr(joining, "CREDIT_SECONDS", 0.01)
+    monkeypatch.setattr(join, "CREDIT_SECONDS", 0.01)
     asked, thrice = {"status": 0, "account": 0}, asyncio.Event()
 
     class Client:
@@ -55,14 +55,14 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
                 thrice.set()
             return SimpleNamespace(micro_credits_settled=5, micro_credits_pending=1, rounds=2)
 
-    view = PeerView(live=False)
+    view = PeerScreen(live=False)
     membership = SimpleNamespace(client=Client(), identity=SimpleNamespace(key=KEY))
     with caplog.at_level(logging.INFO, logger="cairn.peer"):
-        task = asyncio.create_task(joining._ask_for_credits(cast(Any, membership), view, lambda: 3))
+        task = asyncio.create_task(join._ask_for_credits(cast(Any, membership), view, lambda: 3))
         await ended(thrice.wait())
         task.cancel()
     assert [r.message for r in caplog.records] == [f"this peer on the run's page: http://192.0.2.1:7180/#peer/{KEY}"]
-    assert asked["status"] == 2 and view.earned is not None and view.earned.rounds == 2
+    assert asked["status"] == 2 and view.earnings is not None and view.earnings.rounds == 2
 
 
 def test_what_the_owner_has_ordered_is_in_the_line_that_is_always_seen():

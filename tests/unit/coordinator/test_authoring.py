@@ -222,7 +222,7 @@ def test_a_folder_prepared_before_can_be_named(write, tmp_path):
         ((r'model_type = "llama"', ""), r"model\.model_type: is missing"),
         ((r"vocabulary = 300", ""), r"data: write either vocabulary"),
         ((r'source = "documents.jsonl"', ""), r"data: write either source"),
-        ((r'source = "documents.jsonl"', 'prepared = "x"'), r"vocabulary, validation_every: settled when"),
+        ((r'source = "documents.jsonl"', 'prepared = "x"'), r"vocabulary, validation_every: fixed when"),
         ((r"target_tokens = 1_000", "target_tokens = 1_000\nmax_update_tokens = 8"), r"round\.max_update_tokens: must"),
         ((r"\[inner\]", "[inner.schedule]\nkind = 'steep'\n[inner]"), r"inner\.schedule\.kind: .*'cosine'"),
         (

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from coordinator.authoring import DataInputError, RunChangedError, load_prepared, prepare
-from coordinator.authoring.documents import PIECE, find_sources, read_documents
+from coordinator.authoring.documents import SEGMENT, find_sources, read_documents
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 
 TEXTS = [f"Document {i}: the quick brown fox jumps over {i * i} lazy dogs.\nIt was été, naïve." for i in range(30)]
@@ -36,7 +36,7 @@ def tokens_of(prepared, part) -> np.ndarray:
 
 
 def documents_of(prepared, part) -> list[str]:
-    """The documents, decoded from the shards."""
+    """Return the documents, decoded from the shards."""
     tokenizer = Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
     tokens, end = tokens_of(prepared, part), prepared.manifest.end_of_text_id
     cuts = np.flatnonzero(tokens == end)
@@ -189,13 +189,13 @@ def test_a_vocabulary_above_65536_gets_uint32(tmp_path):
 
 
 def test_a_long_document_passes_through_in_pieces_and_loses_nothing(tmp_path):
-    text = "Some words, then more.\n" * (3 * PIECE // 20) + "x" * (2 * PIECE) + " end"
+    text = "Some words, then more.\n" * (3 * SEGMENT // 20) + "x" * (2 * SEGMENT) + " end"
     (tmp_path / "long.txt").write_text(text)
     (source,) = find_sources([str(tmp_path / "long.txt")], tmp_path)
-    pieces = list(read_documents(source, "text"))
-    assert "".join(p.text for p in pieces) == text
-    assert [p.last for p in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert max(len(p.text) for p in pieces) <= PIECE
+    segments = list(read_documents(source, "text"))
+    assert "".join(p.text for p in segments) == text
+    assert [p.last for p in segments] == [False] * (len(segments) - 1) + [True]
+    assert max(len(p.text) for p in segments) <= SEGMENT
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):

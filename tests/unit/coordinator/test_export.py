@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tests.support.coordinator_fakes as fakes
 from cairn.checkpoints import find_checkpoint
-from coordinator.archive import Archive
 from coordinator.authoring import ResolvedRun, RunChangedError, load_run, resolve, tokens
-from coordinator.authoring.documents import Piece
-from coordinator.authoring.weights import WeightsError, look_at, read
+from coordinator.authoring.documents import TextSegment
+from coordinator.authoring.weights import WeightsError, read, read_headers
+from coordinator.checkpoints.archive import Archive
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.store import Store
 from protocol.errors import CairnError
@@ -107,7 +107,7 @@ class World:
         return path, state_digest(self.layout, self.state(seed))
 
     def archive(self, round_: int) -> Path:
-        """In the owner's folder."""
+        """Archive a state in the owner's folder."""
         path, state = self.checkpoint(round_)
         archive = Archive(self.folder / "owner" / "checkpoints", self.spec)
         record = digest(round_)
@@ -119,7 +119,7 @@ class World:
         return model(input_ids=torch.arange(12)[None]).logits
 
     def volunteer(self, monkeypatch: pytest.MonkeyPatch, *, rounds: int = 7, held: tuple[int, ...] = (2, 4)) -> Path:
-        """The folder of a peer that is in round `rounds` and holds the states of some."""
+        """Make the folder of a peer that is in round `rounds` and holds some states."""
         folder = self.folder / "volunteer"
         states = {r: self.checkpoint(r) for r in held}
         monkeypatch.setattr(fakes, "state", lambda r: states[r][1] if r in states else digest(f"state {r}"))
@@ -203,7 +203,7 @@ def test_every_kind_of_model_goes_out_and_comes_in_with_the_same_bits(kind: str,
     model = build_model(config, seed=5)
     layout, tensors = model_layout(model), parameters_of(model)
     (tmp_path / "state").write_bytes(b"".join(checkpoint_chunks(layout, tensors)))
-    (tmp_path / "tokenizer.json").write_bytes(tokens.train(iter([Piece("a b c", True)]), 300).file)
+    (tmp_path / "tokenizer.json").write_bytes(tokens.train(iter([TextSegment("a b c", True)]), 300).file)
     origin = Origin("little", RunId(digest("run")), state_digest(layout, tensors))
     write(tmp_path / "state", config, tmp_path / "tokenizer.json", origin, tmp_path / "out")
     there = parameters_of(loaded(tmp_path / "out"))
@@ -553,7 +553,7 @@ def test_pickles_are_found_out_before_documents_are_prepared(model: Path, tmp_pa
 
 
 def test_what_a_folder_holds_is_told_without_reading_it(model: Path):
-    found = look_at(model)
+    found = read_headers(model)
     assert found.numel == sum(t.numel() for t in load_file(model / "model.safetensors").values())
     assert found.files == (model / "model.safetensors",)
 
@@ -593,7 +593,7 @@ def test_a_checkpoint_is_never_whole_in_memory(tmp_path: Path):
     with (tmp_path / "state").open("wb") as file:
         file.write(layout.checkpoint_header())
         file.truncate(layout.checkpoint_size)
-    (tmp_path / "tokenizer.json").write_bytes(tokens.train(iter([Piece("a b c", True)]), 300).file)
+    (tmp_path / "tokenizer.json").write_bytes(tokens.train(iter([TextSegment("a b c", True)]), 300).file)
     origin = Origin("little", RunId(digest("run")))
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""What `cairn run plan` advises holds what it promises, and the template that it writes is a valid run.toml."""
+"""The advice of `cairn run plan` keeps its promises, and its template is a valid run.toml."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from cairn.commands.options import parse_count
 from cairn.main import main
-from cairn.planning import parse_count
-from coordinator.authoring import findings, load_run
-from coordinator.authoring.findings import MEASURED, Measured
-from coordinator.authoring.plan import Plan, PlanError, Question, plan
+from coordinator.authoring import load_run, measurements
+from coordinator.authoring.measurements import MEASURED, MeasuredSetting
+from coordinator.authoring.model_config import LEAST_PARAMETERS, llama_of, parameters_of_table, read_model
+from coordinator.authoring.plan import PlanError, PlanInputs, RunPlan, plan
 from coordinator.authoring.runfile import RunFile, tomllib
-from coordinator.authoring.shape import LEAST_PARAMETERS, llama_of, parameters_of_table, read_model
 from coordinator.authoring.template import fill
 from protocol.codec import make_codec
 from protocol.errors import CairnError
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "sotu.toml"
 
 questions = st.builds(
-    Question,
+    PlanInputs,
     model=st.integers(10**6, 10**11),
     peers=st.integers(2, 300),
     uplink=st.floats(1, 10_000),
@@ -49,14 +49,14 @@ questions = st.builds(
 )
 
 
-def sparse(k: int, inner_steps: int, loss: float) -> Measured:
-    return Measured(CodecSpec(kind="sparse", k=k), inner_steps, loss)
+def sparse(k: int, inner_steps: int, loss: float) -> MeasuredSetting:
+    return MeasuredSetting(CodecSpec(kind="sparse", k=k), inner_steps, loss)
 
 
-def made(question: Question) -> Plan:
-    """The plan, of a question whose rounds are not absurdly long."""
+def made(inputs: PlanInputs) -> RunPlan:
+    """Return the plan, and skip inputs whose rounds are absurdly long."""
     try:
-        return plan(question)
+        return plan(inputs)
     except PlanError as e:
         assume(e.field != "tokens_per_second")
         raise
@@ -66,107 +66,107 @@ def made(question: Question) -> Plan:
 
 
 @given(questions)
-def test_the_exchange_keeps_its_share_or_the_plan_says_that_it_does_not(question: Question):
-    p = made(question)
-    assert p.fits == (p.cost.exchange_seconds <= question.share * p.cost.training_seconds)
-    assert p.fits == (p.too_slow is None)
+def test_the_exchange_keeps_its_share_or_the_plan_says_that_it_does_not(inputs: PlanInputs):
+    p = made(inputs)
+    assert p.fits == (p.cost.exchange_seconds <= inputs.share * p.cost.training_seconds)
+    assert p.fits == (p.remedies is None)
     assert p.setting in MEASURED
 
 
 @given(questions)
-def test_no_measured_setting_that_fits_has_less_loss(question: Question):
-    p = made(question)
+def test_no_measured_setting_that_fits_has_less_loss(inputs: PlanInputs):
+    p = made(inputs)
     for m in MEASURED:
-        seconds = question.exchange_seconds(question.update_bytes(m.codec))
-        share = seconds / question.training_seconds(m.inner_steps)
-        if share <= question.share:
-            assert p.fits and p.cost.loss <= m.loss * (1 + findings.OVERLAP_LOSS * share)
+        seconds = inputs.exchange_seconds(inputs.update_bytes(m.codec))
+        share = seconds / inputs.training_seconds(m.inner_steps)
+        if share <= inputs.share:
+            assert p.fits and p.cost.loss <= m.loss * (1 + measurements.OVERLAP_LOSS * share)
 
 
 @given(questions, st.floats(1, 50))
-def test_a_faster_uplink_never_means_more_loss(question: Question, faster: float):
-    slow, fast = made(question), made(dataclasses.replace(question, uplink=question.uplink * faster))
+def test_a_faster_uplink_never_means_more_loss(inputs: PlanInputs, faster: float):
+    slow, fast = made(inputs), made(dataclasses.replace(inputs, uplink=inputs.uplink * faster))
     assert fast.fits or not slow.fits
     if slow.fits:
         assert fast.cost.loss <= slow.cost.loss
 
 
 @example(
-    Question(model=224415314, peers=300, uplink=1.0, downlink=None, rtt=160.0, tokens_per_second=374.0, window=4096,
+    PlanInputs(model=224415314, peers=300, uplink=1.0, downlink=None, rtt=160.0, tokens_per_second=374.0, window=4096,
              batch=256, total_tokens=10**14, share=0.03125, relays=False)
 )  # fmt: skip
 @given(questions)
-def test_the_uplink_that_is_said_to_be_enough_is_enough_and_less_is_not(question: Question):
-    p = made(question)
+def test_the_uplink_that_is_said_to_be_enough_is_enough_and_less_is_not(inputs: PlanInputs):
+    p = made(inputs)
     for cost in filter(None, (p.better, p.cost)):
         if cost.uplink_needed == math.inf or not 0.01 < cost.uplink_needed < 1e5:
             continue
         for factor, fits in ((1.001, True), (0.999, False)):
-            link = dataclasses.replace(question, uplink=cost.uplink_needed * factor)
+            link = dataclasses.replace(inputs, uplink=cost.uplink_needed * factor)
             again = plan(link, [cost.setting])
             # Receiving over a slower downlink of its own can bind before sending does.
-            assert again.fits == fits or (not fits and question.downlink is not None and again.fits)
+            assert again.fits == fits or (not fits and inputs.downlink is not None and again.fits)
     if p.better:
-        assert p.better.setting.loss < p.setting.loss and p.better.uplink_needed > question.uplink * 0.999
+        assert p.better.setting.loss < p.setting.loss and p.better.uplink_needed > inputs.uplink * 0.999
 
 
 @given(questions)
-def test_each_remedy_alone_makes_the_plan_fit(question: Question):
-    p = made(question)
-    assume(p.too_slow is not None)
-    assert p.too_slow is not None
-    question = dataclasses.replace(question, batch=question.windows)
-    if p.too_slow.inner_steps:
-        seconds = question.exchange_seconds(p.cost.update_bytes)
-        assert seconds <= question.share * question.training_seconds(p.too_slow.inner_steps) * (1 + 1e-9)
-        shorter = question.training_seconds(p.too_slow.inner_steps - 1)
-        assert seconds > question.share * shorter * (1 - 1e-9)
-    if p.too_slow.share:
-        assert plan(dataclasses.replace(question, share=min(1, p.too_slow.share))).fits
-    if p.too_slow.peers:
-        fewer = dataclasses.replace(question, peers=p.too_slow.peers, share=min(1, question.share * (1 + 1e-9)))
+def test_each_remedy_alone_makes_the_plan_fit(inputs: PlanInputs):
+    p = made(inputs)
+    assume(p.remedies is not None)
+    assert p.remedies is not None
+    inputs = dataclasses.replace(inputs, batch=inputs.windows)
+    if p.remedies.inner_steps:
+        seconds = inputs.exchange_seconds(p.cost.update_bytes)
+        assert seconds <= inputs.share * inputs.training_seconds(p.remedies.inner_steps) * (1 + 1e-9)
+        shorter = inputs.training_seconds(p.remedies.inner_steps - 1)
+        assert seconds > inputs.share * shorter * (1 - 1e-9)
+    if p.remedies.share:
+        assert plan(dataclasses.replace(inputs, share=min(1, p.remedies.share))).fits
+    if p.remedies.peers:
+        fewer = dataclasses.replace(inputs, peers=p.remedies.peers, share=min(1, inputs.share * (1 + 1e-9)))
         assert plan(fewer, [p.setting]).fits
 
 
 @given(questions)
-def test_one_peer_more_than_the_most_does_not_fit(question: Question):
-    needed = plan(dataclasses.replace(question, rtt=0, downlink=None, tokens_per_second=1e5)).cost.uplink_needed
-    question = dataclasses.replace(question, rtt=0, tokens_per_second=1e5, uplink=min(4e5, max(1, 1.3 * needed)))
-    question = dataclasses.replace(question, downlink=question.downlink and 2 * question.uplink)
-    p = made(question)
+def test_one_peer_more_than_the_most_does_not_fit(inputs: PlanInputs):
+    needed = plan(dataclasses.replace(inputs, rtt=0, downlink=None, tokens_per_second=1e5)).cost.uplink_needed
+    inputs = dataclasses.replace(inputs, rtt=0, tokens_per_second=1e5, uplink=min(4e5, max(1, 1.3 * needed)))
+    inputs = dataclasses.replace(inputs, downlink=inputs.downlink and 2 * inputs.uplink)
+    p = made(inputs)
     assume(p.most_peers is not None and p.most_peers < 4096)
     assert p.most_peers is not None
     for peers, fits in ((p.most_peers, True), (p.most_peers + 1, False)):
-        nearly = min(1, question.share * (1 + (1e-9 if fits else -1e-9)))
-        assert plan(dataclasses.replace(question, peers=peers, share=nearly), [p.setting]).fits == fits
+        nearly = min(1, inputs.share * (1 + (1e-9 if fits else -1e-9)))
+        assert plan(dataclasses.replace(inputs, peers=peers, share=nearly), [p.setting]).fits == fits
 
 
 def test_ties_go_to_the_fewer_bytes():
     tied = [sparse(256, 20, 1.05), sparse(64, 20, 1.05), sparse(64, 30, 1.05), sparse(512, 30, 1.06)]
-    assert plan(Question(10**9, uplink=10_000), tied).setting == sparse(64, 30, 1.05)
+    assert plan(PlanInputs(10**9, uplink=10_000), tied).setting == sparse(64, 30, 1.05)
 
 
 def test_a_round_is_the_planned_inner_steps_of_all_peers():
-    p = plan(Question(10**9, peers=10, batch=8, window=1024))
+    p = plan(PlanInputs(10**9, peers=10, batch=8, window=1024))
     assert p.target_tokens == p.setting.inner_steps * 10 * 8 * 1024
     assert (p.rounds - 1) * p.target_tokens < 20 * 10**9 <= p.rounds * p.target_tokens
 
 
 def test_a_question_without_a_speed_takes_the_stated_gpu():
-    q = Question(10**9)
+    q = PlanInputs(10**9)
     assert q.speed == pytest.approx(0.4 * 100e12 / (6 * 10**9))
-    assert Question(10**9, tokens_per_second=5).speed == 5
+    assert PlanInputs(10**9, tokens_per_second=5).speed == 5
 
 
 def test_a_batch_that_is_not_given_leaves_the_run_enough_steps():
     for n in (10**6, 10**8, 10**9, 7 * 10**9):
-        q = Question(n)
+        q = PlanInputs(n)
         assert q.windows == 1 or q.total / q.step_tokens >= 4000
         assert q.windows == 64 or q.total / (2 * q.step_tokens) < 4000
 
 
 def test_updates_are_sent_to_all_others_unless_members_relay():
-    q = Question(10**9, peers=9, downlink=10_000)
+    q = PlanInputs(10**9, peers=9, downlink=10_000)
     relayed = dataclasses.replace(q, relays=True)
     p, r = plan(q, [sparse(256, 17, 1.1)]), plan(relayed, [sparse(256, 17, 1.1)])
     assert p.up_bytes == 8 * p.cost.update_bytes and r.up_bytes == r.cost.update_bytes
@@ -176,7 +176,7 @@ def test_updates_are_sent_to_all_others_unless_members_relay():
 
 
 def test_a_relay_does_not_widen_a_downlink():
-    q = Question(10**9)
+    q = PlanInputs(10**9)
     assert plan(dataclasses.replace(q, relays=True)).cost.exchange_seconds == plan(q).cost.exchange_seconds
 
 
@@ -184,22 +184,22 @@ def test_a_relay_does_not_widen_a_downlink():
 
 
 @pytest.mark.parametrize("measured", MEASURED, ids=str)
-def test_planned_bytes_are_the_bytes_of_a_real_update(measured: Measured):
+def test_planned_bytes_are_the_bytes_of_a_real_update(measured: MeasuredSetting):
     config = plain_config({"model_type": "llama", **_small(), "vocab_size": 300})
     layout = model_layout(build_model(config, device="meta"))
     codec = make_codec(measured.codec, layout)
     blob = codec.encode({t.name: torch.randn(t.shape) for t in layout.tensors})
-    assert Question(layout, tokens_per_second=1000).update_bytes(measured.codec) == codec.size == len(blob)
+    assert PlanInputs(layout, tokens_per_second=1000).update_bytes(measured.codec) == codec.size == len(blob)
 
 
 def test_bytes_of_a_number_of_parameters_are_those_of_full_chunks():
     layout = Layout.of({"a": (CODEC_CHUNK, 10), "b": (3, CODEC_CHUNK)})
-    assert Question(layout.numel).update_bytes(CodecSpec()) == make_codec(CodecSpec(), layout).size
-    assert Question(layout.numel - 1).update_bytes(CodecSpec()) == Question(layout.numel).update_bytes(CodecSpec())
+    assert PlanInputs(layout.numel).update_bytes(CodecSpec()) == make_codec(CodecSpec(), layout).size
+    assert PlanInputs(layout.numel - 1).update_bytes(CodecSpec()) == PlanInputs(layout.numel).update_bytes(CodecSpec())
 
 
 def test_data_parallel_bytes_are_two_bf16_gradients_a_step_less_the_ring_s_share():
-    p = plan(Question(10**6, peers=4, batch=2, window=50, total_tokens=400 * 1000, tokens_per_second=100))
+    p = plan(PlanInputs(10**6, peers=4, batch=2, window=50, total_tokens=400 * 1000, tokens_per_second=100))
     assert p.data_parallel_bytes == 1000 * 2 * 3 * 2 * 10**6 // 4
 
 
@@ -213,7 +213,7 @@ def test_each_finding_is_one_that_a_run_can_have():
 
 
 def test_findings_have_their_source_in_the_project():
-    assert (ROOT / findings.SOURCE).exists()
+    assert (ROOT / measurements.SOURCE).exists()
 
 
 # -- the template --------------------------------------------------------------------------------------------
@@ -226,13 +226,13 @@ def _small() -> dict:
     }  # fmt: skip
 
 
-def _filled(question: Question) -> str:
-    table = llama_of(question.parameters, question.window)
-    return fill(plan(question), table, table["vocab_size"], "A note.")
+def _filled(inputs: PlanInputs) -> str:
+    table = llama_of(inputs.parameters, inputs.window)
+    return fill(plan(inputs), table, table["vocab_size"], "A note.")
 
 
 def _fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
-    """Every field that an owner can write, [model] aside, as (table, ..., field)."""
+    """Return every field that an owner can write outside [model], as (table, ..., field)."""
     found: set[tuple[str, ...]] = set()
     for name, field in model.model_fields.items():
         inner = [a for a in (field.annotation, *get_args(field.annotation)) if isinstance(a, type)]
@@ -245,7 +245,7 @@ def _fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> set[tuple[s
 
 
 def _written(text: str) -> dict[tuple[str, ...], list[str]]:
-    """The fields in a run file, written or behind a #, [model] aside, each with the lines of prose right above it."""
+    """Return the fields in a run file outside [model], set or behind a #, each with the comment lines above it."""
     table, prose, found = (), [], {}
     for line in text.splitlines():
         if heading := re.fullmatch(r"\[([a-z.]+)\]", line):
@@ -262,7 +262,7 @@ def _written(text: str) -> dict[tuple[str, ...], list[str]]:
 
 
 def test_the_template_has_every_field_that_an_owner_can_write_with_its_meaning():
-    written = _written(_filled(Question(10**9)))
+    written = _written(_filled(PlanInputs(10**9)))
     wanted = _fields(RunFile)
     assert ("inner", "schedule", "kind") in wanted and ("data", "source") in wanted and len(wanted) > 45
     assert not wanted - written.keys()
@@ -271,7 +271,7 @@ def test_the_template_has_every_field_that_an_owner_can_write_with_its_meaning()
 
 
 def test_the_template_s_comments_name_the_defaults_of_the_spec():
-    for field, prose in _written(_filled(Question(10**9))).items():
+    for field, prose in _written(_filled(PlanInputs(10**9))).items():
         model: type[BaseModel] = RunFile
         for part in field[:-1]:
             annotation = model.model_fields[part].annotation
@@ -287,10 +287,10 @@ def test_the_template_s_comments_name_the_defaults_of_the_spec():
             assert field[-1] in undecided | {"target_tokens", "max_update_tokens", "total_tokens"}, field
 
 
-@pytest.mark.parametrize("question", [Question(10**9), Question(LEAST_PARAMETERS, window=64), Question(7 * 10**10)])
-def test_what_stands_behind_a_hash_changes_nothing(tmp_path: Path, question: Question):
-    text = _filled(question)
-    # What can only be written instead of something else stays behind its hash.
+@pytest.mark.parametrize("inputs", [PlanInputs(10**9), PlanInputs(LEAST_PARAMETERS, window=64), PlanInputs(7 * 10**10)])
+def test_what_stands_behind_a_hash_changes_nothing(tmp_path: Path, inputs: PlanInputs):
+    text = _filled(inputs)
+    # A field that excludes another one stays behind its hash.
     uncommented, count = re.subn(
         r"^#(?!prepared|tokenizer|end_of_text|validation )([a-z_]+ = )", r"\1", text, flags=re.M
     )
@@ -302,18 +302,18 @@ def test_what_stands_behind_a_hash_changes_nothing(tmp_path: Path, question: Que
 
 @settings(max_examples=30)
 @given(questions)
-def test_every_plan_fills_a_valid_run_file(tmp_path_factory: pytest.TempPathFactory, question: Question):
-    p = made(question)
+def test_every_plan_fills_a_valid_run_file(tmp_path_factory: pytest.TempPathFactory, inputs: PlanInputs):
+    p = made(inputs)
     path = tmp_path_factory.mktemp("plan") / "run.toml"
-    table = llama_of(question.parameters, question.window)
+    table = llama_of(inputs.parameters, inputs.window)
     path.write_text(fill(p, table, table["vocab_size"], "A note."))
     run_file = load_run(path)
-    assert run_file.codec == p.setting.codec and run_file.inner.optimiser == findings.INNER.value
+    assert run_file.codec == p.setting.codec and run_file.inner.optimiser == measurements.INNER.value
     assert run_file.outer == p.setting.outer
-    assert run_file.round.target_tokens == p.target_tokens and run_file.run.total_tokens == question.total
+    assert run_file.round.target_tokens == p.target_tokens and run_file.run.total_tokens == inputs.total
     assert run_file.round.exchange_seconds >= min(p.cost.exchange_seconds, 7 * 86_400)
     assert run_file.round.max_seconds >= p.cost.training_seconds
-    assert run_file.round.max_members >= question.peers and run_file.model == table
+    assert run_file.round.max_members >= inputs.peers and run_file.model == table
 
 
 @pytest.mark.parametrize("n", [10**6, 5 * 10**6, 2 * 10**7, 13 * 10**7, 10**9, 7 * 10**9, 7 * 10**10])
@@ -337,8 +337,8 @@ def test_a_config_json_becomes_a_model_table_that_gives_the_same_model(tmp_path:
     path.write_text(json.dumps(config))
     model = read_model(path)
     assert model.vocabulary == 320 and model.positions == 64
-    question = Question(model.layout, window=64, tokens_per_second=100)
-    (tmp_path / "run.toml").write_text(fill(plan(question), model.table, model.vocabulary, "From config.json."))
+    inputs = PlanInputs(model.layout, window=64, tokens_per_second=100)
+    (tmp_path / "run.toml").write_text(fill(plan(inputs), model.table, model.vocabulary, "From config.json."))
     run_file = load_run(tmp_path / "run.toml")
     ids = ("bos_token_id", "eos_token_id")
     a, b = plain_config(config), plain_config(run_file.model)
@@ -396,7 +396,7 @@ def test_a_plan_says_what_to_write_why_and_what_it_costs():
         "codec.kind",
         "inner.optimiser",
         "round.target_tokens",
-        findings.SOURCE,
+        measurements.SOURCE,
         "assumed: 40%",
         "rounds",
         "data-parallel",
@@ -479,4 +479,4 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
 
 def test_what_is_wrong_with_a_question_is_an_error_of_the_project():
     with pytest.raises(CairnError, match="uplink"):
-        Question(10**9, uplink=math.nan)
+        PlanInputs(10**9, uplink=math.nan)

@@ -11,7 +11,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from peer.errors import TrainingError
 from peer.training import layers as layers_module
-from peer.training.inner import Inner
+from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.layers import LayerOptions, compiles, decoder_layers
 from protocol.model import build_model, plain_config
 from protocol.spec import InnerSpec, Schedule
@@ -58,17 +58,17 @@ def backend(monkeypatch) -> Backend:
     return made
 
 
-def inner(options: LayerOptions, **more) -> tuple[Inner, Heard]:
+def inner(options: LayerOptions, **more) -> tuple[InnerOptimizer, Heard]:
     heard = Heard()
     model = build_model(plain_config(TINY_LLAMA), seed=3)
     spec = InnerSpec(batch=BATCH, optimiser="adamw", schedule=Schedule(kind="constant"))
-    return Inner(spec, model, CPU, layers=options, report=heard, **more), heard
+    return InnerOptimizer(spec, model, CPU, layers=options, report=heard, **more), heard
 
 
-def gradients(of: Inner, windows: int = BATCH) -> dict[str, Tensor]:
+def gradients(of: InnerOptimizer, windows: int = BATCH) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(windows)
-    step = of.look(torch.randint(0, TINY_LLAMA["vocab_size"], (windows, 17), generator=made))
-    assert step is not None and step.taken
+    step = of.forward_backward(torch.randint(0, TINY_LLAMA["vocab_size"], (windows, 17), generator=made))
+    assert step is not None and step.is_finite
     return {n: p.grad.clone() for n, p in of.model.named_parameters() if p.grad is not None}
 
 
@@ -76,7 +76,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def calls_of_mlps(of: Inner) -> list[str]:
+def calls_of_mlps(of: InnerOptimizer) -> list[str]:
     """Filled at each forward call of a layer's MLP."""
     seen: list[str] = []
     for name, module in of.model.named_modules():
@@ -92,7 +92,7 @@ def test_recomputed_activations_give_the_same_gradients_bit_for_bit():
     assert len(once) == LAYERS and len(twice) == 2 * LAYERS
 
 
-def kept(of: Inner) -> int:
+def kept(of: InnerOptimizer) -> int:
     """Bytes that a forward pass keeps, within the layers and outside."""
     total = 0
 
@@ -127,7 +127,7 @@ def test_compiled_layers_share_few_graphs_and_give_the_gradients(backend, recomp
 
 def test_other_threads_have_a_turn_between_compiled_layers(backend):
     turns = []
-    of, _ = inner(LayerOptions(compiled=True), aside=lambda: turns.append(1))
+    of, _ = inner(LayerOptions(compiled=True), yield_hook=lambda: turns.append(1))
     gradients(of)
     outside = {"", "model", "model.embed_tokens", "model.layers", "model.rotary_emb", "model.norm", "lm_head"}
     hooked = {n for n, m in of.model.named_modules() if m._forward_pre_hooks}
@@ -157,12 +157,12 @@ def test_layers_compiled_before_torch_failed_are_computed_again_compiled(monkeyp
             raise RuntimeError("no compiler")
         return aot_eager(graph, inputs)
 
-    def layers_of_two_kinds(options: LayerOptions) -> Inner:
+    def layers_of_two_kinds(options: LayerOptions) -> InnerOptimizer:
         model = build_model(plain_config(TINY_LLAMA), seed=3)
         wide = build_model(plain_config(TINY_LLAMA | {"intermediate_size": 96}), seed=4)
         model.model.layers[1].mlp = wide.model.layers[1].mlp
         spec = InnerSpec(batch=BATCH, optimiser="adamw", schedule=Schedule(kind="constant"))
-        return Inner(spec, model, CPU, layers=options)
+        return InnerOptimizer(spec, model, CPU, layers=options)
 
     monkeypatch.setattr(layers_module, "BACKEND", compiler)
     of = layers_of_two_kinds(LayerOptions("on", compiled=True))
@@ -199,7 +199,7 @@ def test_a_model_whose_layers_are_not_found_is_trained_as_it_is():
 # -- when memory does not suffice --------------------------------------------------------------------------------
 
 
-def short_of_memory(of: Inner, most: dict[bool, int]) -> list[tuple[int, bool]]:
+def short_of_memory(of: InnerOptimizer, most: dict[bool, int]) -> list[tuple[int, bool]]:
     """Have passes of more windows fail, by whether activations are recomputed. Filled with what was tried."""
     tried: list[tuple[int, bool]] = []
 
@@ -254,9 +254,9 @@ def test_a_trainer_learns_the_same_with_layers_that_are_really_compiled(tmp_path
     trainer, heard = born(world, compile="on", recompute="on")
     trainer.load(world.load())
     train(trainer, 3)
-    assert [h[:2] for h in heard] == [("info", "compile")] and trainer.inner.layers.compiled
+    assert [h[:2] for h in heard] == [("info", "compile")] and trainer.backend.inner.layers.compiled
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert any((tmp_path / "peer1" / "trainer" / "compiled").rglob("*.so"))
     plain = loaded(world, 1)
     train(plain, 3)
-    same(trainer.outer.local, plain.outer.local, atol=2e-4)
+    same(trainer.backend.outer.local, plain.backend.outer.local, atol=2e-4)

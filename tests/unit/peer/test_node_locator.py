@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from cairn.inviting import renewed_invite
+from cairn.commands.invite import renewed_invite
 from peer.node import finding, seeking
 from peer.node.inbox import MAX_WORDS, Inbox
 from peer.node.locator import SPEC, WHEREABOUTS, Locator

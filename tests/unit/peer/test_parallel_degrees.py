@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.errors import TrainingError
-from peer.training.parallel.degrees import USABLE, Degrees, Limits, check, choose, layouts, memory, why_not
+from peer.training.parallel.parallel_dims import (
+    USABLE,
+    ModelLimits,
+    ParallelDims,
+    check,
+    choose,
+    layouts,
+    memory,
+    rejection,
+)
 from peer.training.parallel.plans import first_layers, limits, stage_of
 from protocol.layout import Layout
 from tests.support.specs import TINY_LLAMA, TINY_LLAMA_TENSORS
@@ -17,7 +26,7 @@ from tests.support.specs import TINY_LLAMA, TINY_LLAMA_TENSORS
 GIB = 2**30
 counts = st.integers(1, 16)
 some_limits = st.builds(
-    Limits,
+    ModelLimits,
     st.just("llama"),
     parameters=st.integers(10**6, 10**11),
     batch=st.integers(1, 64),
@@ -26,10 +35,10 @@ some_limits = st.builds(
 )
 
 
-@given(st.builds(Degrees, counts, counts, counts, counts))
+@given(st.builds(ParallelDims, counts, counts, counts, counts))
 def test_degrees_are_read_as_they_are_written(degrees):
     if degrees.world <= 64:
-        assert Degrees.parse(str(degrees)) == degrees
+        assert ParallelDims.parse(str(degrees)) == degrees
 
 
 NONE = ["", "fsdp", "fsdp=0", "fsdp=-1", "fsdp=2,fsdp=2", "ep=2", "dp=2;tp=2", "dp=\u0661", "dp=99", "zero=2", "dp=1e1"]
@@ -38,7 +47,7 @@ NONE = ["", "fsdp", "fsdp=0", "fsdp=-1", "fsdp=2,fsdp=2", "ep=2", "dp=2;tp=2", "
 @pytest.mark.parametrize("text", [*NONE, "fsdp=2,zero=1"])
 def test_what_is_no_layout_is_refused_with_an_example(text):
     with pytest.raises(TrainingError, match=r"--parallel .*fsdp=4"):
-        Degrees.parse(text)
+        ParallelDims.parse(text)
 
 
 @given(st.integers(1, 32), some_limits)
@@ -48,13 +57,13 @@ def test_every_layout_that_is_listed_works_and_every_other_is_refused_with_that_
     for degrees in works:
         assert check(degrees, world, limits) == degrees and degrees.world == world
     for tp in range(1, 5):
-        other = Degrees(dp=2, tp=tp)
+        other = ParallelDims(dp=2, tp=tp)
         if other not in works:
             with pytest.raises(TrainingError) as refused:
                 check(other, world, limits)
             assert "\n" not in str(refused.value)
             named = re.findall(r"(?:[a-z]+=\d+,?)+", str(refused.value).partition("these work")[2])
-            assert all(Degrees.parse(n.strip(",")) in works for n in named)
+            assert all(ParallelDims.parse(n.strip(",")) in works for n in named)
             assert bool(named) == bool(works)
 
 
@@ -67,11 +76,11 @@ def test_what_is_chosen_works_and_fits_or_nothing_does(world, gib, link, limits)
         fits = [d for d in layouts(world, limits) if memory(d, limits.parameters) <= gib * GIB * USABLE]
         assert not fits
         return
-    assert not why_not(best, world, limits) and "\n" not in why
+    assert not rejection(best, world, limits) and "\n" not in why
     assert memory(best, limits.parameters) <= gib * GIB * USABLE
 
 
-@given(st.builds(Degrees, *[st.integers(1, 4)] * 4))
+@given(st.builds(ParallelDims, *[st.integers(1, 4)] * 4))
 def test_ranks_stand_at_distinct_places_and_shares_are_evenly_many(degrees):
     places = [tuple(degrees.coordinates(r).items()) for r in range(degrees.world)]
     assert len(set(places)) == degrees.world
@@ -81,7 +90,7 @@ def test_ranks_stand_at_distinct_places_and_shares_are_evenly_many(degrees):
 
 def chosen(world: int, gib: int, link, billions: float, **more) -> str:
     fields = {"batch": 64, "tp": 8, "pp": 32} | more
-    return str(choose(world, gib * GIB, link, Limits("llama", int(billions * 10**9), **fields))[0])
+    return str(choose(world, gib * GIB, link, ModelLimits("llama", int(billions * 10**9), **fields))[0])
 
 
 def test_the_choice_is_as_little_splitting_as_fits():
@@ -100,7 +109,7 @@ def test_too_little_memory_for_any_layout_is_one_line_with_the_numbers():
         chosen(8, 80, "nvlink", 70)
 
 
-def tiny(**config) -> Limits:
+def tiny(**config) -> ModelLimits:
     layout = Layout.of({n: tuple(s) for n, s in TINY_LLAMA_TENSORS})
     return limits(TINY_LLAMA | config, layout, batch=4)
 
@@ -109,11 +118,11 @@ def test_a_model_says_what_it_allows():
     untied = tiny(tie_word_embeddings=False)
     assert (untied.tp, untied.pp, untied.no_tp, untied.no_pp) == (2, 2, "", "")
     with pytest.raises(TrainingError, match="tied embeddings.*these work: dp=2; fsdp=2; tp=2$"):
-        check(Degrees(pp=2), 2, tiny())
+        check(ParallelDims(pp=2), 2, tiny())
     with pytest.raises(TrainingError, match="no plan for model_type gpt2.*these work: dp=2; fsdp=2$"):
-        check(Degrees(tp=2), 2, tiny(model_type="gpt2"))
+        check(ParallelDims(tp=2), 2, tiny(model_type="gpt2"))
     with pytest.raises(TrainingError, match="tp must divide 2"):
-        check(Degrees(tp=4), 4, tiny())
+        check(ParallelDims(tp=4), 4, tiny())
 
 
 @given(st.integers(1, 40), st.integers(1, 8))

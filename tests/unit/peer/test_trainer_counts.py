@@ -1,96 +1,111 @@
-"""Claims on windows, the schedule, the pace: the trainer's plain arithmetic."""
+"""Window accounting, the schedule, throughput: the trainer's plain arithmetic."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.training.claims import Announced, Claims
-from peer.training.pace import SPAN, Pace
 from peer.training.schedule import factor, step_factor
+from peer.training.throughput import RATE_SECONDS, MeanLoss, ThroughputMeter
+from peer.training.windows import AnnouncedUpdate, WindowAccounting
 from protocol.ids import Digest, sha256
 from protocol.spec import Schedule
 
 MOST = 40
 
 
-def announce(claims: Claims) -> tuple[int, int, int] | None:
-    claim = claims.claim(MOST)
-    if claim:
-        first, end, steps = claim
-        claims.announced = Announced(Digest(sha256(b"parent")), Digest(sha256(b"blob")), 1, first, end, steps, 1.0)
-    return claim
+def announced(windows: WindowAccounting) -> WindowAccounting:
+    """The count after an update was made, if there is something to claim."""
+    if (claim := windows.claim(MOST)) is None:
+        return windows
+    first, end, steps = claim
+    made = AnnouncedUpdate(Digest(sha256(b"parent")), Digest(sha256(b"blob")), 1, first, end, steps, 1.0)
+    return replace(windows, announced=made)
+
+
+def claim_of(windows: WindowAccounting) -> tuple[int, int, int]:
+    """The claim of the announced update."""
+    assert windows.announced is not None
+    return windows.announced.first, windows.announced.end, windows.announced.steps
 
 
 def test_an_update_claims_what_was_trained_and_the_next_goes_on_from_there():
-    claims = Claims()
-    assert claims.claim(MOST) is None
-    claims.trained(4)
-    claims.trained(4)
-    assert claims.uncovered == 8 and announce(claims) == (0, 8, 2)
-    claims.trained(4)
-    assert claims.uncovered == 4
-    claims.decided(8, kept=False)
-    assert (claims.claimed_from, claims.counter, claims.steps, claims.announced) == (8, 12, 1, None)
-    assert claims.claim(MOST) == (8, 12, 1)
+    windows = WindowAccounting()
+    assert windows.claim(MOST) is None
+    windows = windows.trained(4)
+    windows = windows.trained(4)
+    assert windows.uncovered == 8
+    windows = announced(windows)
+    assert claim_of(windows) == (0, 8, 2)
+    windows = windows.trained(4)
+    assert windows.uncovered == 4
+    windows = windows.decided(8, kept=False)
+    assert (windows.claimed_from, windows.counter, windows.steps, windows.announced) == (8, 12, 1, None)
+    assert windows.claim(MOST) == (8, 12, 1)
 
 
 def test_a_missed_update_is_claimed_again_by_the_next():
-    claims = Claims()
-    claims.trained(4)
-    announce(claims)
-    claims.trained(4)
-    claims.decided(0, kept=True)
-    assert claims.claim(MOST) == (0, 8, 2)
+    windows = WindowAccounting()
+    windows = windows.trained(4)
+    windows = announced(windows)
+    windows = windows.trained(4)
+    windows = windows.decided(0, kept=True)
+    assert windows.claim(MOST) == (0, 8, 2)
 
 
 def test_training_stops_at_what_an_update_may_claim_and_the_surplus_of_a_miss_is_claimed_later():
-    claims = Claims()
-    while claims.room(MOST) >= 4:
-        claims.trained(4)
-    assert claims.counter == MOST and announce(claims) == (0, MOST, 10)
-    while claims.room(MOST) >= 4:
-        claims.trained(4)
-    assert claims.counter == 2 * MOST
-    claims.decided(0, kept=True)
-    assert claims.room(MOST) == 0
-    assert announce(claims) == (0, MOST, 20)
-    claims.decided(MOST, kept=False)
-    assert announce(claims) == (MOST, 2 * MOST, 1)
+    windows = WindowAccounting()
+    while windows.room(MOST) >= 4:
+        windows = windows.trained(4)
+    assert windows.counter == MOST
+    windows = announced(windows)
+    assert claim_of(windows) == (0, MOST, 10)
+    while windows.room(MOST) >= 4:
+        windows = windows.trained(4)
+    assert windows.counter == 2 * MOST
+    windows = windows.decided(0, kept=True)
+    assert windows.room(MOST) == 0
+    windows = announced(windows)
+    assert claim_of(windows) == (0, MOST, 20)
+    windows = windows.decided(MOST, kept=False)
+    windows = announced(windows)
+    assert claim_of(windows) == (MOST, 2 * MOST, 1)
 
 
 def test_windows_whose_work_is_gone_are_not_claimed_again():
-    claims = Claims(counter=50, claimed_from=40, steps=2)
-    claims.decided(20, kept=False)
-    assert claims.claimed_from == 40
-    claims.decided(20, kept=True)
-    assert claims.claimed_from == 20
+    windows = WindowAccounting(counter=50, claimed_from=40, steps=2)
+    windows = windows.decided(20, kept=False)
+    assert windows.claimed_from == 40
+    windows = windows.decided(20, kept=True)
+    assert windows.claimed_from == 20
 
 
 def test_windows_that_the_chain_has_are_never_trained_again():
-    claims = Claims(counter=5, claimed_from=0, steps=1)
-    claims.decided(90, kept=False)
-    assert (claims.counter, claims.claimed_from, claims.steps) == (90, 90, 0)
+    windows = WindowAccounting(counter=5, claimed_from=0, steps=1)
+    windows = windows.decided(90, kept=False)
+    assert (windows.counter, windows.claimed_from, windows.steps) == (90, 90, 0)
 
 
 @given(st.lists(st.sampled_from(["train", "announce", "accept", "miss"]), max_size=60))
 def test_the_chain_gets_every_window_once_in_order_whatever_happens(story):
-    claims, chain = Claims(), 0
+    windows, chain = WindowAccounting(), 0
     for event in story:
-        if event == "train" and claims.room(MOST) >= 4:
-            claims.trained(4)
-        elif event == "announce" and claims.announced is None:
-            announce(claims)
-        elif event == "accept" and claims.announced:
-            assert claims.announced.first == chain
-            assert 0 < claims.announced.end - claims.announced.first <= MOST and claims.announced.steps >= 1
-            chain = claims.announced.end
-            claims.decided(chain, kept=False)
+        if event == "train" and windows.room(MOST) >= 4:
+            windows = windows.trained(4)
+        elif event == "announce" and windows.announced is None:
+            windows = announced(windows)
+        elif event == "accept" and windows.announced:
+            assert windows.announced.first == chain
+            assert 0 < windows.announced.end - windows.announced.first <= MOST and windows.announced.steps >= 1
+            chain = windows.announced.end
+            windows = windows.decided(chain, kept=False)
         elif event == "miss":
-            claims.decided(chain, kept=True)
-        assert chain == claims.claimed_from <= claims.counter <= chain + 2 * MOST
-        assert claims.uncovered >= 0
+            windows = windows.decided(chain, kept=True)
+        assert chain == windows.claimed_from <= windows.counter <= chain + 2 * MOST
+        assert windows.uncovered >= 0
 
 
 # -- schedule --------------------------------------------------------------------------------------------------
@@ -154,18 +169,20 @@ def test_within_a_round_the_rate_goes_on_with_the_peers_own_windows(windows, tok
     assert found == pytest.approx(factor(WARMING, tokens))
 
 
-# -- pace ------------------------------------------------------------------------------------------------------
+# -- throughput --------------------------------------------------------------------------------------------------
 
 
-def test_the_pace_is_of_late_and_falls_to_nothing_in_a_stall():
-    pace = Pace(0.0)
-    assert pace.late_loss == 0.0 and pace.tokens_per_second(0.0) == 0.0
+def test_the_rate_is_of_late_and_falls_to_nothing_in_a_stall():
+    meter = ThroughputMeter(0.0)
+    assert meter.late_loss == 0.0 and meter.tokens_per_second(0.0) == 0.0
     for second in range(1, 101):
-        pace.step(float(second), 1000, 5.0 if second <= 50 else 3.0)
-    assert pace.tokens_per_second(100.0) == pytest.approx(1000, rel=0.11)
-    assert pace.late_loss == 3.0 and pace.span_loss == 4.0
-    pace.new_span()
-    assert pace.span_loss == 4.0
-    pace.step(101.0, 1000, 2.0)
-    assert pace.span_loss == 2.0
-    assert pace.tokens_per_second(102.0 + SPAN) == 0.0
+        meter.step(float(second), 1000, 5.0 if second <= 50 else 3.0)
+    assert meter.tokens_per_second(100.0) == pytest.approx(1000, rel=0.11)
+    assert meter.late_loss == 3.0
+    assert meter.tokens_per_second(102.0 + RATE_SECONDS) == 0.0
+
+
+def test_a_mean_that_restarts_keeps_its_value_until_the_next_step():
+    mean = MeanLoss().add(5.0).add(3.0)
+    assert mean.mean == 4.0 and mean.restarted().mean == 4.0
+    assert mean.restarted().add(2.0).mean == 2.0

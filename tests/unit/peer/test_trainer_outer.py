@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peer.training.outer import OuterSide
+from peer.training.outer_state import OuterState
 from protocol.codec import make_codec
 from protocol.errors import CodecError
 from protocol.ids import PeerKey, sha256
@@ -31,11 +31,11 @@ def noise(seed: int, scale: float = 0.01) -> dict[str, Tensor]:
     return {t.name: torch.randn(t.shape, generator=made) * scale for t in LAYOUT.tensors}
 
 
-def side(spec: CodecSpec, *, beta: float = 1.0, outer: OuterSpec | None = None, start: int = 99) -> OuterSide:
+def side(spec: CodecSpec, *, beta: float = 1.0, outer: OuterSpec | None = None, start: int = 99) -> OuterState:
     """A peer's outer side that holds the state made from `start`."""
     outer = outer or OuterSpec()
     local = {t.name: torch.zeros(t.shape) for t in LAYOUT.tensors}
-    made = OuterSide(local, make_codec(spec, LAYOUT), beta, outer)
+    made = OuterState(local, make_codec(spec, LAYOUT), beta, outer)
     state = noise(start, 1.0)
     for t in state_layout(LAYOUT, outer).tensors:
         state.setdefault(t.name, torch.zeros(t.shape))
@@ -43,22 +43,22 @@ def side(spec: CodecSpec, *, beta: float = 1.0, outer: OuterSpec | None = None, 
     return made
 
 
-def learn(peer: OuterSide, change: dict[str, Tensor]) -> None:
+def learn(peer: OuterState, change: dict[str, Tensor]) -> None:
     for name, tensor in peer.local.items():
         tensor.add_(change[name])
 
 
-def apply(peer: OuterSide, contributions: list[Contribution]) -> None:
+def apply(peer: OuterState, contributions: list[Contribution]) -> None:
     peer.advance(contributions)
     peer.rebase()
 
 
-def digest(peer: OuterSide):
+def digest(peer: OuterState):
     assert peer.base is not None
     return state_digest(state_layout(LAYOUT, peer.spec), peer.base)
 
 
-def dense(peer: OuterSide, blob: bytes) -> dict[str, Tensor]:
+def dense(peer: OuterState, blob: bytes) -> dict[str, Tensor]:
     into = {t.name: torch.zeros(t.shape) for t in LAYOUT.tensors}
     peer.codec.add_to(blob, into)
     return into
@@ -119,10 +119,10 @@ def test_a_missed_update_returns_to_the_feedback(spec):
     learn(peer, noise(3))
     learnt = {n: peer.anchor[n] - t for n, t in peer.local.items()}
     blob = peer.announce()
-    peer.restore(blob)
+    peer.add_back(blob)
     for name, e in peer.feedback.items():
         torch.testing.assert_close(e, learnt[name], atol=1e-8, rtol=1e-6)
-    peer.withdraw(blob, 1.0)  # accepted after all
+    peer.subtract(blob, 1.0)  # accepted after all
     again = side(spec, beta=0.9)
     learn(again, noise(3))
     again.announce()
@@ -134,7 +134,7 @@ def test_a_missed_raw_update_returns_exactly():
     peer = side(CodecSpec(kind="none"))
     learn(peer, noise(3))
     learnt = {n: peer.anchor[n] - t for n, t in peer.local.items()}
-    peer.restore(peer.announce())
+    peer.add_back(peer.announce())
     assert all(torch.equal(peer.feedback[n], learnt[n]) for n in learnt)
 
 
@@ -155,7 +155,7 @@ def test_nothing_is_lost_with_beta_one(spec):
                 blob = peer.announce()
         if r % 3 == 1:
             apply(peer, [Contribution(KEYS[1], 1, dense_blob(spec, 100 + r))])
-            peer.restore(blob)
+            peer.add_back(blob)
         else:
             apply(peer, [Contribution(KEYS[0], 2, blob), Contribution(KEYS[1], 1, dense_blob(spec, 100 + r))])
             for n, t in dense(peer, blob).items():

@@ -65,7 +65,7 @@ def as_told_to(n: int, record: RoundUpdates, made: UpdateMade) -> RoundUpdates:
 
 
 def ask(record: RoundUpdates, made: UpdateMade) -> Apply:
-    return Apply(record, (), True, made.end_window, made.end_window)
+    return Apply(record, (), made.end_window, made.end_window)
 
 
 def left_out(world: World, record: RoundUpdates, made: UpdateMade) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def announced(world: World, name: str, saved: bool = False) -> tuple[Trainer, Up
     made = update(trainer, world.folder / name)
     if saved:
         trainer.save()
-    return trainer, made, copied(trainer.outer.feedback)
+    return trainer, made, copied(trainer.backend.outer.feedback)
 
 
 @pytest.mark.parametrize("codec", [CodecSpec(), CodecSpec(kind="sparse", k=256)], ids=lambda c: c.kind)
@@ -122,7 +122,7 @@ def test_peers_of_reduced_rounds_agree_on_every_bit_the_loss_falls_and_a_newcome
         answers = []
         for n, trainer in peers.items():
             mine = record if r == 3 else as_told_to(n, record, dict(made)[n])
-            answers.append(apply(trainer, Apply(mine, (), True, dict(made)[n].end_window, accepted)))
+            answers.append(apply(trainer, Apply(mine, (), dict(made)[n].end_window, accepted)))
         assert len({a.state_digest for a in answers}) == 1 and answers[0].record == record.record
     assert last < 0.75 * first
     late, _ = born(world, 3)
@@ -139,17 +139,17 @@ def test_what_a_round_drops_is_in_the_feedback_once_however_often_it_is_told(wor
     assert some(left_out(world, record, made)) and some(
         {n: t - left_out(world, record, made)[n] for n, t in whole(world, made).items()}
     )
-    same(trainer.outer.feedback, want, atol=0)
+    same(trainer.backend.outer.feedback, want, atol=0)
     load = world.load(record, next_window=made.end_window)
     for again in (load, replace(load, withdraw=(made.blob_path,)), replace(load, reduced=(record,))):
         trainer.load(again)
-        same(trainer.outer.feedback, want, atol=0)
+        same(trainer.backend.outer.feedback, want, atol=0)
     train(trainer, 1)
     after = update(trainer, world.folder / "v")
     assert (after.first_window, after.end_window) == (2 * BATCH, 3 * BATCH)
-    held = copied(trainer.outer.feedback)
+    held = copied(trainer.backend.outer.feedback)
     trainer.load(load)
-    same(trainer.outer.feedback, held, atol=0)
+    same(trainer.backend.outer.feedback, held, atol=0)
 
 
 @pytest.mark.parametrize("how", ["by replay", "by a checkpoint"])
@@ -159,22 +159,22 @@ def test_one_killed_finds_what_was_dropped_in_its_feedback_once(world, saved, ho
     record = reduced_round(world, 0, (1, made), others=OTHERS)
     checkpoint = world.folder / "state"
     state = apply(before, replace(ask(record, made), write_checkpoint=checkpoint)).state_digest
-    want = copied(before.outer.feedback)
+    want = copied(before.backend.outer.feedback)
     if saved == "when applied":
         before.save()
     if saved == "after the next update":
         train(before, 1)
         update(before, world.folder / "v")
         before.save()
-        want = copied(before.outer.feedback)
+        want = copied(before.backend.outer.feedback)
     after, heard = born(world)
     load = world.load(record, next_window=made.end_window)
     if how == "by a checkpoint":
         load = Load(checkpoint, state, record.record, 1, (), (), made.end_window, made.end_window, reduced=(record,))
     assert after.load(load).state_digest == state
-    same(after.outer.feedback, want, atol=0)
+    same(after.backend.outer.feedback, want, atol=0)
     after.load(load)
-    same(after.outer.feedback, want, atol=0)
+    same(after.backend.outer.feedback, want, atol=0)
     assert not heard
 
 
@@ -183,7 +183,7 @@ def test_one_killed_between_announcing_and_saving_has_at_least_what_was_dropped(
     record = reduced_round(world, 0, (1, made), others=OTHERS)
     after, _ = born(world)
     after.load(world.load(record, next_window=made.end_window))
-    same(after.outer.feedback, left_out(world, record, made), atol=0)
+    same(after.backend.outer.feedback, left_out(world, record, made), atol=0)
 
 
 def test_with_a_state_older_than_the_last_updates_what_was_dropped_of_the_last_goes_back(world):
@@ -197,7 +197,7 @@ def test_with_a_state_older_than_the_last_updates_what_was_dropped_of_the_last_g
     after, heard = born(world)
     after.load(world.load(*records, next_window=second.end_window))
     assert "saved-state" in [kind for _, kind, _ in heard]
-    same(after.outer.feedback, left_out(world, records[1], second), atol=0)
+    same(after.backend.outer.feedback, left_out(world, records[1], second), atol=0)
 
 
 def test_on_a_branch_that_lost_all_of_an_update_comes_back_and_what_its_round_dropped_does_not_count_twice(world):
@@ -205,18 +205,18 @@ def test_on_a_branch_that_lost_all_of_an_update_comes_back_and_what_its_round_dr
     mine, other = (reduced_round(world, 0, (1, made), others=OTHERS, seed=seed) for seed in (1, 2))
     apply(trainer, ask(mine, made))
     trainer.load(world.load(restore=(made.blob_path,)))
-    same(trainer.outer.feedback, plus(rest, whole(world, made)))
-    assert trainer.claims.claim(99) == (0, 2 * BATCH, 1)
+    same(trainer.backend.outer.feedback, plus(rest, whole(world, made)))
+    assert trainer.windows.claim(99) == (0, 2 * BATCH, 1)
     # It is accepted after all, in another company.
     trainer.load(world.load(other, next_window=made.end_window))
-    same(trainer.outer.feedback, plus(rest, left_out(world, other, made)))
+    same(trainer.backend.outer.feedback, plus(rest, left_out(world, other, made)))
     assert any(bool((t != left_out(world, mine, made)[n]).any()) for n, t in left_out(world, other, made).items())
     # And in the first again.
     trainer.load(world.load(mine, next_window=made.end_window))
-    same(trainer.outer.feedback, plus(rest, left_out(world, mine, made)))
+    same(trainer.backend.outer.feedback, plus(rest, left_out(world, mine, made)))
     # At last, as it is.
     trainer.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
-    same(trainer.outer.feedback, rest)
+    same(trainer.backend.outer.feedback, rest)
 
 
 def test_what_was_dropped_leaves_with_what_decay_has_left_of_it_also_after_a_restart(tmp_path):
@@ -231,19 +231,19 @@ def test_what_was_dropped_leaves_with_what_decay_has_left_of_it_also_after_a_res
     assert blob_digest(made.blob_path.read_bytes()) == update(twin, world.folder / "same").digest
     apply(twin, ask(accepted_round(0, (1, made)), made))  # the same, but for what was dropped
     for peer in (trainer, twin):
-        peer.outer.announce()  # decays
-    trainer.own.decay(0.5)
-    assert next(iter(trainer.own.back.values())).factor == 0.5
+        peer.backend.outer.announce()  # decays
+    trainer.base.ledger.decay(0.5)
+    assert next(iter(trainer.base.ledger.entries.values())).factor == 0.5
     trainer.save()
     again, heard = born(world)
     again.load(world.load(record, next_window=made.end_window))
     assert not heard
-    same(again.outer.feedback, trainer.outer.feedback, atol=0)
-    was = copied(again.outer.feedback)
+    same(again.backend.outer.feedback, trainer.backend.outer.feedback, atol=0)
+    was = copied(again.backend.outer.feedback)
     again.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
-    gone = {n: (was[n] - t) for n, t in again.outer.feedback.items()}
+    gone = {n: (was[n] - t) for n, t in again.backend.outer.feedback.items()}
     same(gone, {n: t * 0.5 for n, t in left_out(world, record, made).items()})
-    assert not again.own.back and twin.own.back == {}
+    assert not again.base.ledger.entries and twin.base.ledger.entries == {}
 
 
 def test_the_files_that_say_what_was_put_back_stay_as_long_as_a_saved_state_needs_them(world):
@@ -257,23 +257,24 @@ def test_the_files_that_say_what_was_put_back_stay_as_long_as_a_saved_state_need
 
     assert files() == 1
     trainer.load(world.load(restore=(made.blob_path,)))
-    assert files() == 1 and trainer.own.is_back(made.digest)
+    assert files() == 1 and trainer.base.ledger.holds_all_of(made.digest)
     trainer.save()
     trainer.load(world.load())
     assert not files()
 
 
 def test_a_selection_that_is_gone_is_told(world):
-    trainer, made, _ = announced(world, "u")
+    trainer, heard = born(world)
+    trainer.load(world.load())
+    train(trainer, 2)
+    made = update(trainer, world.folder / "u")
     record = reduced_round(world, 0, (1, made), others=OTHERS)
     apply(trainer, ask(record, made))
-    told = []
-    trainer.own._report = lambda *what: told.append(what)
     for path in trainer.folder.folder.glob("dropped-*"):
         path.write_bytes(b"rubbish")
     trainer.load(world.load(restore=(made.blob_path,)))
-    assert [kind for _, kind, _ in told] == ["lost-update"] and "damaged" in told[0][2]
-    assert trainer.own.is_back(made.digest)
+    assert heard.kinds() == ["lost-update"] and "damaged" in heard[0][2]
+    assert trainer.base.ledger.holds_all_of(made.digest)
 
 
 def test_a_round_before_the_checkpoint_whose_files_are_gone_is_told_and_costs_no_state(world):
@@ -284,7 +285,7 @@ def test_a_round_before_the_checkpoint_whose_files_are_gone_is_told_and_costs_no
     after, heard = born(world)
     load = Load(world.folder / "state", state, record.record, 1, (), (), made.end_window, 8, reduced=(record,))
     assert after.load(load).state_digest == state
-    same(after.outer.feedback, rest, atol=0)
+    same(after.backend.outer.feedback, rest, atol=0)
     assert [kind for _, kind, _ in heard] == ["lost-update"]
 
 
@@ -295,10 +296,10 @@ def test_reduced_parts_that_cannot_be_used_are_an_error_and_cost_no_work(world, 
     damage(record.parts[1])
     with pytest.raises((CodecError, OSError)):
         apply(trainer, ask(record, made))
-    assert trainer.may_train is (damage is Path.unlink)  # what cannot be opened is not begun with
+    assert trainer.steps.may_train is (damage is Path.unlink)  # what cannot be opened is not begun with
     good = reduced_round(world, 0, (1, made), others=OTHERS, seed=3)
     trainer.load(world.load(good, next_window=made.end_window))
-    same(trainer.outer.feedback, plus(rest, left_out(world, good, made)), atol=0)
+    same(trainer.backend.outer.feedback, plus(rest, left_out(world, good, made)), atol=0)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp=2"])
@@ -317,9 +318,9 @@ def test_many_ranks_do_the_same(parallel, world):
         digests = {apply(one, ask(record, made)).state_digest, apply(many, ask(theirs, mine)).state_digest}
         assert len(digests) == 1
         many.save()
-        assert many.own.back[mine.digest].only is not None
+        assert many.base.ledger.entries[mine.digest].only is not None
         many.load(world.load(restore=(mine.blob_path,)))
-        assert many.own.is_back(mine.digest)
+        assert many.base.ledger.holds_all_of(mine.digest)
         one.load(world.load(restore=(made.blob_path,)))
         after = [update(t, world.folder / f"after-{i}") for i, t in enumerate((one, many))]
         a, b = (whole(world, m) for m in after)

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cairn.view import progress_line
+from cairn.peer_screen import progress_line
 from peer.channel import Memory, Progress, TimeShares
 from peer.node.snapshot import Snapshot
 from peer.node.usage import FIRST_SECONDS, SECONDS, UsageLog
-from peer.training import memory, packing
+from peer.training import memory, packed_sequences
 from peer.training.device import pinned_for
 from peer.training.flops import flops_per_token, mfu, peak_flops
-from peer.training.inner import Inner
-from peer.training.spent import SPAN, Doing, Spent
+from peer.training.inner_optimizer import InnerOptimizer
+from peer.training.time_breakdown import BREAKDOWN_SECONDS, Activity, TimeBreakdown
 from peer.training.trainer import Trainer
 from protocol.model import build_model
 from protocol.spec import InnerSpec, Schedule
@@ -36,43 +36,43 @@ CPU = torch.device("cpu")
 
 
 def of(shares: TimeShares) -> list[float]:
-    return [getattr(shares, doing.name.lower()) for doing in Doing]
+    return [getattr(shares, doing.name.lower()) for doing in Activity]
 
 
 def test_the_time_of_each_thing_is_its_share():
-    spent = Spent(100.25)
-    assert spent.turn(Doing.TRAINING, 101.25) == Doing.WAITING
-    with spent.during(Doing.SAVING, iter([103.25, 103.75]).__next__):
-        assert spent.doing == Doing.SAVING
-    assert spent.doing == Doing.TRAINING
+    spent = TimeBreakdown(100.25)
+    assert spent.turn(Activity.TRAINING, 101.25) == Activity.WAITING
+    with spent.during(Activity.SAVING, iter([103.25, 103.75]).__next__):
+        assert spent.activity == Activity.SAVING
+    assert spent.activity == Activity.TRAINING
     assert of(spent.shares(104.25)) == pytest.approx([2.5 / 4, 0, 0, 0, 0.5 / 4, 1 / 4])
 
 
 def test_before_any_time_went_by_what_is_done_is_all():
-    assert of(Spent(7.0, Doing.DATA).shares(7.0)) == [0, 1, 0, 0, 0, 0]
+    assert of(TimeBreakdown(7.0, Activity.DATA).shares(7.0)) == [0, 1, 0, 0, 0, 0]
 
 
 def test_what_was_before_the_last_minute_is_forgotten_also_after_a_long_silence():
-    spent = Spent(0.0)
-    spent.turn(Doing.TRAINING, 30.0)
+    spent = TimeBreakdown(0.0)
+    spent.turn(Activity.TRAINING, 30.0)
     assert spent.shares(60.0).waiting == pytest.approx(29 / 59)
     assert spent.shares(91.0).training == 1.0
-    spent.turn(Doing.DATA, 1_000_000.5)
-    assert spent.shares(1_000_030.5).data == pytest.approx(30 / (SPAN - 0.5))
-    assert len(spent._rows) <= SPAN + 1
+    spent.turn(Activity.DATA, 1_000_000.5)
+    assert spent.shares(1_000_030.5).data == pytest.approx(30 / (BREAKDOWN_SECONDS - 0.5))
+    assert len(spent.rows) <= BREAKDOWN_SECONDS + 1
 
 
 def test_one_thing_within_another_is_not_counted_twice_and_an_error_ends_it():
-    spent, now = Spent(0.0, Doing.TRAINING), iter(float(n) for n in range(1, 10)).__next__
-    with pytest.raises(ValueError), spent.during(Doing.APPLYING, now), spent.during(Doing.SAVING, now):
+    spent, now = TimeBreakdown(0.0, Activity.TRAINING), iter(float(n) for n in range(1, 10)).__next__
+    with pytest.raises(ValueError), spent.during(Activity.APPLYING, now), spent.during(Activity.SAVING, now):
         raise ValueError
-    assert spent.doing == Doing.TRAINING
+    assert spent.activity == Activity.TRAINING
     assert of(spent.shares(5.0)) == pytest.approx([2 / 5, 0, 0, 2 / 5, 1 / 5, 0])
 
 
-@given(st.lists(st.tuples(st.sampled_from(Doing), st.floats(0, 7)), min_size=1, max_size=8))
+@given(st.lists(st.tuples(st.sampled_from(Activity), st.floats(0, 7)), min_size=1, max_size=8))
 def test_shares_add_up_to_one_and_are_what_was_told(turns):
-    spent, now, want = Spent(3.5), 3.5, dict.fromkeys(Doing, 0.0)
+    spent, now, want = TimeBreakdown(3.5), 3.5, dict.fromkeys(Activity, 0.0)
     for doing, seconds in turns:
         spent.turn(doing, now)
         want[doing] += seconds
@@ -80,29 +80,29 @@ def test_shares_add_up_to_one_and_are_what_was_told(turns):
     shares = of(spent.shares(now))
     assert sum(shares) == pytest.approx(1)
     if now - 3.5 > 1e-3:
-        assert shares == pytest.approx([want[doing] / (now - 3.5) for doing in Doing], abs=1e-9)
+        assert shares == pytest.approx([want[doing] / (now - 3.5) for doing in Activity], abs=1e-9)
 
 
-@pytest.mark.parametrize("why", [Doing.COMPRESSING, Doing.APPLYING])
+@pytest.mark.parametrize("why", [Activity.COMPRESSING, Activity.APPLYING])
 def test_a_step_that_stands_aside_says_what_for(tmp_path, why):
     trainer = loaded(tmp_path)
     with trainer.gate.closed(why):
         stepping = in_a_thread(lambda: one_step(trainer))
-        wait_until(lambda: trainer.spent.doing == why)
+        wait_until(lambda: trainer.steps.times.activity == why)
     stepping.join(LIMIT)
-    assert trainer.spent.doing == Doing.TRAINING and trainer.claims.steps == 1
-    assert getattr(trainer.spent.shares(time.monotonic()), why.name.lower()) > 0
+    assert trainer.steps.times.activity == Activity.TRAINING and trainer.windows.steps == 1
+    assert getattr(trainer.steps.times.shares(time.monotonic()), why.name.lower()) > 0
     trainer.close()
 
 
 def test_a_step_that_waits_for_an_update_to_be_taken_is_compressing(tmp_path):
     trainer = loaded(tmp_path)
-    with trainer.stepping:
+    with trainer.exchange:
         stepping = in_a_thread(lambda: one_step(trainer))
-        wait_until(lambda: trainer.spent.doing == Doing.COMPRESSING)
-        assert trainer.claims.steps == 0
+        wait_until(lambda: trainer.steps.times.activity == Activity.COMPRESSING)
+        assert trainer.windows.steps == 0
     stepping.join(LIMIT)
-    assert trainer.spent.doing == Doing.TRAINING and trainer.claims.steps == 1
+    assert trainer.steps.times.activity == Activity.TRAINING and trainer.windows.steps == 1
     trainer.close()
 
 
@@ -110,12 +110,14 @@ def loaded(folder: Path) -> Trainer:
     world = World.make(folder)
     trainer = Trainer(world.start(1), lambda *said: pytest.fail(str(said)))
     trainer.load(world.load())
+    trainer.steps.hand_over()
     return trainer
 
 
 def one_step(trainer: Trainer) -> None:
-    trainer.spent.turn(Doing.TRAINING, time.monotonic())
-    trainer.step(trainer.batches.take(trainer.claims.counter))
+    with trainer.steps.owned():
+        trainer.steps.times.turn(Activity.TRAINING, time.monotonic())
+        trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
 
 
 def in_a_thread(work) -> threading.Thread:
@@ -283,7 +285,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
 def test_a_step_reads_nothing_from_the_device_but_its_loss_and_norm(optimiser, kind):
     spec = InnerSpec(lr=1e-3, batch=80, optimiser=optimiser, schedule=Schedule(kind="constant"))
-    inner = Inner(spec, build_model(TINY_LLAMA | {"model_type": kind}), CPU)
+    inner = InnerOptimizer(spec, build_model(TINY_LLAMA | {"model_type": kind}), CPU)
     windows = torch.randint(0, 256, (80, 17))  # three pieces
     inner.step(windows)
     with Reads() as reads:
@@ -301,7 +303,7 @@ def test_a_model_computes_the_same_without_the_search_for_packed_windows(monkeyp
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda p: looked.append(p))
     before = model(input_ids=tokens, use_cache=False).logits
     assert looked  # else there is nothing to leave out
-    packing.expect_none()
+    packed_sequences.disable_packed_sequence_detection()
     assert torch.equal(model(input_ids=tokens, use_cache=False).logits, before) and len(looked) == 1
 
 

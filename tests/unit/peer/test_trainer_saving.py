@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 
 from peer.channel import Apply, TrainerEnd
 from peer.errors import SavedStateError, TrainingError
-from peer.training import saving
-from peer.training.beside import Beside, Live, PartSaver, copy_size
-from peer.training.gate import Gate
+from peer.training import checkpointer
+from peer.training.background import BackgroundTask, ShardCheckpointWriter, TensorToSave, copy_size
+from peer.training.gate import YieldGate
 from peer.training.memory import UNKNOWN, available
-from peer.training.parallel import file as part_file
-from peer.training.parallel.file import PartFile
-from peer.training.saved import SHEET
-from peer.training.service import Service
-from peer.training.spent import Doing, Spent
+from peer.training.parallel import sharded_file
+from peer.training.parallel.sharded_file import ShardedFile
+from peer.training.saved_state import STATE_MANIFEST
+from peer.training.service import TrainerService
+from peer.training.time_breakdown import Activity, TimeBreakdown
 from peer.training.trainer import Trainer
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
@@ -52,7 +52,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch) -> Iterator[Disk]:
     made = Disk(threading.Event(), threading.Event())
-    write = part_file._write_all
+    write = sharded_file.write_at
 
     def slow(file: int, data: memoryview, offset: int) -> None:
         made.reached.set()
@@ -61,18 +61,32 @@ def disk(monkeypatch) -> Iterator[Disk]:
             raise made.error
         write(file, data, offset)
 
-    monkeypatch.setattr(part_file, "_write_all", slow)
+    monkeypatch.setattr(sharded_file, "write_at", slow)
     yield made
     made.go.set()
+
+
+@dataclass
+class Clock:
+    """The checkpointer's clock."""
+
+    now: float = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("peer.training.checkpointer.time.monotonic", lambda: made.now)
+    return made
 
 
 def saving_behind(disk: Disk, world: World) -> Trainer:
     """A trainer that has made a step, whose state is being written and waits for the disk."""
     trainer = loaded(world)
     train(trainer, 1)
-    trainer.saving.keep()
-    trainer.saving.go_on(now=True)
-    assert disk.reached.wait(LIMIT)
+    trainer.checkpointer.start()
+    trainer.checkpointer.step(now=True)
+    assert disk.reached.wait(60)
     return trainer
 
 
@@ -81,35 +95,35 @@ def test_steps_go_on_while_a_slow_disk_writes_and_what_is_saved_is_as_it_was_bef
     train(trainer, 2)
     update(trainer, world.folder / "u")
     train(trainer, 1)
-    feedback, progress = copied(trainer.outer.feedback), trainer.outer.progress()
-    steps, moments = trainer.inner.moments()
+    feedback, progress = copied(trainer.backend.outer.feedback), trainer.backend.outer.progress()
+    steps, moments = trainer.backend.inner.moments()
     moments = copied(moments)
-    trainer.saving.keep()
-    trainer.saving.go_on(now=True)
-    assert disk.reached.wait(LIMIT)
+    trainer.checkpointer.start()
+    trainer.checkpointer.step(now=True)
+    assert disk.reached.wait(60)
     train(trainer, 3)
-    trainer.saving.go_on()
-    assert not trainer.saving.is_idle and not (trainer.folder.folder / SHEET).exists()
+    trainer.checkpointer.step()
+    assert not trainer.checkpointer.is_idle and not (trainer.folder.folder / STATE_MANIFEST).exists()
     disk.go.set()
     finish(trainer)
     saved = trainer.folder.read()
-    assert saved is not None and saved.claims.counter == 3 * BATCH and saved.optimiser_steps == steps == 3
+    assert saved is not None and saved.windows.counter == 3 * BATCH and saved.optimizer_steps == steps == 3
     for found, expected in ((saved.feedback, feedback), (saved.progress, progress), (saved.moments, moments)):
         assert found.keys() == expected.keys()
         same(found, expected, atol=0)
-    assert trainer.claims.counter == 6 * BATCH
+    assert trainer.windows.counter == 6 * BATCH
 
 
 def test_what_is_saved_beside_the_training_has_the_bytes_of_what_is_saved_at_once(world):
     trainer = loaded(world)
     train(trainer, 2)
-    trainer.saving.keep()
+    trainer.checkpointer.start()
     finish(trainer)
     folder = trainer.folder.folder
     beside = (folder / "trainer-1.safetensors").read_bytes()
     trainer.save()
     assert (folder / "trainer-2.safetensors").read_bytes() == beside
-    assert sorted(p.name for p in folder.iterdir()) == [SHEET, "trainer-2.safetensors"][::-1]
+    assert sorted(p.name for p in folder.iterdir()) == [STATE_MANIFEST, "trainer-2.safetensors"][::-1]
     assert {n.split("/")[0] for n in load_file(folder / "trainer-2.safetensors")} == {
         "exp_avg", "exp_avg_sq", "feedback", "progress",
     }  # fmt: skip
@@ -118,22 +132,22 @@ def test_what_is_saved_beside_the_training_has_the_bytes_of_what_is_saved_at_onc
 def test_one_save_at_a_time_and_one_that_has_not_begun_is_replaced(world, disk):
     trainer = loaded(world)
     train(trainer, 1)
-    trainer.saving.keep()
-    trainer.saving.go_on()  # it is not time yet: a round may be about to be applied
+    trainer.checkpointer.start()
+    trainer.checkpointer.step()  # it is not time yet: a round may be about to be applied
     assert not disk.reached.is_set()
     train(trainer, 1)
-    trainer.saving.keep()
-    trainer.saving.go_on(now=True)
-    assert disk.reached.wait(LIMIT)
+    trainer.checkpointer.start()
+    trainer.checkpointer.step(now=True)
+    assert disk.reached.wait(60)
     train(trainer, 1)
-    trainer.saving.keep()  # put off
-    trainer.saving.go_on(now=True)
+    trainer.checkpointer.start()  # put off
+    trainer.checkpointer.step(now=True)
     assert sum(t.name == "save" for t in threading.enumerate()) == 1
     disk.go.set()
     finish(trainer)
     assert saved_counter(trainer) == 2 * BATCH
-    trainer.saving.keep()  # too soon: it would cost more than its share of the time
-    assert trainer.saving.is_idle
+    trainer.checkpointer.start()  # too soon: it would cost more than its share of the time
+    assert trainer.checkpointer.is_idle
 
 
 def test_a_full_disk_is_told_leaves_the_old_state_and_is_tried_again_later(world, disk, monkeypatch):
@@ -143,16 +157,16 @@ def test_a_full_disk_is_told_leaves_the_old_state_and_is_tried_again_later(world
     trainer.save()
     train(trainer, 1)
     disk.error = OSError(28, "No space left on device")
-    monkeypatch.setattr(trainer.saving, "_due", 0.0)
-    trainer.saving.keep()
+    monkeypatch.setattr(trainer.checkpointer, "due", 0.0)
+    trainer.checkpointer.start()
     with pytest.raises(SavedStateError, match="No space left on device.*free some space"):
         finish(trainer)
     assert saved_counter(trainer) == BATCH and not list(trainer.folder.folder.glob(".*"))
     disk.error = None
-    trainer.saving.keep()
-    assert trainer.saving.is_idle  # not yet
-    monkeypatch.setattr(trainer.saving, "_due", 0.0)
-    trainer.saving.keep()
+    trainer.checkpointer.start()
+    assert trainer.checkpointer.is_idle  # not yet
+    monkeypatch.setattr(trainer.checkpointer, "due", 0.0)
+    trainer.checkpointer.start()
     finish(trainer)
     assert saved_counter(trainer) == 2 * BATCH
 
@@ -166,10 +180,10 @@ def test_a_sheet_that_cannot_be_written_is_told_and_the_old_state_is_read(world,
     def full(*_) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer.saving, "_due", 0.0)
-    trainer.saving.keep()
+    monkeypatch.setattr(trainer.checkpointer, "due", 0.0)
+    trainer.checkpointer.start()
     with monkeypatch.context() as patch:
-        patch.setattr("peer.training.saved.write_durably", full)
+        patch.setattr("peer.training.saved_state.write_durably", full)
         with pytest.raises(SavedStateError, match="free some space"):
             finish(trainer)
     assert saved_counter(trainer) == BATCH
@@ -182,50 +196,50 @@ def test_what_nobody_expected_of_the_thread_that_writes_is_raised_in_the_one_tha
     trainer = loaded(world)
     disk.error = RuntimeError("a bug")
     disk.go.set()
-    trainer.saving.keep()
+    trainer.checkpointer.start()
     with pytest.raises(RuntimeError, match="a bug"):
         finish(trainer)
     with pytest.raises(ZeroDivisionError):
-        Beside(lambda: 1 / 0).result()
+        BackgroundTask(lambda: 1 / 0).result()
 
 
 def test_without_memory_for_a_copy_it_is_written_at_once_and_told_once(world, monkeypatch):
     trainer, heard = born(world)
     trainer.load(world.load())
-    size = trainer.work.copy_size
-    monkeypatch.setattr(saving, "available", lambda: int(size / saving.MEMORY_SHARE) - 1)
+    size = trainer.backend.copy_size
+    monkeypatch.setattr(checkpointer, "available", lambda: int(size / checkpointer.MEMORY_SHARE) - 1)
     for n in (1, 2):
         train(trainer, 1)
-        monkeypatch.setattr(trainer.saving, "_due", 0.0)
-        trainer.saving.keep()
-        size = trainer.work.copy_size
-        assert trainer.saving.is_idle and saved_counter(trainer) == n * BATCH
+        monkeypatch.setattr(trainer.checkpointer, "due", 0.0)
+        trainer.checkpointer.start()
+        size = trainer.backend.copy_size
+        assert trainer.checkpointer.is_idle and saved_counter(trainer) == n * BATCH
     assert heard.kinds() == ["saved-state"] and "stands still" in heard[0][2]
-    monkeypatch.setattr(saving, "available", lambda: int(size / saving.MEMORY_SHARE) + 1)
-    monkeypatch.setattr(trainer.saving, "_due", 0.0)
-    trainer.saving.keep()
-    assert not trainer.saving.is_idle
+    monkeypatch.setattr(checkpointer, "available", lambda: int(size / checkpointer.MEMORY_SHARE) + 1)
+    monkeypatch.setattr(trainer.checkpointer, "due", 0.0)
+    trainer.checkpointer.start()
+    assert not trainer.checkpointer.is_idle
 
 
 def test_a_copy_takes_what_its_tensors_have_and_in_pinned_memory_powers_of_two():
     layout = Layout.of({"a": (1000,), "b": (1024,), "c": (3, 7)})
-    file = PartFile(layout, {0: layout.whole})
+    file = ShardedFile(layout, {0: layout.whole})
     assert copy_size(file, torch.device("cpu")) == 4 * (1000 + 1024 + 21)
     assert copy_size(file, torch.device("cuda:0")) == 4096 + 4096 + 128
-    saver = PartSaver(0, torch.device("cpu"))
-    saver.keep(file, (Live(t.name, torch.zeros(t.shape)) for t in layout.tensors))
-    assert saver.held == 4 * (1000 + 1024 + 21)
+    saver = ShardCheckpointWriter(0, torch.device("cpu"))
+    saver.copy(file, (TensorToSave(t.name, torch.zeros(t.shape)) for t in layout.tensors))
+    assert saver.reserved == 4 * (1000 + 1024 + 21)
 
 
 def test_a_save_that_is_asked_for_waits_for_the_one_under_way_and_has_the_present(world, disk):
     trainer = saving_behind(disk, world)
     train(trainer, 1)
-    asked = Beside(trainer.save)
+    asked = BackgroundTask(trainer.save)
     asked.wait(0.1)
     assert not asked.is_done
     disk.go.set()
     asked.result()
-    assert saved_counter(trainer) == 2 * BATCH and trainer.saving.is_idle
+    assert saved_counter(trainer) == 2 * BATCH and trainer.checkpointer.is_idle
     assert (trainer.folder.folder / "trainer-2.safetensors").exists()  # the first was finished, not given up
 
 
@@ -234,17 +248,14 @@ def test_a_save_that_is_asked_for_waits_for_the_one_under_way_and_has_the_presen
     [(0.5, 1.0, True), (0.9, 1.0, False), (0.5, 2.0, False), (0.01, 0.01, False), (0.0, 1.0, False)],
     ids=["only the present fits", "both fit", "neither fits", "small", "unknown"],
 )
-def test_when_there_is_time_for_one_the_present_is_saved(world, disk, monkeypatch, share, spent, given_up):
+def test_when_there_is_time_for_one_the_present_is_saved(world, disk, clock, monkeypatch, share, spent, given_up):
+    clock.now = 1000.0
     trainer = saving_behind(disk, world)
     train(trainer, 1)
-    under_way = trainer.saving._under_way
-    assert under_way is not None
-    now = under_way.began + spent
-    monkeypatch.setattr(type(trainer.work), "written", share)
-    monkeypatch.setattr("peer.training.saving.time.monotonic", lambda: now)
-    assert trainer.saving._leaves_no_time(under_way, 3.0 - 0.5) is given_up
+    clock.now += spent
+    monkeypatch.setattr(type(trainer.backend), "written_share", share)
     disk.go.set()
-    trainer.saving.now(2.5)
+    trainer.checkpointer.save_now(2.5)
     assert saved_counter(trainer) == 2 * BATCH
     assert (trainer.folder.folder / f"trainer-{1 if given_up else 2}.safetensors").exists()
 
@@ -253,25 +264,25 @@ def test_the_thread_that_writes_stands_aside_and_says_nothing_of_where_the_train
     world, monkeypatch
 ):
     stood, told = set(), set()
-    wait, turn = Gate.wait, Spent.turn
+    wait, turn = YieldGate.wait, TimeBreakdown.turn
 
-    def stand(gate: Gate) -> None:
+    def stand(gate: YieldGate, *times) -> None:
         stood.add(threading.current_thread().name)
-        wait(gate)
+        wait(gate, *times)
 
-    def tell(spent: Spent, *what) -> Doing:
+    def tell(spent: TimeBreakdown, *what) -> Activity:
         told.add(threading.current_thread().name)
         return turn(spent, *what)
 
-    monkeypatch.setattr(Gate, "wait", stand)
-    monkeypatch.setattr(Spent, "turn", tell)
+    monkeypatch.setattr(YieldGate, "wait", stand)
+    monkeypatch.setattr(TimeBreakdown, "turn", tell)
     trainer = loaded(world)
     train(trainer, 1)
-    with trainer.gate.closed(Doing.APPLYING):
-        trainer.saving.keep()
-        trainer.saving.go_on(now=True)
+    with trainer.gate.closed(Activity.APPLYING):
+        trainer.checkpointer.start()
+        trainer.checkpointer.step(now=True)
         while "save" not in stood:
-            assert not trainer.work.is_written and "save" not in told
+            assert not trainer.backend.is_written and "save" not in told
     finish(trainer)
     assert saved_counter(trainer) == BATCH and "save" not in told
 
@@ -282,22 +293,22 @@ def test_one_killed_after_its_update_was_missed_finds_a_state_that_has_it_and_th
     before = loaded(raw)
     train(before, 2)
     made = update(before, raw.folder / "u")
-    before.saving.keep()
+    before.checkpointer.start()
     if saved == "at once":
         finish(before)
-    apply(before, Apply(accepted_round(0), (made.blob_path,), False, 0, 0))
+    apply(before, Apply(accepted_round(0), (made.blob_path,), 0, 0))
     finish(before)
     made.blob_path.unlink()  # the store may let go of it
 
     after, heard = born(raw)
     after.load(raw.load(accepted_round(0)))
-    same(after.outer.feedback, before.outer.feedback, atol=0)
-    assert not heard and any(bool(t.any()) for t in after.outer.feedback.values())
+    same(after.backend.outer.feedback, before.backend.outer.feedback, atol=0)
+    assert not heard and any(bool(t.any()) for t in after.backend.outer.feedback.values())
     train(after, 1)
     again = update(after, raw.folder / "v")
     assert (again.first_window, again.end_window, again.inner_steps) == (0, 3 * BATCH, 3)
     after.save()
-    apply(after, Apply(accepted_round(1, (1, again)), (), True, again.end_window, again.end_window))
+    apply(after, Apply(accepted_round(1, (1, again)), (), again.end_window, again.end_window))
     kept = f"update-{again.digest}.blob"
     assert [p.name for p in after.folder.folder.glob("update*")] == [kept]  # no state on disk has the first any more
 
@@ -327,9 +338,9 @@ def test_closing_ends_the_thread_and_leaves_the_old_state(world, disk):
 def test_a_copy_is_not_changed_by_what_changes_the_tensors(world):
     trainer = loaded(world)
     train(trainer, 1)
-    trainer.saving.keep()
-    expected = {n: t.clone() for n, t in trainer.inner.moments()[1].items()}
-    for tensor in (*trainer.inner.moments()[1].values(), *trainer.outer.feedback.values()):
+    trainer.checkpointer.start()
+    expected = {n: t.clone() for n, t in trainer.backend.inner.moments()[1].items()}
+    for tensor in (*trainer.backend.inner.moments()[1].values(), *trainer.backend.outer.feedback.values()):
         tensor.fill_(7.0)
     finish(trainer)
     saved = trainer.folder.read()
@@ -345,10 +356,10 @@ def test_a_gpu_without_memory_to_save_is_an_error_with_a_remedy(world, monkeypat
     def full(*_):
         raise torch.OutOfMemoryError("a GPU's")
 
-    monkeypatch.setattr(trainer.outer, "progress_of", full)
+    monkeypatch.setattr(trainer.backend.outer, "progress_of", full)
     with ours, theirs, pytest.raises(TrainingError, match="does not suffice to save.*stop other programs"):
-        service = Service(TrainerEnd(ours))
-        service._save_now(trainer) if asked else service._save(trainer, trainer.saving.keep)
+        service = TrainerService(TrainerEnd(ours))
+        service.save(trainer, trainer.save if asked else trainer.checkpointer.start)
 
 
 @pytest.mark.gpu
@@ -358,20 +369,20 @@ def test_a_gpu_s_state_is_copied_to_pinned_memory_that_is_used_again(world):
     trainer.load(world.load())
     for n in (1, 2):
         train(trainer, 1)
-        expected = copied(trainer.inner.moments()[1])
-        trainer.saving._due = 0.0
-        trainer.saving.keep()
-        held = dict(trainer.work._part._pinned)  # type: ignore[union-attr]
+        expected = copied(trainer.backend.inner.moments()[1])
+        trainer.checkpointer.due = 0.0
+        trainer.checkpointer.start()
+        held = dict(trainer.backend.writer.pinned)  # type: ignore[attr-defined]
         assert all(t.is_pinned() for t in held.values())
         train(trainer, 1)
         finish(trainer)
         saved = trainer.folder.read()
-        assert saved is not None and saved.claims.counter == (2 * n - 1) * BATCH
+        assert saved is not None and saved.windows.counter == (2 * n - 1) * BATCH
         same(saved.moments, {k: t.cpu() for k, t in expected.items()}, atol=0)
         train(trainer, 0)
-    trainer.saving._due = 0.0
-    trainer.saving.keep()
-    assert {k: t.data_ptr() for k, t in trainer.work._part._pinned.items()} == {  # type: ignore[union-attr]
+    trainer.checkpointer.due = 0.0
+    trainer.checkpointer.start()
+    assert {k: t.data_ptr() for k, t in trainer.backend.writer.pinned.items()} == {  # type: ignore[attr-defined]
         k: t.data_ptr() for k, t in held.items()
     }
 
@@ -397,40 +408,44 @@ def test_available_memory_is_the_machine_s_or_what_the_container_has_left(tmp_pa
 def test_a_trainer_that_holds_no_state_saves_nothing(world):
     trainer = Trainer(world.start(1), Heard())
     try:
-        trainer.saving.keep()
-        trainer.saving.now()
-        assert trainer.saving.is_idle and trainer.folder.read() is None
+        trainer.checkpointer.start()
+        trainer.checkpointer.save_now()
+        assert trainer.checkpointer.is_idle and trainer.folder.read() is None
     finally:
         trainer.close(in_order=True)
 
 
 def test_in_a_long_round_what_was_trained_is_saved_too_but_not_too_often(world, monkeypatch):
     for name, value in (("PROGRESS_SECONDS", 0.0), ("STILL_SHARE", 1e9), ("WRITE_SHARE", 1e9)):
-        monkeypatch.setattr(saving, name, value)
+        monkeypatch.setattr(checkpointer, name, value)
     trainer = loaded(world)
     train(trainer, 1)
-    assert not trainer.saving.is_progress_due  # before the first update
+    assert not trainer.checkpointer.is_mid_round_due  # before the first update
     update(trainer, world.folder / "u")
-    trainer.saving.keep()
-    assert not trainer.saving.is_progress_due  # one save at a time
+    trainer.checkpointer.start()
+    assert not trainer.checkpointer.is_mid_round_due  # one save at a time
     finish(trainer)
     assert saved_counter(trainer) == BATCH
     train(trainer, 2)
-    trainer.saving.keep_progress()
+    trainer.checkpointer.start_mid_round()
     finish(trainer)
     assert saved_counter(trainer) == 3 * BATCH
     saved = trainer.folder.read()
-    assert saved is not None and saved.claims.announced is not None and saved.claims.announced.end == BATCH
-    monkeypatch.setattr(saving, "PROGRESS_SECONDS", 3600.0)
+    assert saved is not None and saved.windows.announced is not None and saved.windows.announced.end == BATCH
+    monkeypatch.setattr(checkpointer, "PROGRESS_SECONDS", 3600.0)
     train(trainer, 1)
-    trainer.saving.keep_progress()
-    assert trainer.saving.is_idle
+    trainer.checkpointer.start_mid_round()
+    assert trainer.checkpointer.is_idle
 
 
 @pytest.mark.parametrize(("left", "due"), [(100.0, True), (5.0, False), (-100.0, True)])
-def test_the_save_after_an_update_does_not_wait_for_one_that_came_before_it(world, monkeypatch, left, due):
-    monkeypatch.setattr(saving, "PROGRESS_SECONDS", 0.0)
+def test_the_save_after_an_update_does_not_wait_for_one_that_came_before_it(world, clock, monkeypatch, left, due):
+    monkeypatch.setattr(checkpointer, "PROGRESS_SECONDS", 0.0)
     trainer = loaded(world)
-    s = trainer.saving
-    s._update_at, s._round_seconds, s._pause = saving.time.monotonic() - 1000, 1000 + left, 50.0
-    assert s.is_progress_due == due
+    for clock.now in (10_000.0, 11_000.0 + left):  # two updates; a save takes 2.5 s, so the next is due 50 s later
+        trainer.checkpointer.start()
+        trainer.checkpointer.step(now=True)
+        clock.now += 2.5
+        finish(trainer)
+    clock.now += 997.5
+    assert trainer.checkpointer.is_mid_round_due == due

@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from peer.channel import Apply, MakeUpdate, NothingDone, UpdateMade
+from peer.channel import Apply, MakeUpdate, NothingDone, Orders, UpdateMade
 from peer.errors import SavedStateError, TrainingError
-from peer.training.saved import SHEET, UPDATE_SHEET
-from peer.training.trainer import NON_FINITE_MOST
+from peer.training.saved_state import STATE_MANIFEST, UPDATE_MANIFEST
+from peer.training.step_loop import NON_FINITE_MOST
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
 from protocol.merkle import blob_digest
 from protocol.spec import CodecSpec, OuterSpec, RunSpec, Schedule
-from protocol.state import state_digest
-from tests.support.trainer_states import born, copied, loaded, same, train, update
+from protocol.state import state_digest, state_layout
+from tests.support.trainer_states import born, closed, copied, loaded, make_update, same, train, update, world
 from tests.support.trainer_world import BATCH, GENESIS, WINDOW, World, accepted_round, apply, peer_key, record_digest
+
+__all__ = ["closed", "world"]  # fixtures
 
 
 @pytest.fixture
@@ -30,11 +32,11 @@ def raw(tmp_path) -> World:
 
 def test_nothing_is_trained_before_a_state_is_loaded(world):
     trainer, _ = born(world)
-    assert not trainer.may_train
+    assert not trainer.steps.may_train
     with pytest.raises(TrainingError):
-        trainer.make_update(MakeUpdate(0, GENESIS, world.folder / "u"))
+        make_update(trainer, MakeUpdate(0, GENESIS, world.folder / "u"))
     with pytest.raises(TrainingError):
-        apply(trainer, Apply(accepted_round(0), (), False, 0, 0))
+        apply(trainer, Apply(accepted_round(0), (), 0, 0))
 
 
 @pytest.mark.parametrize("outer", [OuterSpec(), OuterSpec(optimiser="nesterov", lr=0.7)], ids=["plain", "nesterov"])
@@ -51,13 +53,13 @@ def test_two_peers_train_together_agree_on_every_bit_and_the_loss_falls(tmp_path
         first, last = first or made[0][1].loss, made[0][1].loss
         accepted += sum(m.end_window - m.first_window for _, m in made)
         record = accepted_round(r, *made)
-        answers = [apply(t, Apply(record, (), True, dict(made)[n].end_window, accepted)) for n, t in peers.items()]
+        answers = [apply(t, Apply(record, (), dict(made)[n].end_window, accepted)) for n, t in peers.items()]
         assert len({a.state_digest for a in answers}) == 1 and answers[0].record == record.record
     assert last < 0.75 * first
     late, _ = born(world, 3)
-    assert peers[1].outer.base is not None
+    assert peers[1].backend.outer.base is not None
     state = tmp_path / "checkpoint"
-    answer = apply(peers[1], Apply(accepted_round(6), (), False, peers[1].claims.claimed_from, accepted, state))
+    answer = apply(peers[1], Apply(accepted_round(6), (), peers[1].windows.claimed_from, accepted, state))
     assert answer.checkpoint_path == state and blob_digest(state.read_bytes()) == answer.state_digest
     load = replace(world.load(), checkpoint=state, base_state=answer.state_digest, record=record_digest(6), round=7)
     assert late.load(load).state_digest == answer.state_digest
@@ -70,41 +72,41 @@ def test_a_newcomer_replays_the_rounds_to_the_same_bits(world):
         train(old, 3)
         made = update(old, world.folder / f"u{r}")
         rounds.append(accepted_round(r, (1, made)))
-        digest = apply(old, Apply(rounds[-1], (), True, made.end_window, made.end_window)).state_digest
+        digest = apply(old, Apply(rounds[-1], (), made.end_window, made.end_window)).state_digest
     new, _ = born(world, 2)
     answer = new.load(world.load(*rounds))
-    assert (answer.state_digest, answer.record, new.round) == (digest, record_digest(2), 3)
+    assert (answer.state_digest, answer.record, new.base.round) == (digest, record_digest(2), 3)
     with pytest.raises(TrainingError, match="not in order"):
         new.load(world.load(rounds[1], rounds[0]))
-    assert not new.may_train  # until the next load
+    assert not new.steps.may_train  # until the next load
     assert new.load(world.load(*rounds)).state_digest == digest
 
 
 def test_an_update_says_what_it_covers_and_asked_again_it_is_the_same(world):
     trainer = loaded(world)
-    assert trainer.make_update(MakeUpdate(0, GENESIS, world.folder / "u")) == NothingDone(GENESIS)
+    assert make_update(trainer, MakeUpdate(0, GENESIS, world.folder / "u")) == NothingDone(GENESIS)
     train(trainer, 3)
     made = update(trainer, world.folder / "u")
     assert (made.first_window, made.end_window, made.inner_steps) == (0, 3 * BATCH, 3)
     blob = made.blob_path.read_bytes()
-    assert blob_digest(blob) == made.digest and len(blob) == made.size == trainer.codec.size
+    assert blob_digest(blob) == made.digest and len(blob) == made.size == trainer.base.codec.size
     made.blob_path.rename(world.folder / "moved into the store")
     train(trainer, 1)
     again = update(trainer, world.folder / "again")
     assert replace(again, blob_path=made.blob_path) == made and again.blob_path.read_bytes() == blob
     with pytest.raises(TrainingError, match="what is held"):
-        trainer.make_update(MakeUpdate(1, record_digest(0), world.folder / "u"))
+        make_update(trainer, MakeUpdate(1, record_digest(0), world.folder / "u"))
 
 
 def test_an_update_that_cannot_be_written_is_not_lost(raw):
     trainer = loaded(raw)
     train(trainer, 2)
-    learnt = trainer.outer.progress()
+    learnt = trainer.backend.outer.progress()
     with pytest.raises(OSError):
         update(trainer, raw.folder / "no such folder" / "u")
     made = update(trainer, raw.folder / "u")
     decoded = {n: torch.zeros_like(t) for n, t in learnt.items()}
-    trainer.codec.add_to(made.blob_path.read_bytes(), decoded)
+    trainer.base.codec.add_to(made.blob_path.read_bytes(), decoded)
     same(decoded, {n: -t for n, t in learnt.items()})
     assert made.end_window == 2 * BATCH
 
@@ -114,13 +116,13 @@ def test_a_missed_update_is_in_the_next_one_with_its_windows(raw):
     train(trainer, 2)
     missed = update(trainer, raw.folder / "u0")
     train(trainer, 1)
-    learnt = {n: -t for n, t in trainer.outer.progress().items()}
-    trainer.codec.add_to(missed.blob_path.read_bytes(), learnt)
-    apply(trainer, Apply(accepted_round(0), (missed.blob_path,), False, 0, 0))
+    learnt = {n: -t for n, t in trainer.backend.outer.progress().items()}
+    trainer.base.codec.add_to(missed.blob_path.read_bytes(), learnt)
+    apply(trainer, Apply(accepted_round(0), (missed.blob_path,), 0, 0))
     made = update(trainer, raw.folder / "u1")
     assert (made.first_window, made.end_window, made.inner_steps) == (0, 3 * BATCH, 3)
     decoded = {n: torch.zeros_like(t) for n, t in learnt.items()}
-    trainer.codec.add_to(made.blob_path.read_bytes(), decoded)
+    trainer.base.codec.add_to(made.blob_path.read_bytes(), decoded)
     same(decoded, learnt)
 
 
@@ -130,9 +132,9 @@ def test_a_miss_that_is_told_twice_or_not_at_all_is_put_back_once(raw):
         train(trainer, 2)
         missed = update(trainer, raw.folder / f"u{i}")
         files = {0: (missed.blob_path,), 1: (missed.blob_path,) * 2, 2: ()}[i]
-        apply(trainer, Apply(accepted_round(0), files, False, 0, 0))
-    same(twice.outer.feedback, told.outer.feedback, atol=0)
-    same(untold.outer.feedback, told.outer.feedback, atol=0)
+        apply(trainer, Apply(accepted_round(0), files, 0, 0))
+    same(twice.backend.outer.feedback, told.backend.outer.feedback, atol=0)
+    same(untold.backend.outer.feedback, told.backend.outer.feedback, atol=0)
 
 
 def test_an_update_of_a_branch_that_lost_comes_back_and_leaves_again_when_it_wins(raw):
@@ -140,14 +142,14 @@ def test_an_update_of_a_branch_that_lost_comes_back_and_leaves_again_when_it_win
     train(trainer, 2)
     mine = update(trainer, raw.folder / "mine")
     branch = accepted_round(0, (1, mine))
-    apply(trainer, Apply(branch, (), True, mine.end_window, mine.end_window))
-    empty = copied(trainer.outer.feedback)
+    apply(trainer, Apply(branch, (), mine.end_window, mine.end_window))
+    empty = copied(trainer.backend.outer.feedback)
     trainer.load(raw.load(restore=(mine.blob_path,)))
-    assert trainer.claims.claimed_from == 0 and trainer.claims.claim(99) == (0, 2 * BATCH, 1)
-    assert any(bool(t.any()) for t in trainer.outer.feedback.values())
+    assert trainer.windows.claimed_from == 0 and trainer.windows.claim(99) == (0, 2 * BATCH, 1)
+    assert any(bool(t.any()) for t in trainer.backend.outer.feedback.values())
     trainer.load(raw.load(branch, next_window=mine.end_window))
-    same(trainer.outer.feedback, empty)
-    assert trainer.claims.claim(99) is None
+    same(trainer.backend.outer.feedback, empty)
+    assert trainer.windows.claim(99) is None
 
 
 @pytest.mark.parametrize(
@@ -177,30 +179,32 @@ def test_a_blob_of_the_wrong_size_is_refused_before_it_is_read(world):
     with open(made.blob_path, "ab") as file:
         file.truncate(1 << 40)  # sparse: to read it would be the end
     with pytest.raises(CodecError, match="an update of this run has"):
-        apply(trainer, Apply(accepted_round(0, (1, made)), (), True, made.end_window, 1))
-    assert trainer.may_train  # nothing was touched
+        apply(trainer, Apply(accepted_round(0, (1, made)), (), made.end_window, 1))
+    assert trainer.steps.may_train  # nothing was touched
 
 
 def test_training_waits_when_one_update_could_not_claim_more(world):
     trainer = loaded(world)
     most = world.spec.max_update_windows
-    while trainer.may_train:
+    while trainer.steps.may_train:
         train(trainer, 1)
-    assert trainer.claims.counter == most
+    assert trainer.windows.counter == most
     made = update(trainer, world.folder / "u")
-    assert made.end_window == most and trainer.may_train
+    assert made.end_window == most and trainer.steps.may_train
 
 
 def test_while_the_run_rests_nothing_is_trained_and_an_update_claims_what_the_owner_lets_it(world):
     trainer = loaded(world)
     train(trainer, 2)
-    trainer.orders = replace(trainer.orders, rests=True)
-    assert not trainer.may_train
-    trainer.orders = replace(trainer.orders, rests=False)
-    assert trainer.may_train
-    trainer.orders = replace(trainer.orders, max_update_windows=BATCH)
-    assert not trainer.may_train  # more is trained already than one update may claim
-    assert update(trainer, world.folder / "u").end_window == BATCH
+    orders = Orders(False, world.spec.max_update_windows, world.spec.round.target_tokens)
+    trainer.steps.obey(replace(orders, rests=True))
+    assert not trainer.steps.may_train
+    trainer.steps.obey(orders)
+    assert trainer.steps.may_train
+    trainer.steps.obey(replace(orders, max_update_windows=BATCH))
+    assert not trainer.steps.may_train  # more is trained already than one update may claim
+    made = trainer.base.make_update(MakeUpdate(0, GENESIS, world.folder / "u"), BATCH)
+    assert isinstance(made, UpdateMade) and made.end_window == BATCH
 
 
 @pytest.mark.parametrize("missed", [False, True])
@@ -209,19 +213,19 @@ def test_without_overlap_nothing_is_trained_while_an_update_is_undecided(world, 
     alone.load(world.load())
     train(alone, 2)
     mine = update(alone, world.folder / "mine")
-    assert not alone.may_train
+    assert not alone.steps.may_train
     other = loaded(world, 2)
     train(other, 2)
     theirs = update(other, world.folder / "theirs")
-    assert other.may_train
+    assert other.steps.may_train
     listed = [(2, theirs)] if missed else [(1, mine), (2, theirs)]
     own = (mine.blob_path,) if missed else ()
-    apply(alone, Apply(accepted_round(0, *listed), own, not missed, 0 if missed else mine.end_window, 8))
-    assert alone.may_train
+    apply(alone, Apply(accepted_round(0, *listed), own, 0 if missed else mine.end_window, 8))
+    assert alone.steps.may_train
 
 
 def test_an_update_made_within_a_step_leaves_that_step_to_the_next_update(world, monkeypatch):
-    monkeypatch.setattr("peer.training.inner.PIECE_TOKENS", WINDOW)  # a step is BATCH pieces
+    monkeypatch.setattr("peer.training.inner_optimizer.PIECE_TOKENS", WINDOW)  # a step is BATCH pieces
     trainer = loaded(world)
     train(trainer, 2)
     made: list[UpdateMade] = []
@@ -230,64 +234,64 @@ def test_an_update_made_within_a_step_leaves_that_step_to_the_next_update(world,
         if not made:
             made.append(update(trainer, world.folder / "u"))
             end = made[0].end_window
-            apply(trainer, Apply(accepted_round(0, (1, made[0])), (), True, end, end))
+            apply(trainer, Apply(accepted_round(0, (1, made[0])), (), end, end))
 
-    step = trainer.step(trainer.batches.take(trainer.claims.counter), between)
-    assert step is not None and step.taken and made[0].end_window == 2 * BATCH
-    assert trainer.claims.claim(99) == (2 * BATCH, 3 * BATCH, 1)
-    assert any(bool(t.any()) for t in trainer.outer.progress().values())
+    step = trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter), between)
+    assert step is not None and step.is_finite and made[0].end_window == 2 * BATCH
+    assert trainer.windows.claim(99) == (2 * BATCH, 3 * BATCH, 1)
+    assert any(bool(t.any()) for t in trainer.backend.outer.progress().values())
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_is_given_up_when_another_state_comes_or_the_held_one_is_lost(world, monkeypatch, fails):
-    monkeypatch.setattr("peer.training.inner.PIECE_TOKENS", WINDOW)
+    monkeypatch.setattr("peer.training.inner_optimizer.PIECE_TOKENS", WINDOW)
     trainer = loaded(world)
     train(trainer, 1)
     wrong = world.folder / "wrong"
-    wrong.write_bytes(bytes(trainer.codec.size))
+    wrong.write_bytes(bytes(trainer.base.codec.size))
 
     def between() -> None:
         if fails:
             with pytest.raises(CodecError):
-                bad = UpdateMade(GENESIS, wrong, trainer.codec.size, GENESIS, 0, 4, 1, 1.0)
+                bad = UpdateMade(GENESIS, wrong, trainer.base.codec.size, GENESIS, 0, 4, 1, 1.0)
                 trainer.load(world.load(accepted_round(0, (2, bad))))
         else:
             trainer.load(world.load(next_window=80))
 
-    before = trainer.inner.moments()[0]
-    assert trainer.step(trainer.batches.take(trainer.claims.counter), between) is None
-    assert trainer.inner.moments()[0] == before and trainer.may_train is not fails
-    assert trainer.claims.counter == (BATCH if fails else 80)
+    before = trainer.backend.inner.moments()[0]
+    assert trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter), between) is None
+    assert trainer.backend.inner.moments()[0] == before and trainer.steps.may_train is not fails
+    assert trainer.windows.counter == (BATCH if fails else 80)
 
 
 def test_the_pieces_of_a_step_change_its_result_by_rounding_only(world, monkeypatch):
     whole, pieces = loaded(world, 1), loaded(world, 1)
     train(whole, 3)
-    monkeypatch.setattr("peer.training.inner.PIECE_TOKENS", WINDOW)
+    monkeypatch.setattr("peer.training.inner_optimizer.PIECE_TOKENS", WINDOW)
     train(pieces, 3)
-    same(pieces.outer.local, whole.outer.local, atol=2e-4)
-    assert pieces.pace.span_loss == pytest.approx(whole.pace.span_loss, rel=1e-4)
+    same(pieces.backend.outer.local, whole.backend.outer.local, atol=2e-4)
+    assert pieces.exchange.loss.mean == pytest.approx(whole.exchange.loss.mean, rel=1e-4)
 
 
 def test_the_learning_rate_follows_what_the_chain_accepted(tmp_path):
     schedule = Schedule(kind="cosine", total_tokens=100 * WINDOW, min_ratio=0.0)
     world = World.make(tmp_path, schedule=schedule, lr=0.5)
     trainer = loaded(world)
-    assert 0.2 < trainer.inner.learning_rate < 0.5
+    assert 0.2 < trainer.backend.inner.learning_rate < 0.5
     trainer.load(replace(world.load(), accepted_windows=100))
-    assert trainer.inner.learning_rate == 0.0
+    assert trainer.backend.inner.learning_rate == 0.0
 
 
 def test_muon_steps_hidden_matrices_and_adamw_all_else(tmp_path):
     trainer = loaded(World.make(tmp_path, optimiser="muon"))
     train(trainer, 1)
-    _, moments = trainer.inner.moments()
+    _, moments = trainer.backend.inner.moments()
     layer = "model.layers.0."
     hidden = {layer + f"self_attn.{m}_proj.weight" for m in "qkvo"} | {
         layer + f"mlp.{m}_proj.weight" for m in ("gate", "up", "down")
     }
     assert {n.removeprefix("momentum_buffer/") for n in moments if n.startswith("momentum_buffer/")} == hidden
-    others = {t.name for t in trainer.layout.tensors} - hidden
+    others = {t.name for t in trainer.spec.model.layout.tensors} - hidden
     assert {n.removeprefix("exp_avg/") for n in moments if n.startswith("exp_avg/")} == others
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= others
 
@@ -295,19 +299,19 @@ def test_muon_steps_hidden_matrices_and_adamw_all_else(tmp_path):
 def test_steps_that_are_not_finite_are_skipped_and_too_many_are_an_error_with_a_remedy(world):
     trainer, heard = born(world)
     trainer.load(world.load())
-    healthy = copied(trainer.outer.local)
-    name, poisoned = next((n, t) for n, t in trainer.outer.local.items() if t.ndim == 2 and "embed" not in n)
+    healthy = copied(trainer.backend.outer.local)
+    name, poisoned = next((n, t) for n, t in trainer.backend.outer.local.items() if t.ndim == 2 and "embed" not in n)
     poisoned.view(-1)[0] = float("inf")
     for _ in range(NON_FINITE_MOST - 1):
-        step = trainer.step(trainer.batches.take(trainer.claims.counter))
-        assert step is not None and not step.taken
+        step = trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+        assert step is not None and not step.is_finite
     poisoned.copy_(healthy[name])
-    same(trainer.outer.local, healthy, atol=0)
+    same(trainer.backend.outer.local, healthy, atol=0)
     train(trainer, 1)  # one good step, and the count starts anew
     poisoned.view(-1)[0] = float("inf")
     with pytest.raises(TrainingError, match=r"inner\.lr"):
         for _ in range(NON_FINITE_MOST):
-            trainer.step(trainer.batches.take(trainer.claims.counter))
+            trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
     assert heard.kinds() == ["non-finite"] * 2
 
 
@@ -335,22 +339,24 @@ def test_a_restart_goes_on_where_it_was_with_all_that_was_learnt(tmp_path, optim
     before = loaded(world)
     train(before, 3)
     made = update(before, world.folder / "u")
-    apply(before, Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window))
+    apply(before, Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window))
     train(before, 2)
     before.save()
     after, heard = born(world)
     load = world.load(accepted_round(0, (1, made)), next_window=made.end_window)
     after.load(load)
-    same(after.outer.feedback, before.outer.feedback, atol=0)
-    same(after.outer.progress(), before.outer.progress())
-    assert after.claims == before.claims and not heard
-    taken, moments = after.inner.moments()
-    assert taken == before.inner.moments()[0] == 5
-    same(moments, before.inner.moments()[1], atol=0)
+    same(after.backend.outer.feedback, before.backend.outer.feedback, atol=0)
+    same(after.backend.outer.progress(), before.backend.outer.progress())
+    assert after.windows == before.windows and not heard
+    taken, moments = after.backend.inner.moments()
+    assert taken == before.backend.inner.moments()[0] == 5
+    same(moments, before.backend.inner.moments()[1], atol=0)
     assert any(m.startswith("momentum_buffer/") for m in moments) is (optimiser == "muon")
     train(before, 2)
     train(after, 2)
-    same(after.outer.local, before.outer.local, atol=1e-5 if optimiser == "adamw" else 2e-4)  # Muon computes in bf16
+    same(
+        after.backend.outer.local, before.backend.outer.local, atol=1e-5 if optimiser == "adamw" else 2e-4
+    )  # Muon computes in bf16
     assert update(after, world.folder / "a").end_window == update(before, world.folder / "b").end_window == 7 * BATCH
 
 
@@ -362,12 +368,12 @@ def test_a_restart_between_announcement_and_decision_neither_loses_nor_doubles(r
     still_open, _ = born(raw)
     still_open.load(raw.load())
     assert update(still_open, raw.folder / "same").digest == made.digest
-    assert not any(bool(t.any()) for t in still_open.outer.feedback.values())
+    assert not any(bool(t.any()) for t in still_open.backend.outer.feedback.values())
 
     accepted, _ = born(raw)
     accepted.load(raw.load(accepted_round(0, (1, made)), next_window=made.end_window))
-    assert accepted.claims.claim(99) is None
-    assert not any(bool(t.any()) for t in accepted.outer.feedback.values())
+    assert accepted.windows.claim(99) is None
+    assert not any(bool(t.any()) for t in accepted.backend.outer.feedback.values())
 
 
 @pytest.mark.parametrize("saved", ["never", "before"])
@@ -383,19 +389,22 @@ def test_one_killed_right_after_announcing_gives_the_same_update_and_counts_it_o
 
     still_open, heard = born(raw)
     still_open.load(raw.load())
-    assert not any(bool(t.any()) for t in (*still_open.outer.feedback.values(), *still_open.outer.progress().values()))
-    assert still_open.claims.counter == 3 * BATCH  # what was trained since is trained again
+    assert not any(
+        bool(t.any())
+        for t in (*still_open.backend.outer.feedback.values(), *still_open.backend.outer.progress().values())
+    )
+    assert still_open.windows.counter == 3 * BATCH  # what was trained since is trained again
     train(still_open, 1)
     again = update(still_open, raw.folder / "again")
     assert replace(again, blob_path=made.blob_path) == made
     assert again.blob_path.read_bytes() == made.blob_path.read_bytes()
-    apply(still_open, Apply(accepted_round(0, (1, again)), (), True, made.end_window, made.end_window))
-    assert not any(bool(t.any()) for t in still_open.outer.feedback.values())
+    apply(still_open, Apply(accepted_round(0, (1, again)), (), made.end_window, made.end_window))
+    assert not any(bool(t.any()) for t in still_open.backend.outer.feedback.values())
     after = update(still_open, raw.folder / "after")
     assert (after.first_window, after.end_window, after.inner_steps) == (3 * BATCH, 4 * BATCH, 1)
     assert not heard
     if saved == "before":
-        assert still_open.inner.moments()[0] == 3  # two of the saved, one since
+        assert still_open.backend.inner.moments()[0] == 3  # two of the saved, one since
 
 
 @pytest.mark.parametrize("saved", ["never", "before"])
@@ -408,9 +417,9 @@ def test_one_killed_right_after_announcing_whose_update_was_missed_puts_it_back_
     made = update(before, raw.folder / "u")
     missed, _ = born(raw)
     missed.load(raw.load(accepted_round(0), restore=(made.blob_path,) if told else ()))
-    decoded = {n: torch.zeros_like(t) for n, t in missed.outer.feedback.items()}
-    missed.codec.add_to(made.blob_path.read_bytes(), decoded)
-    same(missed.outer.feedback, decoded, atol=0)
+    decoded = {n: torch.zeros_like(t) for n, t in missed.backend.outer.feedback.items()}
+    missed.base.codec.add_to(made.blob_path.read_bytes(), decoded)
+    same(missed.backend.outer.feedback, decoded, atol=0)
     train(missed, 1)
     again = update(missed, raw.folder / "v")
     assert (again.first_window, again.end_window, again.inner_steps) == (0, 3 * BATCH, 3)
@@ -423,8 +432,10 @@ def test_one_killed_right_after_announcing_whose_update_was_accepted_does_not_se
     made = update(before, raw.folder / "u")
     accepted, heard = born(raw)
     accepted.load(raw.load(accepted_round(0, (1, made)), next_window=made.end_window))
-    assert not any(bool(t.any()) for t in (*accepted.outer.feedback.values(), *accepted.outer.progress().values()))
-    assert accepted.claims.claim(99) is None and not heard
+    assert not any(
+        bool(t.any()) for t in (*accepted.backend.outer.feedback.values(), *accepted.backend.outer.progress().values())
+    )
+    assert accepted.windows.claim(99) is None and not heard
     # Decided: nothing of it is left to be taken for undecided after the next restart.
     assert not list(accepted.folder.folder.glob("update*"))
 
@@ -437,9 +448,9 @@ def test_a_state_saved_after_the_announcement_is_taken_up_whole(world):
     before.save()
     after, _ = born(world)
     after.load(world.load())
-    same(after.outer.feedback, before.outer.feedback, atol=0)
-    same(after.outer.progress(), before.outer.progress())
-    assert after.claims == before.claims and any(bool(t.any()) for t in after.outer.feedback.values())
+    same(after.backend.outer.feedback, before.backend.outer.feedback, atol=0)
+    same(after.backend.outer.progress(), before.backend.outer.progress())
+    assert after.windows == before.windows and any(bool(t.any()) for t in after.backend.outer.feedback.values())
 
 
 def test_a_restart_after_an_update_was_missed_puts_it_back(raw):
@@ -449,9 +460,9 @@ def test_a_restart_after_an_update_was_missed_puts_it_back(raw):
     before.save()
     missed, _ = born(raw)
     missed.load(raw.load(accepted_round(0)))
-    decoded = {n: torch.zeros_like(t) for n, t in missed.outer.feedback.items()}
-    missed.codec.add_to(made.blob_path.read_bytes(), decoded)
-    same(missed.outer.feedback, decoded, atol=0)
+    decoded = {n: torch.zeros_like(t) for n, t in missed.backend.outer.feedback.items()}
+    missed.base.codec.add_to(made.blob_path.read_bytes(), decoded)
+    same(missed.backend.outer.feedback, decoded, atol=0)
     assert update(missed, raw.folder / "v").first_window == 0
 
 
@@ -476,13 +487,15 @@ def test_a_saved_state_older_than_what_was_accepted_since_is_not_sent_again(worl
     before.save()
     train(before, 2)
     made = update(before, world.folder / "u")
-    apply(before, Apply(accepted_round(0, (1, made)), (), True, made.end_window, made.end_window))
+    apply(before, Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window))
     after, heard = born(world)
     after.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
     assert heard.kinds() == ["saved-state"]
-    assert not any(bool(t.any()) for t in (*after.outer.feedback.values(), *after.outer.progress().values()))
-    assert (after.claims.counter, after.claims.claimed_from) == (made.end_window, made.end_window)
-    assert after.inner.moments()[0] == 2
+    assert not any(
+        bool(t.any()) for t in (*after.backend.outer.feedback.values(), *after.backend.outer.progress().values())
+    )
+    assert (after.windows.counter, after.windows.claimed_from) == (made.end_window, made.end_window)
+    assert after.backend.inner.moments()[0] == 2
 
 
 def test_saving_again_and_again_leaves_one_state(world):
@@ -493,7 +506,7 @@ def test_saving_again_and_again_leaves_one_state(world):
         trainer.save()
     (trainer.folder.folder / ".trainer-9.safetensors.part").write_bytes(b"of a process that was killed")
     trainer.save()
-    assert sorted(p.name for p in trainer.folder.folder.iterdir()) == ["trainer-5.safetensors", SHEET]
+    assert sorted(p.name for p in trainer.folder.folder.iterdir()) == ["trainer-5.safetensors", STATE_MANIFEST]
 
 
 def _flip(path: Path) -> None:
@@ -508,12 +521,14 @@ def _flip(path: Path) -> None:
         lambda folder: _flip(next(folder.glob("trainer-*.safetensors"))),
         lambda folder: next(folder.glob("trainer-*.safetensors")).write_bytes(b""),
         lambda folder: next(folder.glob("trainer-*.safetensors")).unlink(),
-        lambda folder: (folder / SHEET).write_text("{"),
-        lambda folder: (folder / SHEET).write_text("[]"),
-        lambda folder: (folder / SHEET).write_bytes(b"\xff" * 100),
-        lambda folder: (folder / SHEET).write_bytes(b" " * (2 << 20)),
-        lambda folder: (folder / SHEET).write_text((folder / SHEET).read_text().replace("trainer-1", "../../x")),
-        lambda folder: (folder / UPDATE_SHEET).write_text("{"),
+        lambda folder: (folder / STATE_MANIFEST).write_text("{"),
+        lambda folder: (folder / STATE_MANIFEST).write_text("[]"),
+        lambda folder: (folder / STATE_MANIFEST).write_bytes(b"\xff" * 100),
+        lambda folder: (folder / STATE_MANIFEST).write_bytes(b" " * (2 << 20)),
+        lambda folder: (folder / STATE_MANIFEST).write_text(
+            (folder / STATE_MANIFEST).read_text().replace("trainer-1", "../../x")
+        ),
+        lambda folder: (folder / UPDATE_MANIFEST).write_text("{"),
     ],
 )
 def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(world, damage):
@@ -527,7 +542,7 @@ def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(wo
     assert not (trainer.folder.folder / "unusable-trainer-0.safetensors").exists()
     after.load(world.load())
     train(after, 1)
-    assert after.claims.counter == BATCH
+    assert after.windows.counter == BATCH
     after.save()
     again, heard = born(world)
     assert not heard
@@ -550,19 +565,19 @@ def test_a_state_that_cannot_be_saved_leaves_the_old_one(world, monkeypatch):
     def full(file: int, data: memoryview, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("peer.training.parallel.file._write_all", full)
+    monkeypatch.setattr("peer.training.parallel.sharded_file.write_at", full)
     with pytest.raises(SavedStateError, match="free some space"):
         trainer.save()
     monkeypatch.undo()
     assert not list(trainer.folder.folder.glob(".*"))
     after, heard = born(world)
     after.load(world.load())
-    assert after.claims.counter == BATCH and not heard
+    assert after.windows.counter == BATCH and not heard
 
 
 def test_a_saved_state_with_a_number_that_is_not_finite_is_not_used(world):
     trainer = loaded(world)
-    next(iter(trainer.outer.feedback.values())).view(-1)[0] = float("nan")
+    next(iter(trainer.backend.outer.feedback.values())).view(-1)[0] = float("nan")
     trainer.save()
     _, heard = born(world)
     assert heard.kinds() == ["saved-state"]
@@ -584,7 +599,10 @@ def test_a_gpu_and_a_cpu_hold_the_same_bits(world):
         record = accepted_round(r, *made)
         digests: set[Digest] = set()
         for n, trainer in ((1, cpu), (2, gpu)):
-            digests.add(apply(trainer, Apply(record, (), True, dict(made)[n].end_window, accepted)).state_digest)
-            assert trainer.outer.base is not None
-            assert state_digest(trainer.state_layout, trainer.outer.base) in digests
+            digests.add(apply(trainer, Apply(record, (), dict(made)[n].end_window, accepted)).state_digest)
+            assert trainer.backend.outer.base is not None
+            assert (
+                state_digest(state_layout(world.spec.model.layout, world.spec.outer), trainer.backend.outer.base)
+                in digests
+            )
         assert len(digests) == 1

@@ -1,0 +1,51 @@
+"""`cairn export`: a checkpoint of a run as a folder that Hugging Face's libraries load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from cairn.formatting import byte_size
+from protocol.errors import CairnError, MalformedError
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace the model that is in OUT.")
+@click.option(
+    "--spec",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="The run's spec.json or spec.signed, for a checkpoint file that lies elsewhere.",
+)
+@click.option("--invite", default=None, help="The checkpoint must be of the run that this invite names.")
+def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: str | None) -> None:
+    """Write the model in CHECKPOINT as a folder OUT that transformers loads.
+
+    CHECKPOINT is a run's folder (its newest checkpoint), a state that a coordinator archived, or a checkpoint file.
+    """
+    from cairn.checkpoints import find_checkpoint
+    from coordinator.export import export
+    from protocol.invite import Invite
+
+    try:
+        run = Invite.parse(invite).run if invite is not None else None
+    except MalformedError as e:
+        raise CairnError(f"--invite: {e}") from None
+    found = find_checkpoint(checkpoint, spec, run)
+    made = export(found.checkpoint, found.config, found.tokenizer, found.origin, out, force=force)
+    o = found.origin
+    facts = ", ".join(
+        fact
+        for fact in (
+            "" if o.round is None else f"round {o.round}",
+            "" if o.tokens is None else f"{o.tokens:,} tokens",
+            "" if o.loss is None else f"training loss {o.loss:.4f}",
+        )
+        if fact
+    )
+    click.echo(f"run     {o.name} ({o.run.short}){': ' if facts else ''}{facts}")
+    click.echo(f"model   {made.parameters:,} parameters, {byte_size(made.size)}")
+    click.echo(f'folder  {made.folder}  (AutoModelForCausalLM.from_pretrained("{made.folder}"))')

@@ -1,0 +1,47 @@
+"""`cairn generate`: text from an archived checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from protocol.errors import CairnError
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="The beginning of the text.")
+@click.option("--tokens", type=click.IntRange(1, 100_000), default=100, show_default=True, help="How much to write.")
+@click.option("--temperature", type=click.FloatRange(0, 10), default=0.8, show_default=True, help="0: the likeliest.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int, device: str) -> None:
+    """Let the model in CHECKPOINT (a folder that a coordinator archived) continue a prompt."""
+    click.echo(generate_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
+
+
+def generate_text(
+    checkpoint: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str = "cpu"
+) -> str:
+    """Return the prompt and its continuation. With `temperature` 0 each token is the likeliest.
+
+    Raises CairnError when the folder is not an archived checkpoint, the prompt is empty, or there is no such device.
+    """
+    from tokenizers import Tokenizer
+
+    from coordinator.checkpoints.evaluation import continue_prompt, load_archived
+    from peer.training.device import choose_device
+
+    if not (checkpoint / "tokenizer.json").is_file():
+        raise CairnError(
+            f"{checkpoint} is not an archived checkpoint: it has no tokenizer.json; "
+            "name a folder like checkpoints/round-000030 of a coordinator"
+        )
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    ids = tokenizer.encode(prompt).ids
+    if not ids:
+        raise CairnError("the prompt is empty: write at least one word")
+    model = load_archived(checkpoint, str(choose_device(device, os.cpu_count() or 1)))
+    return tokenizer.decode(continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed))

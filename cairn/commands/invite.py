@@ -1,0 +1,59 @@
+"""`cairn peer invite`: a current invite from any member, also while the coordinator is away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from cairn.commands.options import home_option
+from cairn.connection import parse_invite
+from protocol.errors import CairnError
+
+
+@click.command()
+@click.argument("invite")
+@home_option("Where identity, runs and logs are kept.")
+def invite(invite: str, home: Path) -> None:
+    """Print INVITE with the coordinator's present address and the addresses of members that this peer knows.
+
+    For a newcomer whose invite is old, or whose coordinator is away. The peer may be running.
+    """
+    click.echo(renewed_invite(invite, home))
+
+
+def renewed_invite(text: str, home: Path) -> str:
+    """Return the invite with the addresses that this peer knows: the coordinator's, its own, then other members'.
+
+    Only the run's folder is read, so the peer may be running. Raises CairnError.
+    """
+    from peer.node.locator import SPEC, WHEREABOUTS
+    from peer.node.membership import ADDRESSES, OWN_ADDRESSES, run_folder
+    from protocol.coordinator_address import open_coordinator_address
+    from protocol.invite import MAX_SWARM_ADDRESSES, one_of_each
+    from protocol.spec import open_spec
+
+    invite = parse_invite(text)
+    values = run_folder(home, invite.run) / "store" / "values"
+
+    def value(name: str) -> bytes:
+        try:
+            return (values / name).read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as e:
+            raise CairnError(f"{values / name} cannot be read: {(e.strerror or str(e)).lower()}") from None
+
+    if not (signed_spec := value(SPEC)):
+        raise CairnError(
+            f"this peer has never been in run {invite.run.short}: join it first, or give --home as you did for "
+            "`cairn peer join`"
+        )
+    spec = open_spec(signed_spec, invite.run)
+    if encoded := value(WHEREABOUTS):
+        address = open_coordinator_address(encoded, invite.run, spec.owner_key).body
+        invite = replace(invite, coordinators=address.coordinators, fingerprint=address.fingerprint)
+    lines = b"\n".join([value(OWN_ADDRESSES), value(ADDRESSES)]).decode(errors="replace").splitlines()
+    addresses = one_of_each([*(line for line in lines if line.startswith("/")), *invite.addresses])
+    return str(replace(invite, addresses=addresses[:MAX_SWARM_ADDRESSES]))

@@ -1,0 +1,275 @@
+"""`cairn peer join`: enters a run, runs the node, shows its progress, and leaves in order on Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from cairn.commands.options import home_option, via_option
+from cairn.connection import check_via, parse_invite
+from cairn.logs import set_up_logging
+from protocol.errors import CairnError
+from protocol.ids import RunId
+from protocol.invite import Invite
+
+if TYPE_CHECKING:
+    from cairn.peer_screen import PeerScreen
+    from peer.channel import Choice
+    from peer.node.membership import Membership
+
+log = logging.getLogger("cairn.peer")
+
+MAX_NAME_BYTES = 40
+
+CREDIT_SECONDS = 15.0
+"""Seconds between two requests for this peer's credits; more in a large swarm (see `credit_seconds`)."""
+
+CREDIT_CALLS = 160.0
+"""Maximum requests a second that all members together send for their credits."""
+
+_CHOICE = click.Choice(["auto", "on", "off"])
+
+
+def _size(text: str, option: str) -> int:
+    """Return the bytes in "50G", "800M" or "123456"."""
+    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in units else (text, "")
+    try:
+        value = int(float(number) * units.get(unit, 1))
+    except ValueError:
+        value = 0
+    if value < 10**6:
+        raise click.BadParameter(
+            f"{text!r} is not a size of at least 1M: write for example 800M or 50G", param_hint=option
+        )
+    return value
+
+
+def _parallel(text: str) -> str:
+    """Return the normalized layout. Raises click.BadParameter; the trainer checks it against model and machine."""
+    from peer.errors import TrainingError
+    from peer.training.parallel.parallel_dims import ParallelDims
+
+    try:
+        return text if text == "auto" else str(ParallelDims.parse(text))
+    except TrainingError as e:
+        raise click.BadParameter(str(e).removeprefix("--parallel ")) from None
+
+
+def _device(text: str) -> str:
+    """Return the device. Raises click.BadParameter for a malformed name; the trainer checks that it exists."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise click.BadParameter(f"{text[:40]!r} is not a device: write auto, cpu, cuda, or cuda:0 (cuda:1, ...)")
+    return text
+
+
+@click.command()
+@click.argument("invite")
+@home_option("Where identity, runs and logs are kept.")
+@click.option("--name", default="", help="Your name on the run's page (at most 40 bytes).")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="auto, cpu, cuda or cuda:N.",
+    callback=lambda _c, _p, value: _device(value),
+)
+@click.option(
+    "--parallel",
+    default="auto",
+    show_default=True,
+    help="How to use many GPUs: auto, or some of dp=N, fsdp=N, tp=N, pp=N with commas, such as fsdp=4,tp=2.",
+    callback=lambda _c, _p, value: _parallel(value),
+)
+@click.option(
+    "--recompute",
+    type=_CHOICE,
+    default="auto",
+    show_default=True,
+    help="Compute activations again in the backward pass: much less memory, a third more work. auto: if needed.",
+)
+@click.option(
+    "--compile",
+    "compiled",
+    type=_CHOICE,
+    default="auto",
+    show_default=True,
+    help="Compile the model's layers with torch.compile. auto: on a GPU.",
+)
+@click.option("--overlap", type=click.Choice(["on", "off"]), default="on", hidden=True)  # to measure what it saves
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the trainer.  [default: all]"
+)
+@click.option(
+    "--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free port, TCP and UDP]"
+)
+@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to announce, if not those found.")
+@click.option("--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.")
+@click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
+@via_option
+def join(
+    invite, home, name, device, parallel, recompute, compiled, overlap, threads, listen, announce, disk, plain, via
+) -> None:
+    """Join the run that INVITE names, and train until Ctrl-C.
+
+    Ctrl-C announces what is done, saves the rest and leaves; the same command resumes.
+    """
+    join_run(
+        JoinOptions(
+            invite=invite,
+            home=home,
+            name=name,
+            device=device,
+            parallel=parallel,
+            recompute=recompute,
+            compile=compiled,
+            overlap=overlap == "on",
+            threads=threads,
+            listen=tuple(listen),
+            announce=tuple(announce),
+            disk_bytes=_size(disk, "--disk"),
+            plain=plain,
+            via=via,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """The options of the command line."""
+
+    invite: str
+    home: Path
+    name: str
+    device: str
+    parallel: str
+    recompute: Choice
+    compile: Choice
+    overlap: bool
+    threads: int | None
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]
+    disk_bytes: int
+    plain: bool
+    via: tuple[str, ...] = ()
+
+
+def join_run(options: JoinOptions) -> None:
+    """Take part in a run until it is over, or Ctrl-C. Raises CairnError."""
+    if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():
+        raise CairnError(f"--name: at most {MAX_NAME_BYTES} bytes of printable text")
+    invite = parse_invite(options.invite)
+    check_via(options.via)
+    asyncio.run(_join(options, invite))
+
+
+async def _join(options: JoinOptions, invite: Invite) -> None:
+    # Listen for Ctrl-C before anything slow is imported.
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+
+    from cairn.peer_screen import PeerScreen
+    from peer.node.membership import Membership, run_folder
+    from peer.node.node import Node
+    from peer.node.options import NodeOptions
+    from peer.node.waiting import wait_until_admitted
+    from peer.store import Store
+
+    folder = run_folder(options.home, RunId(invite.run))
+    screen = PeerScreen(live=not options.plain and sys.stdout.isatty())
+    set_up_logging(folder / "peer.log", terminal=screen.handler)
+    node_options = NodeOptions(
+        folder=folder,
+        listen=options.listen,
+        announce=options.announce,
+        device=options.device,
+        parallel=options.parallel,
+        recompute=options.recompute,
+        compile=options.compile,
+        overlap=options.overlap,
+        threads=options.threads or os.cpu_count() or 1,
+    )
+    with Store(folder / "store", options.disk_bytes) as store:
+
+        async def enter() -> Membership:
+            membership = await Membership.enter(invite, options.home, store, name=options.name, via=options.via)
+            if not membership.seconds_left():
+                try:
+                    await wait_until_admitted(membership, node_options)
+                except BaseException:
+                    await membership.close()
+                    raise
+            return membership
+
+        stopping = asyncio.ensure_future(stop.wait())
+
+        async def take_part() -> bool:
+            """Run the node until it ends; return whether it must start again."""
+            entering = asyncio.ensure_future(enter())
+            await asyncio.wait([entering, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not entering.done():
+                entering.cancel()
+                await asyncio.gather(entering, return_exceptions=True)
+                print("stopped before the run was entered; the same command tries again")
+                return False
+            membership = entering.result()
+            key = membership.identity.key
+            log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
+                     f' "{options.name}"' if options.name else "")  # fmt: skip
+            node = Node(membership, node_options)
+            running = asyncio.create_task(node.run())
+            asking = asyncio.create_task(_ask_for_credits(membership, screen, lambda: node.latest.members))
+            with screen.showing(lambda: node.latest):  # drawn by another thread
+                await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if not running.done():
+                    log.info("leaving: announcing what is done, saving the rest (at most 10 s)")
+                    node.leave()
+                asking.cancel()
+                await running
+            end = node.snapshot()
+            print(
+                f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, "
+                f"{end.own_updates} updates made; the same command resumes"
+            )
+            return node.again and not stop.is_set()
+
+        while await take_part():
+            log.warning("starting again: the run goes on from further back than this peer remembered")
+        stopping.cancel()
+
+
+def credit_seconds(members: int) -> float:
+    """Return the seconds between two requests, so that all members together send at most CREDIT_CALLS a second."""
+    return max(CREDIT_SECONDS, members / CREDIT_CALLS)
+
+
+async def _ask_for_credits(membership: Membership, screen: PeerScreen, members: Callable[[], int]) -> None:
+    """Keep the screen's earnings fresh for ever. A silent coordinator is shown as such, and asked again."""
+    from cairn.peer_screen import PeerEarnings, own_page
+
+    client, key = membership.client, membership.identity.key
+    logged = False
+    while client is not None:
+        try:
+            if not logged and (page := own_page((await client.status()).page, key)):
+                log.info("this peer on the run's page: %s", page)
+            logged = True
+            account = await client.account(key)
+            screen.earnings = PeerEarnings(account.micro_credits_settled, account.micro_credits_pending, account.rounds)
+        except CairnError:
+            if screen.earnings is not None:
+                screen.earnings = replace(screen.earnings, fresh=False)
+        await asyncio.sleep(credit_seconds(members()) * random.uniform(0.9, 1.1))

@@ -1,0 +1,359 @@
+"""`cairn coordinator serve`: makes or continues the run, and runs its observer and its coordinator in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import resource
+import secrets
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cairn.commands.options import home_option
+from cairn.logs import set_up_logging
+from protocol.errors import CairnError, MalformedError
+from protocol.invite import Endpoint, Invite
+
+if TYPE_CHECKING:
+    from cairn.swarm_view import ObserverView
+    from coordinator.authoring import ResolvedRun
+    from coordinator.checkpoints.settings import CheckpointSettings
+    from coordinator.service import Coordinator, CoordinatorConfig
+    from peer.store import Store
+    from protocol.identity import Identity
+    from protocol.ids import Digest
+    from protocol.spec import RunSpec
+
+log = logging.getLogger("cairn.coordinator")
+
+OBSERVER_BYTES = 200 * 10**9
+"""Maximum size of the observer's store."""
+
+MAX_FILES = 65_536
+
+INVITE_SECONDS = 10.0
+"""Seconds between two updates of the invite in the folder."""
+
+
+def _archive_options(f):
+    """Add the options about checkpoints to a command; they override coordinator.toml."""
+    for option in reversed(
+        [
+            click.option("--settings", default=None, metavar="FILE", help="[default: coordinator.toml beside it]"),
+            click.option(
+                "--archive", default=None, metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec)."
+            ),
+            click.option("--keep", default=None, metavar="POLICY", help="E.g. newest=5,every=100,best=3,bytes=200G."),
+            click.option(
+                "--evaluate-every",
+                type=click.IntRange(0),
+                default=None,
+                metavar="N",
+                help="Evaluate a checkpoint each N rounds; 0: never.  [default: each]",
+            ),
+        ]
+    ):
+        f = option(f)
+    return f
+
+
+def _settings(
+    run_file: Path, settings: str | None, archive: str | None, keep: str | None, evaluate_every: int | None
+) -> CheckpointSettings:
+    """Return the settings in the options and in the file. Raises CairnError."""
+    from coordinator.checkpoints.settings import FILE, load_settings
+
+    file = run_file.with_name(FILE) if settings is None else Path(settings).expanduser()
+    if settings is not None and not file.is_file():
+        raise CairnError(f"--settings {file}: no such file")
+    return load_settings(file if file.is_file() else None, address=archive, keep=keep, evaluate_every=evaluate_every)
+
+
+@click.command()
+@click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path))
+@home_option("Where identity, runs and logs are kept.")
+@click.option("--grpc", default="0.0.0.0:7410", show_default=True, metavar="HOST:PORT", help="For peers.")
+@click.option("--page", default="0.0.0.0:7411", show_default=True, metavar="HOST:PORT", help="For people.")
+@click.option("--swarm", default="/ip4/0.0.0.0/tcp/7412", show_default=True, metavar="MULTIADDR", help="For the swarm.")
+@click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
+@click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
+@click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
+@click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
+@_archive_options
+def serve(run_file, home, grpc, page, swarm, public, code, ledger, webhook, **keeping) -> None:
+    """Serve the run that RUN_FILE (a run.toml) describes, and print its invite."""
+    settings = _settings(run_file, **keeping)
+    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code, ledger, settings, webhook))
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of the command line."""
+
+    run_file: Path
+    home: Path
+    grpc: str
+    page: str
+    swarm: str
+    public: str
+    code: str
+    ledger: str = ""
+    keeping: CheckpointSettings | None = None
+    webhooks: tuple[str, ...] = ()
+
+
+def coordinator_folder(home: Path, name: str) -> Path:
+    """Return the folder in which a run's owner keeps everything of the run."""
+    return home / "coordinated" / name.replace(" ", "_")
+
+
+def serve_run(options: ServeOptions) -> None:
+    """Serve a run until SIGINT or SIGTERM. Raises CairnError."""
+    from coordinator.alerts.config import load_config
+    from coordinator.authoring import load_run, resolve
+    from coordinator.service import CoordinatorConfig
+    from peer.keyfile import load_or_make
+    from peer.store import Store
+
+    _allow_many_files()
+    listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
+    public, announce = _public(options, listen[1])
+    run_file = load_run(options.run_file)
+    folder = coordinator_folder(options.home, run_file.run.name)
+    set_up_logging(folder / "coordinator.log")
+    # The store's lock comes first: its holder is the one coordinator of this folder.
+    with Store(folder / "store", OBSERVER_BYTES) as store:
+        owner = load_or_make(folder / "owner.key")
+        resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line))
+        config = CoordinatorConfig(
+            folder=folder,
+            listen_host=listen[0],
+            listen_port=listen[1],
+            page_host=page[0],
+            page_port=page[1],
+            public=public,
+            codes=_codes(options.code, folder, resolved.spec),
+            ledger=options.ledger,
+            alerts=load_config(folder, options.webhooks),
+        )
+        asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce, options.keeping))
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files: each peer's connection is one, and the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+async def _serve(
+    config: CoordinatorConfig,
+    store: Store,
+    owner: Identity,
+    resolved: ResolvedRun,
+    listen: str,
+    announce: tuple[str, ...],
+    keeping: CheckpointSettings | None,
+) -> None:
+    from cairn.swarm_view import ObserverView
+    from coordinator.checkpoints.archive import Archive
+    from coordinator.checkpoints.archiver import CheckpointArchiver
+    from coordinator.checkpoints.copies import file_system
+    from coordinator.checkpoints.evaluations import EvaluationLog
+    from coordinator.checkpoints.settings import CheckpointSettings, check_address
+    from coordinator.service import Coordinator
+    from peer.keyfile import load_or_make
+    from peer.node.locator import SPEC
+    from peer.node.membership import Membership, known_addresses
+    from peer.node.node import Node
+    from peer.node.options import NodeOptions
+    from protocol.chain import genesis_digest
+    from protocol.message_codec import MessageDecoder
+
+    spec, folder = resolved.spec, config.folder
+    until = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, until.set)
+    for digest, path in resolved.blobs.items():
+        if until.is_set():
+            return
+        if not store.has(digest):
+            await asyncio.to_thread(_put, store, digest, path)
+    store.write_value(SPEC, resolved.spec_envelope)  # members ask the observer for it
+    keeping = keeping or CheckpointSettings()
+    check_address(keeping.archive.address, folder)
+    if keeping.archive.address:
+        file_system(keeping.archive.address)  # a missing package is an error now, not each five minutes
+    evaluations = EvaluationLog(folder)
+    archive = Archive(
+        folder / "checkpoints", spec, policy=keeping.archive.policy, spec_envelope=resolved.spec_envelope,
+        reserve=keeping.archive.reserve, losses=evaluations.losses, on_left=evaluations.mark_left,
+    )  # fmt: skip
+    genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
+    begin = genesis_digest(spec.run_id)
+    archive.add(genesis, tokenizer, round=0, state=spec.genesis.name, record=begin, tokens=0)
+    membership = Membership(
+        identity=load_or_make(folder / "observer.key"),
+        spec=spec,
+        decoder=MessageDecoder(spec.run_id, spec.owner_key),
+        store=store,
+        client=None,
+        name="coordinator",
+        admission=b"",
+        addresses=known_addresses(store),
+    )
+    node = Node(membership, NodeOptions(folder, (listen,), announce, observer=True))
+    view = ObserverView(node, spec, archive)
+    shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
+    archiver = CheckpointArchiver(
+        archive, evaluations, spec, view, keeping, shards=shards, fetch_problem=lambda: view.archive_problem
+    )
+    coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, archiver)
+    running = asyncio.create_task(node.run())
+    stopping = asyncio.create_task(until.wait())
+    starting = asyncio.create_task(node.started(running))
+    try:
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await _coordinate(coordinator, view, config, spec, [running, stopping])
+    finally:
+        for task in (stopping, starting):
+            task.cancel()
+        node.leave()
+        await running
+    final = "none yet" if (f := node.chain.final) is None else str(f.body.round)
+    round_ = node.chain.height(node.chain.head)
+    click.echo(f"stopped: round {round_}, final up to round {final}; the same command goes on")
+
+
+async def _coordinate(
+    coordinator: Coordinator,
+    view: ObserverView,
+    config: CoordinatorConfig,
+    spec: RunSpec,
+    ends: list[asyncio.Task[Any]],
+) -> None:
+    """Serve until one of these tasks ends. Raises CairnError when it cannot start."""
+    await coordinator.start()
+    keeping = asyncio.create_task(view.keep_archive())
+    inviting = asyncio.create_task(_keep_invite(coordinator, config))
+    try:
+        _announce(coordinator, spec, config)
+        await asyncio.wait([keeping, inviting, *ends], return_when=asyncio.FIRST_COMPLETED)
+        for task in (keeping, inviting):
+            if task.done():
+                task.result()
+    finally:
+        keeping.cancel()
+        inviting.cancel()
+        await asyncio.gather(keeping, inviting, return_exceptions=True)
+        await coordinator.stop()
+
+
+def _invite(coordinator: Coordinator, config: CoordinatorConfig) -> Invite:
+    return coordinator.invite(config.codes[0] if config.codes else "")
+
+
+async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> None:
+    """Keep the present members in the invite's file, for ever. Raises CairnError.
+
+    A newcomer enters by them when the coordinator has moved since.
+    """
+    written: set[str] = set()
+    while True:
+        await asyncio.sleep(INVITE_SECONDS)
+        invite = _invite(coordinator, config)
+        if set(invite.addresses) != written:  # their order is no news
+            _write_private(config.folder / "invite", f"{invite}\n")
+            written = set(invite.addresses)
+
+
+def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
+    """Print the run's addresses for the owner, and write the invite to a file for scripts."""
+    invite = _invite(coordinator, config)
+    _write_private(config.folder / "invite", f"{invite}\n")
+    click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
+    click.echo(f"page     {coordinator.page_url}")
+    click.echo(f"folder   {config.folder}  (owner.key in it is the run: keep a copy)")
+    click.echo(f"join     cairn peer join {invite}")
+    click.echo(f"         ({config.folder / 'invite'} always has the newest, with members to enter by)")
+    click.echo("Ctrl-C stops the coordinator; peers go on without it, and it catches up when it is back.")
+
+
+def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
+    """Return the invite codes of a run that admits by invite: the given one, or one made once and kept."""
+    if spec.admission.mode != "invite":
+        return ()
+    if given:
+        return (given,)
+    path = folder / "invite-code"
+    if not path.exists():
+        _write_private(path, secrets.token_urlsafe(12) + "\n")
+    return (path.read_text().strip(),)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file whole or not at all, readable by its owner only: an invite may carry a code. Raises CairnError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.unlink(missing_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as e:
+        draft.unlink(missing_ok=True)
+        raise CairnError(f"{path} cannot be written: {(e.strerror or str(e)).lower()}; mend the folder") from None
+
+
+def _public(options: ServeOptions, port: int) -> tuple[tuple[Endpoint, ...], tuple[str, ...]]:
+    """Return the endpoint for invites and the swarm address to announce, both from --public."""
+    if not options.public:
+        return (), ()
+    swarm_port = options.swarm.rsplit("/", 1)[-1]
+    if port == 0 or swarm_port == "0":
+        raise CairnError("--public needs ports that stay the same: give --grpc and --swarm one each, not 0")
+    try:
+        endpoint = Endpoint(options.public.strip("[]"), port)
+    except MalformedError as e:
+        raise CairnError(f"--public: {e}; write a name like run.example.org, or an address") from None
+    try:
+        kind = f"ip{ipaddress.ip_address(endpoint.host).version}"
+    except ValueError:
+        kind = "dns4"
+    return (endpoint,), (f"/{kind}/{endpoint.host}/tcp/{swarm_port}",)
+
+
+def _put(store: Store, digest: Digest, path: Path) -> None:
+    """Copy a file that is the blob of this digest into the store. Raises CairnError."""
+    from peer.store.disk import disk
+
+    copy = store.scratch / f"import-{path.name}"
+    try:
+        with disk(f"copying {path} into the store"):
+            shutil.copyfile(path, copy)
+        store.adopt(copy, digest)
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _endpoint(text: str, option: str) -> tuple[str, int]:
+    """Return host and port; port 0 means any free port."""
+    try:
+        if text.endswith(":0"):
+            return Endpoint.parse(text[:-1] + "1").host, 0
+        endpoint = Endpoint.parse(text)
+    except MalformedError as e:
+        raise CairnError(f"{option}: {e}; write for example 0.0.0.0:7410") from None
+    return endpoint.host, endpoint.port

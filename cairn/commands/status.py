@@ -1,0 +1,59 @@
+"""`cairn status`: the swarm as its coordinator sees it, as tables or as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+
+import click
+
+from cairn.commands.options import via_option
+from cairn.connection import check_via, follow, parse_invite
+from protocol.invite import Invite
+
+FILE_WIDTH = 160
+"""Minimum width of output to a file or a pipe, so that tables are not cut there."""
+
+
+@click.command()
+@click.argument("invite")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@via_option
+def status(invite: str, as_json: bool, via: tuple[str, ...]) -> None:
+    """Show the swarm of the run that INVITE names."""
+    from rich.console import Console
+
+    from cairn.status_view import whole
+
+    parsed = parse_invite(invite)
+    check_via(via)
+    found = asyncio.run(fetch_status(parsed, via))
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), default=_plain, indent=1))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=max(console.width, FILE_WIDTH))
+    console.print(whole(found, console.width, time.time()))
+
+
+async def fetch_status(invite: Invite, via: Sequence[str]):
+    """Return the coordinator's `Status`. Raises CairnError."""
+    from peer.coordinator_client import CoordinatorClient
+    from peer.node.membership import ABSENT
+
+    async with CoordinatorClient(invite) as client:
+        try:
+            return await client.status()
+        except ABSENT as e:
+            await follow(client, invite, via, e)
+        return await client.status()
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -1,0 +1,43 @@
+"""Numbers as text for people."""
+
+from __future__ import annotations
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def count(n: float) -> str:
+    """Return a number with a unit: 1234567 as 1.2M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(n) < 999.5 or unit == "T":
+            return f"{n:.0f}{unit}" if unit == "" or abs(n) >= 99.95 else f"{n:.1f}{unit}"
+        n /= 1000
+    raise AssertionError("unreachable")
+
+
+def byte_size(n: float) -> str:
+    """Return bytes in decimal units: 1234567 as 1.2 MB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(n) < 999.5 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 99.95 else f"{n:.1f} {unit}"
+        n /= 1000
+    raise AssertionError("unreachable")
+
+
+def credits(micro: int) -> str:
+    """Return micro-credits as credits: six decimals below 10 credits, two above."""
+    return f"{micro / 1e6:,.2f}" if micro >= 10_000_000 else f"{micro / 1e6:.6f}"
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """Return the values as at most `width` bars; each bar is the mean of a group of values."""
+    if not values:
+        return ""
+    if len(values) > width:
+        step = len(values) / width
+        values = [
+            sum(g) / len(g)
+            for g in (values[int(i * step) : max(int(i * step) + 1, int((i + 1) * step))] for i in range(width))
+        ]
+    low, high = min(values), max(values)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((v - low) * scale)] for v in values)

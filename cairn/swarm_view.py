@@ -1,0 +1,280 @@
+"""The coordinator's view of the swarm, from an observer node: the one place where `peer` and `coordinator` meet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cairn.announcements import Announcements
+from coordinator.checkpoints.archive import MODEL, Archive, ArchivedState
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
+from coordinator.tasks import wait_at_most
+from peer.node.node import Node
+from peer.store import Store
+from peer.store.disk import disk
+from protocol.codec import make_codec
+from protocol.errors import CairnError
+from protocol.ids import Digest, PeerKey
+from protocol.message_codec import encode_certificate
+from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, votes_needed
+from protocol.rounds import events
+from protocol.rounds.policy import RoundPolicy
+from protocol.spec import RunSpec
+from protocol.state import state_layout
+
+log = logging.getLogger("cairn.observer")
+
+FETCH_SECONDS = 120.0
+"""Maximum seconds to fetch a checkpoint."""
+
+DIRECTIVE_SECONDS = 20.0
+"""Maximum seconds until the observer's own chain has a new directive."""
+
+RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 120.0
+"""Seconds until a failed checkpoint is tried again: the first for each failure in a row, at most the second."""
+
+
+class ObserverView:
+    """The coordinator's `SwarmView` over an observer node; it also fetches checkpoints for the archive."""
+
+    def __init__(self, node: Node, spec: RunSpec, archive: Archive):
+        self._node = node
+        self._spec = spec
+        self._archive = archive
+        self._callbacks: list[Callable[[], None]] = []
+        self._seen: tuple[Digest | None, ...] | None = None
+        self._news = asyncio.Event()
+        self.archive_problem = ""
+        """The reason why the newest checkpoint is not archived, for people; empty when it is."""
+        size = make_codec(spec.codec, spec.model.layout).size
+        self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
+        node.network.listeners.append(self._announcements.receive)
+        node.on_change = self._changed
+
+    # -- SwarmView -------------------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> Digest:
+        return self._node.chain.head
+
+    @property
+    def final(self) -> Signed[Finalization] | None:
+        return self._node.chain.final
+
+    async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
+        return self._node.chainlog.after(record, limit)
+
+    def certificate(self, record: Digest) -> Certificate | None:
+        chain = self._node.chain
+        return chain.certificate(record) if record in chain and record != chain.root else None
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
+        self._node.network.listeners.append(callback)
+
+    def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
+        now = time.monotonic()
+        entries = self._node.network.directory.entries()
+        return {k: ReceivedHeartbeat(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
+
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
+        return self._announcements.announced(parent)
+
+    def addresses(self) -> Sequence[str]:
+        own = self._node.network.addresses
+        return [*own, *(a for a in self._node.network.directory.addresses() if a not in own)]
+
+    async def publish_final(self, final: Signed[Finalization]) -> None:
+        self._node.post(events.MessageReceived(final))
+        self._node.network.broadcast(final)
+
+    def own_addresses(self) -> Sequence[str]:
+        return self._node.network.addresses
+
+    @property
+    def coordinator_address(self) -> Signed[Any] | None:
+        return self._node.locator.newest
+
+    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
+        if not self._node.locator.take(word.sent):  # else the node passes it on by itself
+            self._node.network.outbox.broadcast(self._node.network.directory.peers(), word)
+
+    @property
+    def directive(self) -> Signed[Directive] | None:
+        return self._node.chain.newest
+
+    async def publish_directive(self, word: Signed[Directive]) -> None:
+        self._node.post(events.MessageReceived(word))
+        end = time.monotonic() + DIRECTIVE_SECONDS
+        while (newest := self._node.chain.newest) is None or newest.body.rank < word.body.rank:
+            if time.monotonic() > end:
+                raise CairnError("the observer does not accept the owner's directive: its log says why")
+            await asyncio.sleep(0.01)
+        self._node.network.broadcast(word)
+
+    async def offer_state(self, state: Digest, record: Digest) -> None:
+        archived = self._archive.all()
+        found = next((a for a in archived if (a.state, a.record) == (state, record)), None)
+        if found is None:
+            rounds = ", ".join(str(a.round) for a in archived if a.round) or "none"
+            raise CairnError(f"the state that the run is to go on from is not archived: those of rounds {rounds} are")
+        await self.offer(found)
+
+    def held_state(self) -> int:
+        chain = self._node.chain
+        return max((a.round for a in self._archive.all() if chain.on_main(a.round) == a.record), default=0)
+
+    def has_blob(self, digest: Digest) -> bool:
+        return self._node.store.has(digest)
+
+    # -- the archive -----------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        chain = self._node.chain
+        now = (chain.head, *(None if m is None else m.digest for m in (chain.final, chain.newest)))
+        if now != self._seen:
+            self._seen = now
+            self._news.set()
+            for callback in list(self._callbacks):
+                callback()
+
+    async def keep_archive(self) -> None:
+        """Fetch and archive each new checkpoint that the chain vouches for, for ever."""
+        failed: tuple[Digest, float] | None = None
+        said, failures = "", 0
+        while True:
+            await wait_at_most(self._news, 5.0)
+            self._news.clear()
+            newest = self._newest_checkpoint()
+            if newest is None or (failed is not None and newest[0] == failed[0] and time.monotonic() < failed[1]):
+                continue
+            state, record, tokens = newest
+            number = self._node.chain.height(record)
+            try:
+                await self.archive(state, record, tokens)
+            except (CairnError, asyncio.TimeoutError) as e:
+                why = str(e) or "it did not come in time"
+                if why != said:  # a full disk may stay full for days: log it once
+                    log.warning(
+                        "the checkpoint of round %d was not archived: %s. It is tried again; the chain is followed "
+                        "meanwhile, but no round becomes final before a checkpoint is archived after it", number, why,
+                    )  # fmt: skip
+                said, failures = why, failures + 1
+                self.archive_problem = f"the checkpoint of round {number} was not archived: {why}"
+                failed = (state, time.monotonic() + min(RETRY_SECONDS * failures, MAX_RETRY_SECONDS))
+                continue
+            if said:
+                log.info("checkpoints are archived again")
+            said, failures, self.archive_problem = "", 0, ""
+
+    async def archive(self, state: Digest, record: Digest, tokens: int) -> None:
+        """Fetch the state after a record from the members, and archive it. Raises CairnError."""
+        number = self._node.chain.height(record)
+        size = state_layout(self._spec.model.layout, self._spec.outer).checkpoint_size
+        network = self._node.network
+        proof = self._proof_of_last_state(record, state)
+        if not self._node.store.has(state):
+            await asyncio.to_thread(self._archive.free_space, size)
+        await network.fetch_blob(state, size, network.everyone(), deadline_seconds=FETCH_SECONDS)
+        store = self._node.store
+        tokenizer = store.path(self._spec.tokenizer.name)
+        await asyncio.to_thread(
+            self._archive.add, store.path(state), tokenizer, round=number, state=state, record=record, tokens=tokens,
+            certificate=proof[0], witnesses=proof[1],
+        )  # fmt: skip
+        await asyncio.to_thread(self._archive.drop, self._abandoned_states())
+        await self._node.hold(state)
+        for callback in list(self._callbacks):
+            callback()
+        log.info("archived the state of round %d (%s)", number, state.short)
+
+    async def offer(self, archived: ArchivedState) -> None:
+        """Put an archived state back into the observer's store, and check its digest. Raises CairnError.
+
+        After a rollback members fetch the state from here.
+        """
+        store = self._node.store
+        if not store.has(archived.state):
+            with self._archive.reading(archived):
+                await asyncio.to_thread(_into_store, store, archived)
+        await self._node.hold(archived.state)
+
+    def _newest_checkpoint(self) -> tuple[Digest, Digest, int] | None:
+        """Return state, record and accepted tokens of the newest checkpoint to archive."""
+        chain, every = self._node.chain, self._spec.checkpoint.every
+        for record in chain.ancestors(chain.head):
+            if record == chain.root:
+                return None
+            body = chain.certificate(record).record.body
+            if record == chain.head and (last := self._last_state(record)) is not None:
+                return None if self._is_archived(last[1], last[0]) else last
+            if body.round % every == 0 and body.round:
+                if self._is_archived(body.parent, body.base_state):
+                    return None
+                return body.base_state, body.parent, chain.weight(body.parent) * self._spec.data.window
+        return None
+
+    def _is_archived(self, record: Digest, state: Digest) -> bool:
+        return any((a.record, a.state) == (record, state) for a in self._archive.all())
+
+    def _abandoned_states(self) -> list[ArchivedState]:
+        """Return the archived states of branches that lost: they are no states of the run any more."""
+        chain = self._node.chain
+        first = chain.height(chain.root)
+        return [a for a in self._archive.all() if a.round >= first and chain.on_main(a.round) != a.record]
+
+    def _last_state(self, head: Digest) -> tuple[Digest, Digest, int] | None:
+        """Return the state after a run's last record.
+
+        No later record vouches for it. So more than two thirds of the last record's contributors must state in their
+        signed heartbeats that they hold it.
+        """
+        chain, window = self._node.chain, self._spec.data.window
+        tokens = chain.weight(head) * window
+        if not self._spec.total_tokens or tokens < self._spec.total_tokens:
+            return None
+        claims = Counter(h.body.state for h in self._claims(head))
+        for state, claimed in claims.most_common(1):
+            if state is not None and claimed >= votes_needed(len(chain.certificate(head).record.body.contributors)):
+                return state, head, tokens
+        return None
+
+    def _claims(self, head: Digest) -> list[Signed[Heartbeat]]:
+        """Return the contributors' heartbeats that name this record as their head."""
+        entries = self._node.network.directory.entries()
+        contributors = self._node.chain.certificate(head).record.body.contributors
+        return [e.heartbeat for k in contributors if (e := entries.get(k)) and e.heartbeat.body.head == head]
+
+    def _proof_of_last_state(self, record: Digest, state: Digest) -> tuple[bytes, list[bytes]]:
+        """Return the proof of the run's last state: its certificate, and the heartbeats that state it.
+
+        An earlier state needs none: both are empty.
+        """
+        if record != self._node.chain.head:
+            return b"", []
+        certificate = self._node.chain.certificate(record)
+        return encode_certificate(certificate), [h.sent for h in self._claims(record) if h.body.state == state]
+
+
+def _into_store(store: Store, archived: ArchivedState) -> None:
+    """Link or copy an archived state into the store. Raises StoreError, and MalformedError for another digest."""
+    source, draft = archived.folder / MODEL, store.scratch / f"offer-{archived.state.hex()}"
+    with disk(f"taking the archived state of round {archived.round} into the store"):
+        draft.unlink(missing_ok=True)
+        try:
+            os.link(source, draft)
+        except OSError:
+            shutil.copyfile(source, draft)
+    try:
+        store.adopt(draft, archived.state)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,66 @@
+"""Durable steps on a POSIX file system: files that are whole or absent, whatever happens while they are written.
+
+A write is a temporary name, fsync, rename, and fsync of the folder. What has returned is still there after a crash.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data`, however much of it the system writes at once. Raise OSError."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def write_durably(path: Path, parts: Iterable[bytes | bytearray | memoryview], *, draft: Path | None = None) -> int:
+    """Replace `path` by a file of these parts. Return its bytes. Raise OSError, after which the old file is there.
+
+    `draft`: the temporary file, on the same file system; by default it is hidden in the same folder.
+    """
+    draft = draft or path.with_name(f".{path.name}.{os.getpid()}.part")
+    size = 0
+    try:
+        with open(draft, "wb") as file:
+            for part in parts:
+                size += file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    return size
+
+
+def link_into(path: Path, other: Path) -> None:
+    """Give a file a second name, which may be on another disk. Neither is written to again. Raise OSError."""
+    temporary = other.with_name(f".{other.name}.{os.getpid()}.part")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(path, temporary)
+    except OSError:
+        # Another disk, or one without links.
+        write_durably(other, [path.read_bytes()])
+    else:
+        publish(temporary, other)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a finished, flushed file its name. Raise OSError."""
+    os.replace(temporary, path)
+    flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Make renames and removals in a folder durable. Raise OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,395 @@
+"""Rank 0's side of several ranks: starts the others, gives the commands, and ends when one of them does.
+
+`DistributedBackend` is the `TrainingBackend` of several processes. Two threads may use it: each command is complete
+before the next begins, so that all ranks do the same in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from peer.channel import Choice, Memory
+from peer.errors import TrainingError
+from peer.training.background import ShardCheckpointWriter, copy_size
+from peer.training.device import choose_device, device_name, out_of_memory
+from peer.training.inner_optimizer import StepResult
+from peer.training.layers import USUAL, LayerOptions, Report
+from peer.training.memory import memory_of
+from peer.training.parallel.group import SECONDS, RankGroup
+from peer.training.parallel.micro_batch import MicroBatchProfile, MicroBatchStore
+from peer.training.parallel.parallel_dims import ParallelDims
+from peer.training.parallel.rank_worker import (
+    OUT_OF_MEMORY,
+    STEPPING,
+    Command,
+    CommandResult,
+    RankWorker,
+    encode_contributions,
+    encode_masked_update,
+    encode_windows,
+)
+from peer.training.saved_state import SavedState
+from protocol.ids import Digest
+from protocol.outer import Contribution
+from protocol.spec import RunSpec
+
+LEAVE_SECONDS = 5.0
+"""Maximum time for other ranks to end by themselves."""
+
+BLAME_SECONDS = 3.0
+"""Maximum time after a failed collective until it is known which rank has ended."""
+
+
+class DistributedBackend:
+    """All ranks of this peer. `TrainingBackend` documents the methods."""
+
+    is_distributed = True
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        spec_path: Path,
+        dims: ParallelDims,
+        kind: str,
+        threads: int,
+        *,
+        yield_hook: Callable[[], None],
+        background_hook: Callable[[], None] = lambda: None,
+        lost: Callable[[str], None],
+        profiles: MicroBatchStore,
+        folder: Path,
+        seconds: float = SECONDS,
+        layers: LayerOptions = USUAL,
+        report: Report = lambda *_: None,
+    ):
+        """Start all ranks. `kind`: "cpu", or "cuda" (rank n has cuda:n). Raise TrainingError when one does not start.
+
+        `lost(why)` is called, by a thread, when a rank has ended. `profiles`: the micro-batches that fit. `folder`: of
+        these ranks alone, emptied first; they meet there. `layers`, `report`: as in `InnerOptimizer`. `yield_hook` is
+        called often by the thread that trains, `background_hook` by the one that writes a state. `seconds`: deadline
+        of a collective.
+        """
+        self.dims = dims
+        self._on_lost = lost
+        self._reported = threading.Lock()
+        """Acquired for good by the thread that reports that the ranks are lost."""
+        self._turn = threading.Lock()
+        self._closing = False
+        self._meeting = True
+        self._copied = 0
+        """Bytes of memory that the last copy used, on all ranks."""
+        self._writer: ShardCheckpointWriter | None = None
+        self._profiles = profiles
+        self._recompute: Choice = layers.recompute
+        profile = profiles.profile(layers.recompute)
+        layers = replace(layers, recompute="on" if profile.recompute else "off")
+        if layers.compiled:
+            seconds *= dims.pp  # a stage compiles when the one before it has, which takes a minute
+        self._folder = folder
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        folder.mkdir(parents=True)
+        self.device = choose_device("cuda:0" if kind == "cuda" else "cpu", max(1, threads // dims.world))
+        self.ranks = [
+            self._start(rank, spec_path, kind, max(1, threads // dims.world), profile, layers.compiled, seconds)
+            for rank in range(1, dims.world)
+        ]
+        self._watch = threading.Thread(target=self._watch_ranks, name="ranks", daemon=True)
+        self._watch.start()
+        try:
+            self.group = RankGroup.join(dims, 0, self._folder / "meet", self.device, seconds)
+            self._meeting = False
+            self.worker = RankWorker(spec, self.group, self.device, profile.windows, layers, report, background_hook)
+            self._writer = self.worker.checkpoint.writer
+        except (RuntimeError, TrainingError) as e:
+            why = self._ended_rank()
+            self.close()
+            raise (TrainingError(why) if why else e) from None
+        except BaseException:
+            self.close()
+            raise
+        self.inner = DistributedInner(self, yield_hook)
+        self.outer = DistributedOuter(self)
+
+    def _start(
+        self, rank: int, spec: Path, kind: str, threads: int, profile: MicroBatchProfile, compiled: bool, seconds: float
+    ) -> subprocess.Popen[bytes]:
+        options = {
+            "rank": rank, "threads": threads, "parent": os.getpid(), "piece": profile.windows or 0, "spec": spec,
+            "recompute": int(profile.recompute), "compile": int(compiled),
+            "folder": self._folder, "parallel": self.dims, "device": f"cuda:{rank}" if kind == "cuda" else "cpu",
+            "seconds": seconds,
+        }  # fmt: skip
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-m", "peer.training.rank", *words], stdin=subprocess.DEVNULL, env=environment
+            )
+        except OSError as e:
+            raise TrainingError(f"rank {rank} cannot be started: {e}; check the limits on processes") from None
+
+    @property
+    def device_name(self) -> str:
+        return f"{self.dims.world} x {device_name(self.device)} ({self.dims})"[:80]
+
+    @property
+    def devices(self) -> list[str]:
+        if self.device.type != "cuda":
+            return [device_name(self.device)] * self.dims.world
+        return [device_name(torch.device("cuda", rank)) for rank in range(self.dims.world)]
+
+    def memory(self) -> Memory | None:
+        """Return the memory in use on the rank that used most at its last step; before the first, on rank 0."""
+        mine, most = memory_of(self.device), self.worker.inner.most_memory
+        return mine and Memory(max(most, mine.used), mine.whole)
+
+    # -- commands ----------------------------------------------------------------------------------------------
+
+    def do(self, command: Command, payload: bytes = b"") -> CommandResult:
+        """Execute a command on all ranks. Raise what they agree on, and TrainingError when a rank is lost."""
+        with self._turn:
+            try:
+                self.group.send_command(command, payload)
+                return self.worker.do(command, payload)
+            except torch.OutOfMemoryError:
+                why = str(out_of_memory(self.device, "hold this rank's share of the training"))
+                raise self._lost(why, in_a_pass=command in STEPPING) from None
+            except RuntimeError as e:
+                raise self._lost(self._why(e)) from None
+
+    def _lost(self, why: str, *, in_a_pass: bool = False) -> TrainingError:
+        """Report, once, that training cannot continue; return the error to raise.
+
+        `in_a_pass`: memory ran out in a pass, so a smaller one may succeed.
+        """
+        if not self._closing and self._reported.acquire(blocking=False):
+            if in_a_pass or any(process.poll() == OUT_OF_MEMORY for process in self.ranks):
+                why += self._make_pass_easier()
+            if not self._meeting:  # torch would poll the file for minutes, and block every other thread
+                shutil.rmtree(self._folder, ignore_errors=True)  # the callback may end this process at once
+            self._on_lost(why)
+        return TrainingError(why)
+
+    def _make_pass_easier(self) -> str:
+        """Have the next start try a pass that needs less memory. Return what to add to the error."""
+        inner = self.worker.inner
+        tried = MicroBatchProfile(inner.in_a_pass, inner.layers.recompute)
+        try:
+            return self._profiles.make_easier(tried, self._recompute)
+        except OSError as e:
+            return f"; that a pass of {tried.windows} windows is too much cannot be kept ({e})"
+
+    def _why(self, error: Exception) -> str:
+        """Return the reason for a failed collective, as soon as it is known which rank has ended."""
+        deadline = time.monotonic() + BLAME_SECONDS
+        while time.monotonic() < deadline:
+            if why := self._ended_rank():
+                return why
+            time.sleep(0.02)
+        return (
+            f"the {self.dims.world} ranks do not hear each other ({' '.join(str(error).split())[:300]}): "
+            "one of them hangs, or is slower than the others by minutes"
+        )
+
+    # -- ranks that end ------------------------------------------------------------------------------------------
+
+    def _watch_ranks(self) -> None:
+        while not self._closing:
+            if why := self._ended_rank():
+                self._lost(why)
+                return
+            time.sleep(0.1)
+
+    def _ended_rank(self) -> str:
+        """Return in words which rank has ended, and why; empty while all run."""
+        for rank, process in enumerate(self.ranks, 1):
+            if (code := process.poll()) is not None:
+                file = self._folder / f"rank-{rank}"
+                reason = file.read_text() if file.exists() else ""
+                if not reason and code == -9:
+                    reason = "killed (out of memory is the usual cause: the system log tells)"
+                reason = reason or "see what it printed above"
+                return f"rank {rank} of {self.dims.world} ended with code {code}: {reason}"
+        return ""
+
+    def close(self, *, in_order: bool = False) -> None:
+        """End all ranks: by a command if `in_order`, by a signal otherwise. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        if in_order and not self._ended_rank() and self._turn.acquire(timeout=LEAVE_SECONDS):
+            try:
+                self.group.send_command(Command.STOP, b"")
+                self.worker.do(Command.STOP)
+            except RuntimeError:
+                in_order = False
+        for process in self.ranks:
+            try:
+                process.wait(LEAVE_SECONDS if in_order else 0.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._writer is not None:
+            self._writer.cancel(LEAVE_SECONDS)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- states --------------------------------------------------------------------------------------------------
+
+    def load_state(self, checkpoint: Path) -> None:
+        self.do(Command.LOAD, str(checkpoint).encode())
+
+    def store_state(self, threads: int, checkpoint: Path | None) -> Digest:
+        return _digest(self.do(Command.STORE, str(checkpoint).encode() if checkpoint else b""))
+
+    def set_moments(self, saved: SavedState) -> None:
+        self._resume(saved, everything=False)
+
+    def resume(self, saved: SavedState) -> None:
+        self._resume(saved, everything=True)
+
+    def _resume(self, saved: SavedState, *, everything: bool) -> None:
+        if saved.file is not None:
+            fields = {"path": str(saved.file), "steps": saved.optimizer_steps, "everything": everything}
+            self.do(Command.RESUME, json.dumps(fields).encode())
+
+    # -- saving: each rank copies and writes the chunks that it owns -------------------------------------------
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.worker.inner.moments()[0]
+
+    @property
+    def save_size(self) -> int:
+        return self.worker.checkpoint.file().size
+
+    @property
+    def copy_size(self) -> int:
+        checkpoint = self.worker.checkpoint
+        return copy_size(checkpoint.file(), self.device) - (self._copied if checkpoint.writer.reserved else 0)
+
+    def copy_state(self) -> None:
+        self._copied = copy_size(self.worker.checkpoint.file(), self.device)
+        self.do(Command.COPY)
+
+    def start_write(self, path: Path) -> None:
+        self.do(Command.WRITE, str(path).encode())
+
+    @property
+    def is_written(self) -> bool:
+        """True when rank 0 has written its shard: the others have as much to write, and are about to be done."""
+        return self.worker.checkpoint.writer.is_written
+
+    @property
+    def written_share(self) -> float:
+        """Share of rank 0's shard that is written, which is also an estimate for the others."""
+        return self.worker.checkpoint.writer.written_share
+
+    def finish_write(self) -> None:
+        # Not within a command: ranks that wait for each other for minutes end.
+        self.worker.checkpoint.writer.wait()
+        self.do(Command.WRITTEN)
+
+    def digest(self) -> Digest:
+        return self.worker.checkpoint.digest()
+
+    def cancel_write(self) -> None:
+        self.do(Command.CANCEL_WRITE)
+
+    def write_now(self, path: Path) -> Digest:
+        return _digest(self.do(Command.SAVE, str(path).encode()))
+
+
+def _digest(result: CommandResult) -> Digest:
+    if not isinstance(result, Digest):
+        raise TypeError("rank 0 computes a digest for this command")
+    return result
+
+
+class DistributedInner:
+    """`InnerSide` of all ranks."""
+
+    def __init__(self, backend: DistributedBackend, yield_hook: Callable[[], None]):
+        self._backend = backend
+        self._yield_hook = yield_hook
+
+    @property
+    def learning_rate(self) -> float:
+        return self._backend.worker.inner.learning_rate
+
+    def set_rate(self, factor: float) -> None:
+        """Set the learning rate from now on to `factor` times the spec's."""
+        self._backend.do(Command.RATE, struct.pack("<d", factor))
+
+    def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
+        """Compute a step's gradient. Between two pieces another thread's command may come first."""
+        pieces = self._backend.do(Command.BEGIN, encode_windows(windows))
+        if not isinstance(pieces, int):
+            raise TypeError("BEGIN gives the number of pieces")
+        for number in range(pieces):
+            if number and not go_on():
+                self._backend.do(Command.DROP)
+                return None
+            self._yield_hook()
+            self._backend.do(Command.PIECE, struct.pack("<q", number))
+        self._yield_hook()
+        step = self._backend.do(Command.END)
+        return step if isinstance(step, StepResult) else None
+
+    def optimizer_step(self, step: StepResult) -> None:
+        """Step the optimizer on every rank, unless the step is not finite."""
+        self._backend.do(Command.OPTIMIZER_STEP)
+
+
+class DistributedOuter:
+    """`OuterSide` of all ranks."""
+
+    def __init__(self, backend: DistributedBackend):
+        self._backend = backend
+
+    @property
+    def holds_base(self) -> bool:
+        return self._backend.worker.outer.base is not None
+
+    def drop_base(self) -> None:
+        """Release rank 0's base; `load_state` releases the others'."""
+        self._backend.worker.outer.base = None
+
+    def announce(self) -> bytes:
+        """Return an update's blob."""
+        blob = self._backend.do(Command.ANNOUNCE)
+        if not isinstance(blob, bytes):
+            raise TypeError("ANNOUNCE gives the blob, on rank 0")
+        return blob
+
+    def advance(self, contributions: Sequence[Contribution]) -> None:
+        """Move the base to the next state."""
+        self._backend.do(Command.ADVANCE, encode_contributions(contributions))
+
+    def advance_reduced(self, parts: Sequence[Path]) -> None:
+        """Move the base to the next state by reduced shards."""
+        self._backend.do(Command.ADVANCE_REDUCED, json.dumps([str(p) for p in parts]).encode())
+
+    def rebase(self) -> None:
+        """Move the progress since the anchor onto the base."""
+        self._backend.do(Command.REBASE)
+
+    def add_back(self, blob: bytes, only: bytes | None = None) -> None:
+        """Add an own update to the feedback."""
+        self._backend.do(Command.ADD_BACK, encode_masked_update(blob, only))
+
+    def subtract(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
+        """Take out of the feedback what `add_back` added, times `factor`."""
+        self._backend.do(Command.SUBTRACT, struct.pack("<d", factor) + encode_masked_update(blob, only))

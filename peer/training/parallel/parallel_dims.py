@@ -1,0 +1,213 @@
+"""The degrees of parallelism of a peer: four numbers whose product is the number of its ranks.
+
+Pure: counts, bytes and text in, a decision out. The shape is torchtitan's `ParallelDims`: one dataclass owns and checks
+the degrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Literal
+
+from peer.errors import TrainingError
+
+AXES = ("pp", "dp", "fsdp", "tp")
+"""The mesh's axes, outermost first: ranks that communicate most are adjacent."""
+
+MAX_RANKS = 64
+"""Maximum number of ranks, all on one machine."""
+
+INNER_BYTES = 16
+"""Bytes of a parameter in the model: itself, gradient and two moments, fp32."""
+
+OUTER_BYTES = 12
+"""Bytes of its base, anchor and feedback, which are always split over all ranks."""
+
+USABLE = 0.8
+"""Usable share of a GPU's memory: the rest is for activations of one window, buffers and fragments."""
+
+LISTED = 12
+"""Layouts that an error lists at most."""
+
+Interconnect = Literal["nvlink", "pcie", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The degrees that a model and a run allow. `tp`: a multiple of every possible degree; `pp`: maximum stages.
+
+    `batch`: windows of an inner step, split over dp * fsdp. `no_tp`, `no_pp`: the reason when it is not possible at
+    all.
+    """
+
+    kind: str
+    parameters: int
+    batch: int
+    tp: int = 1
+    pp: int = 1
+    no_tp: str = ""
+    no_pp: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """`dp` copies of a model, each in `pp` stages, each stage sharded over `fsdp` and its matrices over `tp`.
+
+    `zero` = 3 gathers a layer's shards for each pass over it, 2 once for both passes (more memory, less traffic).
+    """
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero: int = 3
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.fsdp * self.tp * self.pp
+
+    @property
+    def shares(self) -> int:
+        """Number of shares that a step's windows are split into."""
+        return self.dp * self.fsdp
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads: "fsdp=4,tp=2"; "dp=1" for one process."""
+        words = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return ",".join([*(words or ["dp=1"]), *(["zero=2"] if self.zero == 2 else [])])
+
+    @classmethod
+    def parse(cls, text: str) -> ParallelDims:
+        """Read "fsdp=4,tp=2": dp, fsdp, tp, pp, each once, and zero=2 or zero=3. Raise TrainingError."""
+        found: dict[str, int] = {}
+        for word in text.split(","):
+            name, _, number = (part.strip() for part in word.partition("="))
+            known = name in (*AXES, "zero") and name not in found
+            if not known or not number.isascii() or not number.isdigit() or not 1 <= int(number[:9]) <= MAX_RANKS:
+                raise TrainingError(
+                    f"--parallel {text[:60]}: {word[:20]!r} is no degree; write auto, or some of "
+                    "dp=N, fsdp=N, tp=N, pp=N with commas between them, such as fsdp=4,tp=2"
+                )
+            found[name] = int(number)
+        if found.get("zero", 3) not in (2, 3) or ("zero" in found and found.get("fsdp", 1) == 1):
+            raise TrainingError(f"--parallel {text[:60]}: zero is 2 or 3, and goes with fsdp, such as fsdp=4,zero=2")
+        return cls(**found)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return a rank's position on each axis."""
+        place: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return place
+
+    def share(self, rank: int) -> int:
+        """Return the number of the share of a step's windows that a rank trains on."""
+        at = self.coordinates(rank)
+        return at["dp"] * self.fsdp + at["fsdp"]
+
+
+def rejection(degrees: ParallelDims, world: int, limits: ModelLimits) -> str:
+    """Return why these degrees do not work on `world` ranks, as text that follows their name; "" if they do."""
+    d = degrees
+    if d.world != world:
+        return f"makes {d.world} ranks, and there are {world}"
+    if d.tp > 1 and (limits.no_tp or limits.tp % d.tp):
+        return limits.no_tp or f"splits the model's heads {d.tp} ways: tp must divide {limits.tp}"
+    if d.pp > limits.pp:
+        return limits.no_pp or f"makes {d.pp} stages of {limits.pp} layers"
+    if d.shares > limits.batch:
+        return f"splits a step's {limits.batch} windows (inner.batch) {d.shares} ways"
+    return ""
+
+
+def layouts(world: int, limits: ModelLimits) -> list[ParallelDims]:
+    """Return all degrees that work on `world` ranks (zero = 3), those with fewer kinds of parallelism first."""
+    found = [d for d in _products(world) if not rejection(d, world, limits)]
+    return sorted(found, key=lambda d: (sum(getattr(d, axis) > 1 for axis in AXES), d.pp, d.tp, d.fsdp))
+
+
+def check(degrees: ParallelDims, world: int, limits: ModelLimits) -> ParallelDims:
+    """Return the same degrees. Raise TrainingError, with the layouts that would work, when they do not."""
+    if reason := rejection(degrees, world, limits):
+        works = [str(d) for d in layouts(world, limits)]
+        list_ = "; ".join(works[:LISTED]) + ("; ..." if len(works) > LISTED else "")
+        instead = f"on {world} ranks these work: {list_}" if works else f"no layout works on {world} ranks: use fewer"
+        raise TrainingError(f"--parallel {degrees} {reason}; {instead}")
+    return degrees
+
+
+def memory(degrees: ParallelDims, parameters: int, largest: int = 0) -> int:
+    """Return the bytes on each rank without activations: its shares of the model and of the state between peers.
+
+    `largest`: the elements of the largest tensor, which each rank gathers for a moment.
+    """
+    split = degrees.fsdp * degrees.tp * degrees.pp
+    gathered = parameters // (degrees.tp * degrees.pp) * 2 if degrees.zero == 2 and degrees.fsdp > 1 else 0
+    return INNER_BYTES * parameters // split + OUTER_BYTES * parameters // degrees.world + gathered + 8 * largest
+
+
+def choose(
+    world: int, memory_bytes: int | None, link: Interconnect, limits: ModelLimits, largest: int = 0
+) -> tuple[ParallelDims, str]:
+    """Return the degrees for `world` ranks, and the reason in one line.
+
+    `memory_bytes`: of each rank; None does not bound. The choice splits as little as fits: dp moves the fewest bytes.
+    Next comes fsdp, whose traffic overlaps with computation on any link. Then comes tp with NVLink (it communicates
+    four times a layer), or pp without. Raise TrainingError when nothing fits.
+    """
+    works = layouts(world, limits)
+    if not works:
+        check(ParallelDims(dp=world), world, limits)
+    room = None if memory_bytes is None else int(memory_bytes * USABLE)
+
+    def needs(d: ParallelDims) -> int:
+        return memory(d, limits.parameters, largest)
+
+    fitting = [d for d in works if room is None or needs(d) <= room]
+    if not fitting:
+        least = min(works, key=needs)
+        raise TrainingError(
+            f"{_gib(needs(least))} a GPU is the least that {limits.parameters:,} parameters need on {world} of them "
+            f"(with {least}), and {_gib(room or 0)} of each can be used: use more GPUs, or larger ones"
+        )
+    if link == "nvlink":
+        best = min(fitting, key=lambda d: (d.pp, d.tp, d.fsdp))
+    else:
+        best = min(fitting, key=lambda d: (d.tp, d.pp, d.fsdp))
+    if best.fsdp > 1 and link != "nvlink" and (room is None or needs(replace(best, zero=2)) <= room):
+        best = replace(best, zero=2)
+    return best, _why(best, world, room, link, limits, needs)
+
+
+def _why(best: ParallelDims, world: int, room: int | None, link: Interconnect, limits: ModelLimits, needs) -> str:
+    """Return the reason for people."""
+    if world == 1:
+        return "one process"
+    over = {"nvlink": "over NVLink", "pcie": "over PCIe", "none": "on CPUs"}[link]
+    whole = ParallelDims(dp=world)
+    if best.fsdp == best.tp == best.pp == 1:
+        return f"{best}: the model fits on each of {world} ranks, so only gradients travel, {over}"
+    if rejection(whole, world, limits):
+        reason = f"dp={world} {rejection(whole, world, limits)}"
+    else:
+        reason = f"dp={world} would need {_gib(needs(whole))} of {_gib(room or 0)} on each"
+    return f"{best}: {_gib(needs(best))} a rank before activations, {over}; {reason}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _products(world: int) -> Iterator[ParallelDims]:
+    """Yield every way to write `world` as dp * fsdp * tp * pp."""
+    for pp in _divisors(world):
+        for tp in _divisors(world // pp):
+            for fsdp in _divisors(world // pp // tp):
+                yield ParallelDims(world // pp // tp // fsdp, fsdp, tp, pp)
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if gcd(k, n) == k]

@@ -1,0 +1,167 @@
+"""The thread that receives the node's messages, and does what peers wait for while the other thread is in a step.
+
+A round waits for every peer's update, and for nobody's step. So `MakeUpdate` and `Apply` are done and answered here, at
+once. All else is handed over to the thread that trains, as messages in order: the node's own, and what an update or a
+round leaves to do with the model.
+
+`BaseState` belongs to whichever thread deals with a request: this one for `MakeUpdate` and `Apply`, the other for
+`Load` and `SwapBase`. This thread waits for the other's end of such a message before it adopts the base state again.
+
+On CUDA both threads issue to one stream: an apply's kernels run after those that the step has issued already. On a CPU,
+and with several ranks, which do one thing at a time, the training thread yields meanwhile (see `gate`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from peer.channel import Apply, Failed, FromTrainer, MakeUpdate, Orders, ToTrainer, TrainerEnd, UpdateMade
+from peer.errors import TrainingError
+from peer.training.base_state import BaseMove
+from peer.training.device import out_of_memory
+from peer.training.time_breakdown import Activity
+from peer.training.trainer import Trainer
+from protocol.errors import CairnError, CodecError
+
+PENDING_MOST = 16
+"""Messages that may wait for the training thread; beyond that the channel is not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapBase:
+    """The base has moved, and the node has its answer: the model's parameters are to follow."""
+
+    move: BaseMove
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAfterUpdate:
+    """An update was made: the state that has it as announced is to be saved."""
+
+
+Message = ToTrainer | SwapBase | SaveAfterUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A message for the thread that trains, which completes `done` when it has dealt with it.
+
+    The result of `Start` is the trainer; that of every other message is None.
+    """
+
+    message: Message
+    done: Future[Trainer | None] = field(default_factory=Future)
+
+
+class RequestHandler:
+    """Start it before the training thread lowers its priority: a thread has its own niceness (on Linux)."""
+
+    def __init__(self, end: TrainerEnd):
+        self._end = end
+        self._queue: queue.Queue[Handover | BaseException] = queue.Queue(PENDING_MOST)
+        self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._thread.start()
+
+    def next(self, seconds: float | None) -> Handover | None:
+        """Return the next message for the training thread; None when none came in time (`None`: wait for one).
+
+        Raise ChannelError when the node has closed the channel, and whatever else ended this object's thread.
+        """
+        try:
+            item = self._queue.get(block=seconds != 0, timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _hand_over(self, message: Message) -> Future[Trainer | None]:
+        handover = Handover(message)
+        self._queue.put(handover)
+        return handover.done
+
+    def _run(self) -> None:
+        try:
+            first = self._end.receive(None)
+            trainer = self._hand_over(first).result() if first is not None else None
+            if trainer is not None:
+                self._serve(trainer)
+        except BaseException as e:  # noqa: BLE001 - raised again in `next`, in the thread that ends the process
+            self._queue.put(e)
+
+    def _serve(self, trainer: Trainer) -> None:
+        max_windows = trainer.spec.max_update_windows
+        settled: Future[Trainer | None] = Future()
+        settled.set_result(None)
+        saved = settled
+        while (message := self._end.receive(None)) is not None:
+            match message:
+                case Apply():
+                    settled.result()
+                    if (move := self._apply(trainer, message)) is not None:
+                        settled = self._hand_over(SwapBase(move))
+                case MakeUpdate():
+                    settled.result()
+                    saved.result()  # the state to be saved has the update before, not this one
+                    if self._make_update(trainer, message, max_windows):
+                        saved = self._hand_over(SaveAfterUpdate())
+                case Orders():
+                    max_windows = message.max_update_windows
+                    self._hand_over(message)
+                case _:
+                    settled = self._hand_over(message)  # answers keep their order
+
+    @contextlib.contextmanager
+    def _dealing(self, trainer: Trainer, activity: Activity) -> Iterator[None]:
+        """Own the base state for the block; on a CPU, and with several ranks, the training thread yields meanwhile."""
+        yields = trainer.backend.device.type == "cpu" or trainer.backend.is_distributed
+        device = trainer.backend.device
+        with (
+            trainer.base.owned(),
+            trainer.gate.closed(activity) if yields else contextlib.nullcontext(),
+            torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(),
+        ):
+            yield
+
+    def _make_update(self, trainer: Trainer, ask: MakeUpdate, max_windows: int) -> bool:
+        """Make an update and answer. Return False when there is none."""
+        with self._dealing(trainer, Activity.COMPRESSING):
+            try:
+                answer = trainer.base.make_update(ask, max_windows)
+            except torch.OutOfMemoryError:
+                raise out_of_memory(trainer.backend.device, "make an update") from None
+            except (CairnError, OSError) as e:
+                self._end.send(Failed("update", str(e), fatal=False))
+                if isinstance(e, CodecError):
+                    # The progress is not finite any more, or cannot be compressed: no next try can succeed.
+                    raise TrainingError(f"what was learnt cannot be sent: {e}") from None
+                return False
+            self._end.send(answer)
+            return isinstance(answer, UpdateMade)
+
+    def _apply(self, trainer: Trainer, ask: Apply) -> BaseMove | None:
+        """Apply a round and answer. Return None when that failed."""
+        began = time.monotonic()
+        answer: FromTrainer
+        move = None
+        with self._dealing(trainer, Activity.APPLYING):
+            try:
+                move = trainer.base.advance(ask)
+                answer = trainer.base.applied(began, move.record, ask.write_checkpoint)
+            except torch.OutOfMemoryError:
+                raise out_of_memory(trainer.backend.device, "apply a round") from None
+            except (CairnError, OSError) as e:
+                answer = Failed("apply", str(e), fatal=False)
+            self._end.send(answer)
+        return move

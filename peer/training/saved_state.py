@@ -1,0 +1,370 @@
+"""A trainer's own state on disk: error feedback, progress, the optimizers' moments, and the count of windows.
+
+Two files in the trainer's folder. `trainer-N.safetensors` holds the tensors. `trainer.json` is the manifest: it names
+that file with its digest, and is replaced, durably, only when the tensors are on the disk. So there is always one whole
+state, the old or the new. Everything is checked when it is read (digest, run, peer, layout, shapes, finiteness), and
+nothing is ever unpickled.
+
+The undecided update (`update-DIGEST.blob`) and the manifest of its making (`update.json`) are on the disk before its
+header can be signed. A peer that signed two updates for one parent would be reported. The update that a saved state has
+as announced stays as long as that state: if it is missed, nothing else holds its progress. `dropped-DIGEST.bits` are
+the masks of own updates' values that reduced rounds did not transmit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from peer.channel.messages import DigestField, PeerKeyField
+from peer.durable import publish, write_durably
+from peer.errors import SavedStateError
+from peer.training.inner_optimizer import MOMENTS
+from peer.training.windows import AnnouncedUpdate, WindowAccounting
+from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
+from protocol.layout import Layout
+from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
+
+STATE_MANIFEST = "trainer.json"
+UPDATE_MANIFEST = "update.json"
+MAX_MANIFEST = 1024 * 1024
+FEEDBACK, PROGRESS = "feedback", "progress"
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class _Update(_Strict):
+    parent: DigestField
+    blob: DigestField
+    size: Count
+    first: Count
+    end: Count
+    steps: Count
+    loss: float
+
+
+class _Restored(_Strict):
+    blob: DigestField
+    factor: Annotated[float, Field(ge=0, le=1)]
+    only: DigestField | None = None
+
+
+class _UpdateManifest(_Strict):
+    version: Literal[1] = 1
+    run: DigestField
+    peer: PeerKeyField
+    layout: DigestField
+    record: DigestField
+    round: Count
+    counter: Count
+    claimed_from: Count
+    steps: Count
+    announced: _Update | None
+    restored: list[_Restored]
+
+
+class _StateManifest(_UpdateManifest):
+    optimiser_steps: Count
+    file: Annotated[str, Field(pattern=r"^trainer-\d+\.safetensors$")]
+    digest: DigestField
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackEntry:
+    """The part of an own update that the error feedback contains.
+
+    `factor`: the decay since it was added. `only`: the digest of a kept mask of its values; None for all of them.
+    """
+
+    factor: float
+    only: Digest | None = None
+
+
+@dataclass(frozen=True)
+class TrainerManifest:
+    """The record held at one time, the count of windows, and the updates in the error feedback (`restored`)."""
+
+    record: Digest
+    round: int
+    windows: WindowAccounting
+    restored: Mapping[Digest, FeedbackEntry]
+
+    @property
+    def announced_blob(self) -> Digest | None:
+        return self.windows.announced and self.windows.announced.blob
+
+
+@dataclass(frozen=True)
+class SavedState(TrainerManifest):
+    """All of a trainer's own state; tensors by parameter name, moments by MOMENT/parameter, all fp32.
+
+    Empty feedback and progress say that the announced update carries all progress.
+    """
+
+    optimizer_steps: int
+    feedback: Mapping[str, Tensor]
+    progress: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    file: Path | None = None
+    """The file that the tensors were read from."""
+
+
+M = TypeVar("M", bound=_UpdateManifest)
+
+
+class SavedFolder:
+    """The folder of one trainer's state: of one run, peer and model. Any thread may use it, one at a time per file."""
+
+    def __init__(self, folder: Path, run: RunId, peer: PeerKey, layout: Layout):
+        self.folder, self.run, self.peer, self.layout = folder, run, peer, layout
+        self._needed: frozenset[Path] = frozenset()
+        """The update and the masks that the state on disk refers to."""
+
+    def write(self, state: SavedState, by: Callable[[Path], Digest]) -> None:
+        """Replace the saved state. Raise SavedStateError, after which the old one is still there.
+
+        `by` writes the tensors (those in `state` are not used): a safetensors file, on the disk, with this module's
+        names. It returns the file's blob digest.
+        """
+        try:
+            temporary = self.next_file()
+            self.publish(state, temporary, by(temporary))
+        except OSError as e:
+            raise self.not_saved(e) from None
+
+    def next_file(self) -> Path:
+        """Return the path for the next state's tensors, which `publish` expects. Raise OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.remove_unused()
+        serials = [int(p.stem.split("-")[1]) for p in self._files()]
+        return self.folder / f".trainer-{max(serials, default=0) + 1}.safetensors.part"
+
+    def publish(self, state: SavedState, temporary: Path, digest: Digest) -> None:
+        """Make this the saved state: the tensors in a file from `next_file`, on the disk, and all else in `state`.
+
+        Raise OSError, after which the old state is still there.
+        """
+        path = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".part"))
+        publish(temporary, path)
+        manifest = _StateManifest(
+            **self._fields(state), optimiser_steps=state.optimizer_steps, file=path.name, digest=digest
+        )
+        write_durably(self.folder / STATE_MANIFEST, [manifest.model_dump_json(indent=1).encode()])
+        self._needed = frozenset(self._files_of(state))
+        self.remove_unused()
+
+    def not_saved(self, why: OSError) -> SavedStateError:
+        """Return the error to raise. Remove what was begun, since the disk may be full."""
+        self.remove_unused()
+        return SavedStateError(
+            f"the trainer's state was not saved in {self.folder} ({why}): free some space or mend its permissions; "
+            "until then a restart loses what was not yet announced"
+        )
+
+    def read(self) -> SavedState | None:
+        """Return the saved state, or None when there is none. Raise SavedStateError when it cannot be used."""
+        manifest = self._read(STATE_MANIFEST, _StateManifest)
+        saved = manifest and self._state(manifest, self._tensors(manifest))
+        self._needed = frozenset(self._files_of(saved)) if saved else frozenset()
+        update = self._read(UPDATE_MANIFEST, _UpdateManifest)
+        if update is None or update.announced is None:
+            return saved
+        if saved and saved.windows.announced == _announced(update.announced):
+            return saved
+        # The update was made after the state was saved, so it carries that state's feedback and progress.
+        steps, moments, file = (saved.optimizer_steps, saved.moments, saved.file) if saved else (0, {}, None)
+        return SavedState(
+            **vars(_trainer_manifest(update)), optimizer_steps=steps, feedback={}, progress={}, moments=moments,
+            file=file,
+        )  # fmt: skip
+
+    def _read(self, name: str, kind: type[M]) -> M | None:
+        """Return a manifest, or None when it is not there. Raise SavedStateError."""
+        path = self.folder / name
+        try:
+            if path.stat().st_size > MAX_MANIFEST:
+                raise SavedStateError(f"{path} is too large to be a trainer's state")
+            manifest = kind.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as e:
+            raise SavedStateError(f"{path} does not parse ({e.errors()[0]['msg']})") from None
+        except OSError as e:
+            raise SavedStateError(f"{path} cannot be read: {e.strerror}") from None
+        if (manifest.run, manifest.peer, manifest.layout) != (self.run, self.peer, self.layout.digest):
+            raise SavedStateError(f"the trainer's state in {self.folder} is of another run, peer or model")
+        return manifest
+
+    def set_aside(self) -> None:
+        """Rename a state that cannot be used; the last such state is kept for inspection."""
+        for earlier in self.folder.glob("unusable-*"):
+            earlier.unlink()
+        for path in (self.folder / STATE_MANIFEST, self.folder / UPDATE_MANIFEST, *self._files()):
+            if path.exists():
+                path.replace(path.with_name(f"unusable-{path.name}"))
+
+    # -- the undecided update, and the masks ---------------------------------------------------------------------
+
+    def keep_update(self, blob: bytes, manifest: TrainerManifest) -> Path:
+        """Keep the own update that `manifest` has as announced until it is decided. Raise OSError."""
+        if manifest.windows.announced is None:
+            raise ValueError("no update is announced")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.update_file(manifest.windows.announced.blob)
+        write_durably(path, [blob])
+        encoded = _UpdateManifest(**self._fields(manifest)).model_dump_json(indent=1).encode()
+        write_durably(self.folder / UPDATE_MANIFEST, [encoded])
+        return path
+
+    def discard_update(self, name: Digest) -> None:
+        """Remove an update that `keep_update` kept, or began to keep, and that is not announced after all."""
+        for path in (self.folder / UPDATE_MANIFEST, self.update_file(name)):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def update_file(self, name: Digest) -> Path:
+        """Return the path of an own update's blob."""
+        return self.folder / f"update-{name}.blob"
+
+    def keep_mask(self, packed: bytes) -> Digest:
+        """Keep the mask of an own update's values that were added to the feedback. Return its digest. Raise OSError.
+
+        It is not flushed to the disk, since its digest is checked when it is read.
+        """
+        name = blob_digest(packed)
+        path = self._mask_file(name)
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.part")
+            temporary.write_bytes(packed)
+            temporary.replace(path)
+        return name
+
+    def mask(self, name: Digest) -> bytes:
+        """Return a kept mask. Raise OSError, and SavedStateError for a damaged one."""
+        packed = self._mask_file(name).read_bytes()
+        if blob_digest(packed) != name:
+            raise SavedStateError(f"{self._mask_file(name)} is damaged")
+        return packed
+
+    def _mask_file(self, name: Digest) -> Path:
+        return self.folder / f"dropped-{name}.bits"
+
+    def _files_of(self, manifest: TrainerManifest) -> Iterator[Path]:
+        """Yield the update and the masks that a manifest refers to."""
+        if (blob := manifest.announced_blob) is not None:
+            yield self.update_file(blob)
+        yield from (self._mask_file(e.only) for e in manifest.restored.values() if e.only is not None)
+
+    def tidy(
+        self,
+        undecided: Digest | None,
+        entries: Mapping[Digest, FeedbackEntry],
+        unsaved: Iterable[TrainerManifest] = (),
+    ) -> None:
+        """Remove decided updates, masks that nothing refers to, and unfinished files. Raise OSError.
+
+        `entries`: the feedback's present content. `unsaved`: states that are about to be saved.
+        """
+        if undecided is None:
+            (self.folder / UPDATE_MANIFEST).unlink(missing_ok=True)
+        keep = {path for manifest in unsaved for path in self._files_of(manifest)} | self._needed
+        keep |= {self._mask_file(e.only) for e in entries.values() if e.only is not None}
+        if undecided is not None:
+            keep.add(self.update_file(undecided))
+        for pattern in ("update-*", ".update*.part", "dropped-*", ".dropped-*.part"):
+            for path in self.folder.glob(pattern):
+                if path not in keep:
+                    path.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return [p for p in self.folder.glob("trainer-*.safetensors") if p.stem.split("-")[1].isdigit()]
+
+    def remove_unused(self) -> None:
+        """Remove tensors that are not those of the saved state, of this process or of one that was killed.
+
+        Whole files too: on a full disk they would occupy the space of the next state. The folder is one trainer's own.
+        """
+        try:
+            manifest = self._read(STATE_MANIFEST, _StateManifest)
+            whole = [path for path in self._files() if manifest is None or path.name != manifest.file]
+        except SavedStateError:
+            whole = []  # nothing says which ones are needed
+        for path in (*self.folder.glob(".trainer*.part"), *whole):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _fields(self, manifest: TrainerManifest) -> dict[str, Any]:
+        windows, a = manifest.windows, manifest.windows.announced
+        return {
+            "run": self.run,
+            "peer": self.peer,
+            "layout": self.layout.digest,
+            "record": manifest.record,
+            "round": manifest.round,
+            "counter": windows.counter,
+            "claimed_from": windows.claimed_from,
+            "steps": windows.steps,
+            "announced": a and _Update(**asdict(a)),
+            "restored": [_Restored(blob=b, factor=e.factor, only=e.only) for b, e in manifest.restored.items()],
+        }
+
+    def _tensors(self, manifest: _StateManifest) -> dict[str, Tensor]:
+        path = self.folder / manifest.file
+        try:
+            if _file_digest(path) != manifest.digest:
+                raise SavedStateError(f"{path} is damaged: its bytes are not those that were saved")
+            return load_file(path)
+        except (OSError, SafetensorError) as e:
+            raise SavedStateError(f"{path} cannot be read: {e}") from None
+
+    def _state(self, manifest: _StateManifest, tensors: dict[str, Tensor]) -> SavedState:
+        shapes = {t.name: t.shape for t in self.layout.tensors}
+        groups: dict[str, dict[str, Tensor]] = {g: {} for g in (FEEDBACK, PROGRESS, *MOMENTS)}
+        for key, tensor in tensors.items():
+            group, _, name = key.partition("/")
+            fits = group in groups and shapes.get(name) == tuple(tensor.shape) and tensor.dtype == torch.float32
+            if not fits or not bool(tensor.isfinite().all()):
+                raise SavedStateError(
+                    f"{self.folder / manifest.file} holds {key[:80]}, which does not fit or is not finite"
+                )
+            groups[group][name] = tensor
+        if any(groups[g].keys() != shapes.keys() for g in (FEEDBACK, PROGRESS)):
+            raise SavedStateError(f"{self.folder / manifest.file} does not hold the whole model")
+        return SavedState(
+            **vars(_trainer_manifest(manifest)),
+            optimizer_steps=manifest.optimiser_steps,
+            feedback=groups[FEEDBACK],
+            progress=groups[PROGRESS],
+            moments={f"{m}/{n}": t for m in MOMENTS for n, t in groups[m].items()},
+            file=self.folder / manifest.file,
+        )
+
+
+def _announced(u: _Update | None) -> AnnouncedUpdate | None:
+    return u and AnnouncedUpdate(u.parent, u.blob, u.size, u.first, u.end, u.steps, u.loss)
+
+
+def _trainer_manifest(found: _UpdateManifest) -> TrainerManifest:
+    windows = WindowAccounting(found.counter, found.claimed_from, found.steps, _announced(found.announced))
+    restored = {r.blob: FeedbackEntry(r.factor, r.only) for r in found.restored}
+    return TrainerManifest(found.record, found.round, windows, restored)
+
+
+def _file_digest(path: Path) -> Digest:
+    """Return the blob digest of a file's bytes, read in chunks."""
+    with open(path, "rb") as file:
+        return tree_hash([leaf_hash(piece) for piece in iter(lambda: file.read(CHUNK), b"")])

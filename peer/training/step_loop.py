@@ -1,0 +1,155 @@
+"""The inner steps of a peer: parameters, inner optimizer and batches, all of the thread that trains.
+
+No channel here (that is `service`): a test drives this object directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from peer.channel import Orders
+from peer.errors import TrainingError
+from peer.training.backend import TrainingBackend
+from peer.training.base_state import BaseMove
+from peer.training.data import Batches
+from peer.training.device import out_of_memory
+from peer.training.exchange_point import ExchangePoint
+from peer.training.gate import YieldGate
+from peer.training.inner_optimizer import StepResult
+from peer.training.layers import Report
+from peer.training.owner import ThreadOwned
+from peer.training.schedule import step_factor
+from peer.training.throughput import ThroughputMeter
+from peer.training.time_breakdown import Activity, TimeBreakdown
+from protocol.spec import RunSpec
+
+NON_FINITE_MOST = 10
+"""Consecutive steps without a finite loss and gradient after which training stops."""
+
+
+class StepLoop(ThreadOwned):
+    """Owned by the thread that trains. The model's parameters change here and in `BaseState.swap_base` only."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        backend: TrainingBackend,
+        batches: Batches,
+        exchange: ExchangePoint,
+        gate: YieldGate,
+        times: TimeBreakdown,
+        *,
+        overlap: bool,
+        report: Report,
+    ):
+        """Train as `spec` says. `overlap`: training continues while an own update is undecided."""
+        super().__init__()
+        self.batches = batches
+        self.times = times
+        self.throughput = ThroughputMeter(time.monotonic())
+        self.trained_windows = 0
+        """Windows of all steps of this process; a window that is trained twice counts twice."""
+        self.has_started = False
+        """True once a state was loaded."""
+        self._spec = spec
+        self._backend = backend
+        self._inner = backend.inner
+        self._exchange = exchange
+        self._gate = gate
+        self._overlap = overlap
+        self._report = report
+        self._orders = Orders(False, spec.max_update_windows, spec.round.target_tokens)
+        self._non_finite = 0
+        self._accepted_windows = 0
+        """Windows of all peers that the held state's chain has accepted."""
+        self._usual_windows = 0
+        """Own windows in the last applied record with an own update: the length of a round for this peer."""
+
+    @property
+    def may_train(self) -> bool:
+        """True when a state is held and the next update may claim another step (without overlap: and none is open)."""
+        self.assert_owner()
+        windows = self._exchange.windows
+        if self._orders.rests or (not self._overlap and windows.announced is not None):
+            return False
+        return self._exchange.holds_state and windows.room(self._orders.max_update_windows) >= self._spec.inner.batch
+
+    def obey(self, orders: Orders) -> None:
+        """Follow these orders from the next step on."""
+        self.assert_owner()
+        self._orders = orders
+
+    def step(self, windows: Tensor, between: Callable[[], None] = lambda: None) -> StepResult | None:
+        """Make one inner step on the batch at the present counter: tokens [batch, window + 1].
+
+        `between` is called within the step, between pieces, and may call any other method. If it loses the state or
+        moves the counter, the step is dropped and the result is None. Raise TrainingError after NON_FINITE_MOST
+        consecutive steps that are not finite, and when memory does not suffice.
+        """
+        self.assert_owner()
+        first = self._exchange.windows.counter
+
+        def go_on() -> bool:
+            between()
+            return self._exchange.holds_state and self._exchange.windows.counter == first and not self._orders.rests
+
+        step = self._inner.forward_backward(windows, go_on)
+        if step is None:
+            return None
+        self._set_rate()
+        self._gate.wait(self.times)
+        with self._exchange_counted():
+            try:
+                self._inner.optimizer_step(step)
+            except torch.OutOfMemoryError:
+                raise out_of_memory(self._backend.device, "hold the optimiser's moments") from None
+            self._exchange.windows = self._exchange.windows.trained(len(windows))
+            self.trained_windows += len(windows)
+            if step.is_finite:
+                self.throughput.step(time.monotonic(), len(windows) * self._spec.data.window, step.loss)
+                self._exchange.loss = self._exchange.loss.add(step.loss)
+        self._count_non_finite(step)
+        return step
+
+    def _count_non_finite(self, step: StepResult) -> None:
+        self._non_finite = 0 if step.is_finite else self._non_finite + 1
+        if self._non_finite >= NON_FINITE_MOST:
+            raise TrainingError(
+                f"{self._non_finite} steps in a row gave a loss or gradient that is not finite. If other peers train "
+                "well, this GPU is at fault (memory, overclocking): test it or use another. If not, the run has "
+                "diverged: its owner must lower inner.lr and start again from an earlier checkpoint"
+            )
+        if self._non_finite == 1:
+            self._report("warning", "non-finite", "a step's loss or gradient was not finite: it is skipped")
+
+    @contextlib.contextmanager
+    def _exchange_counted(self) -> Iterator[None]:
+        """Hold the exchange point; a wait for it counts as compressing, since an update is being made meanwhile."""
+        if not self._exchange.acquire(blocking=False):
+            with self.times.during(Activity.COMPRESSING, time.monotonic):
+                self._exchange.acquire()
+        try:
+            yield
+        finally:
+            self._exchange.release()
+
+    def follow(self, move: BaseMove) -> None:
+        """Continue from the base that `BaseState.swap_base` or `load` put under the parameters."""
+        self.assert_owner()
+        self.has_started = True
+        self._accepted_windows = move.accepted_windows
+        self._usual_windows = move.own_windows or self._usual_windows
+        self._set_rate()
+
+    def _set_rate(self) -> None:
+        """Set the learning rate of a step now from the tokens that the swarm has trained, as far as this peer knows."""
+        windows = self._exchange.windows
+        since = windows.counter - windows.claimed_from + self._spec.inner.batch / 2
+        accepted = self._accepted_windows * self._spec.data.window
+        schedule, target = self._spec.inner.schedule, self._orders.target_tokens
+        self._inner.set_rate(step_factor(schedule, accepted, target, since, self._usual_windows))

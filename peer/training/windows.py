@@ -1,0 +1,87 @@
+"""The count of a peer's windows: which are trained, announced and accepted. Plain numbers, no tensors.
+
+The count never restarts. The chain has accepted the windows below `claimed_from`. Those from there up to `counter` are
+trained: the model, the error feedback or the announced update holds their progress. An update claims as many of them as
+it may, from `claimed_from` on, so each window is claimed once however many rounds were missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from protocol.ids import Digest
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedUpdate:
+    """An update that was made and is undecided: its parent record, its blob, its size in bytes, the windows it claims.
+
+    `loss`: mean training loss in nats per token over its `steps` inner steps.
+    """
+
+    parent: Digest
+    blob: Digest
+    size: int
+    first: int
+    end: int
+    steps: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class WindowAccounting:
+    """The count at one time; each change makes another one. `steps`: inner steps since `claimed_from`."""
+
+    counter: int = 0
+    claimed_from: int = 0
+    steps: int = 0
+    announced: AnnouncedUpdate | None = None
+
+    @property
+    def uncovered(self) -> int:
+        """Number of trained windows that no update covers yet."""
+        return self.counter - self._covered_to
+
+    @property
+    def _covered_to(self) -> int:
+        return min(self.counter, self.announced.end) if self.announced else self.claimed_from
+
+    def room(self, most: int) -> int:
+        """Return how many windows may be trained now if an update may claim at most `most`.
+
+        While one update is undecided the next one has its own room. If the round is missed after all, the update after
+        the next claims the surplus.
+        """
+        return max(0, self._covered_to + most - self.counter)
+
+    def trained(self, windows: int) -> WindowAccounting:
+        """Return the count after one inner step on the next `windows` windows."""
+        return replace(self, counter=self.counter + windows, steps=self.steps + 1)
+
+    def claim(self, most: int) -> tuple[int, int, int] | None:
+        """Return (first, end, inner steps) of an update made now, or None when there is nothing to claim."""
+        end = min(self.counter, self.claimed_from + most)
+        return (self.claimed_from, end, max(1, self.steps)) if end > self.claimed_from else None
+
+    def lost(self) -> WindowAccounting:
+        """Return the count after the announced update's file disappeared: no update claims its windows any more."""
+        gone = self.announced
+        if gone is None:
+            return self
+        return replace(self, announced=None, claimed_from=gone.end, steps=max(0, self.steps - gone.steps))
+
+    def decided(self, next_window: int, *, kept: bool, undecided: bool = False) -> WindowAccounting:
+        """Return the count after the chain accepted the own windows below `next_window`.
+
+        `undecided`: the announced update is still open. `kept`: if `next_window` is less than before (another branch of
+        the chain won), the error feedback holds the progress of the windows between again. Otherwise that progress is
+        lost, and no update claims those windows.
+        """
+        counter, claimed_from, steps, mine = self.counter, self.claimed_from, self.steps, self.announced
+        if mine is not None and next_window >= mine.end:
+            steps = max(0, steps - mine.steps)
+        if next_window >= claimed_from or kept:
+            claimed_from = next_window
+            if counter <= next_window:
+                counter, steps = next_window, 0
+        return WindowAccounting(counter, claimed_from, steps, mine if undecided else None)

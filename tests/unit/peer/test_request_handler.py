@@ -1,0 +1,311 @@
+"""The request handler: it does what peers wait for while a step goes on, and answers keep their order all the same."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from peer.channel import (
+    Applied,
+    Apply,
+    Failed,
+    Load,
+    MakeUpdate,
+    NothingDone,
+    RoundUpdates,
+    Start,
+    Stop,
+    UpdateMade,
+)
+from peer.channel.messages import from_line, to_line
+from peer.channel.trainer_end import TrainerEnd
+from peer.errors import ChannelError, TrainingError
+from peer.training.base_state import BaseMove
+from peer.training.gate import YieldGate
+from peer.training.owner import ThreadOwned
+from peer.training.request_handler import Handover, RequestHandler, SaveAfterUpdate, SwapBase
+from peer.training.time_breakdown import Activity
+from protocol.errors import CodecError
+from protocol.ids import Digest, PeerKey
+from tests.support.waiting import LIMIT, wait_until
+
+D, P = Digest(bytes(32)), Path("/x")
+LOAD = Load(P, D, D, 0, (), (), 0, 0)
+MAKE = MakeUpdate(0, D, P)
+MADE = UpdateMade(D, P, 1, D, 0, 4, 1, 2.0)
+SAVE = SaveAfterUpdate()
+START = Start(P, P, PeerKey(bytes(32)), P, shards={})
+
+
+def apply_of(number: int) -> Apply:
+    return Apply(RoundUpdates(number, D, ()), (), 0, 0)
+
+
+def applied_of(number: int) -> Applied:
+    return Applied(D, D, float(number), None)
+
+
+class StandInBase(ThreadOwned):
+    """A base state that notes its calls; `before` is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.did: list[str] = []
+        self.before: Callable[[], None] = lambda: None
+        self.answer: UpdateMade | NothingDone = MADE
+
+    def advance(self, ask: Apply) -> BaseMove:
+        self.assert_owner()
+        self.before()
+        self.did.append(f"advance {ask.update.round}")
+        return BaseMove(D, ask.update.round, (), {}, 0, 0)
+
+    def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
+        self.assert_owner()
+        return applied_of(int(self.did[-1].split()[1]))
+
+    def make_update(self, ask: MakeUpdate, max_windows: int) -> UpdateMade | NothingDone:
+        self.assert_owner()
+        self.before()
+        self.did.append(f"make at most {max_windows}")
+        return self.answer
+
+
+@dataclass
+class StandIn:
+    """The parts of a trainer that the request handler uses."""
+
+    base: StandInBase = field(default_factory=StandInBase)
+    gate: YieldGate = field(default_factory=YieldGate)
+    backend: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(device=torch.device("cpu"), is_distributed=False)
+    )
+    spec: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_update_windows=7))
+
+
+class Node:
+    """The other end of the channel."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._file = connection.makefile("rb")
+
+    def ask(self, *messages) -> None:
+        self._socket.sendall(b"".join(map(to_line, messages)))
+
+    def hear(self):
+        return from_line(self._file.readline()[:-1])
+
+    def silent(self, seconds: float = 0.1) -> bool:
+        """Whether nothing was said in this time."""
+        self._socket.settimeout(seconds)
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return True
+        finally:
+            self._socket.settimeout(LIMIT)
+
+    def hang_up(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+    def leave(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+@dataclass
+class World:
+    node: Node
+    end: TrainerEnd
+    handler: RequestHandler
+    trainer: StandIn
+    has_ended: bool = False
+
+    def next(self, seconds: float | None) -> object:
+        """The next message for this thread, which trains; `done` completes it."""
+        handover = self.handler.next(seconds)
+        self.handovers += [handover] if handover is not None else []
+        return handover and handover.message
+
+    def done(self) -> None:
+        self.handovers.pop(0).done.set_result(None)
+
+    def fails(self, error: type[BaseException], match: str = "") -> None:
+        """The handler's thread ends with this error."""
+        with pytest.raises(error, match=match):
+            self.handler.next(LIMIT)
+        self.has_ended = True
+
+    handovers: list[Handover] = field(default_factory=list)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(LIMIT)
+    end = TrainerEnd(theirs)
+    made = World(Node(ours), end, RequestHandler(end), StandIn())
+    made.handler.start()
+    made.node.ask(START)
+    first = made.handler.next(LIMIT)
+    assert first is not None and first.message == START
+    made.trainer.base.hand_over()
+    first.done.set_result(made.trainer)  # type: ignore[arg-type]
+    yield made
+    made.node.leave()
+    for left in made.handovers:
+        left.done.set_result(None)
+    with pytest.raises((ChannelError, TrainingError, RuntimeError)):
+        while not made.has_ended:
+            if made.next(LIMIT) is not None:
+                made.done()
+        raise ChannelError("it has ended before")
+
+
+def test_a_round_is_applied_and_an_update_made_while_the_other_thread_is_in_a_step(world):
+    # This thread trains: it does not look at what waits for it.
+    world.node.ask(MAKE)
+    assert world.node.hear() == MADE
+    world.node.ask(apply_of(0))
+    assert world.node.hear() == applied_of(0)
+    assert world.next(1) == SAVE  # what is saved of the update is as it was before the round
+    world.done()
+    move = world.next(1)
+    assert isinstance(move, SwapBase) and move.move.round == 0
+
+
+def test_answers_keep_their_order_and_a_round_waits_for_those_before_it(world):
+    world.node.ask(LOAD, apply_of(7))
+    assert world.next(1) == LOAD
+    assert world.node.silent() and not world.trainer.base.did
+    world.end.send(applied_of(1))
+    world.done()
+    assert [world.node.hear(), world.node.hear()] == [applied_of(1), applied_of(7)]
+
+
+def test_a_round_is_settled_before_the_next_thing_is_done(world):
+    world.node.ask(apply_of(0), apply_of(1), MAKE, LOAD, Stop())
+    assert world.node.hear() == applied_of(0)
+    assert isinstance(world.next(1), SwapBase)
+    assert world.node.silent() and world.trainer.base.did == ["advance 0"]
+    world.done()
+    assert world.node.hear() == applied_of(1)
+    assert isinstance(world.next(1), SwapBase)
+    assert world.node.silent() and world.trainer.base.did == ["advance 0", "advance 1"]
+    world.done()
+    assert world.node.hear() == MADE
+    assert [world.next(1), world.next(1), world.next(1)] == [SAVE, LOAD, Stop()]
+
+
+def test_an_update_waits_for_what_is_to_be_saved_of_the_last_one(world):
+    world.node.ask(MAKE, MAKE)
+    assert world.node.hear() == MADE
+    assert world.next(1) == SAVE and world.node.silent()
+    world.done()
+    assert world.node.hear() == MADE
+
+
+def test_a_settled_round_wakes_a_thread_that_waits_at_once(world):
+    woke: list[float] = []
+
+    def wait() -> None:
+        world.next(LIMIT)
+        woke.append(time.monotonic())
+        world.done()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    world.node.ask(apply_of(0))
+    world.node.hear()
+    heard = time.monotonic()
+    thread.join(LIMIT)
+    assert woke and woke[0] - heard < 5
+
+
+def test_what_cannot_be_applied_is_told_once_and_leaves_nothing_to_settle(world):
+    def spoilt() -> None:
+        raise CodecError("not an update")
+
+    world.trainer.base.before = spoilt
+    world.node.ask(apply_of(0))
+    assert world.node.hear() == Failed("apply", "not an update", False)
+    wait_until(lambda: not world.trainer.gate.is_closed, "the gate opens after the answer")
+    assert world.next(0) is None and not world.trainer.gate.is_closed
+
+
+def test_nothing_to_announce_leaves_nothing_to_save(world):
+    world.trainer.base.answer = NothingDone(D)
+    world.node.ask(MAKE)
+    assert world.node.hear() == NothingDone(D)
+    assert world.next(0) is None
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "raised"),
+    [
+        (apply_of(0), torch.OutOfMemoryError("no room"), TrainingError),
+        (MAKE, torch.OutOfMemoryError("no room"), TrainingError),
+        (MAKE, CodecError("not finite"), TrainingError),
+        (apply_of(0), RuntimeError("a bug"), RuntimeError),
+    ],
+)
+def test_what_no_next_try_can_mend_ends_the_thread_that_trains(world, ask, error, raised):
+    def fail() -> None:
+        raise error
+
+    world.trainer.base.before = fail
+    world.node.ask(ask)
+    world.fails(raised)
+    assert not world.trainer.gate.is_closed
+
+
+def test_a_node_that_is_gone_ends_the_thread_that_trains(world):
+    world.node.hang_up()
+    world.fails(ChannelError, "closed the channel")
+
+
+def test_a_step_stands_aside_while_a_round_is_applied_and_not_longer(world):
+    seen: list[bool] = []
+    world.trainer.base.before = lambda: seen.append(world.trainer.gate.is_closed)
+    world.node.ask(apply_of(0))
+    world.node.hear()
+    assert isinstance(world.next(LIMIT), SwapBase)
+    assert seen == [True] and not world.trainer.gate.is_closed
+    world.trainer.gate.wait()  # does not block
+
+
+def test_a_closed_gate_holds_a_thread_until_it_opens():
+    gate, passed = YieldGate(), threading.Event()
+
+    def step() -> None:
+        gate.wait()
+        passed.set()
+
+    with gate.closed(Activity.APPLYING):
+        thread = threading.Thread(target=step)
+        thread.start()
+        assert not passed.wait(0.05)
+    assert passed.wait(LIMIT)
+    thread.join()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="niceness of threads is Linux's")
+def test_a_thread_started_before_another_yields_keeps_its_niceness(world):
+    mine: list[int] = []
+    world.trainer.base.before = lambda: mine.append(os.getpriority(os.PRIO_PROCESS, 0))
+    yielding = threading.Thread(target=lambda: os.nice(5))
+    yielding.start()
+    yielding.join()
+    world.node.ask(MAKE)
+    world.node.hear()
+    assert mine == [os.getpriority(os.PRIO_PROCESS, 0)]
