@@ -11,11 +11,13 @@ from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.settings import CheckpointSettings
+from coordinator.overview import Overview, PeerOverview
 from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat, SwarmView
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.ledger.credits import CreditRule, RoundAccount, account_for
 from protocol.message_codec import KeySigner
 from protocol.messages import (
     Admission,
@@ -249,3 +251,27 @@ class FakeSwarm:
             10_000, 20_000, (), (), b"", "cpu",
         )  # fmt: skip
         self.heard[peer(number).key] = ReceivedHeartbeat(replace(heartbeat, **fields), seconds_since)
+
+
+def make_accounts(rounds: int) -> list[RoundAccount]:
+    """Return the accounts of the first rounds of a chain with three peers."""
+    chain = ChainMaker(make_spec())
+    for r in range(rounds):
+        chain.add({n: 500 + 10 * n + r for n in range(3)}, loss=5 - r / 100)
+    return [account_for(c, CreditRule.of(chain.spec)) for c in chain.certificates]
+
+
+def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
+    """Peers by number: phase, and bytes that they say they have sent."""
+    run = make_spec().run_id
+    views = tuple(
+        PeerOverview(
+            peer(n).key, str(n), phase,
+            Heartbeat(run, 1, Round(round_), Digest(bytes(32)), 0, 0, phase, 1.0, 1.0, up, 2 * up, (), (), b"", ""),
+            0.0, 0, 0,
+        ) for n, (phase, up) in peers.items()
+    )  # fmt: skip
+    nothing = Digest(bytes(32))
+    return Overview(
+        "", "", "healthy", "", round_, nothing, nothing, 0, 0, 0, 0.0, None, len(views), views, (), 0, 0, None, "", None
+    )  # fmt: skip
