@@ -9,8 +9,8 @@ from coordinator.swarm import AnnouncedUpdate
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Signed, UpdateHeader
-from protocol.rounds.round_state import RoundState
 from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.round_state import RoundState
 
 PER_AUTHOR = 8
 """Rounds remembered for each author; an author that floods pushes out its own headers only."""
