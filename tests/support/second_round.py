@@ -1,4 +1,4 @@
-"""Shared by several tests: rounds late member."""
+"""A machine of three members at the start of its second round, after a first round that took long."""
 
 from __future__ import annotations
 
