@@ -1,10 +1,10 @@
-"""The codecs: bits a parameter, speed beside memcpy and hivemind's 8-bit codecs, and what error feedback makes of them.
+"""The codecs: bits a parameter, speed beside memcpy and hivemind's 8-bit codecs, and their error with error feedback.
 
 Speeds are GB/s of fp32 input, the best of several turns that all subjects take one after the other; ratios are to
 memcpy in the same run. `apply` is one update's part in an outer step of several updates; for hivemind it is the mean of
-decoded tensors, which checks nothing, clips nothing and promises no bits. Errors are relative (2-norm): `error` of one
-update by itself, `error_feedback` of the sum of all rounds of a pull that stays (size 1) under noise that does not
-(size 1), with the codec's own error feedback (hivemind has none).
+decoded tensors, which checks nothing, clips nothing and promises no bits. Errors are relative (2-norm). `error` is
+that of one update alone. `error_feedback` is that of the sum over all rounds with the codec's own error feedback
+(hivemind has none): a constant signal of size 1 under fresh noise of size 1.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load
@@ -43,7 +43,7 @@ from protocol.state import state_digest
 
 GOAL_BITS = 0.165
 SMALL_MODEL_MS = 100.0
-"""What the small model's round should cost at most: four peers share two cores, and others wait for the slowest."""
+"""Maximum milliseconds of the small model's round: four peers share two cores, and all wait for the slowest."""
 
 
 class Subject(ABC):
@@ -58,11 +58,11 @@ class Subject(ABC):
 
     @abstractmethod
     def decode(self, blob) -> Tensor:
-        """The dense tensor."""
+        """Return the dense tensor."""
 
     @abstractmethod
     def apply(self, blobs: list) -> None:
-        """An outer step of these updates."""
+        """Apply an outer step of these updates."""
 
     beta: float | None = None
 
@@ -203,7 +203,10 @@ def subjects_for(n: int, device: str) -> list[Subject]:
 def time_all(
     subjects: list[Subject], n: int, updates: int, turns: int, device: str, now: Callable[[], float]
 ) -> tuple[dict[str, Timing], float]:
-    """The best times of each subject, and of memcpy, in seconds. They take turns, so that all see the same machine."""
+    """Return the best times of each subject, and of memcpy, in seconds.
+
+    They take turns, so that all see the same machine.
+    """
     best = {s.name: Timing() for s in subjects}
     source, target = torch.randn(n, device=device), torch.empty(n, device=device)
     copying = float("inf")
@@ -234,7 +237,7 @@ def clock(f: Callable[[], object], device: str, now: Callable[[], float]) -> flo
 
 
 def small_llama() -> Layout:
-    """The tensors of a Llama of 1.1 million parameters: the demo's model."""
+    """Return the tensors of the demo's model, a Llama of 1.1 million parameters."""
     hidden, inner, vocabulary = 192, 512, 1024
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocabulary, hidden),
@@ -292,7 +295,7 @@ def small_model(turns: int) -> dict:
 
 
 def errors(subject: Subject, n: int, rounds: int, device: str) -> tuple[float, float]:
-    """The relative error of one update, and of `rounds` of them together with error feedback."""
+    """Return the relative error of one update, and of `rounds` updates together with error feedback."""
     n = min(n, 2**17)
     device = "cpu" if isinstance(subject, Hivemind) else device
     small = Cairn(subject.spec, n, device) if isinstance(subject, Cairn) else subject
@@ -310,7 +313,7 @@ def errors(subject: Subject, n: int, rounds: int, device: str) -> tuple[float, f
 
 
 def show(results: dict) -> None:
-    """The results as a table."""
+    """Return the results as a table."""
     m = results["machine"]
     print(
         f"{results['parameters']:,} parameters, {results['updates']} updates a step, {m['threads']} threads on "

@@ -2,8 +2,8 @@
 
 Each of the 4 is a whole peer (node, libp2p daemon, trainer) and goes on training while the round is exchanged; they
 share the cores. Times are seconds since a peer's own announcement, over all rounds and peers, once all take part.
-The floor is measured before, on the idle machine: 4 plain asyncio TCP processes send each other the same bytes, and 3
-times 1 KiB for proposal, vote and certificate; then the CPU time of the sums alone, on one core.
+The floor is measured before, on the idle machine. 4 plain asyncio TCP processes send each other the same bytes, and 3
+times 1 KiB for proposal, vote and certificate. Then the CPU time of the arithmetic alone is measured on one core.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load (before anything was started)
@@ -48,7 +48,7 @@ PEERS = ("ada", "alan", "edsger", "grace")
 RUN_FILE = Path(__file__).resolve().parents[1] / "examples" / "sotu.toml"
 STEPS = {"blobs": "blobs held", "certified": "certificate", "applied": "applied"}
 LIMIT = 0.3
-"""What a round may cost beyond its bytes, in seconds."""
+"""Maximum seconds that a round may cost beyond its bytes."""
 
 MESSAGE = 1024
 HOPS = 3
@@ -99,7 +99,7 @@ class Sample:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The least value that at least this share of them does not exceed (nearest rank)."""
+    """Return the least value that at least this share of the values does not exceed (nearest rank)."""
     ordered = sorted(values)
     if not ordered:
         raise ValueError("no values")
@@ -107,14 +107,14 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 
 def floors(parts: Mapping[str, float]) -> dict[str, float]:
-    """What each step cannot do without, with those before it."""
+    """Return the floor of each step, with the steps before it."""
     blobs = parts["tcp_blobs"] + parts["check"]
     certified = blobs + parts["tcp_messages"]
     return {"blobs": blobs, "certified": certified, "applied": certified + parts["apply"] + parts["digest"]}
 
 
 def judged(samples: Sequence[Sample], rounds: int, parts: Mapping[str, float]) -> dict[str, Any]:
-    """The results' keys that come of the samples."""
+    """Return the results' keys that follow from the samples."""
     floor = floors(parts)
     steps = []
     for key, name in STEPS.items():
@@ -134,13 +134,13 @@ def judged(samples: Sequence[Sample], rounds: int, parts: Mapping[str, float]) -
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The steps, in milliseconds."""
+    """Return the steps, in milliseconds."""
     rows = [[s["name"], *(round(1e3 * s[key], 1) for key in ("median", "p90", "floor"))] for s in results["steps"]]
     return report.table(["ms since the own announcement", "median", "90%", "floor"], rows)
 
 
 def show(results: Mapping[str, Any]) -> None:
-    """The results as tables."""
+    """Return the results as tables."""
     m, goals = results["machine"], results["goals"]
     print(
         f"{results['peers']} peers of {results['parameters']:,} parameters, {results['blob_bytes']:,} bytes an update, "
@@ -166,7 +166,7 @@ def show(results: Mapping[str, Any]) -> None:
 
 
 def all_to_all(peers: int, size: int, turns: int) -> float:
-    """Median seconds in which each of so many processes sends `size` bytes to all others, and has theirs."""
+    """Return the median seconds in which each process sends `size` bytes to all others, and has theirs."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(peers)
     ports = free_ports(peers)
@@ -270,7 +270,7 @@ class Swarm:
         self._homes = {name: run_folder(folder / name, invite.run) for name in PEERS}
 
     def measure(self, rounds: int) -> list[Sample]:
-        """So many rounds, from the first one after all peers had a part in one. Raises CairnError."""
+        """Watch a number of rounds, from the first one to which all peers contributed. Raises CairnError."""
         seen: dict[tuple[str, int], Sample] = {}
         first = None
         end = time.monotonic() + START_SECONDS
@@ -298,7 +298,7 @@ class Swarm:
 
 
 def endless(run_file: str, folder: Path) -> str:
-    """The run file of a run that does not end, for any folder: its source is in `folder`."""
+    """Return a run file without an end, for any folder: its source is in `folder`."""
     text = re.sub(r"^total_tokens\s*=.*$", "total_tokens = 1_000_000_000", run_file, flags=re.MULTILINE)
     return re.sub(r'^source\s*=\s*"([^"]+)"', lambda m: f'source = "{folder / m[1]}"', text, flags=re.MULTILINE)
 

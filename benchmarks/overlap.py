@@ -1,15 +1,17 @@
-"""What overlap saves: the share of time that peers spend in inner steps, with it and without, on slow lines.
+"""The gain of overlap: the share of time that peers spend in inner steps, with it and without, on slow links.
 
-A coordinator and 4 real peers with the demo's model on an emulated internet, whose peers' uplinks are so slow that the
-exchange takes a large part of a round (home lines: 2 Mbit/s up, 100 down, 50 ms one way). Once with `--overlap on`, as
-ever, and once with `--overlap off`, where a peer trains nothing from its update until it goes on from the new state.
+A coordinator and 4 real peers train the demo's model on an emulated internet of home links: 2 Mbit/s up, 100 down, 50
+ms one way. The uplinks are so slow that the exchange takes a large part of a round. There is one run with `--overlap
+on`, the default, and one with `--overlap off`, where a peer does not train between its update and the new state.
 The shares are the trainer's own (`time_shares` in status.json, of its last minute). The peers share the machine's
 cores, so a share is of wall-clock in which others may hold the core; the swarm's speed is in tokens a second. Needs
 root.
 
-JSON keys: machine; parameters, blob_bytes, peers, up_mbit, rtt_ms; runs: a list, each with overlap; seconds (measured);
-rounds, round_seconds; tokens_per_second (accepted, all peers); shares (mean of the peers); exchange_seconds (median
-of the peers' medians until applied)
+JSON keys:
+  machine
+  parameters, blob_bytes, peers, up_mbit, rtt_ms
+  runs: a list, each with overlap; seconds (measured); rounds, round_seconds; tokens_per_second (accepted, all peers);
+    shares (mean of the peers); exchange_seconds (median of the peers' medians until applied)
 """
 
 from __future__ import annotations
@@ -72,12 +74,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_file(text: str, folder: Path) -> str:
-    """The demo's run, without an end and without checkpoints, which would travel on the same lines."""
+    """Return the demo's run file without an end and without checkpoints, which would travel on the same links."""
     return re.sub(r"^every\s*=.*$", "every = 1000", endless(text, folder), flags=re.MULTILINE)
 
 
 def topology(up_mbit: float, rtt_ms: float) -> Topology:
-    """A coordinator with a fast line, and homes."""
+    """Return a coordinator with a fast link, and homes."""
     homes = [{"name": name, "up_mbit": up_mbit, "down_mbit": 100} for name in PEERS]
     return Topology.parse({"hosts": [{"name": COORDINATOR}, *homes], "default": {"rtt_ms": rtt_ms}})
 
@@ -95,7 +97,7 @@ def measure(overlap: str, up_mbit: float, rtt_ms: float, seconds: float) -> dict
 
 
 def judged(overlap: str, first: Mapping[str, Snapshot], last: Mapping[str, Snapshot], seconds: float) -> dict[str, Any]:
-    """What came out between two looks at all peers."""
+    """Return the results between two samples of all peers."""
     rounds = median(last[n].round - first[n].round for n in last)
     tokens = median(last[n].accepted_tokens - first[n].accepted_tokens for n in last)
     shares = {what: mean(s.time_shares.get(what, 0.0) for s in last.values()) for what in last["p1"].time_shares}
@@ -142,7 +144,7 @@ def _snapshots(world: Hosts) -> dict[str, Snapshot]:
 
 
 def _rounds(world: Hosts) -> int:
-    """How many rounds the peer has had a part in that has had least."""
+    """Return the least number of rounds to which any peer has contributed."""
     world.prefer()
     try:
         return min(len(s.exchange_rounds) for s in _snapshots(world).values())
@@ -151,7 +153,7 @@ def _rounds(world: Hosts) -> int:
 
 
 def show(results: Mapping[str, Any]) -> str:
-    """A table of both runs."""
+    """Return a table of both runs."""
     rows = []
     for r in results["runs"]:
         shares = [f"{r['shares'].get(what, 0.0):.1%}" for what in ("training", "waiting", "compressing", "applying")]

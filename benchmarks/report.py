@@ -1,4 +1,4 @@
-"""What every benchmark shares: its command line, its table and its JSON file."""
+"""The command line, the table and the JSON file of every benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def command_line(doc: str, name: str) -> argparse.ArgumentParser:
-    """The options that every benchmark takes; add your own to the parser."""
+    """Return a parser with the options of every benchmark; add your own to it."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -22,7 +22,7 @@ def command_line(doc: str, name: str) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    """Where a result was measured."""
+    """Describe the machine of a result."""
     import torch
 
     return {
@@ -36,7 +36,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table as Markdown, which reads as well in a terminal: the first column to the left, the others to the right."""
+    """Return a Markdown table that also reads well in a terminal: the first column left, the others right."""
     text = [[_cell(c) for c in row] for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in text) for i in range(len(columns))]
 

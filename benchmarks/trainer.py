@@ -1,12 +1,13 @@
 """The trainer beside a bare PyTorch loop of the same model, optimiser, batch and windows on the same device.
 
-The trainer does all that a peer's trainer process does for a step, without the channel to the node. It reads and checks
-data ahead, and has pieces, the gate, window accounting and the learning rate. The bare loop is forward, backward, clip,
-step, on windows that lie ready; with --compile both compile each decoder layer. Both take turns; ratios are medians
-over turns. MFU is 6 x parameters x tokens/s over what a matrix product reaches in the same run. A round's own work:
-`announce` is pseudo-gradient, error feedback, encoding and the update's file; `apply` is 4 updates into the base; both
-also as a share of 30 steps. Ranks: the trainer with data parallelism over `world` processes (gloo on a CPU, NCCL on
-GPUs), threads shared out, each rank a share of the batch.
+The trainer does all the work of a peer's trainer process for a step, without the channel to the node. This is reading
+and checking data ahead, micro-batches, the gate, accounting of windows, throughput and learning rate. The bare loop
+is forward, backward, clip, step, on windows that
+lie ready; with --compile both compile each decoder layer. Both take turns; ratios are medians over turns. MFU is 6 x
+parameters x tokens/s over what a matrix product reaches in the same run. A round's own work: `announce` is
+pseudo-gradient, error feedback, encoding and the update's file; `apply` is 4 updates into the base; both also as a
+share of 30 steps. Ranks: the trainer with data parallelism over a number of processes (gloo on a CPU, NCCL on GPUs).
+The ranks share the threads and the batch.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load
@@ -82,7 +83,7 @@ CUDA = (
 def trainer_of(
     size: Size, device: str, threads: int, optimiser: str, parallel: str, compiled: bool = False
 ) -> Iterator[tuple[Trainer, Load]]:
-    """Yield a trainer with the state of a fresh run, as a node would start it, and the message that loaded it."""
+    """Return a trainer with the state of a fresh run, as a node starts it, and the message that loaded it."""
     prepared = corpus(size.vocabulary, size.window).prepared.folder
     tables: dict[str, Any] = {
         "run": {"name": f"trainer {size.name}", "total_tokens": 10**9},
@@ -120,7 +121,7 @@ def trainer_of(
 def bare_loop(
     spec: RunSpec, device: torch.device, compiled: bool = False
 ) -> tuple[torch.nn.Module, Callable[[torch.Tensor], None]]:
-    """Return a model with the run's initial weights, and one step of a plain loop on int64 [batch, window + 1]."""
+    """Return a model with the run's initial weights, and a step of a plain loop on int64 [batch, window + 1]."""
     model = build_model(spec.model.config, device=device, seed=spec.seed)
     for layer in decoder_layers(model).values() if compiled else ():
         layer.compile()
@@ -219,7 +220,7 @@ def measured(
 
 
 def round_work(trainer: Trainer, turns: int = 5) -> tuple[float, float]:
-    """Return the least seconds of several turns: to make an update; to apply UPDATES of them and rebase."""
+    """Return the least seconds of several tries: to make an update, and to apply UPDATES of them and rebase."""
     announce, applied = [], []
     for turn in range(turns):
         trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
@@ -247,7 +248,7 @@ def round_work(trainer: Trainer, turns: int = 5) -> tuple[float, float]:
 def scaled(
     size: Size, device: str, threads: int, optimiser: str, world: int, steps: int, compiled: bool = False
 ) -> dict[str, Any]:
-    """Return the tokens per second of one trainer with `world` ranks."""
+    """Return the tokens a second of one trainer with a number of ranks."""
     torch.compiler.reset()
     with trainer_of(size, device, max(1, threads // world), optimiser, f"dp={world}", compiled) as (trainer, _):
         for _ in range(2):
@@ -298,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print the tables."""
+    """Return the tables."""
     m = results["machine"]
     compiled = ", layers compiled" if results["compiled"] else ""
     what = f"{results['device']}, {results['optimiser']}{compiled}"

@@ -21,7 +21,7 @@ from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import CreditRule, RoundAccount, account_for
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Directive, Finalization, Signed
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 
@@ -41,7 +41,7 @@ class AuditedChain:
         self._run = spec.run_id
         self._rule = CreditRule.of(spec)
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=8192)
-        self._chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
+        self._chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
         self._asker = asker
         self._coordinator = coordinator
         self._accounts: OrderedDict[Digest, RoundAccount] = OrderedDict()

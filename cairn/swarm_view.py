@@ -24,7 +24,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.message_codec import encode_certificate
 from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, votes_needed
 from protocol.rounds import events
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
 from protocol.state import state_layout
 
@@ -53,7 +53,7 @@ class ObserverView:
         self.archive_problem = ""
         """The reason why the newest checkpoint is not archived, for people; empty when it is."""
         size = make_codec(spec.codec, spec.model.layout).size
-        self._announcements = Announcements(node.chain, Policy.of(spec), lambda n: n == size)
+        self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
         node.network.listeners.append(self._announcements.receive)
         node.on_change = self._changed
 
@@ -94,7 +94,7 @@ class ObserverView:
         return [*own, *(a for a in self._node.network.directory.addresses() if a not in own)]
 
     async def publish_final(self, final: Signed[Finalization]) -> None:
-        self._node.post(events.Heard(final))
+        self._node.post(events.MessageReceived(final))
         self._node.network.broadcast(final)
 
     def own_addresses(self) -> Sequence[str]:
@@ -113,7 +113,7 @@ class ObserverView:
         return self._node.chain.newest
 
     async def publish_directive(self, word: Signed[Directive]) -> None:
-        self._node.post(events.Heard(word))
+        self._node.post(events.MessageReceived(word))
         end = time.monotonic() + DIRECTIVE_SECONDS
         while (newest := self._node.chain.newest) is None or newest.body.rank < word.body.rank:
             if time.monotonic() > end:

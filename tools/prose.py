@@ -71,6 +71,7 @@ _PYTHON = re.compile(
     re.S,
 )
 _DIRECTIVE = re.compile(r"\s*(?:noqa|fmt:|type:|pyright:|ruff:|pragma|!)|\W*$|\s*[-=]{2,}")
+_COLUMNS = re.compile(r"\S {3,}\S")
 _BULLET = re.compile(r"(?:[-*+]|\d+[.)])\s+")
 
 Lines = Sequence[tuple[int, str]]
@@ -140,14 +141,15 @@ def sentences(lines: Lines) -> Iterator[tuple[int, str, str]]:
 def paragraphs(lines: Lines, *, opens_function: bool = False) -> Iterator[Paragraph]:
     r"""Yield the paragraphs of a text, without headings, tables and literal blocks.
 
-    A block is literal if it is indented by 4, fenced by ```, or follows a line with click's mark \b.
+    A block is literal if it is indented outside a list, fenced by ```, or follows a line with click's mark \b. A line
+    with three spaces in a row is a row of a table.
     """
     held: list[tuple[int, str]] = []
     fenced = unwrapped = listed = False
     for number, line in [*lines, (0, "")]:
         text = line.strip()
         bullet = _BULLET.match(text)
-        literal = line.startswith("    ") and not listed
+        literal = (line.startswith("  ") and not listed) or _COLUMNS.search(text) is not None
         if text.startswith("```"):
             fenced = not fenced
         unwrapped = bool(text) and (unwrapped or text == "\b")

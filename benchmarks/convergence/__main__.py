@@ -1,11 +1,12 @@
-"""Does it learn as well, for how many bytes: the same model, data, tokens and global batch for every method.
+"""The comparison of loss and bytes: the same model, data, tokens and global batch for every method.
 
-All peers are simulated in one process a training; learning rates are found by the same search for every method (factors
-of two, one seed), then every method is run on several seeds. Trainings are kept in build/convergence/results and not
+One process simulates all peers of a training. The same search finds the learning rate of every method (factors of
+two, one seed), then every method runs on several seeds. Trainings are kept in build/convergence/results and not
 repeated. `--study` names what to compare: main (the methods), or a study of Cairn's own choices; `--study all` is
-everything, hours on 2 cores. Loss is nats a token on held-out addresses. `bytes/token` is what one peer says (its
-gradient or update, once) for each token that it trains on, `MB up` what leaves it in all: an all-reduce by ring, or an
-update sent to each other peer. Seconds are arithmetic: measured compute, then bytes over the uplink and two round trips
+everything, hours on 2 cores. Loss is nats a token on held-out addresses. `bytes/token` counts the gradient or update
+of one peer once, for each token that it trains on. `MB up` counts all bytes that it sends: an all-reduce by ring, or
+an update sent to each other peer. Seconds are arithmetic: measured compute, then bytes over the uplink and two round
+trips
 of 0.1 s for each exchange, none of it overlapped.
 
 JSON keys:
@@ -108,7 +109,7 @@ def _compared(
     rate: float | None,
     run: measure.Run,
 ) -> dict[str, list[Measured]]:
-    """The main comparison and studies, by name. Studies use the learning rate that is best for their base.
+    """Return the main comparison and the studies, by name. Studies use the learning rate that is best for their base.
 
     The base is the main comparison's own row in other words, so where that was run, its search is not run again.
     """
@@ -139,7 +140,7 @@ def _tuned(rows: Sequence[Row], profile: str, seeds: Sequence[int], rate: float 
 
 
 def _base(name: str, sections: Mapping[str, list[Measured]]) -> Measured:
-    """What a study's rows are set beside: the sparse method's base, or the first of its own rows."""
+    """Return the base of a study's rows: the sparse method's base, or the first of its own rows."""
     return sections[name if name in OWN_ROWS else "base"][0]
 
 

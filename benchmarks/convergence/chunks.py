@@ -24,12 +24,12 @@ class Group:
     """The index of each chunk's tensor, int64 [chunks]."""
 
     def only(self, there: Tensor) -> Group:
-        """Those chunks of it, by bool [chunks]."""
+        """Return the chunks that a mask, bool [chunks], selects."""
         return Group(self.width, self.at[there], self.tensor[there])
 
 
 def groups(layout: Layout, device: torch.device) -> list[Group]:
-    """Every coordinate of the layout once, cut as the codecs cut."""
+    """Return every coordinate of the layout once, in the chunks of the codecs."""
     rows: dict[int, list[tuple[int, int]]] = {}
     start = 0
     for index, t in enumerate(layout.tensors):
@@ -107,7 +107,10 @@ SCALES = {"fp32": 0, "1 mean": 1, "2 levels": 2, "2 max": 1, "2 dithered": 2, "3
 
 
 def _lloyd(size: Tensor, levels: int, turns: int = 8) -> Tensor:
-    """The nearest of so many levels, found by Lloyd's iteration from the quantiles (IEEE Trans. Inf. Theory 28(2))."""
+    """Quantize to the nearest of `levels` levels, found by Lloyd's iteration from the quantiles (IEEE Trans.
+
+    Inf. Theory 28(2)).
+    """
     at = (torch.arange(levels, device=size.device) + 0.5) / levels
     centre = torch.quantile(size, at, dim=1).T.contiguous()
     for _ in range(turns):

@@ -31,7 +31,7 @@ class Corpus:
 
 @lru_cache
 def corpus(vocabulary: int, window: int, folder: Path = FOLDER) -> Corpus:
-    """The State of the Union addresses in a byte-level BPE of so many tokens; every twelfth address is held out."""
+    """Return the State of the Union addresses in a byte-level BPE; every twelfth address is held out."""
     prepared = prepare(
         [str(ADDRESSES)], folder / f"sotu-{vocabulary}", vocabulary=vocabulary, validation_every=HELD_OUT_EVERY
     )
@@ -46,7 +46,7 @@ def _tokens(prepared: Prepared, shards) -> np.ndarray:
 
 
 def _by_president(train: np.ndarray, end: int, window: int) -> tuple[np.ndarray, ...]:
-    """The training tokens by who said them. Documents keep the order of the file; each ends with `end`."""
+    """Return the training tokens by their speaker. Documents keep the order of the file; each ends with `end`."""
     with lzma.open(ADDRESSES, "rt") as file:
         names = [json.loads(line)["president"] for line in file]
     spoken = [n for i, n in enumerate(names) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]

@@ -50,7 +50,7 @@ class Fleet:
         return self.flat[peer]
 
     def tensors(self, peer: int) -> dict[str, Tensor]:
-        """The same by the layout's names."""
+        """Return the same by the layout's names."""
         return split(self.setting.layout, self.flat[peer])
 
     def step(self, windows: Tensor, factor: float) -> None:
@@ -78,7 +78,7 @@ class Fleet:
         return self.optimiser.state[self.flat]["exp_avg_sq"]
 
     def forget_moments(self) -> None:
-        """As if every peer's inner optimiser had just begun."""
+        """Reset every peer's inner optimiser."""
         self.optimiser.state.clear()
 
 

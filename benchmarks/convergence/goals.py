@@ -1,4 +1,4 @@
-"""What the comparison is to show (docs: the design's numbers), judged by the rows that were measured."""
+"""The goals of the comparison, checked against the measured rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Goal:
 
 
 def judged(found: Sequence[Measured], profile: Profile, parameters: int, waiting: Mapping[str, float]) -> list[Goal]:
-    """The goals, from the main comparison (the reference first)."""
+    """Return the goals, from the main comparison (the reference first)."""
     reference = found[0]
     ours = [m for m in found if m.row.method == "cairn"]
     diloco = [m for m in found if m.row.method == "diloco" and m.row.options.get("h") == 30 and not _muon(m)]
@@ -41,7 +41,7 @@ def judged(found: Sequence[Measured], profile: Profile, parameters: int, waiting
 
 
 def target_loss(ours: Measured, reference: Measured) -> float:
-    """A loss that both reach before their end: the worse of the two last points of the curves, and 1% more."""
+    """Return a loss that both curves reach before their end: the worse of their last points, plus 1%."""
     last = [next(iter(m.results.values())).curve[-1][1] for m in (ours, reference)]
     return 1.01 * max(last)
 

@@ -1,4 +1,4 @@
-"""What `rival_hivemind` tells its peers; a file of its own, since only the peers load hivemind."""
+"""The job that `rival_hivemind` sends its peers; it is a separate file, since only the peers load hivemind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """What all peers of one run are told.
+    """The parameters of all peers of one run.
 
     `options`: of hivemind.Optimizer. `free`: train on while others are waited for, as a plain loop does; else each peer
     gives its share of the global batch and waits. `micro`: how many times the profile's batch is a peer's share.

@@ -2,10 +2,10 @@
 
     python -m benchmarks.convergence.hivemind_peer JOB.json NUMBER
 
-Started by `rival_hivemind`. Each global step leaves a line in steps-NUMBER.jsonl: when it ended, how many windows this
-peer gave, and two sketches of gradients: of its own, and of those that the optimiser then used. A sketch is the
-projection on a few fixed random vectors, which is linear: the mean of what peers gave must be what each of them used,
-whatever the averager reports.
+Started by `rival_hivemind`. Each global step writes a line in steps-NUMBER.jsonl: its end, the number of this peer's
+windows, and two sketches of gradients. One is of its own gradients, one of those that the optimiser then used. A
+sketch is the projection on a few fixed random vectors. It is linear, so the mean of all peers' own sketches must
+equal each peer's used sketch, whatever the averager reports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COMPRESSIONS = {
 
 
 def setting_of(job: Job) -> Setting:
-    """The comparison's setting, from the folder that was prepared for all (without its lock)."""
+    """Return the comparison's setting, from the prepared folder that all share (without its lock)."""
     prepared = load_prepared(Path(job.prepared))
     dtype = np.dtype(prepared.manifest.dtype).newbyteorder("<")
     train, validation = (
@@ -199,7 +199,7 @@ def _train(
 
 
 def _step_without_batch(opt: hivemind.Optimizer) -> None:
-    """What `opt.step` does after a batch, again and without one: the peer has given its share, and waits for others."""
+    """Do the work of `opt.step` without a batch: the peer has given its share, and waits for others."""
     opt.state_averager.step(apply_delayed_updates=True)
     if opt._should_load_state_from_peers():
         opt.load_state_from_peers()

@@ -32,7 +32,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 VERSION = 2
-"""Of what a result means: older files are not used."""
+"""Version of a result's meaning; older files are not used."""
 
 EVALUATIONS = 20
 FINAL_WINDOWS = 4096
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job. `curve`: [tokens, validation loss, payload bytes, bytes up, exchanges] at each evaluation.
+    """The result of a job. `curve`: [tokens, validation loss, payload bytes, bytes up, exchanges] at each evaluation.
 
     `loss` is that of the final state, on more windows than the curve's; infinite when training diverged. `payload` and
     `up` are bytes a peer over the whole training, `seconds` this machine's, all peers one after the other.
@@ -133,7 +133,7 @@ def keep(folder: Path, result: Result) -> None:
 
 
 def kept(folder: Path, job: Job) -> Result | None:
-    """The result of an equal job, if there is one."""
+    """Return the result of an equal job; None if there is none."""
     path = folder / f"{job.key}.json"
     if not path.is_file():
         return None

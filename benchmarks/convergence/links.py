@@ -11,7 +11,7 @@ LINKS = (20, 100, 1000)
 
 
 def seconds(steps: float, step: float, up: float, exchanges: float, mbit: float, waiting: float = 0.0) -> float:
-    """Of `steps` inner steps of `step` seconds, with `up` bytes sent in `exchanges` that training waits for.
+    """Return the seconds of `steps` inner steps of `step` seconds, with `up` bytes sent in `exchanges` without overlap.
 
     An exchange costs its bytes and two round trips, and `waiting` seconds if its software waits beyond that. Nothing
     overlaps: kind to those who cannot.

@@ -71,9 +71,10 @@ class DiLoCo(Method):
 class DeMo(Method):
     """Decoupled momentum (Peng et al. 2024, arXiv 2411.19870): each step, the largest DCT coefficients of momentum.
 
-    m <- decay * m + gradient; q = the top k of each chunk of DCT(m); m <- m - IDCT(q); all peers' q are summed at the
-    same step, and the step is the sign of their inverse transform (sign-SGD, as in the authors' code), with decoupled
-    weight decay. Chunks are square tiles of at most `tile` a side, as there. A coefficient travels as 4 bytes of value
+    The rule is m <- decay * m + gradient; q = the top k of each chunk of DCT(m); m <- m - IDCT(q). All peers' q are
+    summed at the same step. The step is the sign of their inverse transform (sign-SGD, as in the authors' code), with
+    decoupled weight decay. Chunks are square tiles of at most `tile` a side, as there. A coefficient travels as 4
+    bytes of value
     and 2 of index. All peers hold one model.
     """
 
@@ -109,7 +110,7 @@ class DeMo(Method):
         self.gathered(self.size)
 
     def _largest(self, name: str, part: Tensor) -> Tensor:
-        """The inverse transform of the k largest coefficients of each tile."""
+        """Return the inverse transform of the k largest coefficients of each tile."""
         rows, columns = self.tiles[name]
         matrix = part.reshape(-1, part.shape[-1]) if part.ndim > 1 else part.reshape(1, -1)
         tiles = matrix.reshape(matrix.shape[0] // rows, rows, matrix.shape[1] // columns, columns).transpose(1, 2)
@@ -129,7 +130,7 @@ class DeMo(Method):
 
 
 def _tiles(shape: tuple[int, ...], most: int) -> tuple[int, int]:
-    """The sides of the tiles of a tensor: each the largest divisor of its dimension that is at most `most`."""
+    """Return the sides of a tensor's tiles: each the largest divisor of its dimension that is at most `most`."""
     rows, columns = math.prod(shape[:-1]), shape[-1] if len(shape) else 1
     return _divisor(rows, most), _divisor(columns, most)
 
@@ -139,7 +140,7 @@ def _divisor(n: int, most: int) -> int:
 
 
 def dct_matrix(n: int) -> Tensor:
-    """The orthonormal DCT-II: fp32 [n, n], rows are the basis."""
+    """Return the orthonormal DCT-II: fp32 [n, n], rows are the basis."""
     i = torch.arange(n, dtype=torch.float64)
     matrix = torch.cos(math.pi / n * (i[None, :] + 0.5) * i[:, None]) * math.sqrt(2 / n)
     matrix[0] /= math.sqrt(2)

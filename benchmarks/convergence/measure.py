@@ -64,7 +64,10 @@ class Measured:
 
 
 def tuned(rows: Iterable[Row], profile: str, seeds: Sequence[int], steps: int | None, run: Run) -> list[Measured]:
-    """Each row at its own best learning rate: searched on one seed, then run on all. Equal trainings are run once."""
+    """Run each row at its own best learning rate: searched on one seed, then run on all.
+
+    Equal trainings are run once.
+    """
     rows = list(rows)
     begin = PROFILES[profile].lr
     found: list[dict[int, float]] = [{} for _ in rows]
@@ -87,7 +90,7 @@ def tuned(rows: Iterable[Row], profile: str, seeds: Sequence[int], steps: int | 
 def at_rate(
     rows: Iterable[Row], lr: float, profile: str, seeds: Sequence[int], steps: int | None, run: Run
 ) -> list[Measured]:
-    """All rows at one learning rate, without a search."""
+    """Run all rows at one learning rate, without a search."""
     rows = list(rows)
     return _at(rows, [lr] * len(rows), [{} for _ in rows], profile, seeds, steps, run)
 

@@ -3,9 +3,8 @@
     python -m benchmarks.convergence.over_wan [--profile tiny] [--steps N] [--h 30] [--k 64] [--json FILE]
 
 `cairn coordinator serve` and as many `cairn peer join` as the profile has peers, each on a host of its own, until the
-run's tokens are accepted. Needs root and iproute2 (see tests/wan). The cores are shared by all peers, so what a round
-computes takes far longer than on machines of their own: bytes, exchange times and loss are the result, and seconds by
-the wall are not.
+run's tokens are accepted. Needs root and iproute2 (see tests/wan). All peers share the cores, so computing takes far
+longer than on separate machines. The results are bytes, exchange times and loss, not wall-clock seconds.
 
 JSON: the fields of `WanResult`. Wire bytes are IP bytes at a host's line; payload is what the node counts.
 """
@@ -41,7 +40,7 @@ GRPC, PAGE, SWARM = 7410, 7411, 7412
 
 @dataclass(frozen=True)
 class Point:
-    """Validation loss, nats a token, of the archived state after so many accepted tokens."""
+    """Validation loss, nats a token, of the archived state after a number of accepted tokens."""
 
     tokens: int
     round: int
@@ -50,8 +49,11 @@ class Point:
 
 @dataclass(frozen=True)
 class PeerTraffic:
-    """One peer's bytes. `payload`: by its own count, the whole of its life; `wire`: all IP, while the run trained;
-    `wire_joining`: before, in which it fetched the run, the data and the first state."""
+    """One peer's bytes.
+
+    `payload` is its own count over its whole life. `wire` is all IP while the run trained. `wire_joining` is all IP
+    before, when it fetched the run, the data and the first state.
+    """
 
     name: str
     payload: Wire
@@ -67,10 +69,10 @@ class PeerTraffic:
 class WanResult:
     """One run; per token: of all accepted tokens of the swarm. `loss` is of more windows than the curve's points.
 
-    `exchange_seconds`: the median peer's medians, from its announcement until the others' updates were there, the
-    certificate was, and the new state was; `exchange_floor`: every other peer's update down this peer's line, and two
-    round trips. `between_peers`: wire bytes that peers sent each other, by token and peer: updates, votes, heartbeats,
-    the DHT and TCP's own; `updates`: the blobs alone; `control_bytes_per_second`: the rest, by peer: what a faster
+    `exchange_seconds` are the median peer's medians from its announcement until it held the updates, the certificate
+    and the new state. `exchange_floor` is every other peer's update over this peer's downlink, and two round trips.
+    `between_peers` is the wire bytes that peers sent each other, by token and peer: updates, votes, heartbeats, the
+    DHT and TCP's own. `updates` is the blobs alone. `control_bytes_per_second` is the rest, by peer, which a faster
     machine spreads over more tokens. `to_coordinator`: what all peers sent it, mostly the curve's `checkpoints`.
     """
 
@@ -190,7 +192,7 @@ class _Run:
         return all(s is not None and s.phase in ("training", "exchanging") for s in seen)
 
     def _over(self, cpu: dict[str, dict[str, float]]) -> bool:
-        """Whether all tokens are accepted; meanwhile checkpoints are set aside and CPU times noted."""
+        """Return whether all tokens are accepted; link new checkpoints and note CPU times meanwhile."""
         self._set_aside()
         for name in self.names:
             for kind, seconds in self.world.cpu_seconds(name).items():  # the trainer ends before the node
@@ -208,7 +210,7 @@ class _Run:
         return last is not None and last.tokens >= self.tables["run"]["total_tokens"]
 
     def _set_aside(self) -> None:
-        """The coordinator keeps the newest five: link what it has archived before they go."""
+        """Link the archived states before the coordinator removes them: it keeps the newest five."""
         for folder in (self.home / "checkpoints").glob("round-*"):
             if (sheet := read_sheet(folder)) is not None and sheet.round not in self.kept:
                 shutil.copytree(folder, self.world.folder / "curve" / folder.name, copy_function=_link)
@@ -306,7 +308,7 @@ def _cairn() -> list[str]:
 
 
 def show(r: WanResult) -> str:
-    """A few lines for a terminal."""
+    """Return a few lines for a terminal."""
     exchange = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in r.exchange_seconds.items())
     step = r.trainer_cpu_seconds_per_step * 1e3
     return f"""\

@@ -15,7 +15,7 @@ from benchmarks.convergence.job import Job, Result
 
 
 def results(wanted: Sequence[Job], folder: Path, *, processes: int, compiled: bool = False) -> dict[Job, Result]:
-    """The result of every job, in any order of work. Progress goes to stderr, a line a job."""
+    """Run all jobs in any order; return their results. Progress goes to stderr, a line a job."""
     found = {j.key: r for j in wanted if (r := jobs.kept(folder, j))}
     missing = {j.key: j for j in wanted if j.key not in found}
     if missing:

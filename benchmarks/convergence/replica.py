@@ -40,7 +40,7 @@ class Replica:
         return step
 
     def gradient(self, windows: Tensor) -> Tensor:
-        """The gradient of the mean loss, unclipped: fp32 [parameters]. The model stays."""
+        """Return the gradient of the mean loss, unclipped: fp32 [parameters]. The model stays."""
         self.model.zero_grad(set_to_none=True)
         windows = windows.to(self.flat.device)
         logits = self.model(input_ids=windows[:, :-1], use_cache=False).logits
@@ -67,6 +67,6 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def split(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
-    """Views of a flat vector by the layout's names and shapes."""
+    """Return views of a flat vector by the layout's names and shapes."""
     parts = flat.split([t.numel for t in layout.tensors])
     return {t.name: part.view(t.shape) for t, part in zip(layout.tensors, parts, strict=True)}

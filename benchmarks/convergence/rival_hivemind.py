@@ -2,15 +2,15 @@
 
     python -m benchmarks.convergence.rival_hivemind [--profile tiny] [--variant fp32] [--steps 30] [--json FILE]
 
-Its rounds cost seconds each, so that a whole training would take hours: measured are some global steps, for seconds and
-bytes a step, and for whether what the peers used was the average of what they gave (values are compared: the averager's
-own word is not taken). The loss after these steps must be the simulator's (`synchronous`), whose curve then stands for
+Its rounds cost seconds each, so that a whole training would take hours. A few global steps are measured: seconds and
+bytes a step, and whether the peers used the average of their gradients. Values are compared, since the averager's own
+report is not trusted. The loss after these steps must be the simulator's (`synchronous`), whose curve then stands for
 the rest: time to a loss is its steps times these seconds.
 
-Variants (see VARIANTS): fp32 is the default; fp16 and uint8 compress gradients and parameters; powersgd4 and powersgd8
-send low-rank parts; albert is as its largest example (15 s of matchmaking were its default for the open internet, 5 s
-are the example's), delayed: averaging in the background, one step stale; large: a global batch 32 times as large, which
-is its guide's own advice. `--free`: peers train on while they wait for others, so batches are larger than asked for.
+Variants (see VARIANTS): fp32 is the default. fp16 and uint8 compress gradients and parameters. powersgd4 and
+powersgd8 send low-rank factors. albert is its largest example, with 5 s of matchmaking (its default for the open
+internet was 15 s). delayed averages in the background, one step stale. large has a global batch 32 times as large, as
+its guide advises. `--free`: peers train on while they wait for others, so batches are larger than asked for.
 
 JSON: the fields of `RivalResult`. Needs root and iproute2 (see tests/wan).
 """
@@ -82,7 +82,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Point:
-    """Validation loss after so many global steps; `simulated`: the simulator's, None where it has no such method."""
+    """Validation loss after a number of global steps; `simulated` is the simulator's, None if it has no such method."""
 
     step: int
     loss: float
@@ -93,8 +93,9 @@ class Point:
 class RivalResult:
     """One run. Steps are global; seconds and bytes are of the steps after the first two.
 
-    `averaged`: the share of (step, peer) in which the gradient used was the mean of what all gave; None where it is not
-    meant to be, or only roughly (PowerSGD, delayed, 8 bits). `agreed`: of steps, in which all peers used the same.
+    `averaged` is the share of (step, peer) in which the used gradient was the mean of all peers' gradients. It is
+    None if the variant does not average exactly (PowerSGD, delayed, 8 bits). `agreed`: of steps, in which all peers
+    used the same.
     `missed`: of (step, peer), in which a peer had no part. `model_difference`: the largest difference of two peers'
     last parameters, relative to the mean's norm. `transport_floor`: 2 (n - 1) / n times the gradient's bytes up the
     line, and two round trips.
@@ -149,7 +150,7 @@ def run(
     simulate: bool = True,
     keep: Path | None = None,
 ) -> RivalResult:
-    """Run so many global steps of a variant. Raises BenchError."""
+    """Run a number of global steps of a variant. Raises BenchError."""
     v = VARIANTS[variant]
     setting = Setting.of(profile, seed)
     names = [f"p{i + 1}" for i in range(profile.peers)]
@@ -273,7 +274,7 @@ class _Run:
 
 
 def _gradient_bytes(variant: Variant, setting: Setting) -> float:
-    """What is to be reduced in a step: all values, or by PowerSGD's rule (half saved, or none) the low-rank parts."""
+    """Return the number of values to reduce in a step: all, or PowerSGD's low-rank factors where they save half."""
     width, rank = {"none": 4.0, "fp16": 2.0}.get(variant.compression, 1.0), variant.power_rank
     values = 0
     for tensor in setting.layout.tensors:
@@ -283,12 +284,12 @@ def _gradient_bytes(variant: Variant, setting: Setting) -> float:
 
 
 def _every(steps: int) -> int:
-    """How many steps apart the curve's points are."""
+    """Return the number of steps between two points of the curve."""
     return max(1, steps // 6)
 
 
 def _simulated(variant: Variant, setting: Setting, lr: float, steps: int) -> dict[int, float]:
-    """The simulator's losses after these steps: synchronous training with the same wire, batch and schedule."""
+    """Return the simulator's losses after these steps: synchronous training with the same wire, batch and schedule."""
     from benchmarks.convergence.synchronous import DEFAULT_RANK, Synchronous
 
     rank = variant.power_rank or DEFAULT_RANK
@@ -347,7 +348,7 @@ def _remove_if_dead(path: Path) -> None:
 
 
 def show(r: RivalResult) -> str:
-    """A few lines for a terminal."""
+    """Return a few lines for a terminal."""
     simulated = "" if r.curve[-1].simulated is None else f" (simulator: {r.curve[-1].simulated:.4f})"
     return f"""\
 hivemind.Optimizer, {r.variant}: {r.parameters:,} parameters, {r.peers} peers, {r.mbit:g} Mbit/s, {r.rtt_ms:g} ms

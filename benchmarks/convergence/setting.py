@@ -1,4 +1,4 @@
-"""What every method is given alike: model, data, tokens, global batch, schedule, evaluation."""
+"""The setting that all methods share: model, data, tokens, global batch, schedule, evaluation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Profile:
     batch: int
     steps: int
     lr: float
-    """Where the search for each method's learning rate begins."""
+    """The first learning rate of each method's search."""
     device: str = "cpu"
 
     @property
@@ -99,7 +99,7 @@ class Setting:
         return torch.device(self.profile.device)
 
     def model(self, *, compiled: bool | None = None) -> torch.nn.Module:
-        """A fresh model with the seed's initial weights: the same for every peer and method."""
+        """Return a fresh model with the seed's initial weights, the same for every peer and method."""
         model = build_model(_config(self.profile), device=self.device, seed=self.seed)
         if self.compiled if compiled is None else compiled:
             model.compile()
@@ -110,11 +110,11 @@ class Setting:
         return _layout(self.profile)
 
     def key(self, peer: int) -> PeerKey:
-        """The key that decides what a peer is assigned."""
+        """Return the key that decides a peer's windows."""
         return PeerKey(hashlib.sha256(b"convergence/%d" % peer).digest())
 
     def windows(self, peer: int, first: int, count: int, *, own_data: bool = False) -> Tensor:
-        """The windows of a peer's counters `first` and on: int64 [count, window + 1], by the runs' own assignment.
+        """Return a peer's windows from number `first` on: int64 [count, window + 1], by the product's assignment.
 
         With `own_data` the peer draws from its own part of the corpus only (one president's addresses).
         """
@@ -126,24 +126,27 @@ class Setting:
         return torch.from_numpy(tokens[at].astype(np.int64))
 
     def global_batch(self, number: int) -> Tensor:
-        """Every peer's windows of inner step `number`: int64 [peers, batch, window + 1]."""
+        """Return every peer's windows of inner step `number`: int64 [peers, batch, window + 1]."""
         batch = self.profile.batch
         return torch.stack([self.windows(p, number * batch, batch) for p in range(self.profile.peers)])
 
     def factor(self, done: float) -> float:
-        """What the learning rate is multiplied with when this share of the training is done."""
+        """Return the factor of the learning rate after this share of the training."""
         total = self.profile.tokens
         schedule = Schedule(kind="cosine", warmup_tokens=int(WARMUP * total), total_tokens=total, min_ratio=MIN_RATIO)
         return factor(schedule, done * total)
 
     def inner(self, lr: float, batch: int | None = None, optimiser: str = "adamw") -> InnerSpec:
-        """The inner optimiser of the runs' own trainer. Raises pydantic's ValidationError for one that it has not."""
+        """Return the inner optimiser of the product's trainer.
+
+        Raises pydantic's ValidationError for one that it has not.
+        """
         fields = {"optimiser": optimiser, "lr": lr, "batch": batch or self.profile.batch}
         return InnerSpec.model_validate({**fields, "schedule": Schedule(kind="constant")})
 
     @torch.inference_mode()
     def loss(self, model: torch.nn.Module, most: int) -> float:
-        """Validation loss in nats a token, over at most `most` evenly spaced held-out windows."""
+        """Return the validation loss in nats a token, over at most `most` evenly spaced held-out windows."""
         held, window = self.corpus.validation, self.profile.window
         total = (len(held) - 1) // window
         n = min(most, total)

@@ -1,4 +1,4 @@
-"""What is compared: rows of a method with its options, in studies. A study changes one thing at a time from BASE."""
+"""The studies: rows of a method with its options. A study changes one thing at a time from BASE."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SPARSE: dict[str, Any] = {"h": 17, "k": 256, "beta": 0.5, "inner": "muon"}
 
 STUDIES: dict[str, tuple[Row, ...]] = {
     "base": (Row("signs, H 36, beta 0.5, outer rate 1.4, Muon", "variant", BASE),),
-    # What is sent of a chunk, for about the same bytes in all.
+    # Different encodings of a chunk, of about the same bytes in all.
     "bits": (
         _from(BASE, "2 bits, H 72", quantiser="2 levels", h=72),
         _from(BASE, "2 bits by the chunk's maximum, H 72", quantiser="2 max", h=72),
@@ -108,7 +108,7 @@ STUDIES: dict[str, tuple[Row, ...]] = {
         _from(BASE, "Nesterov (1.0, 0.5)", outer_lr=1.0, momentum=0.5),
         _from(BASE, "Nesterov (1.0, 0.7)", outer_lr=1.0, momentum=0.7),
     ),
-    # Where the bytes go: how often, and when.
+    # Different lengths of rounds, and changes of length during a run.
     "rounds": (
         _from(BASE, "H 9", h=9),
         _from(BASE, "H 18", h=18),
@@ -135,7 +135,7 @@ REDUCED_ROWS = (
     Row("the 256 largest, H 17", "cairn", SPARSE_ROUNDS),
     Row("the 256 largest, H 17, reduced", "cairn", {**SPARSE_ROUNDS, "reduce": True}),
 )
-"""What it costs that a round's sums are rounded, and that what they leave out comes a round later."""
+"""The cost of rounding a round's sums, and of sending the remainder one round later."""
 
 SPEEDS = (1.0, 0.5, 0.25, 0.125)
 PEOPLE = (

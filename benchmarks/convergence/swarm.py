@@ -1,7 +1,7 @@
 """Cairn's own rounds, simulated: the trainer's `Inner` and `OuterState`, the run's codec and outer step.
 
-What is simulated is only the network and the clock: every peer's update arrives, a round's updates are applied
-`overlap` ticks after they were announced, and a tick is the time of one inner step of the fastest peer. Peers may be
+Only the network and the clock are simulated. Every peer's update arrives, and a round's updates are applied `overlap`
+ticks after they were announced. A tick is the time of one inner step of the fastest peer. Peers may be
 slow, hold data of their own, die and be replaced, or come late; the round's end and the weights are by tokens.
 """
 
@@ -34,7 +34,7 @@ COMMITTEE = 3
 
 @dataclass(frozen=True)
 class Conditions:
-    """What volunteers are like. The default is four alike who stay.
+    """The behaviour of volunteers. The default is four alike who stay.
 
     `speeds`: inner steps a tick, one for each peer, at most 1. `own_data`: each peer has one president's addresses.
     `churn`: the chance that a peer dies in a round, all that it has not announced lost; a stranger takes its place

@@ -1,8 +1,8 @@
 """Data-parallel AdamW, the reference; and the same with compressed gradients, which is what hivemind's Optimizer does.
 
-`hivemind.Optimizer` gathers gradients from its peers until the global batch is full, averages them all-reduce-wise
-(fp32, fp16 or 8 bits on the wire, or PowerSGD) and then everyone takes the same step: data-parallel training as far as
-the loss is concerned. What its rounds cost in seconds is measured with real processes in `rival_hivemind`.
+`hivemind.Optimizer` gathers gradients from its peers until the global batch is full and averages them by all-reduce
+(fp32, fp16 or 8 bits on the wire, or PowerSGD). Then everyone takes the same step, so its loss is that of data-
+parallel training. The seconds of its rounds are measured with real processes in `rival_hivemind`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Synchronous(Method):
 class PowerSGD:
     """Gradients by low-rank parts with error feedback (Vogels et al. 2019, arXiv 1905.13727), as hivemind does it.
 
-    As `hivemind.optim.PowerSGDGradientAverager`: a matrix is sent by rank when that saves half of it or more, all else
-    as it is in fp32; one power iteration a step, from the last step's Q.
+    It follows `hivemind.optim.PowerSGDGradientAverager`: a matrix is sent as low-rank factors if they save half of it
+    or more, and all else in fp32. There is one power iteration a step, from the last step's Q.
     """
 
     def __init__(self, setting: Setting, rank: int, least_saved: float = 0.5):
@@ -78,7 +78,7 @@ class PowerSGD:
         self.errors = torch.zeros(setting.profile.peers, self.layout.numel)
 
     def mean(self, gradients: Tensor) -> Tensor:
-        """What all peers get of fp32 [peers, parameters]; what it leaves out stays in the errors."""
+        """Return the mean that all peers get of fp32 [peers, parameters]; the remainder stays in the errors."""
         device = gradients.device
         self.errors = self.errors.to(device)
         exact = gradients.mean(0)

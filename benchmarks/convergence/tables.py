@@ -27,7 +27,7 @@ def per_token(m: Measured, profile: Profile) -> float:
 
 
 def fewer(m: Measured, profile: Profile, parameters: int) -> float | None:
-    """How many times fewer bytes than data-parallel training with bf16 gradients sends; None when nothing is sent."""
+    """Return the ratio of the bytes of data-parallel training with bf16 gradients to a row's; None without bytes."""
     return BF16 * parameters * profile.steps / m.payload if m.payload else None
 
 
@@ -38,7 +38,7 @@ def compute_seconds(reference: Measured, profile: Profile) -> float:
 
 
 def main_rows(found: Sequence[Measured], profile: Profile, parameters: int) -> list[list[object]]:
-    """The comparison's table."""
+    """Return the comparison's table."""
     reference = found[0]
     step = compute_seconds(reference, profile)
     rows = []
@@ -57,7 +57,7 @@ STUDY_COLUMNS = ("choice", "loss", "to base", "error", "lr", "fewer than bf16")
 
 
 def study_rows(found: Sequence[Measured], base: Measured, profile: Profile, parameters: int) -> list[list[object]]:
-    """A study's table: each choice beside the base, seed by seed."""
+    """Return a study's table: each choice beside the base, seed by seed."""
     rows = []
     for m in found:
         ratio, error = m.paired(base)
@@ -100,7 +100,7 @@ def _times(value: float | None) -> str | None:
 
 
 def as_json(m: Measured) -> dict[str, Any]:
-    """A row with all that was measured of it."""
+    """Return a row with all its measurements."""
     return {
         "label": m.row.label,
         "method": m.row.method,
@@ -118,7 +118,7 @@ def as_json(m: Measured) -> dict[str, Any]:
 
 
 def figure(found: Sequence[Measured], path: Path, title: str) -> None:
-    """Validation loss by tokens, and by bytes that a peer says (logarithmic)."""
+    """Plot the validation loss by tokens, and by the payload bytes of a peer (logarithmic)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -155,6 +155,6 @@ def figure(found: Sequence[Measured], path: Path, title: str) -> None:
 def save(
     path: Path, machine: Mapping[str, Any], profile: Profile, parameters: int, sections: Mapping[str, Any]
 ) -> None:
-    """The JSON file; its keys are in the package's command."""
+    """Return the content of the JSON file; the package's command lists its keys."""
     setting = {**asdict(profile), "model": dict(profile.model), "parameters": parameters, "tokens": profile.tokens}
     report.save(path, {"machine": machine, "setting": setting, **sections})

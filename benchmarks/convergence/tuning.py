@@ -12,7 +12,7 @@ FARTHEST = 3
 
 
 def missing(found: Mapping[int, float]) -> list[int]:
-    """Which exponents of 2 to try next, given the losses of those that were tried; empty when the search is over."""
+    """Return the exponents of 2 to try next, given the losses so far; empty when the search is over."""
     if not found:
         return [-1, 0, 1]
     best = min(found, key=lambda e: (found[e], abs(e)))
@@ -20,7 +20,7 @@ def missing(found: Mapping[int, float]) -> list[int]:
 
 
 def best(found: Mapping[int, float]) -> int:
-    """The exponent with the least loss. Raises ValueError when every rate diverged."""
+    """Return the exponent with the least loss. Raises ValueError when every rate diverged."""
     chosen = min(found, key=lambda e: (found[e], abs(e)))
     if not math.isfinite(found[chosen]):
         raise ValueError("training diverged at every learning rate that was tried")

@@ -1,7 +1,7 @@
 """Sparse averaging with every detail a choice: what the defaults were found with.
 
-With its own defaults this is what `swarm` does with the run's codec; it is written on flat vectors and promises neither
-bits nor bytes, so that a choice can be tried before it is built. A test holds that the two agree.
+With its defaults it equals `swarm` with the run's codec. It works on flat vectors and promises neither bits nor
+bytes, so that a choice can be tried before it is built. A test holds that the two agree.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class Choice:
     """`power`: the mean of a coordinate is sum(w v) / (sum of the senders' w) ** power: 0 over all, 1 over senders.
 
     `density`: (share of the training done, k) from which on k holds instead. `score`: coordinates are chosen by
-    magnitude, or by magnitude over the root of AdamW's second moment. `forget`: the inner optimiser starts anew each
+    magnitude, or by magnitude over the root of AdamW's second moment. `forget`: the inner optimiser is reset each
     round. `fragments`: each h / fragments steps another part of the tensors is sent (streaming, arXiv 2501.18512).
     `keep`: the share of what was learnt during the overlap that stays after a rebase. `h_late`: (share, h) as density.
-    `carry`: the share of its error feedback that a peer's own model keeps after a round: it trains on from what it
-    has learnt, sent or not, and not from the state that all hold. `absorb`: what becomes of the feedback of a peer
-    that did not send a coordinate which others moved: it stays ("none"), goes ("drop"), or loses what others did in its
-    own direction ("same"). `embedding_k`: of the embedding so many coordinates of a chunk go, in 2 bits; 0: as of all.
+    `carry`: the share of its error feedback that a peer's own model keeps after a round. The peer then trains on from
+    its own progress, sent or not, and not from the common state. `absorb`: the fate of a peer's feedback for a
+    coordinate that only others moved. It stays ("none"), is dropped ("drop"), or shrinks by their movement in its own
+    direction ("same"). `embedding_k`: the number of coordinates that are sent of each chunk of the embedding, in 2
+    bits; 0: as elsewhere.
     """
 
     h: int = 10
@@ -157,7 +158,7 @@ class Variant(Method):
             self.fleet.forget_moments()
 
     def _clip(self, sent: Sequence[tuple[chunks.Group, Tensor, Tensor]]) -> Tensor:
-        """What brings each peer's update of a tensor to the median norm: fp32 [peers, tensors]."""
+        """Return the factors that bring each peer's update of a tensor to the median norm: fp32 [peers, tensors]."""
         energies = torch.zeros(len(self.fleet.flat), len(self.setting.layout.tensors), device=self.base.device)
         for group, decoded, _ in sent:
             energies.index_add_(1, group.tensor, decoded.square().sum(2))
@@ -179,7 +180,7 @@ class Variant(Method):
 
 
 def _absorbed(left: Tensor, moved: Tensor, how: str) -> Tensor:
-    """The feedback of those who did not send, after others moved its coordinates by `moved`."""
+    """Return the feedback of coordinates that were not sent, after others moved them by `moved`."""
     if how == "drop":
         return torch.zeros_like(left)
     if not how.startswith("same"):
@@ -189,7 +190,7 @@ def _absorbed(left: Tensor, moved: Tensor, how: str) -> Tensor:
 
 
 def _fragments(found: Sequence[chunks.Group], parts: int) -> list[list[chunks.Group]]:
-    """The groups, cut into so many parts with an equal share of every width's chunks."""
+    """Return the groups in `fragments` parts, each with an equal share of every width's chunks."""
     if parts == 1:
         return [list(found)]
     return [[chunks.Group(g.width, g.at[i::parts], g.tensor[i::parts]) for g in found if len(g.at) > i]
@@ -197,7 +198,7 @@ def _fragments(found: Sequence[chunks.Group], parts: int) -> list[list[chunks.Gr
 
 
 def _at(steps: Sequence[tuple[float, int]], done: float, before: int) -> int:
-    """The value that holds when this share is done."""
+    """Return the value that applies after this share of the training."""
     for share, value in steps:
         if done >= share:
             before = value

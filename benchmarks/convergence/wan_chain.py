@@ -1,4 +1,4 @@
-"""What a run's chain says, read from a coordinator's folder: who was in each round, with how many windows."""
+"""The contributors of each round and their windows, read from the chain in a coordinator's folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coordinator.authoring.resolve import SPEC
 from protocol.chain import Chain
 from protocol.envelope import open_envelope
 from protocol.message_codec import MessageDecoder
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import KIND, MAX_SPEC, RunSpec, parse_spec
 
 
@@ -24,15 +24,18 @@ class ChainRound:
 
 
 def read_spec(home: Path) -> RunSpec:
-    """The spec of the run in a coordinator's folder."""
+    """Return the spec of the run in a coordinator's folder."""
     sent = (home / "run" / SPEC).read_bytes()
     return parse_spec(open_envelope(sent, KIND, limit=MAX_SPEC + 1024).payload)
 
 
 def read_chain(spec: RunSpec, store: Path) -> list[ChainRound]:
-    """The head's path from the genesis, oldest first. Every certificate is verified. Raises ProtocolError."""
+    """Return the path from the genesis to the head, oldest first.
+
+    Every certificate is verified. Raises ProtocolError.
+    """
     decoder = MessageDecoder(spec.run_id, spec.owner_key)
-    chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
+    chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
     for file in sorted((store / "chain").glob("*-*")):
         chain.add(decoder.certificate(file.read_bytes()[32:]))
     rounds = []

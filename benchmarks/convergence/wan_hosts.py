@@ -1,6 +1,6 @@
 """Real processes on the hosts of an emulated internet, for benchmarks: started, counted, and gone at the end.
 
-What is shared by `over_wan` (Cairn's own processes) and `rival_hivemind`. Everything that a process writes lies in one
+`over_wan` (Cairn's own processes) and `rival_hivemind` share this module. Everything that a process writes lies in one
 temporary folder, which goes with it.
 """
 
@@ -57,7 +57,7 @@ class Running:
         return self._process.poll()
 
     def last_words(self, lines: int = 8) -> str:
-        """The end of what it printed."""
+        """Return the last lines of its output."""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
 
     def ask_to_stop(self) -> None:
@@ -124,7 +124,7 @@ class Hosts:
         return found
 
     def prefer(self) -> None:
-        """What runs on the hosts now goes before all else on the machine, which should not be measured."""
+        """Give the processes on the hosts priority over other work on the machine, which should not be measured."""
         for name in self.wan.topology.hosts:
             for pid in self.wan.pids(name):
                 with suppress(OSError):  # it has just ended, or this kernel does not group by session
@@ -132,7 +132,7 @@ class Hosts:
                     Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS))
 
     def check(self) -> None:
-        """Raises BenchError when a process has failed."""
+        """Raise BenchError if a process has failed."""
         for process in self.running:
             if process.code not in (None, 0):
                 raise BenchError(f"{process.name} ended with code {process.code}:\n{process.last_words()}")
@@ -158,7 +158,7 @@ class Hosts:
 
 
 def kind_of(command: str) -> str:
-    """What a process is, by its command line: trainer, daemon (libp2p's), or node."""
+    """Return the kind of a process, from its command line: trainer, daemon (libp2p's), or node."""
     if "peer.training" in command or "stand_in" in command:
         return "trainer"
     return "daemon" if "p2pd" in command.split(" ", 1)[0] or "watchdog" in command else "node"
@@ -166,7 +166,10 @@ def kind_of(command: str) -> str:
 
 @contextmanager
 def hosts(topology: Topology, *, ttl: float, keep: Path | None = None) -> Iterator[Hosts]:
-    """An emulated internet of its own name, with a folder that is removed unless it is `keep`. Raises BenchError."""
+    """Make an emulated internet with its own name, and a folder that is removed unless it is `keep`.
+
+    Raises BenchError.
+    """
     folder = keep or Path(tempfile.mkdtemp(prefix="cairn-wan-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):

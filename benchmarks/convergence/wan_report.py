@@ -21,7 +21,7 @@ Result = dict[str, Any]
 
 
 def joined(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """By whose they are."""
+    """Tables by their system."""
     return {
         "cairn": [r for r in results if "exchange_seconds" in r],
         "hivemind": [r for r in results if "variant" in r],

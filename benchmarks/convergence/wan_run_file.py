@@ -36,7 +36,7 @@ def tables_of(
     round_: Mapping[str, Any] | None = None,
     points: int = 6,
 ) -> Tables:
-    """The tables of a run.toml.
+    """Return the tables of a run.toml.
 
     Args:
         prepared: the folder of `cairn data prepare` with the profile's vocabulary.

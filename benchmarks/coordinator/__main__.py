@@ -1,4 +1,4 @@
-"""What the coordinator bears: peers, callers, viewers, rounds and floods, on the machine that this runs on.
+"""The load that a coordinator carries on this machine: peers, callers, viewers, rounds and floods.
 
 Server and callers are processes of their own on the same cores. Calls are open loop; a call's time counts from when it
 was due. The swarm is simulated behind `SwarmView`: verifying heartbeats and records is the observer's work, not here.
@@ -35,7 +35,7 @@ from protocol.wire import coordinator_pb2 as wire
 TICK = os.sysconf("SC_CLK_TCK")
 
 RATES = {"Account": 167.0, "Admit": 17.0, "GetRun": 17.0, "Status": 10.0}
-"""Calls a second of 10,000 peers: an account each minute, all admitted anew within ten minutes; twenty who watch."""
+"""Calls a second of 10,000 peers: an account each minute, all admitted again within ten minutes; twenty watchers."""
 
 if "Receipts" in wire.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name:
     RATES["Receipts"] = 17.0  # each peer's within ten minutes
@@ -51,7 +51,7 @@ class Server:
         self.pid: int = place["pid"]
 
     def processor_seconds(self) -> float:
-        """Used so far."""
+        """Return the processor seconds used so far."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICK
 
@@ -65,7 +65,7 @@ class Server:
 
 @contextmanager
 def serving(peers: int, *options: str) -> Iterator[Server]:
-    """A coordinator of so many simulated peers."""
+    """Run a coordinator with a number of simulated peers."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.coordinator.server", folder, str(peers), *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -91,7 +91,7 @@ def start_load(server: Server, **plan: Any) -> subprocess.Popen[str]:
 
 
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the callers found."""
+    """Return the results of the callers."""
     text = process.stdout.read() if process.stdout else ""
     if process.wait(120):
         raise RuntimeError("the callers failed: what they said is above")
@@ -136,7 +136,7 @@ def flooded(peers: int, seconds: float, rate: float) -> dict[str, Any]:
 
 
 def one_hour(peers: int, rounds: int) -> dict[str, Any]:
-    """In a process of its own, so that the memory is its."""
+    """Measure in a separate process, so that the memory is its own."""
     command = [sys.executable, "-m", "benchmarks.coordinator.hour", str(peers), str(rounds)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 

@@ -17,13 +17,13 @@ from protocol.spec import sign_spec
 
 
 def processor_seconds() -> float:
-    """Of this process so far, all threads."""
+    """Return the processor seconds of this process so far, over all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 async def hour(folder: Path, peers: int, rounds: int) -> dict[str, Any]:
-    """Each round is a minute after the one before by the coordinator's clock."""
+    """Run an hour of rounds, each a minute after the one before by the coordinator's clock."""
     spec, clock = make_spec(), [1.9e9]
     swarm = SimulatedSwarm(spec, peers)
     config = CoordinatorConfig(folder, "127.0.0.1", 0, "127.0.0.1", 0)

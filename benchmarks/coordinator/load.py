@@ -1,6 +1,7 @@
-"""Callers: honest ones as 10,000 peers would ask, viewers of the page, and ones who send rubbish as fast as told.
+"""Callers: honest ones with the requests of 10,000 peers, viewers of the page, and senders of garbage.
 
-Open loop: calls are due at times drawn beforehand, and how long one takes is counted from when it was due. Run as a
+The load is open loop: calls are due at times drawn beforehand, and a call's time counts from the moment it was due.
+Run as a
 process: `python -m benchmarks.coordinator.load`, with the plan as JSON on standard input; the results are JSON, too.
 """
 
@@ -45,7 +46,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 class Calls:
-    """What is asked, and how long it took."""
+    """The requests of a plan, and their durations."""
 
     def __init__(self, port: int, plan: dict[str, Any]):
         der = _certificate_of(Endpoint("127.0.0.1", port))
@@ -69,7 +70,7 @@ class Calls:
         return ask
 
     def honest(self, method: str) -> Ask:
-        """A right request of some peer."""
+        """Return a valid request of some peer."""
         if method == "Admit":
             me = identity(self._random.randrange(self._peers))
             body = wire.AdmitBody(run=self._run, time=int(time.time()), name="somebody")
@@ -110,7 +111,7 @@ class Calls:
         self.seconds.setdefault(name, []).append(time.monotonic() - due)
 
     async def run(self) -> dict[str, Any]:
-        """All that the plan says: calls a second by method for so many seconds, and viewers."""
+        """Run a plan: calls a second by method for its seconds, and viewers."""
         plan, begin = self._plan, time.monotonic() + 0.5
         tasks = []
         for name, rate in plan["rates"].items():
@@ -136,7 +137,7 @@ class Calls:
 
 
 async def view(page: int, end: float) -> int:
-    """A viewer of the page; how many updates it was sent."""
+    """View the page; return the number of updates received."""
     reader, writer = await asyncio.open_connection("127.0.0.1", page, limit=2**22)
     writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
     events = 0
@@ -151,7 +152,7 @@ async def view(page: int, end: float) -> int:
 
 
 def main() -> int:
-    """From standard input to standard output."""
+    """Run a plan from standard input; write the results to standard output."""
     plan = json.load(sys.stdin)
 
     async def all_of_it() -> dict[str, Any]:

@@ -50,7 +50,7 @@ async def serve(folder: Path, peers: int, contributors: int, round_seconds: floa
 
 
 def main() -> int:
-    """From the command line."""
+    """Serve with arguments from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("peers", type=int)

@@ -21,7 +21,7 @@ WINDOWS = 64
 
 
 def make_spec() -> RunSpec:
-    """A run of a small model; the coordinator's work does not depend on the model's size."""
+    """Return a run of a small model; the coordinator's work does not depend on the model's size."""
     digest = sha256(b"x").hex()
     return RunSpec.model_validate({
         "name": "benchmark", "owner": OWNER.key.hex(), "seed": 1,
@@ -41,7 +41,7 @@ def make_spec() -> RunSpec:
 
 
 def identity(number: int) -> Identity:
-    """The same key for the same number, always."""
+    """Return the peer key of a number."""
     return Identity(sha256(b"benchmark", number.to_bytes(8, "big")))
 
 
@@ -99,7 +99,7 @@ class SimulatedSwarm:
         return False
 
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
-        """Nothing is heard one by one."""
+        """Messages are not passed on one by one."""
 
     def announced(self, parent: Digest) -> Sequence[Announced]:
         return ()
@@ -113,7 +113,7 @@ class SimulatedSwarm:
     # -- what happens ----------------------------------------------------------------------------------------
 
     def beat(self, part: int, parts: int) -> None:
-        """A heartbeat of each peer whose number is `part` modulo `parts`."""
+        """Send a heartbeat of each peer whose number is `part` modulo `parts`."""
         now, round_ = time.monotonic(), Round(len(self.certificates))
         self._sequence += 1
         for key in self.keys[part::parts]:
@@ -125,7 +125,7 @@ class SimulatedSwarm:
             ), now)  # fmt: skip
 
     def round(self, contributors: int, loss: float = 3.0) -> None:
-        """The next round, with updates of so many peers."""
+        """Add the next round, with updates of a number of peers."""
         number = Round(len(self.certificates))
         keys = sorted(self._random.sample(self.keys, min(contributors, len(self.keys))))
         base = Digest(sha256(b"state", number.to_bytes(8, "big")))

@@ -3,17 +3,17 @@
     python -m benchmarks.exchange_wan [--quick] [--json FILE] [--parameters 25M] [--peers 4] [--rows sparse,gloo]
                                       [--dies] [--add]
 
-Each row starts real processes, a peer on a host of its own: 100 Mbit/s up and down, 50 ms one way between any two (one
-number for all rows; --mbit, --rtt-ms). Cairn's peers are the product's node, swarm, store, codec and round machine (by
-QUIC; in the rows -no-udp by TCP, as firewalls drop UDP); in the trainer's place is a process that trains nothing, makes
-updates of noise (of the codec's real size) and applies accepted ones for real. All announce at the same instant; --warm
+Each row starts real processes, each peer on a host of its own. Links are 100 Mbit/s up and down, 50 ms one way
+between any two, in all rows (--mbit, --rtt-ms). Cairn's peers are the product's node, swarm, store, codec and round
+machine (by QUIC; in the rows -no-udp by TCP, as behind a firewall that drops UDP). A stand-in for the trainer makes
+updates of noise of the codec's real size and applies accepted ones for real. All announce at the same instant; --warm
 rounds before those that are measured warm up what there is to warm (the table gives the first, cold one, too). The
 peers share the machine's cores: CPU seconds are given, for each peer and round.
 
 The floor of a row is its own bytes / bandwidth + 2 round trips: n - 1 updates into each peer, or 2 (n - 1) / n times
 the values for an all-reduce. Plain TCP rows send an update's bytes and do nothing else. hivemind's search for a group
-(0.6 s where it goes well) is not in its round. With --dies one peer gets SIGKILL in the middle of one more round, and
-whether the others' result is right is judged by values (or by the state's digest), not by return codes. Needs root
+(0.6 s where it goes well) is not in its round. With --dies one peer gets SIGKILL in the middle of one more round. The
+others' result is checked by values (or by the state's digest), not by return codes. Needs root
 (see tests/wan).
 
 JSON keys: machine; command; rows: a list of `setting.Row` (seconds, bytes of IP), by name, parameters and peers. --add
@@ -102,30 +102,30 @@ def number(text: str) -> int:
 
 
 def congestion_control() -> str:
-    """This machine's, e.g. bbr or cubic: it decides how TCP begins after a pause."""
+    """Return this machine's congestion control, e.g. bbr or cubic: it decides how TCP starts after a pause."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def key(row: Mapping[str, Any]) -> tuple[str, int, int, float, float, str, float, bool]:
-    """What makes two rows the same row."""
-    how = row.get("pause", PAUSE), row.get("ordinary", False)  # files from before these were choices lack them
+    """Return the key that makes two rows the same row."""
+    how = row.get("pause", PAUSE), row.get("ordinary", False)  # older files do not have these keys
     return row["name"], row["parameters"], row["peers"], row["mbit"], row["rtt_ms"], row["tcp"], *how
 
 
 def more_of(row: Mapping[str, Any]) -> str:
-    """What is not as usual in a row, in words."""
+    """Return the unusual conditions of a row, in words."""
     pause = row.get("pause", PAUSE)
     words = f", {pause:g} s between rounds" if pause != PAUSE else ""
     return words + (", peers as an ordinary user's" if row.get("ordinary", False) else "")
 
 
 def old_rows(file: Path) -> list[dict[str, Any]]:
-    """What an earlier run left."""
+    """Return the results of an earlier run."""
     return json.loads(file.read_text())["rows"] if file.exists() else []
 
 
 def results(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], argv: list[str] | None) -> dict[str, Any]:
-    """The JSON's content, the rows in the table's order."""
+    """Return the JSON's content, with the rows in the table's order."""
     order = list(SYSTEMS)
     ordered = sorted(rows, key=lambda r: (*key(r)[1:], order.index(r["name"])))
     command = " ".join(["python -m benchmarks.exchange_wan", *(sys.argv[1:] if argv is None else argv)])
@@ -173,12 +173,12 @@ def sum_of(cpu: Mapping[str, float]) -> float:
 
 
 def megabytes(count: float | None) -> float | None:
-    """None where it was not measured."""
+    """Return bytes as MB; None if they were not measured."""
     return None if count is None else round(count / 1e6, 2)
 
 
 def cold(row: Mapping[str, Any]) -> str | None:
-    """The exchange of the first round, and how many warmed up; None where the file is older than this."""
+    """Return the exchange of the first round and the number of warm-up rounds; None for older files."""
     warming = row.get("warming", [])
     if not warming:
         return None
@@ -186,7 +186,7 @@ def cold(row: Mapping[str, Any]) -> str | None:
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """Whether what came out was what it should be."""
+    """Return whether the results were right, for the table."""
     if row["name"].startswith("tcp"):
         return "-"
     wrong = sum(not r["right"] for r in row["rounds"])
@@ -203,7 +203,7 @@ def death(row: Mapping[str, Any]) -> str:
 
 
 def show(found: Mapping[str, Any]) -> str:
-    """All rows as tables, one for each size of swarm."""
+    """Return all rows as tables, one for each size of swarm."""
     parts = []
     for where in dict.fromkeys(key(r)[1:] for r in found["rows"]):
         rows = [r for r in found["rows"] if key(r)[1:] == where]
@@ -222,7 +222,7 @@ def show(found: Mapping[str, Any]) -> str:
 
 
 def searched(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What hivemind's search for a group took, which is not in its rounds."""
+    """Return lines about hivemind's searches for a group, which are not part of its rounds."""
     return "\n".join(
         f"{r['says']}: {r['matchmaking']:.1f} s to find a group before each round, not counted above"
         + (f"; {again} times begun anew, since it had left somebody out" if (again := r.get("searches", 0)) else "")

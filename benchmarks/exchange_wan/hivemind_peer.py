@@ -2,10 +2,10 @@
 
     python -m benchmarks.exchange_wan.hivemind_peer JOB.json NUMBER
 
-Its search for a group, which takes seconds and may go on while a peer trains, is done before a round begins and
-counted apart; the round is its all-reduce, which all begin at the same instant. Where a search leaves somebody out
-(three of four form a group, and the fourth looks for one), all give it up after a while and search anew: what that took
-is counted with that round's search.
+Its search for a group takes seconds and may overlap training, so it comes before a round and is counted separately.
+The round is its all-reduce, which all begin at the same instant. A search may leave a peer out: three of four form a
+group, and the fourth searches for one. Then all stop after a while and search again, and the time counts with that
+round's search.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MATCHMAKING = 5.0
 """Its default."""
 STEP_SECONDS = 240.0
 SEARCH_SECONDS = 20.0
-"""After so long a search is given up by all."""
+"""Seconds after which all stop a search."""
 SETTLE_SECONDS = 3.0
 """Until the next begins: requests of the last one have timed out."""
 
@@ -62,7 +62,7 @@ def main() -> int:
         start=True,
         prefix="exchange",
         target_group_size=n,
-        min_group_size=max(2, n - 1),  # of which there can be one only, and which can be without who has died
+        min_group_size=max(2, n - 1),  # only one group is possible, and it may be without the dead peer
         min_matchmaking_time=MATCHMAKING,
         request_timeout=MATCHMAKING / 2,
         compression=COMPRESSIONS[job.options["compression"]](),
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def _group(averager: Any, job: Job, number: int, diary: Diary, round: int) -> Any:
-    """A step of which all the living wait for the trigger, in one group; None when it is over before they do.
+    """Return a step in whose group all living peers wait for the trigger; None if it ends before.
 
     Peer 0 says when a search begins and whether it found all: they stay in step.
     """

@@ -1,4 +1,4 @@
-"""What the harness tells each peer's process, and what a process tells it: files in one folder.
+"""Messages between the harness and the peers' processes, as files in one folder.
 
 job.json        the job
 ready-P-R       peer P is prepared for round R
@@ -64,7 +64,7 @@ class Diary:
         publish(self._folder / f"ready-{self._number}-{round}", "")
 
     def begins(self, round: int) -> float | None:
-        """When the round begins; None as long as that is not known."""
+        """Return the start of the round; None as long as it is not set."""
         try:
             return float((self._folder / f"go-{round}").read_text())
         except FileNotFoundError:
@@ -93,7 +93,7 @@ def publish(file: Path, text: str) -> None:
 
 
 def read_diary(folder: Path, number: int) -> list[dict[str, Any]]:
-    """What a peer has written down so far."""
+    """Return the diary of a peer so far."""
     file = folder / f"diary-{number}.jsonl"
     if not file.exists():
         return []

@@ -1,4 +1,4 @@
-"""What is made of the peers' diaries: times of a round, and whether what came out is right. Pure."""
+"""Evaluation of the peers' diaries: the times of a round, and the correctness of its result. Pure."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Times:
 
 
 def entries(diary: Sequence[Mapping[str, Any]], round: int, *what: str) -> list[Mapping[str, Any]]:
-    """What a peer wrote of these kinds in a round."""
+    """Return a peer's entries of these kinds in a round."""
     return [e for e in diary if e["round"] == round and e["what"] in what]
 
 
 def ended(diaries: Diaries, round: int, peers: Sequence[int]) -> bool:
-    """Whether each of these peers is done with a round, or has failed at it."""
+    """Return whether each of these peers has finished a round, or failed."""
     return all(entries(diaries[p], round, "done", "failed") for p in peers)
 
 
 def times_of(diaries: Diaries, round: int, peers: Sequence[int]) -> Times:
-    """Of a round that has ended. What a system has no word for is when it was done."""
+    """Return the times of a finished round. A step that a system does not have counts as its end."""
     began = {p: entries(diaries[p], round, "announced")[0]["at"] for p in peers}
     done = {p: _end(entries(diaries[p], round, "done", "failed")[0]) for p in peers}
-    # What is held after the end is the own update of the next round.
+    # Blobs held after the end are the peer's own update of the next round.
     held = {
         p: max((e["at"] for e in entries(diaries[p], round, "held") if e["at"] <= done[p]), default=done[p])
         for p in peers
@@ -64,8 +64,7 @@ def _end(entry: Mapping[str, Any]) -> float:
 
 
 def right(diaries: Diaries, round: int, peers: Sequence[int]) -> bool:
-    """Whether all these peers hold the same after a round, and what they should: by values, or by the state's digest,
-    which a record with all of their updates led to."""
+    """Return whether all these peers hold the same, right result, by values or by state digest."""
     last = {p: entries(diaries[p], round, "done") for p in peers}
     if not all(last.values()):
         return False
@@ -77,7 +76,7 @@ def right(diaries: Diaries, round: int, peers: Sequence[int]) -> bool:
 
 
 def shares_of(diaries: Diaries, round: int, peers: Sequence[int]) -> list[dict[str, float]]:
-    """What share of each peer's values is which mean, where that was written down."""
+    """Return the share of each mean in each peer's values, if the diaries have it."""
     found = []
     for p in peers:
         said = [e["shares"] for e in entries(diaries[p], round, "done", "failed", "values") if e.get("shares")]
@@ -87,12 +86,12 @@ def shares_of(diaries: Diaries, round: int, peers: Sequence[int]) -> list[dict[s
 
 
 def taking_part(diaries: Diaries, round: int, peers: Sequence[int]) -> int:
-    """How many peers' work is in a round's result, by those who say least."""
+    """Return the number of peers whose work is in a round's result: the least that any peer reports."""
     return min((e.get("taking_part", 0) for p in peers for e in entries(diaries[p], round, "done")), default=0)
 
 
 def words_of_death(diaries: Diaries, round: int, peers: Sequence[int]) -> str:
-    """What the others held after the round in which one died."""
+    """Describe the others' result after the round in which one died."""
     failed = [e for p in peers for e in entries(diaries[p], round, "failed")]
     shares = shares_of(diaries, round, peers)
     least = min((max(s.values()) for s in shares), default=None)

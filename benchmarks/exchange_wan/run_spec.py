@@ -32,7 +32,7 @@ def identity(number: int) -> Identity:
 
 
 def addresses(job: Job, but: int) -> list[str]:
-    """Where the others are."""
+    """Addresses of the other peers."""
     found = []
     for i, ip in enumerate(job.ips):
         if i != but:
@@ -41,7 +41,7 @@ def addresses(job: Job, but: int) -> list[str]:
 
 
 def spec_of(job: Job) -> RunSpec:
-    """The run's spec: the same for everybody who is given the same job."""
+    """Return the run's spec, the same for everybody with the same job."""
     layout = Setting(job.parameters, len(job.ips)).layout
     zeros = {t.name: torch.zeros(t.shape) for t in layout.tensors}
     return RunSpec.model_validate(
@@ -72,7 +72,7 @@ def spec_of(job: Job) -> RunSpec:
 
 
 def write_genesis(spec: RunSpec, file: Path) -> None:
-    """The first state's checkpoint, which all peers link to."""
+    """Write the first state's checkpoint, which all peers link to."""
     layout = spec.model.layout
     with open(file, "wb") as out:
         for chunk in checkpoint_chunks(layout, {t.name: torch.zeros(t.shape) for t in layout.tensors}):
@@ -90,7 +90,7 @@ def furnish(store: Store, spec: RunSpec, genesis: Path) -> None:
 
 
 def admission(spec: RunSpec, number: int) -> bytes:
-    """The owner's, as it is sent."""
+    """Return the owner's signed message, encoded."""
     now = int(time.time())
     body = Admission(spec.run_id, identity(number).key, now - 3600, now + 86_400, f"p{number + 1}")
     return KeySigner(OWNER).sign(body).sent

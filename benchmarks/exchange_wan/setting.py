@@ -1,4 +1,4 @@
-"""What all rows have in common, the floor of each, and what a row is. Pure."""
+"""The common setting of all rows, the floor of each, and the definition of a row. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from protocol.layout import Layout
 
 SIDE = 1024
-"""The model is so many square matrices of this side: 2**20 parameters each."""
+"""Side of the model's square matrices: 2**20 parameters each."""
 
 WINDOW = 8
 TARGET = 1000
@@ -20,10 +20,12 @@ PAUSE = 2.5
 
 @dataclass(frozen=True)
 class Setting:
-    """One number for all rows: `mbit` each way for each host, `rtt_ms` between any two; `tcp`: congestion control;
-    `pause`: seconds before each round, more than a heartbeat; `ordinary`: the peers are an ordinary user's processes,
-    whose sockets get no larger buffers than `net.core.rmem_max` allows; `warm`: rounds before those that are measured,
-    one or more."""
+    """The same for all rows: `mbit` each way for each host, `rtt_ms` between any two, and the congestion control `tcp`.
+
+    `pause` is the seconds before each round, more than a heartbeat. With `ordinary` the peers are an ordinary user's
+    processes, whose socket buffers are limited by `net.core.rmem_max`. `warm` is the number of warm-up rounds, one or
+    more.
+    """
 
     parameters: int
     peers: int
@@ -47,13 +49,13 @@ class Setting:
         return 2 * self.rtt_ms / 1e3
 
     def seconds_of(self, size: float) -> float:
-        """Seconds that so many bytes take on one line."""
+        """Return the seconds of a number of bytes on one link."""
         return size * 8 / (self.mbit * 1e6)
 
 
 @dataclass(frozen=True)
 class System:
-    """One row: the module that each peer runs, what it is told, and how its bytes flow.
+    """One row: the module that each peer runs, its job, and the flow of its bytes.
 
     `codec`: of updates that each sends to all. Otherwise `width` is the bytes of a value in an all-reduce. Without
     `udp` firewalls drop it, and Cairn's peers have TCP alone.
@@ -125,7 +127,7 @@ SYSTEMS: dict[str, System] = {
 
 @dataclass(frozen=True)
 class Round:
-    """One measured round. Seconds since the first peer announced (or was let go), until the last peer was there.
+    """One measured round. Seconds from the first peer's announcement (or start) until the last peer was done.
 
     `held`: every other's update is held and checked; `certified`; `applied`. A reducer has `applied` only: its values
     are what they should be. `own`: from a peer's own announcement until it held all, the median of the peers.
@@ -148,9 +150,9 @@ class Round:
 class Death:
     """One peer was killed `after` seconds into a round.
 
-    `seconds`: from then until the last of the others was done, None when they were not within the time allowed;
-    `right`: all others hold the same, and what they should; `says`: what happened, in words; `next_seconds`: a round of
-    the others after that one, None when there was none.
+    `seconds` is the time until the last of the others was done, None if it exceeded the limit. `right`: all others
+    hold the same, right result. `says` describes the result in words. `next_seconds` is the next round of the others,
+    None if there was none.
     """
 
     after: float
@@ -162,10 +164,12 @@ class Death:
 
 @dataclass(frozen=True)
 class Row:
-    """A system's result; of its rounds the medians. `ratio`: of `exchange` to `floor`. `matchmaking`: hivemind's search
-    for a group, which is not in `seconds`. `router_late_ms`: above a few, the emulated lines were slower than they say.
-    `warming`: `exchange` of each round before those that are measured, the first of which had cold lines. `searches`:
-    how often hivemind's peers had to begin anew to look for a group, in all rounds, also those that warm up.
+    """A system's result; of its rounds the medians.
+
+    `ratio`: of `exchange` to `floor`. `matchmaking`: hivemind's search for a group, which is not in `seconds`.
+    `router_late_ms`: above a few, the emulated lines were slower than they say. `warming`: `exchange` of each round
+    before those that are measured, the first of which had cold lines. `searches`: number of times that hivemind's
+    peers had to search again for a group, in all rounds, warm-up included.
     """
 
     name: str

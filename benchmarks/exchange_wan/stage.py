@@ -22,12 +22,15 @@ SETTLE_SECONDS = 2.5
 AS_A_USER = ("setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin")
 """Root may give sockets what buffers it likes (SO_RCVBUFFORCE, socket(7)): a volunteer who is not root may not."""
 AHEAD = 0.3
-"""All are told of a round's beginning so long before it."""
+"""Seconds between the announcement of a round's start and the start."""
 
 
 def play(name: str, system: System, setting: Setting, *, dies: bool, seconds: float, keep: Path | None = None) -> Row:
-    """One row. Some rounds are played before those that are measured; with `dies`, the last host's processes are killed
-    in the middle of one more round. `seconds`: how long all may take. Raises BenchError."""
+    """One row.
+
+    Some rounds are played before those that are measured; with `dies`, the last host's processes are killed in the
+    middle of one more round. `seconds`: how long all may take. Raises BenchError.
+    """
     names = [f"p{i + 1}" for i in range(setting.peers)]
     before = set(Path("/tmp").glob("hivemind-*.sock"))
     try:
@@ -64,7 +67,7 @@ class _Play:
 
     def _start(self) -> None:
         folder, system, setting = self.world.folder, self.system, self.setting
-        exchange_seconds = max(60.0, 4 * system.floor(setting))  # what `cairn plan` advises
+        exchange_seconds = max(60.0, 4 * system.floor(setting))  # advice of `cairn run plan`
         job = Job(
             str(folder), [self.world.ip(n) for n in self.names], setting.parameters,
             dict(system.codec) if system.codec is not None else None, dict(system.options), exchange_seconds,
@@ -156,7 +159,7 @@ class _Play:
         )  # fmt: skip
 
     def _settled(self, number: int) -> bool:
-        """Whether it is known what each of the living holds."""
+        """Return whether the diaries show each living peer's result."""
         diaries = self._diaries()
         return judging.right(diaries, number, self.living) or all(
             judging.entries(diaries[p], number, "failed", "values")
@@ -171,7 +174,7 @@ class _Play:
                 os.kill(pid, signal.SIGKILL)
 
     def _next(self, number: int) -> float | None:
-        """A round of those who are left; None when not all are ready for one in time, or it does not end."""
+        """Run a round of the living peers; None if not all are ready in time, or it does not end."""
         if self.system.module.endswith(".gloo_peer"):
             return None  # its processes have ended
         end = min(self.end - 15, time.monotonic() + 60)

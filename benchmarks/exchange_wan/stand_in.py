@@ -133,7 +133,7 @@ class StandIn:
         return state_digest(self._layout, self._state, 1)
 
     def _prepare(self, round: int, window: int) -> None:
-        """The update of a round, of noise of its own: of full size, and no easier to compress than any."""
+        """Make the update of a round from fresh noise: of full size, and as hard to compress as any."""
         self._round, self._window, self._told = round, window, False
         self._progress(0)
         generator = torch.Generator().manual_seed(1000 * round + self._number)
@@ -144,7 +144,7 @@ class StandIn:
             blob += self._codec.encode_chunks(index, 0, torch.randn(tensor.numel, generator=generator))
         self._made = blob_digest(memoryview(blob))
         self._file.write_bytes(blob)
-        # Some work is done: the others hear of it by heartbeats, and know whom to wait for.
+        # Report some work: the others learn from heartbeats that this peer trains, and wait for it.
         self._progress(1)
         self._diary.ready(round)
 

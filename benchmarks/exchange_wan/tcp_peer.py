@@ -2,7 +2,7 @@
 
     python -m benchmarks.exchange_wan.tcp_peer JOB.json NUMBER
 
-What TCP itself makes of the floor: slow start, after every pause anew, and headers.
+It shows TCP's own cost beyond the floor: slow start after every pause, and headers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PORT = 7420
 
 
 async def serve(job: Job, number: int) -> None:
-    """Rounds until there are no more."""
+    """Run rounds until there are no more."""
     diary, n = Diary(job, number), len(job.ips)
     layout = Setting(job.parameters, n).layout
     size = make_codec(CodecSpec.model_validate(job.codec), layout).size

@@ -1,7 +1,7 @@
 """The values that reducers average, and whether what came out is their mean: values are compared, not return codes.
 
-Peer i of n gives base + STEP * i * i, where base is the same noise for all. So any mean is base and a constant, and
-what was not averaged, or not with everybody, is told by that constant, however coarse the wire.
+Peer i of n gives base + STEP * i * i, where base is the same noise for all. So any mean is the base plus a constant.
+The constant shows which peers were averaged, however coarse the wire.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ PIECE = 2**22
 
 
 def given(number: int) -> float:
-    """By how much peer `number`'s values are above what all have in common."""
+    """Return the constant that peer `number` adds to the common base."""
     return STEP * number * number
 
 
 def fill(values: Tensor, number: int, seed: int = 0) -> None:
-    """What peer `number` gives, into fp32 [n]."""
+    """Write peer `number`'s values into fp32 [n]."""
     generator = torch.Generator().manual_seed(seed)
     for piece in values.split(PIECE):
         piece.normal_(generator=generator).add_(given(number))
 
 
 def shares(values: Tensor, peers: int, seed: int = 0) -> dict[str, float]:
-    """Of fp32 [n] after averaging: the share of values that are the mean of all peers' (`all`), or of all but the
-    last's, which is the one that dies (`survivors`)."""
+    """Return the shares of values in fp32 [n] that are a mean of all peers (`all`) or of the `survivors`.
+
+    The survivors are all but the last peer, which is the one that dies.
+    """
     generator = torch.Generator().manual_seed(seed)
     means = {
         "all": sum(map(given, range(peers))) / peers,
@@ -44,5 +46,5 @@ def shares(values: Tensor, peers: int, seed: int = 0) -> dict[str, float]:
 
 
 def is_right(of_peers: list[dict[str, float]], least: float = 0.999) -> bool:
-    """Whether everybody holds one and the same mean: of all, or of the survivors."""
+    """Return whether everybody holds one and the same mean: of all, or of the survivors."""
     return bool(of_peers) and any(all(s[which] >= least for s in of_peers) for which in ("all", "survivors"))

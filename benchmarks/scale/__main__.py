@@ -1,23 +1,24 @@
 """Rounds of 16 to 1,000 peers: the product's round machines on modelled links in virtual time.
 
 Real: every decision (`protocol.rounds`), each message's size as the product encodes it, the outbox's rules (64 calls
-under way), each update's size by its codec. Of more than 32 peers 32 have machines, which hear all the others; those do
-as they do, with their own keys (`shadows.py`). Modelled:
+under way), each update's size by its codec. Of more than 32 peers 32 have machines, which receive all messages. The
+others copy them with their own keys (`shadows.py`). Modelled:
 
-- lines: up and down rates, a delay for each pair (within a fifth); every packet costs 450 bytes beside its content, and
-  a message that arrives 200 us for its signature;
-- blobs: fluids that share 82% of the lines (`--efficiency`: what four real peers fill, docs/results/scale.md) max-min
+- links: up and down rates, and a delay for each pair (within a fifth). Every packet costs 450 bytes beside its
+content, and an arriving message costs 200 us for its signature;
+- blobs: fluids that share 82% of the links (`--efficiency`: what four real peers fill, docs/results/scale.md) max-min
   fairly, relayed by all (`fluid.py`);
-- the trainer: a step of 2 s (1B: 131,072 tokens at 40% of an H200) or 0.5 s (25M), 30 asked a round. Of the GPU an
-  update takes 100 bytes a parameter, a round 24 and 16 for each update, at 1 TB/s (estimates: no GPU was measured). The
+- the trainer: a step of 2 s (1B: 131,072 tokens at 40% of an H200) or 0.5 s (25M), 30 wanted a round. On the GPU an
+update takes 100 bytes a parameter, a round 24 and 16 for each update, at 1 TB/s (estimates: no GPU was measured). The
   state's digest takes 12 ns a parameter on a core, the check of an update 0.75, on four (docs/results/codec.md);
-- the owner's policy: for an exchange at least 60 s and twice what it needs; heartbeats of 2 s or more (`--heartbeat`);
-- reduced: a slice is the 256 KiB chunks of an update that cover a part; a part is made by one core, 3 ns a parameter
-  and update (docs/results/codec.md); its blob is there for all when one of its committee names it.
+- the owner's policy: at least 60 s for an exchange, and twice the needed time; heartbeats of 2 s or more
+(`--heartbeat`);
+- reduced rounds: a slice is the 256 KiB chunks of an update that cover a shard. One core sums a shard, 3 ns a
+parameter and update (docs/results/codec.md). All peers can fetch its blob when one committee member attests it.
 
-Floor: the bytes of an exchange into the peer that gets most, and two round trips (reduced: four). Training: the share
-of the GPU's time that is not an update or a round. "No overlap": if training stood still from an announcement to the
-new state.
+The floor is the bytes of an exchange into the peer that gets most, and two round trips (reduced: four). "Training" is
+the share of the GPU's time that is not an update or a round. "No overlap" is the same if training stopped from an
+announcement to the new state.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load (before anything ran)
@@ -43,7 +44,7 @@ from benchmarks import report
 from benchmarks.scale.shape import EFFICIENCY, Shape
 from benchmarks.scale.sizes import PACKET, Sizes
 from benchmarks.scale.world import World
-from protocol.rounds.helping import TELL_ALWAYS, TELL_EVERY
+from protocol.rounds.header_repair import LIST_ALWAYS, LIST_EVERY
 
 GOAL = 0.98
 LONGEST = 200_000.0
@@ -116,12 +117,12 @@ def _name(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 def finished(results: dict[str, Any]) -> dict[str, Any]:
-    """With heartbeats and goals."""
+    """Return the results with heartbeats and goals."""
     sizes = Sizes()
     results["heartbeats"] = [
         {
             "peers": n, "seconds": s, "bytes": (n - 1) * (sizes.heartbeat + PACKET) / s,
-            "known_bytes": (n - 1) * 8 * n / s / (TELL_EVERY if n > TELL_ALWAYS else 1),
+            "known_bytes": (n - 1) * 8 * n / s / (LIST_EVERY if n > LIST_ALWAYS else 1),
         }
         for n, s in ((16, 2.0), (100, 2.0), (300, 2.0), (1000, 2.0), (1000, 10.0), (1000, 30.0))
     ]  # fmt: skip
@@ -131,7 +132,7 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table."""
+    """Return the table."""
     columns = (
         "peers", "model", "codec", "exchange", "records", "round s", "steps", "exchange s", "floor s", "of floor",
         "blobs MB", "messages", "up kB", "most kB", "training", "no overlap", "us/step", "machine ms",
@@ -152,7 +153,7 @@ def shown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def heartbeats_shown(rows: Sequence[dict[str, Any]]) -> str:
-    """What heartbeats alone take of a line."""
+    """Return the share of a link that heartbeats alone take."""
     return report.table(
         ("peers", "heartbeat s", "Mbit/s each way", "while exchanging"),
         [

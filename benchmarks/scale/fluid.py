@@ -1,8 +1,8 @@
 """Blobs as fluids on the peers' lines, in steps of time.
 
-Who fetches shares its line equally among the blobs that it fetches. What they can give together is the sum of all up
-lines (chunks are relayed: who has part of a blob gives it on), shared max-min fairly among those who fetch; but no more
-of a blob can be had than its author has sent once, and that takes the author's own line. Packets (`links`) go first.
+A fetching peer shares its link equally among the blobs that it fetches. All peers together can send the sum of all
+uplinks, since a peer relays the chunks that it has. This is shared max-min fairly among the fetching peers. No more
+of a blob is available than its author has sent once, over the author's own link. Packets (`links`) go first.
 
 Of the peers the first `watched` are looked at, and get their share of what all can give.
 """
@@ -32,8 +32,10 @@ class Fluid:
         tick: float,
         efficiency: float,
     ):
-        """`columns`: blobs that may be under way at one time. `tick`: seconds of a step. `efficiency`: the share of
-        the lines that blobs can fill."""
+        """`columns`: blobs that may be under way at one time.
+
+        `tick`: seconds of a step. `efficiency`: the share of the lines that blobs can fill.
+        """
         self._clock, self._links, self._held, self._tick = clock, links, held, tick
         self._efficiency = efficiency
         peers = links.watched
@@ -85,7 +87,7 @@ class Fluid:
         self._users[column] -= 1
 
     def _room(self) -> int:
-        """A column; those of blobs that nobody fetches any more are taken, the oldest first."""
+        """Return a column for a blob, reusing the oldest one that nobody fetches any more."""
         if not self._free:
             idle = [b for b, column in self._column.items() if not self._users[column]]
             for blob in idle[: max(1, len(idle) // 2)]:
@@ -98,7 +100,7 @@ class Fluid:
         links = self._links
         up = np.maximum(self._up * passed - np.array(links.crossed_up), 0) * self._efficiency
         down = np.maximum(self._down * passed - np.array(links.crossed_down), 0) * self._efficiency
-        # What packets took beyond this step's share of a line, they take of the next.
+        # Packets that exceed this step's share of a link use the next step's.
         for crossed, rate in ((links.crossed_up, self._up), (links.crossed_down, self._down)):
             crossed[:] = np.maximum(np.array(crossed) - rate * passed, 0).tolist()
         self._send_once(up)
@@ -127,7 +129,7 @@ class Fluid:
             self._clock.at(now + self._tick, self._step)
 
     def _send_once(self, up: Floats) -> None:
-        """Each source sends what nobody has yet first; its line is shared among its own blobs."""
+        """Let each source send new chunks first; its link is shared among its own blobs."""
         wanted = (self._users > 0) & (self._gone < self._size)
         columns = np.nonzero(wanted)[0]
         if len(columns):
@@ -149,6 +151,6 @@ def _fair(wants: Floats, supply: float) -> Floats:
 
 
 def _shared(limit: Floats, give: Floats) -> Floats:
-    """Of each row no more than `limit`, equal shares, `give` in all where the limits allow (one round of sharing)."""
+    """Share `give` equally in each row, at most `limit` for each entry (one round of sharing)."""
     count = np.maximum((limit > 0).sum(1), 1)
     return np.minimum(limit, (give / count)[:, None])

@@ -1,8 +1,8 @@
 """Virtual time, and packets on modelled links: each peer has an up and a down rate, each pair a delay.
 
-A broadcast goes as the product's outbox sends it: at most `CALLS_OUT` calls are under way, a call is over when its
-answer is back, and a sender's packets pass its line one after the other. Only the first `watched` peers hear anything:
-what the others would hear is counted. At a receiver packets pass the line, and are looked at, one after the other.
+A broadcast follows the product's outbox: at most `CALLS_OUT` calls are in flight, and a call ends with its answer. A
+sender's packets pass its link one after the other. Only the first `watched` peers receive anything; the messages to
+the others are counted. At a receiver packets pass the line, and are looked at, one after the other.
 Packets go before blobs, which get what is left.
 """
 
@@ -48,7 +48,7 @@ class Clock:
 
 
 class Traffic:
-    """What one peer sent, in bytes and messages, and got, in bytes (counted for watched peers)."""
+    """Bytes and messages that one peer sent, and bytes that it received (counted for watched peers)."""
 
     __slots__ = ("up", "down", "sent")
 
@@ -84,7 +84,7 @@ class Links:
         self.crossed_down = [0.0] * watched
 
     def broadcast(self, source: int, message: Any) -> None:
-        """To everyone."""
+        """Send a message to everyone."""
         count = len(self.up)
         size = self._size_of(message) + PACKET
         self._count(source, count - 1, size)
@@ -99,7 +99,7 @@ class Links:
                 self._clock.at(left + self.delay(source, to), self._arrive, source, to, message, size)
 
     def send(self, source: int, to: int, messages: Sequence[Any]) -> None:
-        """To one, in one packet."""
+        """Send a message to one peer, in one packet."""
         size = PACKET + sum(map(self._size_of, messages))
         self._count(source, 1, size, len(messages))
         left = self._up_free[source] = max(self._clock.now, self._up_free[source]) + size / self.up[source]

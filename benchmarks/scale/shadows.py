@@ -1,7 +1,8 @@
 """Peers without a machine of their own: each does what one of the watched peers does, with its own key, a little later.
 
-Machines of a thousand peers would hear a thousand messages of each kind, each: a million steps a kind and round. Peers
-with equal lines do nearly the same, so a few are simulated whole, and hear all that a thousand say.
+With a machine for each of a thousand peers, each would receive a thousand messages of a kind: a million steps a kind
+and round. Peers with equal links behave nearly the same, so a few are simulated fully, and receive the messages of
+all.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Shadows:
         self._slates: set[Digest] = set()
 
     def model(self, index: int) -> int:
-        """Whom a peer does as."""
+        """Return the peer that a peer copies."""
         return index % self._world.shape.machines
 
     def follow(self, model: Peer, message: Signed) -> None:
-        """What a watched peer says to all, its shadows say too: each for itself, and what it repeats of others."""
+        """Send a watched peer's message from its shadows too: each for itself, and the repeated messages of others."""
         shape, clock, body = self._world.shape, self._world.clock, message.body
         if message.author == model.key and not isinstance(body, UpdateHeader | Heartbeat | Vote):
             return
@@ -52,7 +53,7 @@ class Shadows:
             clock.at(clock.now + self._later[index], self._world.links.broadcast, index, said)
 
     def _own(self, index: int, message: Signed) -> Signed:
-        """A model's message as this peer says it; what is repeated is the same again."""
+        """Return a model's message as this peer's own; a repeated message stays the same."""
         signer, body = self._signers[index], message.body
         if isinstance(body, Heartbeat):
             return signer.sign(body)
@@ -65,7 +66,7 @@ class Shadows:
 
     def propose(self, model: Peer) -> None:
         """One of them may be the first in rank; it knows what its model knows."""
-        b = model.machine._deciding.ballot
+        b = model.machine.open_round
         if b is None or b.ready is None or b.parent in self._proposed or b.state is None or not b.ranks:
             return
         index = self._number.get(b.ranks[0])
@@ -80,7 +81,7 @@ class Shadows:
         self._world.links.broadcast(index, record)
 
     def slate(self, record: Signed[RoundRecord]) -> None:
-        """A record was proposed: those who have a seat get their slices, make their parts and name them."""
+        """Let the committee members of a proposed record fetch their slices, make their shards and attest them."""
         world = self._world
         shape, clock = world.shape, world.clock
         if shape.exchange == "gather" or record.digest in self._slates:
@@ -101,5 +102,5 @@ class Shadows:
 
 
 def part_of(record: Digest, part: int) -> Digest:
-    """The digest of a part of a record's mean."""
+    """Return the digest of a shard of a record's mean."""
     return Digest(sha256(record, part.to_bytes(4, "big")))

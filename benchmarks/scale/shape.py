@@ -1,4 +1,4 @@
-"""What a row of the table stands for: model, codec, lines, the round's policy, and what the trainer takes."""
+"""One row of the table: model, codec, links, the round's policy, and the trainer's times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cairn.commands.options import parse_count
 from protocol.layout import CODEC_CHUNK, Layout, TensorShape
 from protocol.merkle import CHUNK
 from protocol.reduce_plan import HEADER, ReducePlan, blob_size, mean_size, part_count
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import CodecSpec
 
 COMMITTEE = 3
@@ -108,8 +108,10 @@ class Shape:
 
     @property
     def floor(self) -> float:
-        """Seconds that the bytes of an exchange need, into the peer that gets most, and two round trips. Reduced:
-        the slices for its parts, then the whole mean (and two round trips more)."""
+        """Seconds that the bytes of an exchange need, into the peer that gets most, and two round trips.
+
+        Reduced: the slices for its parts, then the whole mean (and two round trips more).
+        """
         rate = min(self.up, self.down) / 8
         if self.exchange == "gather":
             return (self.peers - 1) * self.blob / rate + 2 * self.rtt
@@ -124,11 +126,11 @@ class Shape:
         return self.floor / self.efficiency + (self.reduce if self.exchange == "reduce" else 0)
 
     @cached_property
-    def policy(self) -> Policy:
+    def policy(self) -> RoundPolicy:
         """As an owner would set it: time for the exchange, and heartbeats that leave the lines to the blobs."""
         beat = self.heartbeat or max(2.0, self.peers / 50, self.floor / 30)
         exchange = max(60.0, 2 * self.floor, 2 * self.needed)
-        return Policy(
+        return RoundPolicy(
             target_windows=STEPS * self.peers,
             max_update_windows=10**6,
             max_seconds=max(60.0, 20 * STEPS * self.step),
@@ -154,7 +156,7 @@ class Shape:
         return self.announce_gpu + self.blob / 0.3e9
 
     def apply_gpu(self, updates: int) -> float:
-        """An estimate: 24 bytes a parameter, and 16 for each update (reduced: for their mean)."""
+        """Estimate the bytes: 24 a parameter, and 16 for each update (reduced: for their mean)."""
         return (24 + 16 * (updates if self.exchange == "gather" else 1)) * self.numel / MEMORY_RATE
 
     def apply(self, updates: int) -> float:

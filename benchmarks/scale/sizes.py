@@ -1,4 +1,4 @@
-"""What messages take on the wire: the product's own encoding of messages as long as real ones."""
+"""Sizes of messages on the wire: the product's own encoding of messages with realistic contents."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from protocol.messages import (
 
 PACKET = 450
 """Bytes of a call beside what it carries, both ways together: stream and call frames, Noise, TCP and IP headers, the
-answer. Of real peers over emulated lines all that is not updates was 18 kB a second (docs/results/wan_convergence.md):
-with eight heartbeats a second each way that is 1.1 kB for each, 0.65 of them the heartbeat."""
+answer. Real peers over emulated links sent 18 kB a second beside updates (docs/results/wan_convergence.md). With
+eight heartbeats a second each way this is 1.1 kB for each, 0.65 of them the heartbeat."""
 
 NAME = 16
 """Bytes of a header's name in a record that travels as names."""
@@ -86,5 +86,5 @@ class CheapSigner:
 
 
 def key_of(index: int) -> PeerKey:
-    """The key of the peer with a number."""
+    """Return the key of the peer with a number."""
     return PeerKey(sha256(b"peer", index.to_bytes(4, "big")))

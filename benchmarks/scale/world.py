@@ -95,17 +95,20 @@ class World:
             return self.sizes.of(message, names=self.shape.names)
         if isinstance(message, Certificate):
             return self.sizes.of(message.record, names=False) + len(message.votes) * (self.sizes.vote + 3)
-        if isinstance(message, ev.ChainHeard):
+        if isinstance(message, ev.ChainReceived):
             return sum(self.size_of(c) for c in message.certificates)
         raise TypeError(f"a {type(message).__name__} has no size")
 
     def timed(self, event: ev.Event, seconds: float) -> None:
-        """A machine's step took so long."""
-        what = event.message.body if isinstance(event, ev.Heard) else event
+        """Record the duration of a machine's step."""
+        what = event.message.body if isinstance(event, ev.MessageReceived) else event
         self._timed[type(what).__name__].append(seconds)
 
     def _step_seconds(self) -> tuple[float, dict[str, float]]:
-        """Of a step: the mean of all, and by event. Those in which this process lost its core are left out."""
+        """Return the mean duration of a step: of all, and by event.
+
+        Those in which this process lost its core are left out.
+        """
         kept = {k: sorted(s)[: max(1, len(s) * 49 // 50)] for k, s in sorted(self._timed.items())}
         return sum(map(sum, kept.values())) / sum(map(len, kept.values())), {
             k: sum(s) / len(s) for k, s in kept.items()
@@ -127,7 +130,7 @@ class World:
     # -- a run -----------------------------------------------------------------------------------------------
 
     def decided(self, rounds: int) -> bool:
-        """Whether more than nine of ten peers have applied so many rounds."""
+        """Return whether more than nine of ten peers have applied this number of rounds."""
         return len(self._order) >= rounds and 10 * len(self._applied[self._order[rounds - 1]]) > 9 * len(self.peers)
 
     def play(self, rounds: int, virtual_seconds: float) -> Counts:

@@ -80,7 +80,7 @@ class Remote:
 
 @contextmanager
 def world(case: Case) -> Iterator[tuple[Wan, Path]]:
-    """The case's hosts, and a folder that goes with them."""
+    """Make the case's hosts, and a folder that is removed with them."""
     with (
         tempfile.TemporaryDirectory(prefix="cairn-transfer-", ignore_cleanup_errors=True) as folder,
         Wan(case.topology(), name=f"x{os.getpid() % 10_000_000}", ttl=600) as wan,
@@ -89,7 +89,7 @@ def world(case: Case) -> Iterator[tuple[Wan, Path]]:
 
 
 def by_swarm(case: Case, wan: Wan, folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """What the fetchers say, and bytes sent by donor."""
+    """Return the fetchers' results, and the bytes sent by each donor."""
     names = case.donor_names + case.fetcher_names
     with ExitStack() as stack:
         remotes: dict[str, Remote] = {}

@@ -39,8 +39,10 @@ class Case:
 
     @property
     def floor(self) -> float:
-        """Seconds in which every fetcher can have the blob: each byte leaves the donors once and enters each fetcher
-        once, and two round trips."""
+        """Minimum seconds until every fetcher has the blob.
+
+        Each byte leaves the donors once and enters each fetcher once, and there are two round trips.
+        """
         up = self.size / (self.donors * self.donor_mbit * MBIT)
         down = self.size / (self.fetcher_mbit * MBIT)
         return max(up, down) + 2 * self.rtt_ms / 1e3

@@ -34,7 +34,7 @@ def identity(number: int) -> Identity:
 
 
 def status_bytes(pid: int, field: str) -> int:
-    """A field of /proc/PID/status that is in kB, in bytes; 0 when there is none."""
+    """Return a field of /proc/PID/status in bytes; 0 if there is none."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return 1024 * int(line.split()[1])
@@ -42,12 +42,12 @@ def status_bytes(pid: int, field: str) -> int:
 
 
 def forget_highest(pid: int) -> None:
-    """From now on VmHWM is the highest from now on."""
+    """Reset VmHWM, so that it is the maximum from now on."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def daemon_pid() -> int:
-    """The process of libp2p, our child's child; our own where there is none."""
+    """Return the process of libp2p, our child's child; our own if there is none."""
     mine = os.getpid()
     for child in Path(f"/proc/{mine}/task/{mine}/children").read_text().split():
         for found in Path(f"/proc/{child}/task/{child}/children").read_text().split():
@@ -56,7 +56,7 @@ def daemon_pid() -> int:
 
 
 class Peer:
-    """What the orders do."""
+    """The commands of a host."""
 
     def __init__(self, swarm: Swarm, store: Store):
         self.swarm = swarm
@@ -66,7 +66,7 @@ class Peer:
         return {"digest": (await asyncio.to_thread(self._make, order["size"], order["seed"])).hex()}
 
     def _make(self, size: int, seed: int) -> Digest:
-        """A blob of random bytes, the same for the same seed."""
+        """Return a blob of random bytes, the same for the same seed."""
         path = self.store.scratch / "made"
         chance = random.Random(seed)
         with open(path, "wb") as file:

@@ -1,6 +1,6 @@
 """The rival: bytes over plain TCP sockets, one to each donor.
 
-python -m benchmarks.transfer.plain serve BYTES         sends so many to whoever connects, until it is killed
+python -m benchmarks.transfer.plain serve BYTES         sends BYTES to each client, until it is killed
 python -m benchmarks.transfer.plain take ADDRESS...     prints the seconds until all have sent theirs
 """
 

@@ -1,7 +1,7 @@
 """A disk that is cut off at any moment, tears what it was writing, or has lost what it said was kept.
 
-A worker's writes are noted by a small library in C (disk.c). From the notes a disk can be made as it could have been
-left at any of them: what was synced is there; of what was written since, each sector is there or not, in any order. A
+A worker's writes are noted by a small library in C (disk.c). From the notes one can make a possible disk after a
+power cut at any of them. Synced data are there; of later writes each sector is there or not, in any order. A
 disk that lies has also lost some of what was synced.
 """
 
@@ -54,7 +54,10 @@ def missing() -> str:
 
 
 def noted(folder: Path, rounds: int) -> list[Note]:
-    """What a worker that posts so many rounds does to its disk. What it acknowledges is a file in there, too."""
+    """Record the disk operations of a worker that posts a number of rounds.
+
+    Its acknowledgements are a file in the folder, too.
+    """
     library, log, disk = folder / "disk.so", folder / "notes", folder / "disk"
     disk.mkdir()
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
@@ -76,7 +79,7 @@ def _read(log: bytes) -> Iterator[Note]:
 
 
 def left(notes: Sequence[Note], rng: random.Random, *, lie: bool = False) -> tuple[dict[str, bytes], list[str]]:
-    """The files as a disk could hold them that was cut off after these notes, and what had been acknowledged by then.
+    """Return possible files of a disk that lost power after these notes, and the acknowledgements until then.
 
     `lie`: it has kept, of one file, only what was synced by some earlier moment, and any of what came after.
     """
@@ -87,7 +90,7 @@ def left(notes: Sequence[Note], rng: random.Random, *, lie: bool = False) -> tup
     for i, note in enumerate(notes):
         waiting = since.setdefault(note.name, [])
         if note.name.endswith("-shm"):
-            continue  # memory that processes share: made anew when it is opened
+            continue  # memory that processes share: it is made again at each opening
         if note.name == "acknowledged":
             _do(files, note)
         elif note.what == "S":
@@ -119,7 +122,7 @@ def _do(files: dict[str, bytearray], note: Note) -> None:
 
 
 def _do_some(files: dict[str, bytearray], note: Note, rng: random.Random) -> None:
-    """A write that nobody waited for: all of it, none, its beginning, or any of its sectors."""
+    """Apply a write that was not synced: all of it, none, its beginning, or any of its sectors."""
     fate = rng.randrange(4)
     if fate == 0 or (note.what == "T" and fate > 1):
         return

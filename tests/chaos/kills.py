@@ -2,7 +2,8 @@
 
     python -m tests.chaos.kills WHERE --kills N --seed S [--mode early] [--until-found]
 
-WHERE is a folder, or a PostgreSQL server's URL; prints the report as JSON. A process of its own, since it forks:
+The argument WHERE is a folder, or a PostgreSQL server's URL; the output is the report as JSON. A process of its own,
+since it forks:
 nothing else must run in it.
 """
 
@@ -63,7 +64,10 @@ def kill_often(
     place: Callable[[], AbstractContextManager[str]], kills: int, *, seed: int, mode: str = "honest",
     until_found: bool = False, most_seconds: float = MOST_SECONDS, said: Callable[[str], None] = lambda _: None,
 ) -> Report:  # fmt: skip
-    """So many kills; `place` gives a new, empty ledger's address. `until_found`: stop at the first problem."""
+    """Kill a worker a number of times; `place` returns a new, empty ledger's address.
+
+    `until_found`: stop at the first problem.
+    """
     rng, report = random.Random(seed), Report()
     while report.kills < kills:
         with place() as where:
@@ -86,7 +90,7 @@ def kill_often(
 
 
 def _one_life(where: str, mode: str, opening: bool, seconds: float) -> set[str]:
-    """What a worker acknowledged before it was killed, so long after it began, or after it had opened the ledger."""
+    """Kill a worker a given time after its start, or after it opened the ledger; return its acknowledgements."""
     reading, writing = os.pipe()
     child = os.fork()  # everything is imported already: a life costs milliseconds
     if child == 0:
@@ -114,7 +118,7 @@ def _one_life(where: str, mode: str, opening: bool, seconds: float) -> set[str]:
 
 
 def one_whole_life(where: str, mode: str, rounds: int) -> list[str]:
-    """The problems that are left when nobody kills a worker that posts so many rounds."""
+    """Return the problems that remain after a worker posts a number of rounds without a kill."""
     child = os.fork()
     if child == 0:
         try:

@@ -39,7 +39,7 @@ def account(round_: int) -> RoundAccount:
 
 @cache
 def verdict(round_: int) -> bytes | None:
-    """On the first line, where there is one."""
+    """Return the owner's verdict that voids the first line of some rounds; None for the others."""
     if round_ % VOIDED_EVERY:
         return None
     a = account(round_)

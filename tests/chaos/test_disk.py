@@ -1,4 +1,4 @@
-"""What the ledger does after a power cut, and on a disk that lost what it had promised."""
+"""The ledger after a power cut, and on a disk that lost synced data."""
 
 from __future__ import annotations
 

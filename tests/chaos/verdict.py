@@ -1,4 +1,4 @@
-"""What must be true of a ledger after anything happened to its process or its disk."""
+"""The promises of a ledger after any failure of its process or its disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.chaos import story
 
 
 def problems(where: str, acknowledged: Iterable[str] = ()) -> list[str]:
-    """Where the ledger differs from what it promised; a ledger that refuses to open is one."""
+    """Return the broken promises of a ledger; a ledger that refuses to open is one."""
     try:
         ledger = Ledger(where, story.SPEC)
     except LedgerError as e:

@@ -20,7 +20,10 @@ AT_ONCE = 4
 
 
 def run(where: str, mode: str, acknowledge: Callable[[str], None], rounds: int = 10**9) -> None:
-    """Until killed, or so many rounds are there. `acknowledge` gets "opened", "round N", "admitted N", "refused N"."""
+    """Post rounds until a kill, or up to a number of rounds.
+
+    `acknowledge` gets "opened", "round N", "admitted N", "refused N".
+    """
     if mode == "early":
         threads.write_group = _answers_before_the_commit
     if mode == "split":
@@ -41,7 +44,7 @@ async def _work(where: str, acknowledge: Callable[[str], None], rounds: int) -> 
         asyncio.create_task(_one_after_the_other(thread, acknowledge, "refused", _refuse, first)),
     ]
     for r in range(start, rounds, AT_ONCE):
-        # What was posted before is posted again, as a coordinator does that does not trust its memory.
+        # Earlier rounds are posted again, as by a coordinator that does not trust its memory.
         numbers = [max(0, r - 1), *range(r, min(r + AT_ONCE, rounds))]
         await asyncio.gather(*(_post(thread, acknowledge, n) for n in numbers))
     for load in loads:

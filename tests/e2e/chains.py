@@ -13,7 +13,7 @@ from protocol.errors import RivalOfFinal, UnknownParent
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Certificate, Directive, Finalization, Signed
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
 
 
@@ -51,9 +51,9 @@ _OPENERS: dict[bytes, MessageDecoder] = {}
 
 
 def read_branch(spec: RunSpec, store: Path) -> Branch:
-    """Every certificate is verified as one that a stranger sent. Raises ProtocolError for one that is none."""
+    """Read the chain, and verify every certificate like a stranger's. Raises ProtocolError for one that is none."""
     decoder = _OPENERS.setdefault(bytes(spec.run_id), MessageDecoder(spec.run_id, spec.owner_key))
-    chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
+    chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
     if (word := store / "values" / "directive").exists():
         chain.take(decoder.open(word.read_bytes(), Directive))
     stored, parents = 0, dict[Digest, Digest]()
@@ -73,7 +73,7 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
 
 
 def longest_side(parents: Mapping[Digest, Digest], main: Set[Digest]) -> int:
-    """Of records with their parents, oldest first: how many the longest branch has that is not on the main path."""
+    """Return the length of the longest branch off the main path, of records with their parents, oldest first."""
     lengths = dict[Digest, int]()
     for record, parent in parents.items():
         if record not in main:
@@ -82,7 +82,7 @@ def longest_side(parents: Mapping[Digest, Digest], main: Set[Digest]) -> int:
 
 
 def check_windows(branch: Branch) -> None:
-    """No window of anybody is counted twice: each author's accepted ranges follow each other."""
+    """Check that no window is counted twice: each author's accepted ranges follow each other."""
     ends: dict[PeerKey, int] = defaultdict(int)
     for c in branch.path:
         for u in c.record.body.updates:
@@ -92,7 +92,7 @@ def check_windows(branch: Branch) -> None:
 
 
 def check_same(branches: dict[str, Branch]) -> int:
-    """All hold the same chain, as far as each has it; how long the shortest is."""
+    """Check that all hold the same chain, as far as each has it; return the shortest length."""
     shortest = min(b.height for b in branches.values())
     one = next(iter(branches.values()))
     for name, b in branches.items():

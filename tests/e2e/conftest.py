@@ -13,7 +13,9 @@ PEERS = ["ada", "alan", "grace"]
 
 @pytest_asyncio.fixture(loop_scope="package", scope="package")
 async def swarm():
-    """A coordinator and three peers. A test may stop any: the next one begins with `healthy`, which starts them again.
+    """Start a coordinator and three peers.
+
+    A test may stop any: the next one begins with `healthy`, which starts them again.
 
     At the end all are stopped in order, and nothing of them may be left.
     """

@@ -1,4 +1,4 @@
-"""A peer of the test's own in the swarm: it hears what members broadcast, and sends what the test makes up."""
+"""A peer of the test's own in the swarm: it receives the broadcasts of members, and sends messages of the test."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Stranger:
             await self.world.until(f"the way to {name}", lambda n=name: self._reach(n), every=0.5)
 
     async def _reach(self, name: str) -> bool:
-        """A connection to a member, by the addresses that it logs when it starts."""
+        """Connect to a member, by the addresses that it logs when it starts."""
         found = [line for line in self.world.log(name).splitlines() if "listening at " in line]
         addresses = found[-1].rpartition("listening at ")[2].split(", ") if found else []
         return bool(await self.swarm.connect(addresses))
@@ -89,7 +89,7 @@ class Stranger:
         await self.swarm.send(self.world.key(name), wire.Packet(messages=list(sent)))
 
     async def admit(self) -> bytes:
-        """An admission from the coordinator, like everybody's."""
+        """Get an ordinary admission from the coordinator."""
         async with CoordinatorClient(self.world.invite) as client:
             return (await client.admit(self.identity, "stranger")).admission.sent
 
@@ -116,7 +116,7 @@ class Stranger:
         await self.tell(self.heartbeat())
 
     async def pose(self, admission: bytes) -> None:
-        """For ever: say what a member that trains would say, without doing any of it."""
+        """Send the heartbeats of a training member for ever, without training."""
         while True:
             if (beat := self.heartbeats.get(self.world.key("ada"))) is not None and beat.state is not None:
                 says = dict(phase="training", round=beat.round, head=beat.head, weight=beat.weight, state=beat.state)
@@ -124,7 +124,7 @@ class Stranger:
             await asyncio.sleep(0.2)
 
     async def new_round(self) -> Heartbeat:
-        """Of a round that has begun just now: ada's first heartbeat in it."""
+        """Wait for a round that has just begun; return ada's first heartbeat in it."""
         ada = self.world.key("ada")
         old = self.heartbeats[ada].head if ada in self.heartbeats else None
 
@@ -135,7 +135,7 @@ class Stranger:
         return await self.world.until("a new round", look, every=0.01)
 
     def header(self, beat: Heartbeat, admission: bytes, blob: Digest, **changes: Any) -> Signed[UpdateHeader]:
-        """An update for the round that a heartbeat is of: well-formed, whatever its blob is."""
+        """Return an update header for the round of a heartbeat: well-formed, with any blob."""
         assert beat.state is not None
         body = UpdateHeader(
             run=self.spec.run_id, round=beat.round, parent=beat.head, base_state=beat.state, first_window=0,
@@ -144,7 +144,7 @@ class Stranger:
         return self.signer.sign(replace(body, **changes))
 
     async def ask_for_chunk(self, name: str, blob: Digest) -> Reply:
-        """What a member's server of blobs says, without the patience of an honest fetch."""
+        """Return the reply of a member's blob server, without the retries of an honest fetch."""
         reader, writer = await self.swarm._open_blob_stream(self.world.key(name), 60)
         try:
             writer.write(Request(Op.CHUNK, blob).encode())
@@ -156,7 +156,7 @@ class Stranger:
 
 @asynccontextmanager
 async def stranger(world: World, name: str) -> AsyncIterator[Stranger]:
-    """A stranger in the swarm for as long as the block lasts."""
+    """Keep a stranger in the swarm as long as the block lasts."""
     made = Stranger(world, name)
     try:
         await made.enter()

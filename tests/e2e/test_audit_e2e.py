@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(120
 
 
 async def cairn(*arguments: str) -> tuple[int, str]:
-    """A process of its own, as a stranger starts it."""
+    """Run a command as a separate process, as a stranger would."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "cairn", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -85,7 +85,7 @@ async def test_the_owner_pauses_resumes_bans_and_rolls_back_a_run():
         ada, alan = (world.branch(n).path for n in rest)
         common = min(len(ada), len(alan))
         assert [c.digest for c in ada[:common]] == [c.digest for c in alan[:common]]
-        # What is next trained on begins with the state that was archived, and all hold one.
+        # The next training begins with the archived state, and all hold one state.
         assert ada[to.round].record.body.base_state == to.state and old > to.round
 
         def signed() -> bool:

@@ -83,7 +83,7 @@ async def test_messages_that_break_the_protocol_are_refused_with_the_reason(swar
 
 
 def oversized(liar: Stranger) -> bytes:
-    """A heartbeat, well signed, of more bytes than one may have: no honest signer makes it."""
+    """Return a well signed heartbeat of too many bytes; no honest signer makes one."""
     body = wire.Heartbeat(run=liar.spec.run_id, known=range(2**60, 2**60 + 9000))
     return seal(liar.identity, "heartbeat", body.SerializeToString()).sent
 
@@ -133,10 +133,10 @@ async def test_an_update_that_its_author_never_serves_delays_one_round_and_no_mo
         blob = Digest(os.urandom(32))
         beat = await liar.new_round()
         await liar.tell(liar.header(beat, admission, blob))
-        # It stays heard of: the update of a member that falls silent is let go sooner.
+        # It keeps sending heartbeats: the update of a silent member is dropped sooner.
         posing = asyncio.create_task(liar.pose(admission))
         try:
-            # Who gives up first closes the round for all: the others need not have come to it themselves.
+            # The first peer that proposes without the update closes the round for all; the others may still be waiting.
             await any_logs(swarm, rf"peer {liar.key.short} kept the round waiting")
         finally:
             posing.cancel()
@@ -165,7 +165,10 @@ async def test_nobody_sees_an_update_of_an_open_round_who_has_not_announced_one(
             await swarm.until("ada counts the copier", lambda: _members(swarm) >= len(PEERS))
 
             async def refused_until_it_announced() -> bool:
-                """In one round. False when that was decided before the last answer: then anybody may have its blobs."""
+                """Check one round.
+
+                Return False if it was decided before the last answer, when anybody may have its blobs.
+                """
                 while not announced.empty():
                     announced.get_nowait()
                 header = (await ended(announced.get(), LIMIT)).body

@@ -48,7 +48,7 @@ class Moving(World):
         )  # fmt: skip
 
     def knows(self, name: str) -> tuple[Endpoint, ...]:
-        """Where a peer thinks that the coordinator is, by what it keeps."""
+        """Return the coordinator's address that a peer has stored."""
         file = self.peer_folder(name) / "store" / "values" / WHEREABOUTS
         if not file.exists():
             return ()

@@ -18,7 +18,7 @@ PEERS = ["ada", "alan"]
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
+    """Return the processes that a process has started."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

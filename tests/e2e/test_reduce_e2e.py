@@ -19,14 +19,14 @@ PEERS = ["ada", "alan", "grace"]
 
 
 def check_reduced(world: World, branch: Branch) -> None:
-    """Each round was reduced, in as many parts as its contributors and updates give."""
+    """Check that each round was reduced, with the number of shards that its contributors and updates give."""
     for c in branch.path:
         updates = c.record.body.updates
         assert len(c.parts) == part_count(len(updates), updates[0].body.blob_size) > 0
 
 
 def held_whole(world: World, name: str) -> set[bytes]:
-    """The digests of the blobs in a peer's store."""
+    """Return the digests of the blobs in a peer's store."""
     blobs = world.peer_folder(name) / "store" / "blobs"
     return {bytes.fromhex(f.name) for f in blobs.glob("*/*") if "." not in f.name}
 
@@ -43,7 +43,7 @@ async def test_a_swarm_that_reduces_goes_on_when_one_dies_and_takes_in_another()
         check_reduced(world, world.branch("ada"))
         assert max(len(c.parts) for c in world.branch("ada").path) == 3
 
-        world.processes["alan"].kill()  # in whatever it was at: its slices and its committees are missed
+        world.processes["alan"].kill()  # at any moment: its slices are missing, and so is it in its committees
         await world.round_after(["ada", "grace"], 2)
         world.start_peer("alan")
         world.start_peer("edsger")
@@ -58,7 +58,7 @@ async def test_a_swarm_that_reduces_goes_on_when_one_dies_and_takes_in_another()
         for name in everyone:
             assert "is not the state" not in world.log(name), world.logs(name)
 
-        # What others made was never here: only slices of it, and they are gone once the round is decided.
+        # Others' updates were never stored whole here: only slices, which are removed once the round is decided.
         # (Of the last round or two they may lie there yet.)
         def foreign() -> set[int]:
             held = held_whole(world, "ada")

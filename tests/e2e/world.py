@@ -88,8 +88,10 @@ def write_run(
     tied: bool = True,
     tables: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Path:
-    """A run.toml, with these fields of its tables instead of its own, and its text: a few hundred kB of made-up
-    sentences, the same each time."""
+    """Write a run.toml with these fields in its tables, and its text.
+
+    The text is a few hundred kB of made-up sentences, the same each time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(7)
     words = ["".join(draw.choices("aeioubcdlmnrst", k=draw.randint(2, 8))) for _ in range(400)]
@@ -132,9 +134,10 @@ class World:
         self._environment = {k: os.environ.get(k) for k in ("TMPDIR", "GRPC_ENABLE_FORK_SUPPORT")}
 
     def __enter__(self) -> World:
-        # Whatever the processes put into the temporary folder is seen, and is known to be theirs.
+        # All files that the processes put into the temporary folder are found, and are theirs.
         os.environ["TMPDIR"] = str(self.temporary)
-        # gRPC in this process would complain when others are started from it: they start afresh anyway.
+        # gRPC in this process would warn when others are started from it; they exec at once, so its fork
+        # support is not needed.
         os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
         return self
 
@@ -160,9 +163,10 @@ class World:
     # -- processes -------------------------------------------------------------------------------------------
 
     def start_coordinator(self, *, evaluate_every: int = 0) -> Process:
-        """The same folder and ports each time, so that the invite stays good.
+        """Start the coordinator in the same folder and on the same ports each time, so that the invite stays valid.
 
-        `evaluate_every`: rounds; 0: never. Each evaluation imports torch anew, on the cores that peers train on.
+        `evaluate_every`: rounds; 0: never. Each evaluation is a new process that imports torch, on the cores that
+        peers train on.
         """
         return self._start(
             "coordinator",
@@ -172,7 +176,7 @@ class World:
         )  # fmt: skip
 
     def start_peer(self, name: str, *, device: str = "cpu", parallel: str = "auto") -> Process:
-        """The same home each time: who is started again is the same peer."""
+        """Start a peer with the same home each time, so that it stays the same peer."""
         return self._start(
             name,
             "peer", "join", str(self.invite), "--home", str(self.folder / name), "--name", name, "--threads", "1",
@@ -207,7 +211,7 @@ class World:
         return found
 
     def trainer_of(self, name: str) -> int:
-        """The process id of a peer's trainer."""
+        """Return the process id of a peer's trainer."""
         parent = self.processes[name]._process.pid
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -225,7 +229,7 @@ class World:
 
     @property
     def _began(self) -> bool:
-        """Whether the coordinator has written its invite."""
+        """Return whether the coordinator has written its invite."""
         return (self.coordinator_home / "invite").exists()
 
     @property
@@ -246,14 +250,14 @@ class World:
         return run_folder(self.folder / name, self.invite.run)
 
     def log(self, name: str) -> str:
-        """All that a process has logged in all its lives."""
+        """Return the log of a process in all its lives."""
         file = (
             self.coordinator_home / "coordinator.log" if name == "coordinator" else self.peer_folder(name) / "peer.log"
         )
         return file.read_text(errors="replace") if file.exists() else ""
 
     def logs(self, *names: str, lines: int = 25) -> str:
-        """The ends of the logs, for a test that failed."""
+        """Return the ends of the logs, for a test that failed."""
         parts = []
         for name in names or self.processes:
             p = self.processes[name]
@@ -268,11 +272,11 @@ class World:
         return "\n".join(parts)
 
     def snapshot(self, name: str) -> Snapshot | None:
-        """What a peer that runs shows of itself, or showed last in its life before."""
+        """Return the status of a running peer, or its last one of an earlier life."""
         return read_snapshot(self.peer_folder(name)) if self.processes[name].running else None
 
     def snapshot_left(self, name: str) -> Snapshot:
-        """What a peer showed of itself last, however long ago."""
+        """Return a peer's last status, of any age."""
         snapshot = read_snapshot(self.peer_folder(name))
         assert snapshot is not None, self.logs(name)
         return snapshot
@@ -282,7 +286,7 @@ class World:
             return await client.status()
 
     def branch(self, name: str) -> Branch:
-        """The chain on a process's disk."""
+        """Return the chain on a process's disk."""
         store = self.coordinator_home / "store" if name == "coordinator" else self.peer_folder(name) / "store"
         return read_branch(self.spec, store)
 
@@ -314,12 +318,12 @@ class World:
         await self.until("the coordinator answers", answers)
 
     def rounds_with(self, name: str) -> list[int]:
-        """The rounds to which a peer has contributed, by the chain on its own disk."""
+        """Return the rounds to which a peer has contributed, by the chain on its own disk."""
         key = self.key(name)
         return [c.record.body.round for c in self.branch(name).path if key in c.record.body.contributors]
 
     def key(self, name: str) -> PeerKey:
-        """A peer's key, once it has made it."""
+        """Return a peer's key, once it has made it."""
         return from_key_file((self.folder / name / "identity.key").read_text()).key
 
     async def contributes_after(self, name: str, round: int, seconds: float = LIMIT) -> int:
@@ -369,7 +373,7 @@ class World:
         return round
 
     def admission_of(self, name: str) -> bytes:
-        """The signed admission that a peer has kept."""
+        """Return the signed admission that a peer has stored."""
         return (self.peer_folder(name) / "store" / "values" / ADMISSION).read_bytes()
 
     def has_logged(self, name: str, pattern: str) -> bool:

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Code = grpc.StatusCode
 RUN = bytes(make_spec().run_id)
 CALM = {Code.INTERNAL, Code.UNKNOWN, Code.UNAVAILABLE, Code.DATA_LOSS}
-"""What no caller may ever get, whatever it sends."""
+"""Codes that no caller may ever get, whatever it sends."""
 
 
 class World:
@@ -58,7 +58,7 @@ class World:
         self._used = 0
 
     def channel(self) -> grpc.Channel:
-        """A connection of its own."""
+        """Open a separate connection."""
         options = [("grpc.ssl_target_name_override", TLS_NAME), ("grpc.use_local_subchannel_pool", 1)]
         return grpc.secure_channel(f"127.0.0.1:{self.port}", self._credentials, options=options)
 
@@ -72,7 +72,7 @@ class World:
         return self._channel
 
     def code(self, method: str, sent: bytes, timeout: float = LIMIT) -> grpc.StatusCode:
-        """What raw bytes get."""
+        """Return the code for raw bytes."""
         try:
             self.fresh().unary_unary(method)(sent, timeout=timeout)
         except grpc.RpcError as e:
@@ -80,7 +80,7 @@ class World:
         return Code.OK
 
     def is_well(self) -> None:
-        """It serves, and has complained of nothing."""
+        """Check that the server serves, and has logged no error."""
         with contextlib.closing(self.channel()) as channel:
             status = channel.unary_unary(f"/{NAME}/Status")(
                 wire.StatusRequest(run=RUN).SerializeToString(), timeout=LIMIT
@@ -105,7 +105,7 @@ def world(tmp_path_factory):
 
 
 def reflected(channel: grpc.Channel) -> tuple[DescriptorPool, list[str]]:
-    """All that the server says it can do: descriptors, and names of services."""
+    """Return the server's descriptors and names of services, by reflection."""
     ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
     (listed,) = ask(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=LIMIT)
     services = [s.name for s in listed.list_services_response.service]
@@ -133,7 +133,7 @@ def methods(world: World) -> dict[str, tuple]:
 
 
 def filled(kind, r: random.Random, depth: int = 0):
-    """A message with something in each field, some of it right."""
+    """Return a message with a value in each field, some of them valid."""
     message = kind()
     for f in message.DESCRIPTOR.fields:
         if r.random() < 0.2 or depth > 3:
@@ -164,13 +164,13 @@ def filled(kind, r: random.Random, depth: int = 0):
 
 
 def sealed(r: random.Random) -> bytes:
-    """An admit request, rightly signed; what is in it may be wrong."""
+    """Return a correctly signed admit request; its fields may be wrong."""
     body = wire.AdmitBody(run=RUN, time=int(time.time()), name=r.choice(["ada", "x" * 100, "\n"]))
     return seal(identity(r.randrange(20)), r.choice(["admit", "vote"]), body.SerializeToString()).sent
 
 
 def mutated(data: bytes, r: random.Random) -> bytes:
-    """A few bytes changed, doubled, cut or put in."""
+    """Return the bytes with a few changed, doubled, removed or inserted."""
     out = bytearray(data)
     for _ in range(r.randrange(1, 6)):
         at = r.randrange(len(out) + 1)
@@ -221,7 +221,7 @@ def _found(world: World) -> dict[str, tuple]:
 
 
 def streamed(world: World, path: str, sent: list[bytes]) -> grpc.StatusCode:
-    """The code of a stream with these requests, of which a few answers are read."""
+    """Return the code of a stream with these requests, after reading a few answers."""
     call = world.fresh().stream_stream(path)(iter(sent), timeout=LIMIT)
     try:
         for n, _ in enumerate(call):
@@ -336,7 +336,7 @@ def test_one_address_that_asks_without_end_is_told_to_wait_and_others_are_not(wo
             return Code.OK
 
         codes = list(pool.map(ask, range(800)))
-        # What does not even parse counts, too: looking at it costs time.
+        # Malformed calls count too, since parsing them costs time.
         assert set(codes) == {Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED}
         world.is_well()
 

@@ -1,4 +1,4 @@
-"""What liars cost: signatures looked at in vain, memory, and bytes that are no message at all."""
+"""The cost of liars: useless checks of signatures, memory, and bytes that are no message at all."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from protocol.ledger.statements import TreeHead, open_receipt, sign
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Directive, Finalization, Rollback, UpdateHeader
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer, state
 from tests.support.coordinator_service import running, settled
@@ -94,7 +94,7 @@ class World:
 
     def chain(self, first: int = 0) -> Chain:
         """Return the chain that a member keeps, from a round on."""
-        limits = Policy.of(SPEC).chain_limits
+        limits = RoundPolicy.of(SPEC).chain_limits
         if first:
             limits = replace(limits, max_records=1, keep_at_least=len(self.swarm.chain.certificates) - first)
         chain = Chain(SPEC.run_id, SPEC.genesis.name, limits)
@@ -590,7 +590,7 @@ async def test_the_commands_say_in_one_line_what_is_missing(tmp_path):
         for args, words in (
             (("account", "show", invite), "no peer yet"),
             (("account", "bind", invite, "--name", "ada"), "cairn account new"),
-            (("account", "word", invite, "zz"), "ACCOUNT"),
+            (("account", "consent", invite, "zz"), "ACCOUNT"),
             (("account", "show", invite, "--peer", "a", "--account", "b"), "not both"),
             (("audit", "receipt", invite), "--peer"),
         ):

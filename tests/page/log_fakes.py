@@ -21,7 +21,7 @@ ROUNDS, PEERS = 21, 5
 
 
 def path_to(leaves: Sequence[bytes], index: int) -> list[bytes]:
-    """The inclusion proof of a leaf, as RFC 9162, section 2.1.3.1 defines it."""
+    """Return the inclusion proof of a leaf, as defined in RFC 9162, section 2.1.3.1."""
     if len(leaves) == 1:
         return []
     k = 1 << ((len(leaves) - 1).bit_length() - 1)
@@ -31,7 +31,10 @@ def path_to(leaves: Sequence[bytes], index: int) -> list[bytes]:
 
 
 class FakeLog:
-    """So many rounds, all with the same peers. `liar` says one thing in a receipt and has another in the log."""
+    """A log of a number of rounds, all with the same peers.
+
+    `liar` says one thing in a receipt and has another in the log.
+    """
 
     def __init__(self) -> None:
         self.lines = {r: [self._line(r, n) for n in range(PEERS)] for r in range(ROUNDS)}

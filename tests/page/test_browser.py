@@ -37,7 +37,7 @@ VIEWS = [
 WAIT = 120_000
 """Milliseconds."""
 OWN = "willReadFrequently"
-"""What the browser says of this test's own look at the pixels."""
+"""The browser's warning about this test's own reading of the pixels."""
 
 CROWD_ROUNDS = int(os.environ.get("PAGE_ROUNDS", "600"))
 """Of the run with a thousand peers; 10,000 take half a minute to be followed."""
@@ -148,7 +148,7 @@ def test_it_says_that_its_coordinator_is_gone_and_finds_it_again(world, tab):
     before = len(world.swarm.chain.certificates)
     world.act(world.round())
     until(page, f"document.querySelector('#words').textContent.includes('round {before + 1},')")
-    # What the browser itself says of a server that is not there is no fault of the page.
+    # The browser's own error about a missing server is no fault of the page.
     page.errors[:] = [e for e in page.errors if "ERR_CONNECTION_REFUSED" not in e and "ERR_INCOMPLETE" not in e]
 
 

@@ -53,7 +53,7 @@ ROUND_FIELDS = spec_fields()["round"] | {
 
 
 def world_spec(**changes: Any):
-    """A run whose rounds take a minute or so and of which 60M tokens are wanted."""
+    """Return a run of 60M tokens whose rounds take about a minute."""
     return make_spec(**({"name": "tiny stories", "round": ROUND_FIELDS, "total_tokens": 60_000_000} | changes))
 
 
@@ -146,7 +146,7 @@ class World:
     # -- what happens ------------------------------------------------------------------------------------------
 
     def beats(self, **each: Any) -> None:
-        """Every peer says how it is."""
+        """Let every peer send a heartbeat."""
         rounds = len(self.swarm.chain.certificates)
         for n in range(self.peers):
             fields: dict[str, Any] = dict(
@@ -189,7 +189,7 @@ class World:
         return certificate
 
     def play(self, rounds: int) -> None:
-        """So many rounds, with what happens in swarms: one is away, one is late, one has just come."""
+        """Add a number of rounds with the events of swarms: one peer is away, one is late, one has just come."""
 
         async def play() -> None:
             for r in range(rounds):
@@ -239,7 +239,7 @@ def _number(key: PeerKey) -> int:
 
 
 def crowd(folder: Path, *, peers: int = 1000, rounds: int = 10_000) -> World:
-    """A run of months and a thousand peers, started: small rounds, and in the newest everybody."""
+    """Start a run of months with a thousand peers: small rounds, and all peers in the newest."""
     swarm = FakeSwarm(world_spec(total_tokens=0))
     swarm.chain = QuickChain(swarm.spec)
     seen = []

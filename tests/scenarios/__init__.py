@@ -2,8 +2,8 @@
 
     python -m tests.scenarios [NAME ...]
 
-`script` reads such a file (pure; its docstring has the form), `swarm` is the coordinator and the peers on their hosts,
-`play` does the steps, `judge` says whether what is expected came, by what was `seen` and `counted` and by the `metered`
-lines. `slowed` and `faulty` are peers that are so; `history` makes a run's past. What is not said in a file is of
-`run.toml`'s kind in `tests.e2e.world`: a Llama of 61,000 parameters in rounds of some seconds.
+`script` reads such a file (pure; its docstring has the form). `swarm` is the coordinator and the peers on their
+hosts, and `play` does the steps. `judge` checks the expectations against the results of `seen`, `counted` and the
+`metered` links. `slowed` and `faulty` are peers that are so; `history` makes a run's past. The defaults are those of
+the `run.toml` in `tests.e2e.world`: a Llama of 61,000 parameters in rounds of a few seconds.
 """

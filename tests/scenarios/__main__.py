@@ -17,7 +17,7 @@ from tests.scenarios.swarm import Swarm
 from tests.wan.testbed import Wan, why_not
 
 SPARE_SECONDS = 120.0
-"""For what comes before and after a scenario's own time."""
+"""Seconds for the work before and after a scenario's own time."""
 
 
 def play(scenario: script.Scenario, logs: Path | None = None) -> Outcome:
@@ -37,14 +37,14 @@ def play(scenario: script.Scenario, logs: Path | None = None) -> Outcome:
 
 
 def keep_logs(swarm: Swarm, folder: Path) -> None:
-    """Each process's log of all its lives."""
+    """Write each process's log of all its lives."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in swarm.processes:
         (folder / f"{name}.log").write_text(swarm.log(name))
 
 
 def report(outcome: Outcome) -> str:
-    """A table of the peers under the scenario's verdict."""
+    """Return a table of the peers, for the line below the scenario's verdict."""
     s = outcome.scenario
     verdict = "passed" if outcome.ok else "FAILED"
     lines = [
@@ -60,7 +60,7 @@ def report(outcome: Outcome) -> str:
 
 
 def page(outcomes: list[Outcome]) -> str:
-    """What came of all, as Markdown."""
+    """Return all results as Markdown."""
     lines = ["# The scenarios on the emulated internet", "", "    make test-wan", ""]
     for o in outcomes:
         lines += [
@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page for people there")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the whole logs of all processes there")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is removed, what was found is kept
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # processes and hosts are removed, results are kept
     outcomes, left_out = list[Outcome](), list[str]()
     try:
         scenarios = [script.read(name) for name in given.names or script.names()]

@@ -1,4 +1,7 @@
-"""What trainers did in all their lives, and what of it was accepted. Reads nothing: it is told what peers showed."""
+"""The work of trainers in all their lives, and the accepted part of it.
+
+It reads nothing: its methods receive the peers' statuses.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ class Goodput:
 
 
 class Counted:
-    """Told what peers show (`shown`), that one starts (`starts`) and that one's power is about to go (`cut`)."""
+    """Counters, updated when peers show a status (`shown`), when one starts (`starts`), and before a power cut
+    (`cut`)."""
 
     def __init__(self, window: int):
         self._window = window
@@ -86,7 +90,7 @@ class Counted:
         return self._of[name].trained if name in self._of else 0
 
     def cut(self, name: str, s: Snapshot | None, age: float) -> None:
-        """The power of a peer goes, which showed this so many seconds ago: it trained on since as fast as before."""
+        """Count a power cut of a peer whose last status is `age` seconds old: it has trained on at the same speed."""
         if s is None:
             return
         self.shown(name, s)
@@ -97,7 +101,7 @@ class Counted:
         account.was_cut = life
 
     def goodput(self, name: str, key: PeerKey, branch: Branch) -> Goodput:
-        """By the branch that stands. Windows that were trained and may still be accepted are in neither sum."""
+        """Count by the branch that won. Windows that were trained and may still be accepted are in neither sum."""
         account = self._of.get(name, Account())
         own = [u.body for c in branch.path for u in c.record.body.updates if u.author == key]
         accepted, end = sum(u.windows for u in own), max((u.end_window for u in own), default=0)

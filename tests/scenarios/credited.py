@@ -1,4 +1,4 @@
-"""Whether everybody's credits, as `cairn status` shows them, are what the chain says."""
+"""A comparison of everybody's credits in `cairn status` with the chain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.scenarios.swarm import Swarm
 
 
 async def credits_complete(swarm: Swarm, host: str, seconds: float) -> str:
-    """What was found, in words, once they are; fails with how they differ when they are not in time."""
+    """Wait until credits and chain agree, and describe the result; fail with the differences otherwise."""
     end, apart = time.monotonic() + seconds, "nothing was seen"
     while time.monotonic() < end:
         try:
@@ -32,7 +32,7 @@ async def credits_complete(swarm: Swarm, host: str, seconds: float) -> str:
 def credits_apart(
     spec: RunSpec, branch: Branch, head: str, final: int | None, found: Mapping[str, tuple[int, int]]
 ) -> str:
-    """How everybody's micro-credits (settled and pending) differ from the chain up to a record; "" if in nothing.
+    """Return the differences of all micro-credits (settled and pending) from the chain up to a record; "" if none.
 
     `final`: the last round that is posted; no more than a few checkpoints' rounds may be open. Posted rounds settle
     when `credit.hold_rounds` are posted after them, or when the run is over.

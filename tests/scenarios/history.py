@@ -1,7 +1,7 @@
 """A run's past: a chain of real records, with real states, made by the protocol's own functions instead of waited for.
 
-In each round two of the authors, in turn, send an update (one of a few of noise, compressed by the run's codec), and
-the state goes on as every peer's would. The authors' stores are left as they would be after having run all along.
+In each round two of the authors, in turn, send an update: one of a few of noise, compressed by the run's codec. The
+state advances as on every peer. The authors' stores are left as they would be after having run all along.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEP = 1e-4
 """The standard deviation of what an update changes: the model stays about what it was."""
 
 POOL = 3
-"""Different updates of each author: after so many rounds they begin again."""
+"""Number of different updates of each author, which are repeated in turn."""
 
 DISK = 10**9
 
@@ -94,7 +94,10 @@ class History:
         )  # fmt: skip
 
     def leave_to(self, author: PeerKey, envelope: bytes, folder: Path, *, whole: bool = True) -> None:
-        """A store as this author's would be; not `whole`: one that is another author's as yet. Raises StoreError."""
+        """Make the store of this author; with `whole` false, a copy of another author's to be completed.
+
+        Raises StoreError.
+        """
         with Store(folder, DISK) as store:
             store.write_value(SPEC, envelope)
             store.write_value(ADMISSION, self.admissions[author])
@@ -115,7 +118,7 @@ def _admission(spec: RunSpec, owner: Identity, peer: PeerKey) -> bytes:
 def make_history(
     spec: RunSpec, envelope: bytes, genesis: bytes, owner: Identity, homes: Mapping[str, Path], rounds: int
 ) -> History:
-    """So many rounds by the peers whose homes these are (identities are made); their stores are then as after these."""
+    """Make a number of rounds by the peers with these homes (identities are made), and their stores after these."""
     identities = [load_or_make(home / "identity.key") for home in homes.values()]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on cores that others use, more only wait for each other

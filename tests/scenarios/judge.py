@@ -19,7 +19,7 @@ from tests.scenarios.swarm import Swarm
 
 
 class Failed(Exception):
-    """What was expected did not come; says what was seen instead."""
+    """A failed expectation; the message describes the result."""
 
 
 OPEN_UPDATES = 2
@@ -44,7 +44,7 @@ class Judge:
         return list(step.peers) or list(self._up)
 
     def branches(self, names: list[str]) -> dict[str, Branch]:
-        """Of those that have made a key."""
+        """Return the branches of the peers that have made a key."""
         there = [n for n in names if n == HOME or self.swarm.key_of(n) is not None]
         return {n: self.swarm.branch("coordinator" if n == HOME else n) for n in there}
 
@@ -89,13 +89,13 @@ class Judge:
 
     @staticmethod
     def _rounds_since(before: dict[str, Branch], now: Branch) -> int:
-        """By how many rounds the branch that stands has grown."""
+        """Return the number of rounds by which the winning branch has grown."""
         had = [sum(a == b for a, b in zip(b.records, now.records, strict=False)) for b in before.values()]
         return now.height - max(had, default=0)
 
     @staticmethod
     def _apart(branches: dict[str, Branch]) -> str:
-        """Who is not on the longest branch, but for its last record; "" when all are."""
+        """Return the peers that are not on the longest branch, ignoring its last record; "" if all are."""
         longest = max(branches.values(), key=lambda b: b.height)
         for name, branch in branches.items():
             if branch.records != longest.records[: branch.height]:

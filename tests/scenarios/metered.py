@@ -77,7 +77,7 @@ class Metered:
         samples.append(Sample(time.monotonic(), size, self._swarm.wan.flows(name)))
 
     def forget(self, name: str) -> None:
-        """It starts anew."""
+        """Reset the meter for a new start."""
         if name in self._samples:
             self._samples[name] = []
 
@@ -90,7 +90,7 @@ class Metered:
         return came if came >= share * samples[-1].size else None
 
     def download(self, name: str) -> Downloaded | None:
-        """Of the largest blob that was seen to arrive. None when there was none, or it came at once."""
+        """Return the download of the largest blob that arrived. None when there was none, or it came at once."""
         samples = self._samples.get(name, [])
         if len(samples) < 2:
             return None

@@ -1,4 +1,4 @@
-"""Does a scenario's steps, one after the other; what is expected of the swarm is for `judge`."""
+"""The player of a scenario's steps, one after the other; `judge` checks the expectations."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class Play:
             self.swarm.signal(name, signal.SIGSTOP)
 
     def _exchanges(self, name: str) -> bool:
-        """As it said a moment ago."""
+        """Return whether a peer is exchanging, by a status less than 0.1 s old."""
         s = self.swarm.shown(self.swarm.alive(name))
         return s is not None and s.phase == "exchanging" and self.swarm.age(name) < 0.1
 
@@ -292,7 +292,7 @@ class Play:
 
 
 def _told(step: Step) -> str:
-    """A step in a few words."""
+    """Describe a step in a few words."""
     said = [step.do]
     for key, value in step.model_dump(exclude={"do", "seconds", "wait"}, exclude_defaults=True).items():
         if key == "between":

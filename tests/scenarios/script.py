@@ -1,4 +1,4 @@
-"""What a scenario's TOML file may say. Pure.
+"""The form of a scenario's TOML file. Pure.
 
     what = "one sentence: what must work"
     core = true                      # it is also run by `make test`, where there can be an emulated internet
@@ -156,7 +156,8 @@ class Coordinator(_Part):
 
 
 class Churn(_OfPeers):
-    """For so many rounds: after each, every peer loses power with chance 1/`life`; it is back `away` seconds later.
+    """Churn for a number of rounds: after each, every peer loses power with chance 1/`life`, and is back `away`
+    seconds later.
 
     At most half of them are away, or back and not training yet, at a time: what only those hold who are away must wait
     for them.
@@ -190,7 +191,7 @@ class OneChain(_OfPeers):
 
 
 class Forks(_OfPeers):
-    """On the disks of these no branch that lost has more than `most` records: no fork outlived so many rounds."""
+    """On the disks of these peers no lost branch has more than `most` records: no fork lasted longer."""
 
     do: Literal["expect forks"]
     most: int = Field(default=1, ge=0)
@@ -215,8 +216,8 @@ class Joined(_OfPeers):
 class Download(_OfPeers):
     """Each of these has fetched a state (the largest blob that it fetched, since it was started last).
 
-    While it did, `share` of its downlink was used, at least `donors` hosts sent a tenth of the state or more each, and
-    no more than `most` times the state's size came over the line (what was cut off is not fetched again).
+    Meanwhile `share` of its downlink was used, and at least `donors` hosts sent a tenth of the state or more each. No
+    more than `most` times the state's size came over the link, since interrupted downloads continue.
     """
 
     do: Literal["expect download"]
@@ -226,10 +227,10 @@ class Download(_OfPeers):
 
 
 class Goodput(_OfPeers):
-    """Of what these peers' trainers did in all their lives, at least `share` was accepted, each window once.
+    """At least `share` of the work of these peers' trainers in all their lives was accepted, each window once.
 
-    What is not decided yet counts for nothing. What a power cut destroyed within a round counts against it, and is
-    told. `each`: of every one of them, not only of all together.
+    Undecided work is not counted. Work that a power cut destroyed within a round counts as lost, and is reported.
+    `each`: of every one of them, not only of all together.
     """
 
     do: Literal["expect goodput"]
@@ -238,8 +239,9 @@ class Goodput(_OfPeers):
 
 
 class PutBack(_OfPeers):
-    """Every update that these peers made in this life and that the chain does not have went back into their error
-    feedback, but for the last one or two, which are open; of all together at least `least` did.
+    """Every update of these peers in this life that the chain does not have went back into their error feedback.
+
+    The last one or two are open and do not count. There were at least `least` of them in all.
     """
 
     do: Literal["expect put back"]
@@ -269,8 +271,8 @@ class Pace(_OfPeers):
 
 
 class Credits(_OfPeers):
-    """What `cairn status` says on one of these hosts, with the oldest invite that there is, is what the chain says: the
-    credits of everybody, of every round; of all but the newest rounds they are settled."""
+    """`cairn status` on one of these hosts, with the oldest invite, agrees with the chain: the credits of everybody,
+    of every round. They are settled for all but the newest rounds."""
 
     do: Literal["expect credits"]
     seconds: Seconds = 60
@@ -383,7 +385,7 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """All scenarios that there are."""
+    """Return all scenarios."""
     return sorted(p.stem for p in FOLDER.glob("*.toml"))
 
 

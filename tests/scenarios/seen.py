@@ -1,4 +1,4 @@
-"""What was seen of a swarm over time: the peers' snapshots, sampled beside the play. Reads files only."""
+"""Observations of a swarm over time: the peers' snapshots, sampled beside the play. Reads files only."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Seen:
                 self.states[s.state_round, s.head][name] = s.state
 
     def forget(self, name: str) -> None:
-        """A peer starts anew."""
+        """Reset a peer that starts again."""
         self.rounds.pop(name, None)
         self.ready.pop(name, None)
         self.counted.starts(name)
 
     def last_look(self, name: str) -> None:
-        """Its power is about to go."""
+        """Record a peer before its power cut."""
         shown = self._swarm.shown(name)
         self.counted.cut(name, shown, self._swarm.age(name) if shown else 0.0)
 
@@ -67,7 +67,7 @@ class Seen:
         self.states.clear()
 
     def pace(self, last: int, since: int = 0) -> float | None:
-        """The median seconds of the last rounds, none of them before `since`; None when there were none."""
+        """Return the median seconds of the last rounds, none of them before `since`; None if there were none."""
         times = [self.first[r] for r in sorted(self.first) if r >= since][-last - 1 :]
         took = [b - a for a, b in zip(times, times[1:], strict=False)]
         return median(took) if took else None

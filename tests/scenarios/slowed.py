@@ -1,4 +1,4 @@
-"""A machine at a fraction of the others' speed: its trainer is stopped and let go on, many times a second.
+"""A machine at a fraction of the others' speed: its trainer is stopped and continued, many times a second.
 
 On cores that many trainers share, a share of the time is not a share of the speed. So what it trained is compared
 with what the others did, and the share of the time is set by that.

@@ -91,7 +91,7 @@ class Swarm(World):
     def start_peer(
         self, name: str, *, device: str = "cpu", parallel: str = "auto", invite: Invite | None = None
     ) -> Process:
-        """As a volunteer would: nothing is said of addresses."""
+        """Start a peer as a volunteer would, without any addresses."""
         host = next(h for h in self.scenario.hosts if h.name == name)
         environment = {}
         if host.clock:
@@ -130,20 +130,20 @@ class Swarm(World):
         await self.until("the coordinator answers", answers, LIMIT, every=0.5)
 
     def move_coordinator(self) -> None:
-        """It is started next at other ports."""
+        """Move the coordinator to other ports for its next start."""
         self.old_invite = self.old_invite or self.invite
         self.grpc += 1
         self.swarm += 1
 
     def status_on(self, host: str) -> dict[str, Any]:
-        """What `cairn status` says there. Raises CalledProcessError."""
+        """Return the output of `cairn status` on a host. Raises CalledProcessError."""
         invite = str(self.old_invite or self.invite)
         command = self.wan.command(host, [sys.executable, "-m", "cairn", "status", invite, "--json"])
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
         return json.loads(done.stdout)
 
     def make_history(self, names: Sequence[str], rounds: int) -> None:
-        """The run's past, with these peers in it. Before they are started, and when the coordinator is there."""
+        """Make the run's past, with these peers in it. Before they are started, and when the coordinator is there."""
         run = self.coordinator_home / "run"
         envelope, genesis = (run / SPEC).read_bytes(), (run / GENESIS).read_bytes()
         make_history(self.spec, envelope, genesis, self.owner, {n: self.folder / n for n in names}, rounds)
@@ -151,23 +151,23 @@ class Swarm(World):
     # -- what is done to hosts -------------------------------------------------------------------------------
 
     def shown(self, name: str) -> Snapshot | None:
-        """What a peer that runs shows of itself in this life."""
+        """Return the status of a running peer in this life."""
         with suppress(OSError):
             if self._born.get(name, 0.0) <= (self.peer_folder(name) / FILE).stat().st_mtime:
                 return self.snapshot(name)
         return None
 
     def alive(self, name: str) -> str:
-        """The same name. Fails with the end of its log when the peer has ended."""
+        """Return the name. Fail with the end of its log if the peer has ended."""
         assert self.processes[name].running, f"{name} has ended\n{self.logs(name)}"
         return name
 
     def age(self, name: str) -> float:
-        """How many seconds ago a peer showed itself last."""
+        """Return the seconds since a peer's last status."""
         return time.time() - (self.peer_folder(name) / FILE).stat().st_mtime
 
     def arriving(self, name: str) -> int:
-        """The size of the largest blob that a peer is fetching now, in bytes; 0 when there is none."""
+        """Return the size of the largest blob that a peer is fetching now, in bytes; 0 if there is none."""
         sizes = [0]
         for path in (self.peer_folder(name) / "store" / "partial").glob("*"):
             with suppress(OSError):
@@ -184,7 +184,7 @@ class Swarm(World):
             self.processes["coordinator" if host == HOME else host].wait(LIMIT)
 
     def power_on(self, host: str) -> None:
-        """Its line is whole again; what runs there is to be started."""
+        """Restore a host's link after a power cut; its processes must be started."""
         self.wan.heal(host)
 
     def signal(self, host: str, number: int) -> None:
@@ -193,14 +193,14 @@ class Swarm(World):
                 os.kill(pid, number)
 
     def tear(self, name: str) -> str:
-        """Of the largest blob in a peer's store the end is lost, as after a power cut; which."""
+        """Cut off the end of the largest blob in a peer's store, as after a power cut; return its name."""
         blobs = [p for p in (self.peer_folder(name) / "store" / "blobs").rglob("*") if p.is_file()]
         torn = max(blobs, key=lambda p: (p.stat().st_size, p.stat().st_mtime))
         os.truncate(torn, torn.stat().st_size // 2)
         return torn.name
 
     def fill_disk(self, name: str) -> None:
-        """A peer's home is a disk with no more room than it has already taken."""
+        """Make a peer's home a disk without free space."""
         home, copy = self.folder / name, self.folder / f"{name}.copy"
         home.rename(copy)
         home.mkdir()
@@ -212,7 +212,7 @@ class Swarm(World):
     # -- what they show --------------------------------------------------------------------------------------
 
     def key_of(self, name: str) -> PeerKey | None:
-        """None before it has made one."""
+        """Return a peer's key; None before it has made one."""
         file = self.folder / name / "identity.key"
         return from_key_file(file.read_text()).key if file.exists() else None
 

@@ -1,4 +1,4 @@
-"""What the judge counts: windows that were trained, accepted, lost, destroyed; a run's made past; bad chunks."""
+"""The judge's counters: windows trained, accepted, lost and destroyed; a run's made past; bad chunks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shown(trained: int, next_window: int, open_windows: int = 0, rate: float = 0
 
 
 def accepted(*windows: int) -> Branch:
-    """A chain of rounds in each of which ada has so many windows accepted."""
+    """Return a chain of rounds with these numbers of accepted windows of ada."""
     chain = ChainMaker(make_spec())
     return Branch(tuple(chain.add({1: w}) for w in windows), len(windows), None)
 

@@ -13,7 +13,7 @@ A, B = str(peer(1).key), str(peer(2).key)
 
 
 def told(final: int | None = 3, rounds: int = 6, **changes: tuple[int, int]) -> str:
-    """What the judge says of a chain of six rounds when these are the credits."""
+    """Return the judge's answer for a chain of six rounds and these credits."""
     chain = ChainMaker(SPEC)
     for _ in range(6):
         chain.add({1: 3000, 2: 1000})

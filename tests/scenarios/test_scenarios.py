@@ -29,7 +29,7 @@ SHARED = TINY.replace('"ada"\n[[steps', '"ada"\nnat = true\n[[hosts]]\nname = "z
 
 
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
-    """A scenario's name, in a folder of its own."""
+    """Return a scenario's name, in a folder of its own."""
     monkeypatch.setattr(script, "FOLDER", folder)
     (folder / "own.toml").write_text(text)
     return "own"

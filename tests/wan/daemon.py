@@ -1,4 +1,4 @@
-"""What stands behind an emulated internet: builds the namespaces, runs the router until its time is over, removes all.
+"""The daemon of an emulated internet: it builds the namespaces, runs the router for its time, and removes everything.
 
 A process of its own (`python -m tests.wan serve NAME SECONDS`), so that whatever becomes of those who asked for it, the
 namespaces and what runs in them are gone when its time is over.
@@ -25,12 +25,12 @@ CONTROL, TOPOLOGY, LOG = "control", "topology.json", "log"
 
 
 def folder(wan: str) -> Path:
-    """Where the daemon and its clients meet: a socket, the topology, a log."""
+    """Return the files that the daemon shares with its clients: a socket, the topology, a log."""
     return Path(f"/run/{wan}.wan")
 
 
 def serve(wan: str, seconds: float) -> None:
-    """Until the router ends (told to, or its time is over) or SIGTERM comes. Raises WanError."""
+    """Run until the router ends (by a command, or after its time) or SIGTERM comes. Raises WanError."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows is cleaned up
     router: subprocess.Popen[bytes] | None = None
     work = tempfile.mkdtemp(prefix="cairn-wan-")

@@ -38,12 +38,12 @@ def sh(*command: str, text: str | None = None) -> str:
 
 
 def namespace(wan: str, host: str) -> str:
-    """The name of a host's network namespace."""
+    """Return the name of a host's network namespace."""
     return f"{wan}-{host}"
 
 
 def inside(name: str, command: Sequence[str]) -> list[str]:
-    """The argument list that runs a command in a namespace, under the process id that it is started with."""
+    """Return the argument list that runs a command in a namespace, under the process id that it is started with."""
     return ["nsenter", f"--net=/run/netns/{name}", "--", *command]
 
 
@@ -72,7 +72,7 @@ def build(wan: str, host: Host, topology: Topology) -> int:
 
 
 def _connect(me: str, gateway: str, host: Host, mtu: int) -> None:
-    """A net of its own between a host and its gateway."""
+    """Make a separate network between a host and its gateway."""
     lan, device, size = f"192.168.{host.index + 1}", f"lan{host.index}", str(mtu)
     ends = ["eth0", "mtu", size, "netns", me, "type", "veth", "peer", "name", device, "mtu", size, "netns", gateway]
     sh("ip", "link", "add", *ends)
@@ -113,7 +113,7 @@ def _open_tun(name: str) -> int:
 
 @contextmanager
 def tcp_allowed(algorithm: str) -> Iterator[None]:
-    """A namespace may be given only a congestion control that the machine allows to ordinary users."""
+    """Allow ordinary users a congestion control, as a namespace can only have such a one."""
     before = ALLOWED.read_text().strip() if algorithm else ""
     add = bool(algorithm) and algorithm not in before.split()
     if add:
@@ -141,7 +141,7 @@ def kill_in(name: str) -> None:
 
 
 def remove_all(wan: str) -> None:
-    """Every namespace of an emulated internet, with what runs in it."""
+    """Remove every namespace of an emulated internet, with its processes."""
     for line in sh("ip", "netns", "list").splitlines():
         name = line.split()[0]
         if name.startswith(f"{wan}-"):

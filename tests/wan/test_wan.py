@@ -65,7 +65,7 @@ MBIT, RTT_MS = 20.0, 60.0
 
 
 def on(wan: Wan, host: str, code: str, *arguments: object) -> str:
-    """What a piece of Python prints on a host."""
+    """Return the output of a piece of Python on a host."""
     command = wan.command(host, [sys.executable, "-c", code, *map(str, arguments)])
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
@@ -101,7 +101,7 @@ def test_a_round_trip_takes_what_the_topology_says(wan: Wan):
 
 
 def assert_round_trip(wan: Wan, rtt_ms: float) -> None:
-    """No round trip is shorter than it should be; one at least takes little longer. Cores are shared: some wait."""
+    """Check that no round trip is too short, and that one at least is little too long. Cores are shared: some wait."""
 
     def one_is_quick() -> bool:
         took = [float(line) for line in on(wan, "a", PINGS, wan.host("b").ip).split()]

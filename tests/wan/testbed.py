@@ -47,7 +47,8 @@ def why_not(*, nat: bool = False) -> str:
 class HostCounters:
     """IP bytes on a host's line since the start, and packets that did not arrive: lost by chance, or to a full queue.
 
-    `tx_bytes` and `rx_bytes` are of packets that a queue took; TCP's repeats count each time. `stray`: to no host."""
+    `tx_bytes` and `rx_bytes` are of packets that a queue took; TCP's repeats count each time. `stray`: to no host.
+    """
 
     ip: str
     tx_bytes: int
@@ -125,14 +126,14 @@ class Wan:
         raise WanError(f"the emulated internet did not start within {START_SECONDS:.0f} s")
 
     def down(self) -> None:
-        """Remove it, with all that runs in it. What is not there is no error."""
+        """Remove it, with all that runs in it. A missing one is no error."""
         remove(self.name)
 
     def host(self, name: str) -> Host:
         return self.topology.host(name)
 
     def command(self, host: str, command: Sequence[str]) -> list[str]:
-        """The argument list that runs a command on a host: same files, user and process id."""
+        """Return the argument list that runs a command on a host: same files, user and process id."""
         self.host(host)
         return inside(namespace(self.name, host), command)
 
@@ -154,22 +155,22 @@ class Wan:
         self._set(self.host(b), self.host(a), line)
 
     def block_udp(self, host: str) -> None:
-        """From now on whatever comes to a host by UDP is dropped without a word, as by some firewalls. Needs nft."""
+        """Drop all UDP packets to a host silently from now on, as some firewalls do. Needs nft."""
         rules = "table ip firewall { chain inp { type filter hook input priority 0; ip protocol udp drop; }; }"
         sh(*self.command(host, ["nft", "-f", "-"]), text=rules)
 
     def kill(self, host: str) -> None:
-        """A power failure: cut off first, so that no FIN or RST gets out, then SIGKILL for all that runs there."""
+        """Cut the power: cut the link first, so that no FIN or RST gets out, then kill all processes of the host."""
         self.cut(host)
         kill_in(namespace(self.name, host))
 
     def pids(self, host: str) -> list[int]:
-        """Every process that runs on a host now."""
+        """Return the processes that run on a host now."""
         self.host(host)
         return [int(pid) for pid in sh("ip", "netns", "pids", namespace(self.name, host)).split()]
 
     def counters(self) -> Counters:
-        """What has gone over the lines so far."""
+        """Return the traffic of the links so far."""
         words = self._ask("stat")
         try:
             counts = [int(w) for w in words[3:]]

@@ -1,4 +1,4 @@
-"""What an emulated internet consists of: its hosts, their rates, and the delay and loss between each two. Pure.
+"""The topology of an emulated internet: its hosts, their rates, and the delay and loss between each two. Pure.
 
 As JSON or a dictionary (only "hosts" is required; rates are of IP bytes, loss is by MTU packet and direction):
 
@@ -9,7 +9,7 @@ As JSON or a dictionary (only "hosts" is required; rates are of IP bytes, loss i
 
 "tcp" is the hosts' congestion control (default: the machine's). Host number n (from 1) has the WAN address <net>.n.
 With "nat": true that address belongs to a masquerading gateway, which refuses unsolicited traffic (port-restricted
-cone), and the host itself is 192.168.<n>.2; "symmetric" also picks a random port for each connection. A host with
+cone). The host itself is 192.168.<n>.2. "symmetric" also picks a random port for each connection. A host with
 "behind": "a" has no line of its own: it is 192.168.<n>.2 behind the gateway of host a, which comes before it, and
 shares a's line and address.
 """
@@ -53,7 +53,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Line:
-    """What lies between two hosts: the round trip in milliseconds, and the share of packets lost each way."""
+    """The path between two hosts: the round trip in milliseconds, and the share of packets lost each way."""
 
     rtt_ms: float = 50.0
     loss: float = 0.0
@@ -74,11 +74,11 @@ class Topology:
     mtu: int = 1500
     seed: int = 0
     source: Mapping[str, Any] = field(default_factory=dict)
-    """What it was parsed from."""
+    """The JSON that it was parsed from."""
 
     @classmethod
     def parse(cls, source: Mapping[str, Any]) -> Topology:
-        """From the form above. Raises WanError."""
+        """Parse the form above. Raises WanError."""
         try:
             return cls._parse(source)
         except (KeyError, TypeError, ValueError, AttributeError) as e:

@@ -34,7 +34,8 @@ def setting() -> Setting:
     """Four peers on random tokens of which every second one repeats the one before: something to learn."""
     draw = np.random.default_rng(0).integers(0, 512, 40_000).astype(np.uint16)
     tokens = np.repeat(draw, 2)
-    corpus = Corpus(tokens, tokens[:2_000], tuple(tokens[i * 9_000 : (i + 1) * 9_000] for i in range(4)), None)  # type: ignore[arg-type]
+    corpus = Corpus(tokens, tokens[:2_000], tuple(tokens[i * 9_000 : (i + 1) * 9_000] for i in range(4)), None)  #
+    type: ignore[arg - type]
     return Setting(replace(PROFILES["tiny"], steps=12, batch=2), 0, corpus)
 
 
@@ -46,7 +47,7 @@ def trained(method: Method, steps: int = 12) -> Method:
 
 
 def apart(setting: Setting, one: Method, other: Method) -> float:
-    """The distance of two trained states, as a share of the way that the first has come."""
+    """Return the distance of two trained states, relative to the first one's distance from the start."""
     start = Replica(setting, LR).flat
     return float((one.state() - other.state()).norm() / (one.state() - start).norm())
 

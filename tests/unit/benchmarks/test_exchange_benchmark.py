@@ -1,4 +1,4 @@
-"""What the benchmark of an exchange makes of its numbers."""
+"""The evaluation in the benchmark of an exchange."""
 
 from __future__ import annotations
 

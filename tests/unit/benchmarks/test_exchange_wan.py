@@ -1,4 +1,4 @@
-"""What the benchmark of an exchange on an emulated WAN makes of what its peers wrote down."""
+"""The evaluation of diaries in the benchmark of an exchange on an emulated WAN."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_floor_of_an_all_reduce_is_twice_all_but_ones_own_share():
 
 
 def _diaries(**late: float) -> dict[int, list[dict[str, Any]]]:
-    """Of two peers, the second of which announces 0.1 s after the first."""
+    """Return diaries of two peers, the second of which announces 0.1 s after the first."""
     found = {}
     for p, began in ((0, 10.0), (1, 10.1)):
         said = [("announced", began), ("held", 10.5), ("held", 10.7 + late.get("held", 0.0)), ("certified", 10.9)]
@@ -99,7 +99,7 @@ def test_peers_with_two_states_are_wrong_and_so_is_a_record_without_one_of_them(
 
 
 def _values(numbers: list[int], peers: int = 4) -> torch.Tensor:
-    """The mean of what these peers give."""
+    """Return the mean of these peers' values."""
     each = []
     for i in numbers:
         each.append(torch.empty(5000))

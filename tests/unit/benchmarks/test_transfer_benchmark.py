@@ -1,4 +1,4 @@
-"""What the benchmark of transfers makes of its numbers."""
+"""The evaluation in the benchmark of transfers."""
 
 from __future__ import annotations
 

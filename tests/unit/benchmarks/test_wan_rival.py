@@ -1,4 +1,4 @@
-"""Whether a rival averaged is judged by what its peers gave and used, not by what it reports."""
+"""The rival's averaging is checked by the values that its peers gave and used, not by its reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark over the emulated internet gives to Cairn's processes is a run.toml that Cairn takes."""
+"""The run.toml of the benchmark over the emulated internet is valid."""
 
 from __future__ import annotations
 

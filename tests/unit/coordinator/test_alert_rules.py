@@ -173,7 +173,7 @@ def test_a_restart_neither_repeats_nor_loses_nor_ends_an_alert(name):
     assert (name, "fired") in fired
     since = world.journal.standing[0].since
     world.restart()
-    # Just started, nobody is heard yet, and the chain is not read.
+    # Just after the start no message has arrived, and the chain is not read.
     nothing = {"up": 5.0, "training": 0, "caught_up": False, "head_age": None, "health": "idle"} | bad
     assert world.look(2, **nothing) == []
     assert (world.journal.standing[0].name, world.journal.standing[0].since) == (name, since)

@@ -124,7 +124,7 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
             stamp = headers["x-cairn-timestamp"]
             signed = hmac.new(b"secret", stamp.encode() + b"." + body, "sha256").hexdigest()
             assert headers["x-cairn-signature"] == f"v1={signed}" and abs(int(stamp) - time.time()) < 600
-        # It stops and starts again: nothing is told twice, and what is over meanwhile is told.
+        # It stops and starts again: no alert is sent twice, and the end of an alert meanwhile is sent.
         quick.free = 10**12
         swarm.round({0: 600, 1: 700}, loss=3.9)
         async with running(tmp_path, SPEC, swarm, now=lambda: clock[0], alerts=config):
@@ -166,7 +166,7 @@ async def test_a_peer_with_another_state_than_the_chain_is_named(tmp_path):
         before = swarm.chain.certificates[-1].record.body.parent  # the record before the head: its child names a state
 
         async def differing(count: int) -> None:
-            """An overview is kept for a moment: wait for the next one."""
+            """Wait for the next overview: one is kept for a moment."""
             before = c.overview()
             await until(lambda: c.overview() is not before)
             assert len(c.overview().differing) == count
@@ -225,7 +225,7 @@ async def test_an_event_that_no_one_took_is_told_after_a_restart(tmp_path, quick
         async with running(tmp_path, SPEC, alerts=config):
             await hook.hears(("disk", "fired"))
         assert (tmp_path / watcher.FILE).stat().st_mode & 0o077 == 0
-        assert "token" not in (tmp_path / watcher.FILE).read_text()  # who knows the address may post
+        assert "token" not in (tmp_path / watcher.FILE).read_text()  # anybody with the address may post
         async with running(tmp_path, SPEC, alerts=config):
             await hook.hears(("disk", "fired"), ("disk", "fired"))
         (one, two) = (json.loads(b)["cairn"]["id"] for _, b in hook.got)

@@ -124,7 +124,7 @@ async def test_a_chain_that_turned_below_an_archived_state_is_archived_anew_and_
     o.made = o.made.fork(fork_at)
     o.rounds(5, {2: 40})  # heavier, and shorter
     assert o.chain.head == o.made.head
-    assert o.view.held_state() == 0  # what was archived is of a branch that lost
+    assert o.view.held_state() == 0  # the archived state is of a branch that lost
     o.rounds(1, {2: 40})
     await o.archive_newest()
     assert o.view.held_state() == 5

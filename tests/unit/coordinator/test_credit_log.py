@@ -1,4 +1,4 @@
-"""What the coordinator tells of credits: receipts that stay the same, heads that never contradict, proofs that hold."""
+"""The coordinator's log of credits: receipts that stay the same, heads that never contradict, valid proofs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DAY = 86_400.0
 
 
 class Admitters:
-    """Who is called what, and who was ever admitted."""
+    """Names of peers, and the admitted ones."""
 
     def __init__(self):
         self.known: set[PeerKey] = {peer(n).key for n in range(10)}
@@ -82,7 +82,7 @@ class World:
         return account
 
     def announce(self, number: int, *, late: bool = False, flaw: str = "", base: Digest | None = None) -> Digest:
-        """For the round that is next; the digest of the header."""
+        """Announce an update for the next round; return the digest of the header."""
         chain = self.swarm.chain
         base = base or state(len(chain.certificates))
         header = UpdateHeader(
@@ -168,7 +168,7 @@ async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(ledger_place
             assert reason in r.reason and (r.tokens, r.micro_credits) == (0, 0)
         assert len((await w.receipts(1)).items) == 2
         assert (await w.receipts(2)).items[0].status == "pending" and (await w.receipts(7)).items == ()
-        # Heard of again with the next round, it is not noted again, nor with another reason.
+        # Received again in the next round, it is not noted again, nor with another reason.
         await w.log._receipts.note([account])
         w.log._receipts._noted.clear()
         await w.log._receipts.note([account])

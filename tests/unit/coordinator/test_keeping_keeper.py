@@ -235,7 +235,7 @@ def test_a_process_killed_at_any_step_of_archiving_leaves_whole_states_only(worl
 
 
 async def _here(module: str, job: dict, heard: Callable[[dict], None], **limits: Any) -> None:
-    """The evaluation without its process."""
+    """Evaluate without a process."""
     await asyncio.to_thread(evaluating._work, job, heard)
 
 

@@ -1,4 +1,4 @@
-"""Which archived states stay, and the files that note what they were worth."""
+"""The retention of archived states, and the files with their evaluations."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _sheet(folder: Path, **changes) -> None:
 
 
 def _other_state(folder: Path, world: KeptWorld) -> None:
-    """A whole other model, with a sheet to match."""
+    """Replace the model and its manifest by another model's."""
     world.state(77)
     shutil.copyfile(world.files[77], folder / "model.safetensors")
     _sheet(folder, state=str(world.digests[77]))
@@ -79,7 +79,7 @@ def _signed_by_another(folder: Path, world: KeptWorld) -> None:
 
 
 def _of_round(number: int) -> Callable[[Path, KeptWorld], None]:
-    """A record that is final, and another's."""
+    """Return a change to the record and the finalization of another round."""
 
     def change(folder: Path, world: KeptWorld) -> None:
         c = world.swarm.chain.certificates[number]
@@ -243,7 +243,7 @@ def test_half_a_copy_is_no_checkpoint_and_is_gone_on_with(world: KeptWorld, monk
     sent: list[str] = []
     monkeypatch.setattr(Place, "_send", lambda self, source, path, size: sent.append(path))
     place.copy(made)
-    assert sent == [] and [t.archived.round for t in place.list()] == [5]  # what was whole is not sent again
+    assert sent == [] and [t.archived.round for t in place.list()] == [5]  # complete files are not sent again
 
 
 def test_what_reads_back_otherwise_is_never_named_as_whole(world: KeptWorld, monkeypatch):

@@ -30,7 +30,7 @@ def ledger(ledger_place):
 
 @contextmanager
 def bare(where: str) -> Iterator[Database]:
-    """The database as its operator sees it, without the ledger around it."""
+    """Open the database as its operator would, without the ledger around it."""
     db = connect(where, SPEC)
     try:
         yield db

@@ -1,4 +1,4 @@
-"""The ledger's threads: what waits is committed together, and nobody hears of it before it is on disk."""
+"""The ledger's threads: waiting entries are committed together, and no result is returned before they are on disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def admitted(n: int) -> Admitted:
 
 
 class Held:
-    """Holds the writer until told, so that what is asked meanwhile waits for one group."""
+    """A lock on the writer, so that requests meanwhile wait for one group."""
 
     def __init__(self, thread: LedgerThread):
         self._go, self._begun = threading.Event(), threading.Event()

@@ -53,7 +53,7 @@ def get(world: World):
 
 
 def checkpoint(folder: Path, round_: int, **more) -> bytes:
-    """An archived state, as the coordinator's archive leaves it; its weights."""
+    """Make an archived state, as the coordinator's archive does; return its weights."""
     place = folder / "checkpoints" / f"round-{round_:06d}"
     place.mkdir(parents=True)
     weights = bytes(range(256)) * 4000

@@ -1,4 +1,5 @@
-"""What the coordinator saw of rounds: how time splits, why a peer is not in, when the next is due; kept on disk."""
+"""The coordinator's observations of rounds: the split of time, the reasons for absences, the next round; kept on
+disk."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_a_pause_is_no_part_of_the_round_that_it_falls_into():
     w.now += 20
     w.swarm.hear(*certificate.record.body.updates)
     w.now += 5
-    w.seen.rest()  # who has announced is still at it
+    w.seen.rest()  # peers that have announced are still in the round
     assert w.certified(certificate).whole == 25
 
 

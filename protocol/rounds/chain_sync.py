@@ -1,4 +1,4 @@
-"""Whom to ask for certificates that we lack: one request at a time, sources in turn, growing pauses after failures."""
+"""The next source of missing certificates: one request at a time, sources in turn, longer pauses after failures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
+from protocol.rounds.deadlines import Deadlines
 
 MAX_PAUSE = 60.0
 
 STRANGERS = 8
-"""Of peers that are no members (the coordinator's observer is one), so many claims are kept: anybody can make keys."""
+"""Maximum number of claims of peers that are no members (the coordinator's observer is one): anybody can make keys."""
+
+SAFETY = 1e-6
+"""Seconds beyond the time for an answer before the request counts as failed."""
 
 
 @dataclass(slots=True)
@@ -22,27 +26,32 @@ class _Claim:
     renewed: float
 
 
-class Follower:
-    """What others claim to have, by their heartbeats, and the request that is under way."""
+class ChainSync:
+    """The claims of others, by their heartbeats, and the request under way."""
 
     def __init__(self, bound: int, heartbeat_seconds: float):
         self._bound = bound
         self._pause = heartbeat_seconds
         self._grace = min(0.5, heartbeat_seconds / 2)
-        """A round that is just being certified reaches us by itself within this time."""
+        """Seconds in which a record that is just being certified reaches us without a request."""
+
         self._answer_within = max(30.0, 10 * heartbeat_seconds)
         self._claims: dict[PeerKey, _Claim] = {}
         self._failures: dict[PeerKey, tuple[int, float]] = {}
+        """Failed requests in a row, and the time until which the source is not asked."""
+
         self._last_asked: dict[PeerKey, float] = {}
         self.asked: PeerKey | None = None
+        """The peer of the request under way."""
+
         self._asked_at = 0.0
 
     def grow(self, bound: int) -> None:
-        """Room for more sources."""
+        """Make room for more sources."""
         self._bound = max(self._bound, bound)
 
     def claim(self, source: PeerKey, head: Digest, weight: int, chain: Chain, now: float, *, member: bool) -> None:
-        """Somebody says that its chain has this head and weight. Kept only while the head is not in the tree."""
+        """Note the head and weight that a peer claims, as long as the head is not in the tree."""
         if head in chain:
             self._claims.pop(source, None)
             return
@@ -64,7 +73,7 @@ class Follower:
         return self._drop_a_stranger(now - self._answer_within)
 
     def _drop_a_stranger(self, silent_since: float) -> bool:
-        """The one that has been silent the longest, of those silent since then, or asked in vain."""
+        """Drop the stranger that has been silent the longest, of those silent since then, or asked in vain."""
         strangers = [
             s for s, c in self._claims.items() if not c.member and (c.renewed <= silent_since or s in self._failures)
         ]
@@ -73,16 +82,18 @@ class Follower:
         return bool(strangers)
 
     def forget(self, source: PeerKey) -> None:
-        """It is gone."""
+        """Forget a source that is gone."""
         self._claims.pop(source, None)
         self._failures.pop(source, None)
         self._last_asked.pop(source, None)
         if self.asked == source:
             self.asked = None
 
-    def wanting(self, chain: Chain) -> list[PeerKey]:
-        """Sources that claim a better head that is not in the tree; any other head when what the owner signed as
-        final, or rolled the run back to, is on none of our branches."""
+    def wanted(self, chain: Chain) -> list[PeerKey]:
+        """Return the sources that claim a better head that is not in the tree.
+
+        Any other head counts when the record that the owner finalized, or rolled back to, is on none of our branches.
+        """
         if not self._claims:
             return []
         for source in [s for s, c in self._claims.items() if c.head in chain]:
@@ -92,17 +103,21 @@ class Follower:
         weight, head = chain.weight(chain.head), chain.head
         return [s for s, c in self._claims.items() if c.weight > weight or (c.weight == weight and c.head < head)]
 
-    def next_request(self, chain: Chain, now: float, *, eager: bool) -> PeerKey | None:
-        """Whom to ask now: of those not paused, members first, the one asked longest ago. Marks it as asked."""
+    def next_request(self, chain: Chain, deadlines: Deadlines, *, eager: bool) -> PeerKey | None:
+        """Return the peer to ask now, and mark it as asked: members first, then the one asked longest ago.
+
+        `eager`: do not wait for records that may arrive without a request.
+        """
         if self.asked is not None:
-            if now - self._asked_at <= self._answer_within:
+            if not deadlines.due("chain answer", self._asked_at + self._answer_within + SAFETY):
                 return None
-            self.failed(self.asked, now)
-        due = [s for s in self.wanting(chain) if self._when(s, eager) <= now]
+            self.failed(self.asked, deadlines.now)
+        due = [s for s in self.wanted(chain) if deadlines.due("chain request", self._earliest(s, eager))]
         if not due:
             return None
         source = min(due, key=lambda s: (not self._claims[s].member, self._last_asked.get(s, -1.0), s))
-        self.ask(source, now)
+        self.ask(source, deadlines.now)
+        deadlines.due("chain answer", self._asked_at + self._answer_within + SAFETY)
         return source
 
     def ask(self, source: PeerKey, now: float) -> None:
@@ -115,7 +130,7 @@ class Follower:
             del self._last_asked[next(iter(self._last_asked))]
 
     def answered(self, source: PeerKey, *, useful: bool, now: float) -> None:
-        """An answer came; one that brought nothing new counts as a failure."""
+        """Note an answer; one that brought nothing new counts as a failure."""
         if not useful:
             self.failed(source, now)
             return
@@ -124,7 +139,7 @@ class Follower:
             self.asked = None
 
     def failed(self, source: PeerKey, now: float) -> None:
-        """No answer, or rubbish: leave this source alone for a while, twice as long each time."""
+        """Note that a source gave no answer, or a malformed one: pause twice as long each time."""
         if self.asked == source:
             self.asked = None
         count = min(10, self._failures.pop(source, (0, 0.0))[0] + 1)
@@ -132,18 +147,12 @@ class Follower:
         while len(self._failures) > self._bound:
             del self._failures[next(iter(self._failures))]
 
-    def next_time(self, chain: Chain, *, eager: bool) -> float | None:
-        """When there will be someone to ask, or the answer is overdue."""
-        if self.asked is not None:
-            return self._asked_at + self._answer_within + 1e-6
-        return min((self._when(s, eager) for s in self.wanting(chain)), default=None)
-
-    def _when(self, source: PeerKey, eager: bool) -> float:
+    def _earliest(self, source: PeerKey, eager: bool) -> float:
         since = 0.0 if eager else self._claims[source].since + self._grace
         return max(since, self._failures.get(source, (0, 0.0))[1])
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What is held, and its bound."""
+        """Return the size and the bound of each container."""
         return {
             "claims": (len(self._claims), self._bound),
             "failures": (len(self._failures), self._bound),
