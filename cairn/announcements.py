@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from coordinator.swarm import Announced
+from coordinator.swarm import AnnouncedUpdate
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Signed, UpdateHeader
@@ -43,14 +43,14 @@ class Announcements:
             if len(mine) > PER_AUTHOR:
                 mine.popitem(last=False)
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         """Return the announced updates of the round after a record, by ascending key of their authors."""
         received = [mine[parent] for mine in self._headers.values() if parent in mine]
         if not received or parent not in self._chain:
             return ()
         policy = self._policy.under(self._chain.standing(parent).changes)
-        ballot = RoundState(policy, self._chain, parent, None, 0.0)
-        found = [Announced(header, late, ballot.flaw(header, self._size_ok) or "") for header, late in received]
+        state = RoundState(policy, self._chain, parent, None, 0.0)
+        found = [AnnouncedUpdate(header, late, state.flaw(header, self._size_ok) or "") for header, late in received]
         return sorted(found, key=lambda a: a.header.author)
 
     def _is_decided(self, parent: Digest) -> bool:

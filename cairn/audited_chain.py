@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from peer.log_client import LogClient
+from peer.coordinator_client import CoordinatorClient
 from peer.swarm.asking_chain import ChainAsker
 from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain
@@ -37,7 +37,7 @@ PAGE = 64
 class AuditedChain:
     """The certificates read so far, and their credits. `ensure` reads more, `find` looks a record up."""
 
-    def __init__(self, spec: RunSpec, asker: ChainAsker | None, coordinator: LogClient):
+    def __init__(self, spec: RunSpec, asker: ChainAsker | None, coordinator: CoordinatorClient):
         self._run = spec.run_id
         self._rule = CreditRule.of(spec)
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=8192)
