@@ -197,11 +197,11 @@ def test_while_the_run_rests_nothing_is_trained_and_an_update_claims_what_the_ow
     trainer = loaded(world)
     train(trainer, 2)
     orders = Orders(False, world.spec.max_update_windows, world.spec.round.target_tokens)
-    trainer.steps.obey(replace(orders, rests=True))
+    trainer.steps.set_orders(replace(orders, rests=True))
     assert not trainer.steps.may_train
-    trainer.steps.obey(orders)
+    trainer.steps.set_orders(orders)
     assert trainer.steps.may_train
-    trainer.steps.obey(replace(orders, max_update_windows=BATCH))
+    trainer.steps.set_orders(replace(orders, max_update_windows=BATCH))
     assert not trainer.steps.may_train  # more is trained already than one update may claim
     made = trainer.base.make_update(MakeUpdate(0, GENESIS, world.folder / "u"), BATCH)
     assert isinstance(made, UpdateMade) and made.end_window == BATCH
