@@ -9,8 +9,8 @@ from coordinator.swarm import AnnouncedUpdate
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Signed, UpdateHeader
-from protocol.rounds.round_state import RoundState
 from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.round_state import RoundState
 
 PER_AUTHOR = 8
 """Rounds remembered for each author; an author that floods pushes out its own headers only."""
@@ -50,7 +50,9 @@ class Announcements:
             return ()
         policy = self._policy.under(self._chain.standing(parent).changes)
         state = RoundState(policy, self._chain, parent, None, 0.0)
-        found = [AnnouncedUpdate(header, late, state.flaw(header, self._size_ok) or "") for header, late in received]
+        found = [
+            AnnouncedUpdate(header, late, state.why_invalid(header, self._size_ok) or "") for header, late in received
+        ]
         return sorted(found, key=lambda a: a.header.author)
 
     def _is_decided(self, parent: Digest) -> bool:

@@ -27,7 +27,9 @@ SPEC = make_spec()
 def machine(epoch: int = 0, **orders) -> Any:
     back = Rollback(epoch, SPEC.run_id, Round(3), state(3)) if epoch else None
     word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 9, rollback=back))
-    held = SimpleNamespace(rests=False, afresh=False, policy=RoundPolicy(8, 16), word=word.body, is_banned=lambda key: False)
+    held = SimpleNamespace(
+        rests=False, afresh=False, policy=RoundPolicy(8, 16), word=word.body, is_banned=lambda key: False
+    )
     vars(held).update(orders)
     return cast(Any, SimpleNamespace(orders=held, chain=SimpleNamespace(newest=word)))
 
