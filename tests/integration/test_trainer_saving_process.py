@@ -1,4 +1,4 @@
-"""A trainer's process that is killed while it saves, or told to stop, or whose disk hangs or is full."""
+"""A trainer's process that is killed or stopped while it saves, or whose disk hangs or is full."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_one_killed_while_it_saves_finds_the_old_state_or_the_new_one(tmp_path, 
 
 @asynccontextmanager
 async def slow_node(world: World, monkeypatch):
-    """A real trainer's process, whose disk waits while there is a file."""
+    """Yield a real trainer's process, whose disk waits while a file exists."""
     folder = world.folder / "disk"
     folder.mkdir()
     monkeypatch.setenv("CAIRN_TEST_DISK", str(folder))

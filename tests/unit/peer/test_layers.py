@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """What was compiled for one test does not count in the next: torch keeps it by code, for all models."""
+    """Reset torch before each test, since it keeps compiled code for all models."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield

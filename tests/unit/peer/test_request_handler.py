@@ -105,7 +105,7 @@ class Node:
         return from_line(self._file.readline()[:-1])
 
     def silent(self, seconds: float = 0.1) -> bool:
-        """Whether nothing was said in this time."""
+        """Return whether no message came in this time."""
         self._socket.settimeout(seconds)
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)
@@ -131,7 +131,7 @@ class World:
     has_ended: bool = False
 
     def next(self, seconds: float | None) -> object:
-        """The next message for this thread, which trains; `done` completes it."""
+        """Return the next message for this thread, which trains; `done` completes it."""
         handover = self.handler.next(seconds)
         self.handovers += [handover] if handover is not None else []
         return handover and handover.message
@@ -140,7 +140,7 @@ class World:
         self.handovers.pop(0).done.set_result(None)
 
     def fails(self, error: type[BaseException], match: str = "") -> None:
-        """The handler's thread ends with this error."""
+        """Assert that the handler's thread ends with this error."""
         with pytest.raises(error, match=match):
             self.handler.next(LIMIT)
         self.has_ended = True
@@ -177,7 +177,7 @@ def test_a_round_is_applied_and_an_update_made_while_the_other_thread_is_in_a_st
     assert world.node.hear() == MADE
     world.node.ask(apply_of(0))
     assert world.node.hear() == applied_of(0)
-    assert world.next(LIMIT) == SAVE  # what is saved of the update is as it was before the round
+    assert world.next(LIMIT) == SAVE  # the saved state is that before the round
     world.done()
     move = world.next(LIMIT)
     assert isinstance(move, SwapBase) and move.move.round == 0
@@ -278,7 +278,7 @@ def test_a_step_stands_aside_while_a_round_is_applied_and_not_longer(world):
     world.node.hear()
     assert isinstance(world.next(LIMIT), SwapBase)
     assert seen == [True] and not world.trainer.gate.is_closed
-    world.trainer.gate.wait()  # does not block
+    world.trainer.gate.wait()  # it returns at once
 
 
 def test_a_closed_gate_holds_a_thread_until_it_opens():
