@@ -61,8 +61,8 @@ async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool
         passed, all_asked = asyncio.Event(), asyncio.Event()
 
         def holding():
-            """Every chunk of the big one waits until the small one is through; then one goes at a time, so that who
-            gets little of a core gives as much as the others."""
+            """Hold every chunk of the big blob until the small one is complete. Then release one at a time, so that
+            all peers send equally, whatever their share of the cores."""
             turn = asyncio.Lock()
 
             async def held(blob: Digest, requester) -> None:
@@ -263,7 +263,7 @@ async def test_an_unknown_size_is_bounded_by_what_the_caller_allows(pool, tmp_pa
 
 
 async def hostile(member: Member, answer) -> None:
-    """From now on this member answers blob requests with the bytes that `answer(op, index)` makes."""
+    """Let this member answer blob requests with the bytes of `answer(op, index)` from now on."""
 
     async def serve(peer, reader, writer) -> None:
         while True:

@@ -238,7 +238,7 @@ def test_strangers_have_but_a_part_of_the_calls_whatever_keys_they_make():
             pass
     guard.charge(strangers[3], 1000, now=0.0)
     with guard.admit(strangers[4], 80, now=0.0):
-        pass  # what goes out counts for who asked
+        pass  # sent bytes count for the peer that requested them
     guard.charge(strangers[0], 200, work=True, now=0.0)
     with pytest.raises(TooBusy, match="strangers"), guard.admit(strangers[2], 1, now=1.0):
         pass

@@ -48,9 +48,11 @@ async def test_peers_are_named_by_their_keys_and_packets_say_truly_who_sent_them
     async with members(3, tmp_path) as (a, b, c):
         for m in (a, b, c):
             (address,) = m.swarm.addresses
-            assert parse_address(address)[0] == m.key  # what libp2p itself calls us is our Ed25519 key
+            assert parse_address(address)[0] == m.key  # libp2p's own id of us is our Ed25519 key
         await b.swarm.send(a.key, wire.Packet(messages=[b"from b"]))
-        await send_once_found(c, b, wire.Packet(messages=[b"from c"]))  # c was told of a only: found through libp2p
+        await send_once_found(
+            c, b, wire.Packet(messages=[b"from c"])
+        )  # c knows only a's address
         assert a.packets == [(b.key, wire.Packet(messages=[b"from b"]))]
         assert b.packets == [(c.key, wire.Packet(messages=[b"from c"]))]
         assert set(await a.swarm.peers()) == {b.key, c.key}

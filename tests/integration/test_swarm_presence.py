@@ -159,7 +159,7 @@ async def test_a_hostile_node_can_neither_store_forgeries_nor_hide_members(tmp_p
                     PeerID(victim.key.libp2p_id), keys=[KEY], values=[value], expiration_time=until, subkeys=[subkey]
                 )
                 assert not answer or not any(answer)
-        # What the liar keeps in its own storage, unchecked, and hands out with a far later expiration:
+        # The liar stores this unchecked, and hands it out with a far later expiration:
         for subkey, value in [(a.key.hex(), dumps(a.heartbeat(1))), (b.key.hex(), dumps(b"rubbish")), ("x", b"\xff")]:
             dht.protocol.storage.store(KEY, value, now + 1e8, subkey=subkey)
         assert sorted(await a.swarm.discover()) == sorted([a.heartbeat(3), b.heartbeat(3)])

@@ -7,7 +7,7 @@ from protocol.errors import CodecError
 
 
 def assert_refused_or_sane(codec, blob) -> None:
-    """The promise of the strict decoder, whatever the bytes."""
+    """Check the promise of the strict decoder for any bytes."""
     try:
         codec.check(blob)
     except CodecError:

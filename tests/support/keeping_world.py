@@ -37,7 +37,7 @@ def tokenizer_json() -> bytes:
 
 
 def checkpoint(spec: RunSpec, seed: int, change: Any = None) -> bytes:
-    """The canonical file of a state."""
+    """Write the canonical file of a state."""
     tensors = {n: p.detach().clone() for n, p in parameters_of(build_model(TINY_LLAMA, seed=seed)).items()}
     if change is not None:
         change(tensors)
@@ -112,7 +112,7 @@ class KeptWorld:
         return self.archive.finalise(archived, final.sent, encode_certificate(c))
 
     def final(self, round_: int) -> Archived:
-        """An archived state that is final; round 0 is by the spec."""
+        """Archive a finalized state; the spec finalizes round 0."""
         while len(self.swarm.chain.certificates) <= round_:
             self.rounds(1)
         archived = self.add(round_)
@@ -122,7 +122,7 @@ class KeptWorld:
         return round_ <= self.settled and self.swarm.chain.certificates[round_].digest == record
 
     def keeper(self, **settings: Any) -> Keeper:
-        """With evaluation off unless it is asked for."""
+        """Make an archiver, by default without evaluation."""
         wanted = Settings.model_validate({"evaluation": {"every": 0}} | settings)
         folder = self.folder / "run"
         folder.mkdir(exist_ok=True)

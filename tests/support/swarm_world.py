@@ -45,7 +45,7 @@ class Member:
         self.renew(folder / str(n))
 
     def renew(self, folder: Path) -> None:
-        """As on the first day, with an empty store in that folder."""
+        """Start a peer as on its first day, with an empty store in that folder."""
         self.store = Store(folder, 1 << 40)
         self.packets: list[tuple[PeerKey, wire.Packet]] = []
         self.chain = wire.ChainReply(more=True)
@@ -93,7 +93,7 @@ class Member:
 
 @asynccontextmanager
 async def members(count: int, folder: Path, **kwargs: Any) -> AsyncIterator[list[Member]]:
-    """So many peers, all entered by the first."""
+    """Start a number of peers that all enter through the first."""
     async with AsyncExitStack() as stack:
         made: list[Member] = []
         for n in range(1, count + 1):
