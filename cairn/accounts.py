@@ -21,7 +21,7 @@ from protocol.ids import PeerKey, b64url, from_b64url
 from protocol.ledger.statements import BindAccount, BindPeer, open_bind_peer, sign
 
 if TYPE_CHECKING:
-    from peer.log_client import Receipted, Standing
+    from peer.log_client import CreditTotals, Receipted
 
 KEY_FILE = "account.key"
 SHOWN = 20
@@ -78,7 +78,7 @@ def bind_peers(
         async with connect(text, via) as r:
             lines = []
             for peer, binding in zip(peers, bindings, strict=True):
-                bound = await r.log.bind(binding)
+                bound = await r.client.bind(binding)
                 to = f"to account {account.key.short}, which has {count(bound)} peers now"
                 lines.append(f"bound  {peer.author}  {to}")
             return lines
@@ -97,23 +97,23 @@ def show(text: str, home: Path, *, peer: str, account: str, as_json: bool, via: 
     else:
         key = _identity(home).key
 
-    async def ask() -> tuple[Standing, list[Receipted]]:
+    async def ask() -> tuple[CreditTotals, list[Receipted]]:
         async with connect(text, via) as r:
-            standing = await r.log.standing(key)
+            totals = await r.log.totals(key)
             receipts: list[Receipted] = []
-            for one in standing.peers[:SHOWN] if standing.kind == "account" else (key,):
+            for one in totals.peers[:SHOWN] if totals.kind == "account" else (key,):
                 receipts += (await r.log.receipts(one, limit=SHOWN))[0]
             receipts.sort(key=lambda x: (-x.word.body.entry, x.word.body.peer))
-            return standing, receipts[:SHOWN]
+            return totals, receipts[:SHOWN]
 
-    standing, receipts = asyncio.run(ask())
+    totals, receipts = asyncio.run(ask())
     if as_json:
-        print(json.dumps(_plain(standing, receipts), indent=1))
+        print(json.dumps(_plain(totals, receipts), indent=1))
     else:
-        _print(standing, receipts)
+        _print(totals, receipts)
 
 
-def _plain(standing: Standing, receipts: Sequence[Receipted]) -> dict[str, Any]:
+def _plain(totals: CreditTotals, receipts: Sequence[Receipted]) -> dict[str, Any]:
     def text(value: Any) -> Any:
         if isinstance(value, bytes):
             return value.hex()
@@ -123,16 +123,16 @@ def _plain(standing: Standing, receipts: Sequence[Receipted]) -> dict[str, Any]:
         return {f.name: text(getattr(value, f.name)) for f in dataclasses.fields(value)}
 
     found = [fields(r.word.body) | {"status": r.status, "bytes": b64url(r.word.sent)} for r in receipts]
-    return fields(standing) | {"receipts": found}
+    return fields(totals) | {"receipts": found}
 
 
-def _print(standing: Standing, receipts: Sequence[Receipted]) -> None:
+def _print(totals: CreditTotals, receipts: Sequence[Receipted]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
-    s = standing
+    s = totals
     title = f"{s.kind} {escape(s.name)}" + (f", team {escape(s.team)}" if s.team else "")
     console.print(f"[bold]{title}[/bold]  {s.key}", soft_wrap=True)
     console.print(
@@ -157,7 +157,7 @@ def _print(standing: Standing, receipts: Sequence[Receipted]) -> None:
         b = r.word.body
         table.add_row(
             str(b.round), b.peer.short, b.update.short, count(b.tokens) if b.accepted else "-",
-            credits(b.micro_credits) if b.accepted else "-", escape(_status(r, s.rounds_in_all)),
+            credits(b.micro_credits) if b.accepted else "-", escape(_status(r, s.rounds_total)),
         )  # fmt: skip
     console.print(table)
 
@@ -183,7 +183,7 @@ def export_credits(text: str, out: Path, *, via: Sequence[str], force: bool) -> 
     draft = out.with_name(f".{out.name}.{os.getpid()}")
 
     async def write() -> int:
-        from coordinator.credit_export import exported
+        from coordinator.credits.export import exported
 
         size = 0
         async with connect(text, via) as r:

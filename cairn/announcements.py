@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from coordinator.swarm import Announced
+from coordinator.swarm import AnnouncedUpdate
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Signed, UpdateHeader
-from protocol.rounds.ballot import Ballot
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.round_state import RoundState
 
 PER_AUTHOR = 8
 """Rounds remembered for each author; an author that floods pushes out its own headers only."""
@@ -22,7 +22,7 @@ AUTHORS = 8192
 class Announcements:
     """The newest update headers of each author: the first for each parent, and whether it came in time."""
 
-    def __init__(self, chain: Chain, policy: Policy, size_ok: Callable[[int], bool]):
+    def __init__(self, chain: Chain, policy: RoundPolicy, size_ok: Callable[[int], bool]):
         """`size_ok` says if a number of bytes is a possible size of an update of the run's codec."""
         self._chain = chain
         self._policy = policy
@@ -43,14 +43,14 @@ class Announcements:
             if len(mine) > PER_AUTHOR:
                 mine.popitem(last=False)
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         """Return the announced updates of the round after a record, by ascending key of their authors."""
         received = [mine[parent] for mine in self._headers.values() if parent in mine]
         if not received or parent not in self._chain:
             return ()
         policy = self._policy.under(self._chain.standing(parent).changes)
-        ballot = Ballot(policy, self._chain, parent, None, 0.0)
-        found = [Announced(header, late, ballot.flaw(header, self._size_ok) or "") for header, late in received]
+        state = RoundState(policy, self._chain, parent, None, 0.0)
+        found = [AnnouncedUpdate(header, late, state.flaw(header, self._size_ok) or "") for header, late in received]
         return sorted(found, key=lambda a: a.header.author)
 
     def _is_decided(self, parent: Digest) -> bool:

@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from peer.log_client import LogClient
+from peer.coordinator_client import CoordinatorClient
 from peer.swarm.asking_chain import ChainAsker
 from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain
@@ -21,7 +21,7 @@ from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import CreditRule, RoundAccount, account_for
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Directive, Finalization, Signed
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 
@@ -37,11 +37,11 @@ PAGE = 64
 class AuditedChain:
     """The certificates read so far, and their credits. `ensure` reads more, `find` looks a record up."""
 
-    def __init__(self, spec: RunSpec, asker: ChainAsker | None, coordinator: LogClient):
+    def __init__(self, spec: RunSpec, asker: ChainAsker | None, coordinator: CoordinatorClient):
         self._run = spec.run_id
         self._rule = CreditRule.of(spec)
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=8192)
-        self._chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
+        self._chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
         self._asker = asker
         self._coordinator = coordinator
         self._accounts: OrderedDict[Digest, RoundAccount] = OrderedDict()

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.archive import SHEET, Archived, read_sheet
+from coordinator.checkpoints.archive import MANIFEST, ArchivedState, read_manifest
 from coordinator.export import ExportError, checkpoint_digest, read_layout
 from coordinator.model_card import Origin
 from peer.node.snapshot import Snapshot, read_snapshot
@@ -32,7 +32,7 @@ from protocol.messages import RoundRecord
 from protocol.spec import KIND, MAX_SPEC, BlobRef, RunSpec, open_spec, parse_spec
 
 if TYPE_CHECKING:
-    from coordinator.keeping.proof import Proved
+    from coordinator.checkpoints.verification import VerifiedCheckpoint
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Paths of a run's spec, relative to a folder of the run."""
@@ -70,9 +70,9 @@ def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None
     path = path.resolve()
     given = None if spec_file is None else _Run(spec_file.resolve().parent, read_spec(spec_file))
     if path.is_file():
-        sheet = read_sheet(path.parent) if path.name == "model.safetensors" else None
+        sheet = read_manifest(path.parent) if path.name == "model.safetensors" else None
         found = _of_archived(sheet, given) if sheet is not None else _of_file(path, given or _run_above(path))
-    elif (path / SHEET).is_file():
+    elif (path / MANIFEST).is_file():
         found = _of_archived(_sheet(path), given)
     elif (archived := _archived_in(path)) is not None:
         found = _of_archived(archived, given)
@@ -93,13 +93,13 @@ def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None
     return found
 
 
-def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = lambda _: None) -> Proved:
+def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = lambda _: None) -> VerifiedCheckpoint:
     """Check that a folder or fsspec address holds a state that the run's owner finalized.
 
     `trusted` is an invite, or the owner's key in hex. Raises CairnError, which names the failed check.
     """
-    from coordinator.keeping.copying import decoder
-    from coordinator.keeping.proof import ProofError, prove
+    from coordinator.checkpoints.copies import file_opener
+    from coordinator.checkpoints.verification import VerificationError, verify_checkpoint
 
     run, owner = None, None
     try:
@@ -108,11 +108,11 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
         else:
             owner = PeerKey.parse(trusted.lower())
     except MalformedError as e:
-        raise ProofError(f"{e}: give the run's invite, or its owner's key (64 hexadecimal digits)") from None
+        raise VerificationError(f"{e}: give the run's invite, or its owner's key (64 hexadecimal digits)") from None
     try:
-        return prove(decoder(place), run=run, owner=owner, report=report)
-    except ProofError as e:
-        raise ProofError(f"{place}: {e}") from None
+        return verify_checkpoint(file_opener(place), run=run, owner=owner, report=report)
+    except VerificationError as e:
+        raise VerificationError(f"{place}: {e}") from None
 
 
 def read_spec(path: Path) -> RunSpec:
@@ -136,23 +136,23 @@ def read_spec(path: Path) -> RunSpec:
 # -- archived by a coordinator -------------------------------------------------------------------------------
 
 
-def _archived_in(folder: Path) -> Archived | None:
+def _archived_in(folder: Path) -> ArchivedState | None:
     """Return the newest archived state of an owner's folder; None if there is none."""
     for place in (folder / "checkpoints", folder):
-        found = [a for p in place.glob("round-*") if (a := read_sheet(p)) is not None]
+        found = [a for p in place.glob("round-*") if (a := read_manifest(p)) is not None]
         if found:
             return max(found, key=lambda a: a.round)
     return None
 
 
-def _sheet(folder: Path) -> Archived:
-    sheet = read_sheet(folder)
+def _sheet(folder: Path) -> ArchivedState:
+    sheet = read_manifest(folder)
     if sheet is None:
-        raise ExportError(f"{folder / SHEET}: cannot be read: {WANTED}")
+        raise ExportError(f"{folder / MANIFEST}: cannot be read: {WANTED}")
     return sheet
 
 
-def _of_archived(archived: Archived, given: _Run | None) -> FoundCheckpoint:
+def _of_archived(archived: ArchivedState, given: _Run | None) -> FoundCheckpoint:
     folder = archived.folder
     checkpoint, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
     for file in (checkpoint, tokenizer, folder / "config.json"):
@@ -167,7 +167,7 @@ def _of_archived(archived: Archived, given: _Run | None) -> FoundCheckpoint:
         )
     try:
         config = json.loads((folder / "config.json").read_bytes())
-        name = json.loads((folder / SHEET).read_bytes()).get("name")
+        name = json.loads((folder / MANIFEST).read_bytes()).get("name")
     except (OSError, ValueError, AttributeError):
         raise ExportError(f"{folder}: cannot be read: take another archived state, or a copy of this one") from None
     if not isinstance(config, dict):

@@ -71,7 +71,7 @@ async def connect(text: str, via: Sequence[str] = ()) -> AsyncIterator[Coordinat
             own = list((await follow(client, invite, via, e)).addresses)
             info = await client.get_run()
         members = tuple(dict.fromkeys([*via, *info.addresses, *invite.addresses]))
-        log = LogClient(client, info.spec.owner_key)
+        log = LogClient(info.page, info.spec.run_id, info.spec.owner_key)
         yield CoordinatorConnection(invite, client, log, info.spec, members, (*own, *info.addresses[:1]))
 
 

@@ -88,7 +88,7 @@ async def audit_log(r: CoordinatorConnection, home: Path, *, listen: tuple[str, 
             own = members_at(r.own)
             asking = chain_asker(r.spec.run_id, r.members, leave_out=own, listen=listen or ANY)
             asker = await stack.enter_async_context(asking)
-        chain = AuditedChain(r.spec, asker, r.log)
+        chain = AuditedChain(r.spec, asker, r.client)
         await chain.begin()
         final = chain.newest_final
         heads, bad = await _heads(r)

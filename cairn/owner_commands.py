@@ -83,11 +83,12 @@ def send_directive(run: OwnedRun, change: DirectiveChange) -> None:
 
 
 async def _send(run: OwnedRun, change: DirectiveChange) -> None:
-    from coordinator.control import FILE, append_line, line_of, read_words
+    from coordinator.directive_file import DirectiveFile
     from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 
     decoder = MessageDecoder(run.spec.run_id, run.owner.key, remember=4)
-    directives, _ = read_words(run.folder / FILE, decoder)
+    file = DirectiveFile(run.folder, decoder)
+    directives, _ = file.read()
     async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
         number: int | None = None
         try:
@@ -104,7 +105,7 @@ async def _send(run: OwnedRun, change: DirectiveChange) -> None:
         body = replace(body, sequence=max(newest.sequence + 1, int(time.time() * 1000)))
         directive = KeySigner(run.owner).sign(body)
         if number is None:
-            append_line(run.folder / FILE, line_of(directive))
+            file.append(directive)
             click.echo(f"the order is left in {run.folder}: the coordinator publishes it when it is started again")
             return
         await client.publish_directive(directive.sent)
@@ -115,12 +116,12 @@ async def _wait_until_spread(client: Any) -> None:
     end_at = time.monotonic() + SPREAD_SECONDS
     while True:
         reply = await client.publish_directive()
-        if reply.heard >= reply.peers or time.monotonic() > end_at:
+        if reply.informed >= reply.peers or time.monotonic() > end_at:
             break
         await asyncio.sleep(0.3)
-    many = "peer has" if reply.heard == 1 else "peers have"
-    rest = "" if reply.heard >= reply.peers else f"; the other {reply.peers - reply.heard} get it from them"
-    click.echo(f"ordered: {reply.heard} {many} received it{rest}")
+    many = "peer has" if reply.informed == 1 else "peers have"
+    rest = "" if reply.informed >= reply.peers else f"; the other {reply.peers - reply.informed} get it from them"
+    click.echo(f"ordered: {reply.informed} {many} received it{rest}")
 
 
 def _newest(directives: Sequence[Signed[Directive]], run: OwnedRun) -> Directive:
@@ -218,7 +219,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None:
     """Run `cairn run rollback`. Raises CairnError."""
-    from coordinator.archive import Archive
+    from coordinator.checkpoints.archive import Archive
 
     opened = open_run(run, home)
     archived = {a.round: a for a in Archive(opened.folder / "checkpoints", opened.spec).all() if a.round}

@@ -36,7 +36,7 @@ def ago(seconds: float) -> str:
 def headline(s: Any) -> Text:
     """Return the run's name, its state, and a sentence about the state."""
     text = Text(s.name, style="bold").append("  ")
-    return text.append(s.health, style=HEALTH.get(s.health, "bold")).append(f": {s.words}", style="not bold")
+    return text.append(s.health, style=HEALTH.get(s.health, "bold")).append(f": {s.message}", style="not bold")
 
 
 def progress(s: Any, width: int) -> Text:
@@ -63,7 +63,7 @@ def losses(s: Any, width: int) -> Text | None:
 def alerts(s: Any, now: float) -> list[Text]:
     """Return a line for each alert."""
     return [
-        Text("ALERT ", style="bold red").append(f"{a.name} for {ago(now - a.since)}: {a.words}", style="not bold")
+        Text("ALERT ", style="bold red").append(f"{a.name} for {ago(now - a.since)}: {a.message}", style="not bold")
         for a in s.alerts
     ]
 
@@ -98,7 +98,7 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
     rows: list[list[Text | str]] = []
     for p in shown:
         quiet = p.phase in ("silent", "gone", "banned")
-        state = f"{p.phase} {ago(p.seconds_since_heard)}" if p.phase in ("silent", "gone") else p.phase
+        state = f"{p.phase} {ago(p.seconds_since_heartbeat)}" if p.phase in ("silent", "gone") else p.phase
         rows.append([
             p.peer.short, "-" if p.name == p.peer.short else p.name, Text(state, style=PHASE.get(p.phase, "")),
             str(p.round), f"{p.loss:.3f}" if p.loss else "-", "-" if quiet else count(p.tokens_per_second),
@@ -117,8 +117,8 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
 def round_table(s: Any, width: int, most: int = FEW_ROUNDS) -> RenderableType | None:
     """Return the newest rounds with their contributors and the members that are absent; None without rounds."""
     rows: list[list[Text | str]] = []
-    for r in s.newest[:most]:
-        more = r.absent_in_all - len(r.absent)
+    for r in s.rounds[:most]:
+        more = r.absent_total - len(r.absent)
         absent = ", ".join(r.absent) + (f" and {more} more" if more else "")
         final = Text("final" if r.final else "open", style="dim")
         rows.append([str(r.round), f"{r.loss:.3f}", count(r.tokens), str(r.contributors), final, absent or "-"])
@@ -146,7 +146,7 @@ def fitted(s: Any, width: int, height: int, now: float, note: Text) -> Group:
     paper = Console(width=width)
     used = sum(len(t.wrap(paper, width)) for t in top)
     rounds = round_table(s, width, max(0, min(FEW_ROUNDS, (height - used - 6) // 3)))
-    below = 0 if rounds is None else 2 + min(FEW_ROUNDS, max(0, (height - used - 6) // 3), len(s.newest))
+    below = 0 if rounds is None else 2 + min(FEW_ROUNDS, max(0, (height - used - 6) // 3), len(s.rounds))
     room = height - used - below - 5  # blank, header, count of the others, blank, note
     parts: list[RenderableType] = [*top, Text(""), peer_table(s, width, max(1, room))]
     if rounds is not None and below > 2:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cairn.announcements import Announcements
-from coordinator.archive import MODEL, Archive, Archived
-from coordinator.follower import wait_at_most
-from coordinator.swarm import Announced, Heard
+from coordinator.checkpoints.archive import MODEL, Archive, ArchivedState
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
+from coordinator.tasks import wait_at_most
 from peer.node.node import Node
 from peer.store import Store
 from peer.store.disk import disk
@@ -24,7 +24,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.message_codec import encode_certificate
 from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, votes_needed
 from protocol.rounds import events
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
 from protocol.state import state_layout
 
@@ -53,7 +53,7 @@ class ObserverView:
         self.archive_problem = ""
         """The reason why the newest checkpoint is not archived, for people; empty when it is."""
         size = make_codec(spec.codec, spec.model.layout).size
-        self._announcements = Announcements(node.chain, Policy.of(spec), lambda n: n == size)
+        self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
         node.network.listeners.append(self._announcements.receive)
         node.on_change = self._changed
 
@@ -81,12 +81,12 @@ class ObserverView:
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
         self._node.network.listeners.append(callback)
 
-    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+    def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         now = time.monotonic()
         entries = self._node.network.directory.entries()
-        return {k: Heard(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
+        return {k: ReceivedHeartbeat(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         return self._announcements.announced(parent)
 
     def addresses(self) -> Sequence[str]:
@@ -94,7 +94,7 @@ class ObserverView:
         return [*own, *(a for a in self._node.network.directory.addresses() if a not in own)]
 
     async def publish_final(self, final: Signed[Finalization]) -> None:
-        self._node.post(events.Heard(final))
+        self._node.post(events.MessageReceived(final))
         self._node.network.broadcast(final)
 
     def own_addresses(self) -> Sequence[str]:
@@ -113,7 +113,7 @@ class ObserverView:
         return self._node.chain.newest
 
     async def publish_directive(self, word: Signed[Directive]) -> None:
-        self._node.post(events.Heard(word))
+        self._node.post(events.MessageReceived(word))
         end = time.monotonic() + DIRECTIVE_SECONDS
         while (newest := self._node.chain.newest) is None or newest.body.rank < word.body.rank:
             if time.monotonic() > end:
@@ -183,7 +183,7 @@ class ObserverView:
         network = self._node.network
         proof = self._proof_of_last_state(record, state)
         if not self._node.store.has(state):
-            await asyncio.to_thread(self._archive.make_room, size)
+            await asyncio.to_thread(self._archive.free_space, size)
         await network.fetch_blob(state, size, network.everyone(), deadline_seconds=FETCH_SECONDS)
         store = self._node.store
         tokenizer = store.path(self._spec.tokenizer.name)
@@ -197,7 +197,7 @@ class ObserverView:
             callback()
         log.info("archived the state of round %d (%s)", number, state.short)
 
-    async def offer(self, archived: Archived) -> None:
+    async def offer(self, archived: ArchivedState) -> None:
         """Put an archived state back into the observer's store, and check its digest. Raises CairnError.
 
         After a rollback members fetch the state from here.
@@ -226,7 +226,7 @@ class ObserverView:
     def _is_archived(self, record: Digest, state: Digest) -> bool:
         return any((a.record, a.state) == (record, state) for a in self._archive.all())
 
-    def _abandoned_states(self) -> list[Archived]:
+    def _abandoned_states(self) -> list[ArchivedState]:
         """Return the archived states of branches that lost: they are no states of the run any more."""
         chain = self._node.chain
         first = chain.height(chain.root)
@@ -265,7 +265,7 @@ class ObserverView:
         return encode_certificate(certificate), [h.sent for h in self._claims(record) if h.body.state == state]
 
 
-def _into_store(store: Store, archived: Archived) -> None:
+def _into_store(store: Store, archived: ArchivedState) -> None:
     """Link or copy an archived state into the store. Raises StoreError, and MalformedError for another digest."""
     source, draft = archived.folder / MODEL, store.scratch / f"offer-{archived.state.hex()}"
     with disk(f"taking the archived state of round {archived.round} into the store"):

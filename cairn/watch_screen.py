@@ -39,13 +39,13 @@ class WatchScreen:
             self._line(f"the coordinator answers again, after {ago(self._at - back[0])}")
         for a in status.alerts:
             if a.name not in self._alerts:
-                self._line(f"ALERT {a.name}: {a.words}")
+                self._line(f"ALERT {a.name}: {a.message}")
         for name in self._alerts - {a.name for a in status.alerts}:
             self._line(f"over: {name}")
         self._alerts = frozenset(a.name for a in status.alerts)
         what = (status.health, status.round, self._alerts)
         if what != self._logged or self._at - self._logged_at >= REPEAT_SECONDS:
-            self._line(f"{status.health}: {status.words}")
+            self._line(f"{status.health}: {status.message}")
             self._logged, self._logged_at = what, self._at
 
     def show_silence(self, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Admits peers: checks a signed request against the run's policy, and gives it the owner's signed admission."""
+"""Admits peers: checks a signed request against the run's policy, and answers with the owner's signed admission."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import RefusedError, TooManyError, UnknownRunError
-from coordinator.ledger import Admitted
+from coordinator.ledger import AdmissionRow
 from coordinator.ledger_thread import LedgerThread
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError
@@ -27,15 +27,15 @@ MAX_REQUEST = 1024
 CLOCK_TOLERANCE = 600
 MAX_ADMISSIONS = 100_000
 FORGET_AFTER = 30 * 86_400
-"""An admission of a peer that earned nothing is forgotten so many seconds after its end."""
+"""Seconds after its end for which the admission of a peer that earned nothing is kept."""
 
 _FRESH = 0.9
-"""A peer that asks again while so much of its admission is left gets the same one: asking costs no disk."""
+"""Share of an admission's time: a peer that asks again while more is left gets the same one, which costs no write."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A verified request: who asks, for which run, when by its own clock, with which code, under which name."""
+class AdmissionRequest:
+    """A verified request: the peer, the run, the peer's clock (unix seconds), the invite code and the peer's name."""
 
     peer: PeerKey
     run: RunId
@@ -44,8 +44,8 @@ class Request:
     name: str
 
 
-def open_request(sent: bytes) -> Request:
-    """Verify, then decode. Raises MalformedError, SignatureError."""
+def open_request(sent: bytes) -> AdmissionRequest:
+    """Verify and decode a request. Raises MalformedError, SignatureError."""
     envelope = open_envelope(sent, KIND, limit=MAX_REQUEST)
     body = wire.AdmitBody()
     try:
@@ -56,11 +56,11 @@ def open_request(sent: bytes) -> Request:
     if len(name.encode()) > MAX_NAME or not name.isprintable():
         raise MalformedError(f"a name is at most {MAX_NAME} bytes of printable text: choose a shorter one")
     check_code(body.code)
-    return Request(envelope.author, RunId(body.run), body.time, body.code, name)
+    return AdmissionRequest(envelope.author, RunId(body.run), body.time, body.code, name)
 
 
 def check_clock(time: int, now: float) -> None:
-    """Raises RefusedError, with the offset, when a peer's clock is off by more than CLOCK_TOLERANCE."""
+    """Raise RefusedError, with the offset, if a peer's clock is off by more than CLOCK_TOLERANCE."""
     offset = time - now
     if abs(offset) > CLOCK_TOLERANCE:
         way = "ahead of" if offset > 0 else "behind"
@@ -69,14 +69,14 @@ def check_clock(time: int, now: float) -> None:
         )
 
 
-def check_policy(request: Request, policy: AdmissionSpec, codes: Sequence[str]) -> None:
-    """Raises RefusedError unless the run's policy lets this peer in."""
+def check_policy(request: AdmissionRequest, policy: AdmissionSpec, codes: Sequence[str]) -> None:
+    """Raise RefusedError unless the run's policy admits this peer."""
     if policy.mode == "allow" and str(request.peer) not in policy.allow:
         raise RefusedError(
             f"this run admits only the keys on its list, and {request.peer} is not one: ask the run's owner to add it"
         )
     if policy.mode == "invite":
-        # All codes are compared, each in constant time: how long it takes says nothing about any of them.
+        # All codes are compared, each in constant time: the duration says nothing about any of them.
         good = [hmac.compare_digest(code.encode(), request.code.encode()) for code in codes]
         if not any(good):
             what = "the invite's code is not valid (any more)" if request.code else "this invite has no code"
@@ -84,18 +84,18 @@ def check_policy(request: Request, policy: AdmissionSpec, codes: Sequence[str]) 
 
 
 def new_code() -> str:
-    """An invite code that nobody guesses: 80 bits."""
+    """Return an invite code that nobody can guess: 80 bits."""
     return secrets.token_hex(10)
 
 
 class Admitter:
-    """Admits and renews, and remembers whom. Names of peers are asked of it too."""
+    """Admits peers, renews admissions, and stores them. It also knows the peers' names."""
 
     def __init__(
         self, spec: RunSpec, owner: Identity, codes: Sequence[str], ledger: LedgerThread, now: Callable[[], float],
         refusal: Callable[[PeerKey], str | None] = lambda peer: None,
     ):  # fmt: skip
-        """`refusal`: why the owner wants a peer no more; None when nothing is in its way."""
+        """Prepare; `refusal` returns why the owner excludes a peer, None if nothing is against it."""
         for code in codes:
             check_code(code)
         if spec.admission.mode == "invite" and not any(codes):
@@ -108,20 +108,20 @@ class Admitter:
         self._ledger = ledger
         self._now = now
         self._refusal = refusal
-        self._admitted: dict[PeerKey, Admitted] = {}
+        self._admitted: dict[PeerKey, AdmissionRow] = {}
 
     async def load(self) -> None:
-        """Read whom the ledger's file knows. Raises LedgerError."""
+        """Read the stored admissions. Raises LedgerError."""
         await self._ledger.run(lambda ledger: ledger.forget_admissions(int(self._now()) - FORGET_AFTER))
         self._admitted = {a.peer: a for a in await self._ledger.run(lambda ledger: ledger.admissions())}
 
     def name_of(self, peer: PeerKey) -> str:
-        """What the peer is called, or the start of its key."""
+        """Return the peer's name, or the start of its key."""
         known = self._admitted.get(peer)
         return known.name if known and known.name else peer.short
 
     def knows(self, peer: PeerKey) -> bool:
-        """Whether a peer was admitted (and is not forgotten yet)."""
+        """Return whether a peer was admitted (and is not forgotten yet)."""
         return peer in self._admitted
 
     @property
@@ -129,7 +129,7 @@ class Admitter:
         return len(self._admitted)
 
     async def admit(self, sent: bytes) -> Signed[Admission]:
-        """The admission that a signed request gets; written down before it is given.
+        """Return the admission for a signed request (an envelope); it is stored first.
 
         Raises MalformedError, SignatureError, UnknownRunError, RefusedError, TooManyError, LedgerError.
         """
@@ -149,8 +149,8 @@ class Admitter:
         body = Admission(self._run, request.peer, start, start + self._policy.seconds, request.name)
         signed = self._signer.sign(body)
         first_at = known.first_at if known else start
-        admitted = Admitted(request.peer, request.name, first_at, start, body.not_after, signed.sent)
-        # Before the write, so that two requests at once do not pass the bound together.
+        admitted = AdmissionRow(request.peer, request.name, first_at, start, body.not_after, signed.sent)
+        # Before the write, so that two concurrent requests do not pass the limit together.
         self._admitted[request.peer] = admitted
-        await self._ledger.run(lambda ledger: ledger.admit(admitted))
+        await self._ledger.run(lambda ledger: ledger.add_admission(admitted))
         return signed

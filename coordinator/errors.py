@@ -10,7 +10,7 @@ class CoordinatorError(CairnError):
 
 
 class PortTakenError(CoordinatorError):
-    """An address to listen on that cannot be had."""
+    """An address that is not available to listen on."""
 
 
 class CertificateFileError(CoordinatorError):
@@ -22,15 +22,15 @@ class LedgerError(CoordinatorError):
 
 
 class LedgerConflictError(LedgerError):
-    """The chain says otherwise than what the ledger has settled. Never papered over."""
+    """A contradiction between the chain and the posted rounds, which is never ignored."""
 
 
 class RefusedError(CoordinatorError):
-    """A request that is well-formed and not granted: not admitted, wrong code, wrong clock."""
+    """A well-formed request that is refused: not admitted, wrong code, wrong clock."""
 
 
 class TooManyError(CoordinatorError):
-    """A caller, or all of them together, asked for more than is given."""
+    """A caller, or all of them together, exceeded a limit."""
 
 
 class UnknownRunError(CoordinatorError):

@@ -1,16 +1,19 @@
-"""When the next round is due: from how far the swarm is and how fast it trains, or from how long rounds take. Pure."""
+"""When the next round is due: from the swarm's progress and speed, or from the duration of past rounds. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.sightings import Typical
+from coordinator.round_observations import TypicalDurations
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One training peer, by its own words: tokens done in this round, tokens a second, and how old these words are."""
+class PeerProgress:
+    """The progress that one training peer reports.
+
+    `tokens` of this round, `tokens_per_second`, and the age of the report in seconds.
+    """
 
     tokens: int
     tokens_per_second: float
@@ -18,17 +21,18 @@ class Work:
 
 
 def next_round_seconds(
-    work: Iterable[Work],
+    work: Iterable[PeerProgress],
     *,
     target_tokens: int,
     max_seconds: float,
     elapsed: float | None,
     announced: float | None,
-    typical: Typical | None,
+    typical: TypicalDurations | None,
 ) -> float | None:
-    """Seconds until the round that is being trained is decided; 0 when it is due, None when nothing tells.
+    """Return the seconds until the round that is being trained is decided; 0 if it is due, None if unknown.
 
-    elapsed, announced: seconds since it began, and since its first update was announced (None: unknown, not yet).
+    `elapsed` and `announced` are the seconds since it began, and since its first update was announced (None: unknown,
+    not yet).
     """
     after = typical.after if typical is not None else 0.0
     if announced is not None:

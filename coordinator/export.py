@@ -1,13 +1,13 @@
-"""`export`: a checkpoint as a folder that Hugging Face's libraries load, written whole or not at all.
+"""Exports a checkpoint as a folder that Hugging Face's libraries load, written whole or not at all.
 
-OUT/model.safetensors        the model's tensors, fp32; a tied one once; no momentum of the outer optimiser
+OUT/model.safetensors        the model's tensors, fp32; a tied one once; no momentum of the outer optimizer
     config.json              with architectures and dtype
     generation_config.json
     tokenizer.json           the run's, byte for byte
     tokenizer_config.json
-    README.md                the model card: which run, which round, how much was learnt
+    README.md                the model card: run, round, tokens, loss
 
-The checkpoint is read once, a chunk at a time: it may be larger than memory. What was read is checked by its digest.
+The checkpoint is read once, a chunk at a time, so it may be larger than memory. Its digest is checked.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator import durable
 from coordinator.errors import CoordinatorError
 from coordinator.model_card import Origin, model_card, tokenizer_settings
 from protocol.errors import MalformedError
@@ -30,7 +31,7 @@ from protocol.merkle import CHUNK, leaf_hash, tree_hash
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 SPARE = 64 * 1024 * 1024
-"""Bytes of free space that are asked for beside the weights."""
+"""Bytes of free space that are required beside the weights."""
 
 
 class ExportError(CoordinatorError):
@@ -39,7 +40,7 @@ class ExportError(CoordinatorError):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: the folder, the model's parameters, and the bytes of its weights."""
+    """The written folder, the number of the model's parameters, and the bytes of its weights."""
 
     folder: Path
     parameters: int
@@ -94,7 +95,7 @@ def export(
             draft / "tokenizer_config.json", json.dumps(tokenizer_settings(text, tokenizer, config), indent=2) + "\n"
         )
         _write(draft / "README.md", model_card(origin, digest, layout.numel, made, config))
-        _flush_folder(draft)
+        durable.sync(draft)
         _put_in_place(draft, out)
     except OSError as e:
         raise ExportError(_disk_error(e, out)) from None
@@ -104,7 +105,7 @@ def export(
 
 
 def read_layout(checkpoint: Path) -> Layout:
-    """The layout of the state in a checkpoint file, from its header and size alone. Raises ExportError."""
+    """Return the layout of a state, from its file's header and size alone. Raises ExportError."""
     try:
         with checkpoint.open("rb") as file:
             start = file.read(8)
@@ -123,7 +124,7 @@ def read_layout(checkpoint: Path) -> Layout:
 
 
 def _model(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]:
-    """The model's layout, its class, and the config.json that it loads by."""
+    """Return the model's layout, its class name, and the config.json that loads it."""
     from protocol.model import build_model, model_layout
 
     model = build_model(config, device="meta")
@@ -148,10 +149,10 @@ def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mapping[str, str]) -> Digest:
-    """Copy the model's tensors into a safetensors file of their own; the digest of the checkpoint that was read."""
+    """Copy the model's tensors into a safetensors file; return the digest of the checkpoint that was read."""
     wanted = {t.name for t in held.model_part().tensors}
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    ranges: list[tuple[int, int]] = []  # of the checkpoint's file, ascending
+    ranges: list[tuple[int, int]] = []  # byte ranges of the checkpoint's file, ascending
     at, to = len(held.checkpoint_header()), 0
     for t in held.tensors:
         if t.name in wanted:
@@ -190,7 +191,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def checkpoint_digest(path: Path) -> Digest:
-    """The blob digest of a file. Raises ExportError."""
+    """Return the blob digest of a file. Raises ExportError."""
     return tree_hash([leaf_hash(chunk) for chunk in _chunks(path)])
 
 
@@ -198,7 +199,7 @@ def checkpoint_digest(path: Path) -> Digest:
 
 
 def _check_out(out: Path, force: bool) -> None:
-    """Raises ExportError where nothing may be written. Only what is a model is ever replaced."""
+    """Raise ExportError if nothing may be written to `out`. Only a model is ever replaced."""
     if out.name in ("", "..") or out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ExportError(f"{out}: not a folder that can be made: name a new one")
     try:
@@ -214,7 +215,7 @@ def _check_out(out: Path, force: bool) -> None:
 
 
 def _put_in_place(draft: Path, out: Path) -> None:
-    """The whole folder under its name; what was there goes when the new one is there."""
+    """Give the whole folder its name; the model that it replaces is deleted afterwards."""
     old = out.with_name(f".{out.name}.old-{os.getpid()}")
     replaced = out.exists() and any(out.iterdir())
     if replaced:
@@ -225,7 +226,7 @@ def _put_in_place(draft: Path, out: Path) -> None:
         if replaced:
             os.rename(old, out)
         raise
-    _flush_folder(out.parent)
+    durable.sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -240,18 +241,7 @@ def _read_tokenizer(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    durable.write(path, text.encode())
 
 
 def _disk_error(e: OSError, out: Path) -> str:

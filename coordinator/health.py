@@ -1,7 +1,7 @@
 """Health (https://grpc.io/docs/guides/health-checking/) and reflection, for probes, load balancers and grpcurl.
 
-Both go through `guard` as all methods do, which bounds streams by number, address and life. Reflection's one method is
-a stream of requests (that is its standard); each request on it counts as a call.
+Both pass through the interceptor like all methods, which limits streams by number, address and lifetime. Reflection's
+only method is a stream of requests, as its standard demands; each request counts as a call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Serving until told to stop; of the server in all ("") and of the coordinator's service."""
+    """Health of the whole server ("") and of the coordinator's service: serving until `serving` returns False."""
 
     def __init__(self, serving: Callable[[], bool]):
         self._serving = serving
@@ -44,7 +44,7 @@ class Health(health_pb2_grpc.HealthServicer):
         return _Status(status=status)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
-        """The status now, and whenever it is another."""
+        """Yield the status, and each change of it."""
         last = None
         while True:
             if (status := self._status(request.service)) != last:
@@ -54,13 +54,13 @@ class Health(health_pb2_grpc.HealthServicer):
 
 
 class Reflection(reflection.ReflectionServicer):
-    """What the server can do, in descriptors. A request that names nothing known is answered with NOT_FOUND."""
+    """Reflection: the server's services as descriptors. Unknown names are answered with NOT_FOUND."""
 
     def __init__(self):
         super().__init__((NAME, HEALTH, REFLECTION))
 
     def _file_containing_extension(self, request: Any, containing_type: Any, extension_number: Any) -> Any:
-        return _unknown(request)  # there are none, and the library's own look-up fails on names that it does not know
+        return _unknown(request)  # there are none, and the library's own lookup fails on unknown names
 
     def _all_extension_numbers_of_type(self, request: Any, containing_type: Any) -> Any:
         return _unknown(request)

@@ -1,4 +1,4 @@
-"""The run so far, for charts: loss by tokens, tokens per second by time. From the chain and when it was seen."""
+"""The run so far, for charts: loss by tokens, tokens per second by time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A round: its number, the tokens accepted up to its end, its loss, when it was seen (None: not at first hand)."""
+class RoundPoint:
+    """A round: its number, tokens accepted up to its end, and its loss.
+
+    `seen_at` is unix seconds; None: not seen at first hand.
+    """
 
     round: int
     tokens: int
@@ -20,8 +23,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """Columns for charts, thinned to what a screen can show. `rounds`, `tokens`, `loss`, `seen` (unix seconds, None:
-    not at first hand) have equal lengths, and so have `times` and `rates` (tokens a second)."""
+    """Columns for charts, thinned to what a screen can show.
+
+    `rounds`, `tokens`, `loss` and `seen` (unix seconds, None: not at first hand) have equal lengths, and so have
+    `times` and `rates` (tokens a second).
+    """
 
     rounds: list[int]
     tokens: list[int]
@@ -31,7 +37,7 @@ class Charts:
     rates: list[float]
 
 
-class History:
+class RoundHistory:
     """All final rounds, 32 bytes each."""
 
     def __init__(self):
@@ -39,7 +45,7 @@ class History:
         self._loss, self._seen = array("d"), array("d")
 
     def append(self, round_: int, tokens: int, loss: float, seen_at: float | None) -> None:
-        """The next final round; `tokens` are its own."""
+        """Add the next final round; `tokens` are its own."""
         self._round.append(round_)
         self._tokens.append(self.tokens + tokens)
         self._loss.append(loss)
@@ -47,25 +53,25 @@ class History:
 
     @property
     def tokens(self) -> int:
-        """Accepted in final rounds."""
+        """Tokens accepted in final rounds."""
         return self._tokens[-1] if self._tokens else 0
 
     def __len__(self) -> int:
         return len(self._round)
 
-    def points(self, last: int | None = None) -> list[Point]:
-        """The last so many final rounds (or all), in order."""
+    def points(self, last: int | None = None) -> list[RoundPoint]:
+        """Return the last `last` final rounds (None: all), in order."""
         start = 0 if last is None else max(0, len(self) - last)
         return [
-            Point(r, t, x, None if math.isnan(s) else s)
+            RoundPoint(r, t, x, None if math.isnan(s) else s)
             for r, t, x, s in zip(
                 self._round[start:], self._tokens[start:], self._loss[start:], self._seen[start:], strict=True
             )
         ]
 
 
-def charts(points: Sequence[Point], limit: int = 600) -> Charts:
-    """At most `limit` points a chart; neighbours are put together, the loss as their mean by tokens."""
+def charts(points: Sequence[RoundPoint], limit: int = 600) -> Charts:
+    """Return charts of at most `limit` points; neighbours are merged, their loss is the mean weighted by tokens."""
     step = max(1, math.ceil(len(points) / limit))
     rounds: list[int] = []
     tokens: list[int] = []
@@ -92,19 +98,22 @@ def charts(points: Sequence[Point], limit: int = 600) -> Charts:
     return Charts(rounds, tokens, loss, seen_at, times, rates)
 
 
-def tokens_per_second(points: Sequence[Point], now: float, *, rounds: int = 8) -> float:
-    """The rate of accepted tokens over the last few rounds seen at first hand; it falls when no more rounds come."""
+def tokens_per_second(points: Sequence[RoundPoint], now: float, *, rounds: int = 8) -> float:
+    """Return the rate of accepted tokens over the last few rounds seen at first hand.
+
+    It falls when no more rounds come. `now` is unix seconds.
+    """
     seen = [p for p in points if p.seen_at is not None][-rounds - 1 :]
     if len(seen) < 2:
         return 0.0
     first, last = seen[0].seen_at or 0.0, seen[-1].seen_at or 0.0
     typical = (last - first) / (len(seen) - 1)
-    # A round that is under way is no news; one that is overdue is.
+    # A round in progress changes nothing; an overdue one lowers the rate.
     elapsed = max(last, now - 1.5 * typical) - first
     return (seen[-1].tokens - seen[0].tokens) / elapsed if elapsed > 0 else 0.0
 
 
-def _pairs(points: Iterable[Point]) -> Iterable[tuple[Point, Point]]:
+def _pairs(points: Iterable[RoundPoint]) -> Iterable[tuple[RoundPoint, RoundPoint]]:
     previous = None
     for point in points:
         if previous is not None:

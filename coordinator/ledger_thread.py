@@ -1,8 +1,8 @@
 """The ledger's own threads: databases block, and the event loop must not.
 
-One thread writes. It takes all that waits, does it in one transaction, and answers when that is on disk (group commit):
-so a disk that syncs a hundred times a second carries thousands of admissions. Another thread only reads, and sees what
-was committed; reads never hold up a write.
+One thread writes. It runs all waiting jobs in one transaction, and answers when that is on disk (group commit): a disk
+that syncs a hundred times a second carries thousands of admissions. Another thread only reads, and sees what was
+committed; reads never delay a write.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from protocol.spec import RunSpec
 T = TypeVar("T")
 MAX_WAITING = 1000
 MAX_GROUP = 256
-"""Pieces of work in one transaction."""
+"""Jobs in one transaction."""
 
 
 class _Job:
-    """A piece of work and who waits for it."""
+    """A job and its waiting caller."""
 
     def __init__(self, work: Callable[[Ledger], Any]):
         self.work = work
@@ -53,7 +53,7 @@ class _Job:
 
 
 class LedgerThread:
-    """Runs what it is given with the ledger, one after the other, in the order of asking."""
+    """Runs jobs with the ledger, one after the other, in the order of the calls."""
 
     def __init__(self):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -65,7 +65,7 @@ class LedgerThread:
         self._waiting = 0
 
     async def open(self, where: str | Path, spec: RunSpec, now: Callable[[], float] = time.time) -> None:
-        """Raises LedgerError."""
+        """Open the ledger for writing and for reading. Raises LedgerError."""
         ledger = await asyncio.to_thread(Ledger, where, spec, now=now)
         try:
             self._reader = await asyncio.to_thread(Ledger, where, spec, reader=True)
@@ -77,10 +77,10 @@ class LedgerThread:
         self._thread.start()
 
     async def run(self, work: Callable[[Ledger], T]) -> T:
-        """The result of `work(ledger)`, when what it wrote is on disk. It must be done with when it returns.
+        """Return the result of `work(ledger)` when what it wrote is on disk; `work` must not keep the ledger.
 
-        A caller that is cancelled leaves the work to be done all the same. Raises TooManyError when too much is waiting
-        already, and whatever the work raises; LedgerError when it could not be put on disk.
+        If the caller is cancelled, the work is done all the same. Raises TooManyError when too many jobs wait already,
+        whatever the work raises, and LedgerError if the commit failed.
         """
         self._check()
         job = _Job(work)
@@ -88,15 +88,19 @@ class LedgerThread:
         return await self._answered(job.future)
 
     async def read(self, work: Callable[[Ledger], T]) -> T:
-        """As `run`, for what writes nothing: it sees what is committed, and waits for no write."""
+        """Return the result of `work(ledger)`, which only reads: it sees what is committed, and waits for no write."""
         self._check()
         if (reader := self._reader) is None:
             raise RuntimeError("the ledger is not open")
         return await self._answered(asyncio.get_running_loop().run_in_executor(self._reading, work, reader))
 
     async def check(self) -> list[str]:
-        """Where the whole ledger differs from what it should be (`Ledger.check`); it may take minutes, in a process of
-        its own. Raises LedgerError when it cannot be read."""
+        """Return where the whole ledger differs from what it should be (`Ledger.check`).
+
+        Raises LedgerError if it is unreadable.
+
+        It may take minutes, in a separate process.
+        """
         if self._where is None:
             raise RuntimeError("the ledger is not open")
         where, spec = self._where
@@ -127,14 +131,14 @@ class LedgerThread:
             self._waiting -= 1
 
     async def close(self) -> None:
-        """Finishes what was asked, then closes the database."""
+        """Finish the waiting jobs, then close the database."""
         ledger, self._ledger = self._ledger, None
         reader, self._reader = self._reader, None
         if ledger is not None and self._thread is not None:
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join)
         if reader is not None:
-            self._reading.submit(reader.close)  # after a read that is under way: not beside it, in another thread
+            self._reading.submit(reader.close)  # in the reader's thread, after a read in progress
         await asyncio.to_thread(self._reading.shutdown)
 
     # -- in the thread ---------------------------------------------------------------------------------------
@@ -154,20 +158,20 @@ class LedgerThread:
 
 
 def write_group(ledger: Ledger, jobs: list[_Job]) -> None:
-    """Do the jobs in one transaction, then tell each how it went: never before the commit."""
+    """Do the jobs in one transaction, then answer each: never before the commit."""
     try:
         with ledger.group():
             for job in jobs:
                 try:
                     with ledger.part():
                         job.result = job.work(ledger)
-                except Exception as e:  # told to whoever asked
+                except Exception as e:  # passed to the caller
                     job.error = e
                     if ledger.broken:
                         raise
     except Exception as e:  # noqa: BLE001 - nothing of the group is on disk
-        told = e if isinstance(e, LedgerError) else LedgerError(f"{ledger.where}: {e!r}: its log has the reason")
+        reported = e if isinstance(e, LedgerError) else LedgerError(f"{ledger.where}: {e!r}: its log has the reason")
         for job in jobs:
-            job.error = job.error or told
+            job.error = job.error or reported
     for job in jobs:
         job.answer()

@@ -1,4 +1,4 @@
-"""How much one caller may ask: token buckets in a table of bounded size. Pure: the time is an argument."""
+"""Rate limits of one caller: token buckets in a table of bounded size. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ class Rate:
 
 
 class RateLimit:
-    """One bucket a caller. When the table is full, the caller that was heard of longest ago is forgotten."""
+    """One bucket for each caller. When the table is full, the caller with the oldest request is forgotten."""
 
     def __init__(self, rate: Rate, *, callers: int = 10_000):
         self._rate = rate
         self._callers = callers
-        self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # caller -> tokens left, at when
+        self._buckets: OrderedDict[Hashable, tuple[float, float]] = (
+            OrderedDict()
+        )  # caller -> remaining tokens, time of the last request
 
     def take(self, caller: Hashable, now: float) -> None:
-        """Count one request. Raises TooManyError, with how long to wait, when the bucket is empty."""
+        """Count one request. Raises TooManyError, with the time to wait, if the bucket is empty."""
         tokens, at = self._buckets.pop(caller, (self._rate.burst, now))
         tokens = min(self._rate.burst, tokens + max(0.0, now - at) * self._rate.per_second)
         allowed = tokens >= 1
@@ -43,7 +45,7 @@ class RateLimit:
 
 
 def caller_of(grpc_peer: str) -> str:
-    """The network that a caller is counted by: its IPv4 address, or the /64 of its IPv6 address.
+    """Return the network that a caller is counted by: its IPv4 address, or the /64 of its IPv6 address.
 
     `grpc_peer` is as gRPC writes it: "ipv4:1.2.3.4:5", "ipv6:%5B::1%5D:5", "ipv6:[::1]:5", "unix:...".
     """
@@ -55,7 +57,7 @@ def caller_of(grpc_peer: str) -> str:
 
 
 def network_of(host: str) -> str:
-    """As `caller_of`, from the address itself."""
+    """Return the network of an address; see `caller_of`."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

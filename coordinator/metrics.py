@@ -1,6 +1,6 @@
-"""Prometheus metrics in a registry of their own. Never a label by peer: strangers would decide how many there are.
+"""Prometheus metrics in a registry of their own. No label names a peer: strangers would decide how many there are.
 
-Names follow https://prometheus.io/docs/practices/naming: the unit at the end, `_total` for what only grows.
+Names follow https://prometheus.io/docs/practices/naming: the unit at the end, `_total` for counters.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.measuring import RoundClock, Traffic
 from coordinator.overview import Overview
-from coordinator.peers import PHASES
+from coordinator.peer_registry import PHASES
+from coordinator.round_metrics import RoundTimer, TrafficCounter
 
 LAG_SECONDS = 0.5
 HEALTHS = (
@@ -34,26 +34,26 @@ _LASTING = ("events", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
-    """Where the numbers come from. `ledger_entries` and `head_seconds` (since the newest tree head) may be None."""
+class MetricSources:
+    """The sources of the numbers; `ledger_entries` and `head_seconds` (since the newest tree head) may return None."""
 
-    look: Callable[[], Overview]
+    overview: Callable[[], Overview]
     viewers: Callable[[], int]
     folder: Path
     admitted: Callable[[], int] = lambda: 0
     ledger_entries: Callable[[], int | None] = lambda: None
     head_seconds: Callable[[], float | None] = lambda: None
     alerts: Callable[[], tuple[str, ...]] = lambda: ()
-    """Of all there may be."""
+    """The names of all alert rules."""
 
-    kept: Callable[[], Sequence[tuple[str, str, float]]] = lambda: ()
-    """Of the archive: names, what they are, values."""
+    archive: Callable[[], Sequence[tuple[str, str, float]]] = lambda: ()
+    """Name, help and value of each metric of the archive."""
 
 
 class Metrics:
-    """What /metrics answers: the swarm at the moment of asking, and how the coordinator itself is doing."""
+    """Answers /metrics: the swarm at the moment of the request, and the coordinator's own state."""
 
-    def __init__(self, sources: Sources):
+    def __init__(self, sources: MetricSources):
         self.registry = registry = CollectorRegistry()
         self._sources = sources
         self._calls = Counter("cairn_grpc_calls", "gRPC calls answered.", ["method", "code"], registry=registry)
@@ -82,39 +82,42 @@ class Metrics:
             self._rounds.labels(phase)
         for result in ("delivered", "failed", "dropped"):
             self._deliveries.labels(result)
-        self._clock = RoundClock(lambda phase, seconds: self._rounds.labels(phase).observe(seconds))
-        self._traffic = Traffic()
+        self._clock = RoundTimer(lambda phase, seconds: self._rounds.labels(phase).observe(seconds))
+        self._traffic = TrafficCounter()
         registry.register(_Swarm(sources, self._traffic))
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
 
     def counted(self, method: str, code: str, seconds: float) -> None:
-        """One gRPC call was answered. Methods and codes are the service's own: few."""
+        """Count a gRPC call. Methods and codes are the service's own: few."""
         self._calls.labels(method, code).inc()
         self._seconds.labels(method).observe(seconds)
 
     def delivered(self, result: str) -> None:
-        """A webhook was tried: delivered, failed (told again), dropped."""
+        """Count a delivery to a webhook: delivered, failed (to be retried), dropped."""
         self._deliveries.labels(result).inc()
 
-    def looked(self, o: Overview, now: float) -> None:
-        """The swarm was looked at."""
-        self._clock.look(o, now)
-        self._traffic.look(o, now)
+    def update(self, o: Overview, now: float) -> None:
+        """Take in a new overview."""
+        self._clock.update(o, now)
+        self._traffic.update(o, now)
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """Return the exposition format."""
         return generate_latest(self.registry)
 
     async def watch_loop(self) -> None:
-        """For ever: how late the event loop is."""
+        """Measure how late the event loop is, for ever."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(LAG_SECONDS)
             self._lag.observe(max(0.0, time.monotonic() - began - LAG_SECONDS))
 
     def counting(self, app: ASGIApp) -> ASGIApp:
-        """The application, its requests counted by the first part of the path: what strangers ask for is no label."""
+        """Return the application with its requests counted, by the first segment of the path.
+
+        No label is a stranger's text.
+        """
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -141,9 +144,9 @@ class Metrics:
 
 
 class _Swarm:
-    """Gauges computed from an overview when they are asked for."""
+    """Gauges computed from an overview at each request."""
 
-    def __init__(self, sources: Sources, traffic: Traffic):
+    def __init__(self, sources: MetricSources, traffic: TrafficCounter):
         self._sources = sources
         self._traffic = traffic
 
@@ -152,7 +155,7 @@ class _Swarm:
 
     def collect(self) -> Iterator[Metric]:
         s = self._sources
-        o, disk = s.look(), shutil.disk_usage(s.folder)
+        o, disk = s.overview(), shutil.disk_usage(s.folder)
         entries, age = s.ledger_entries(), s.head_seconds()
         newest = o.rounds[0] if o.rounds else None
         for name, what, value in (
@@ -165,7 +168,7 @@ class _Swarm:
             ("cairn_round_contributors", "Peers in the newest round.", newest and len(newest.contributors)),
             ("cairn_round_absent", "Peers that trained and were not in the newest round.",
              len(newest.absent) if newest and newest.absent is not None else None),
-            ("cairn_peers_differing", "Peers whose state differs from the chain's.", len(o.differing)),
+            ("cairn_peers_diverged", "Peers whose state differs from the chain's.", len(o.diverged)),
             ("cairn_peers_admitted", "Peers that hold or held an admission and are remembered.", s.admitted()),
             ("cairn_chain_problem", "1 while the chain cannot be followed.", bool(o.problem)),
             ("cairn_page_viewers", "Open live views of the page.", s.viewers()),
@@ -173,10 +176,12 @@ class _Swarm:
             ("cairn_disk_size_bytes", "Size of the disk where the run's folder is.", disk.total),
             ("cairn_ledger_entries", "Entries of the ledger's log.", entries),
             ("cairn_tree_head_age_seconds", "Since the newest signed tree head.", age),
-            *s.kept(),
         ):  # fmt: skip
             if value is not None:
                 yield GaugeMetricFamily(name, what, value=float(value))
+        for name, what, value in s.archive():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(name.removesuffix("_total"), what, value=value)
         yield CounterMetricFamily("cairn_tokens", "Tokens accepted by the chain.", value=o.tokens)
         yield _by("cairn_state", "1 for the state that the swarm is in.", "state",
                   {h: float(h == o.health) for h in dict.fromkeys([*HEALTHS, o.health])})  # fmt: skip
@@ -184,9 +189,9 @@ class _Swarm:
         yield _by("cairn_peers", "Peers by what they do.", "phase", {p: phases.pop(p, 0) for p in PHASES} | phases)
         yield _by("cairn_micro_credits", "Micro-credits by whether they are final.", "status",
                   {"settled": o.settled, "pending": o.pending})  # fmt: skip
-        standing = {a.name for a in o.alerts}
+        active = {a.name for a in o.alerts}
         yield _by("cairn_alert", "1 while the coordinator's own alert stands.", "name",
-                  {name: float(name in standing) for name in s.alerts()})  # fmt: skip
+                  {name: float(name in active) for name in s.alerts()})  # fmt: skip
         traffic = CounterMetricFamily(
             "cairn_peer_bytes", "Bytes that peers say they sent and received.", labels=["direction"]
         )

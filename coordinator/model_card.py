@@ -1,4 +1,4 @@
-"""What an exported model says of itself: its model card, and how its tokenizer is loaded."""
+"""The model card of an exported model, and the settings that load its tokenizer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from protocol.ids import Digest, RunId
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a checkpoint is from, as far as it is known; None: it is not.
+    """The origin of a checkpoint; None where it is not known.
 
-    `round`: the round that begins with this state; `tokens`: accepted up to it; `loss`: the mean training loss that the
-    contributors of the round before reported (nats a token, weighted by windows); `state`: the state's digest.
+    `round` is the round that begins with this state, `tokens` those accepted up to it. `loss` is the mean training loss
+    that the contributors of the round before reported (nats per token, weighted by windows). `state` is the state's
+    digest.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Origin:
     loss: float | None = None
 
     def metadata(self) -> dict[str, str]:
-        """For the header of a safetensors file."""
+        """Return the known fields for the header of a safetensors file."""
         known = {"run": str(self.run), "state": self.state, "round": self.round}
         return {f"cairn_{k}": str(v) for k, v in known.items() if v is not None}
 
@@ -65,7 +66,7 @@ The state digest names the checkpoint that this was made from: the certificates 
 
 
 def model_card(origin: Origin, state: Digest, parameters: int, architecture: str, config: Mapping[str, Any]) -> str:
-    """The text of README.md. `state`: the digest of the checkpoint that was read."""
+    """Return the text of README.md; `state` is the digest of the checkpoint that was read."""
     return CARD.substitute(
         name=origin.name,
         run=origin.run,
@@ -80,9 +81,9 @@ def model_card(origin: Origin, state: Digest, parameters: int, architecture: str
 
 
 def tokenizer_settings(text: str, path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer_config.json for a tokenizer.json's text: special tokens by the model's config.
+    """Return the tokenizer_config.json for a tokenizer.json's text; special tokens are those of the model's config.
 
-    Raises CoordinatorError when `text` (the file at `path`) is no tokenizer.
+    Raises CoordinatorError if `text` (the file at `path`) is no tokenizer.
     """
     from tokenizers import Tokenizer
 
@@ -91,7 +92,7 @@ def tokenizer_settings(text: str, path: Path, config: Mapping[str, Any]) -> dict
     except Exception as e:  # noqa: BLE001 - tokenizers raises plain Exception; the cause is passed on
         why = " ".join(str(e).split())[:200]
         raise CoordinatorError(f"{path}: not a tokenizer.json: {why}: put the run's tokenizer.json there") from None
-    # The class that takes the file as it is. A model's own class may rebuild it from the vocabulary.
+    # This class loads the file unchanged. A model's own class may rebuild it from the vocabulary.
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for kind in ("bos", "eos", "pad"):
         number = config.get(f"{kind}_token_id")

@@ -1,4 +1,4 @@
-"""The swarm at one moment, as people are told of it: page, gRPC and metrics. State first, in words."""
+"""The swarm at one moment, for people: page, gRPC and metrics. The state comes first, as a message."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from collections import Counter as CountOf
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.absences import Absence
-from coordinator.alerts.journal import Alert
-from coordinator.credits import Balance, RoundAccount
-from coordinator.estimate import Work, next_round_seconds
-from coordinator.follower import MAX_REMEMBERED, Follower
+from coordinator.alerts.tracker import Alert
+from coordinator.chain_indexer import ChainIndexer
+from coordinator.directives import DirectiveEffects
+from coordinator.estimate import PeerProgress, next_round_seconds
 from coordinator.history import tokens_per_second
-from coordinator.peers import PeerBook
-from coordinator.sightings import Sighting, Sightings
+from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
+from coordinator.non_participation import NonParticipation
+from coordinator.peer_registry import PeerRegistry
+from coordinator.round_observations import RoundObservation, RoundObservations
+from coordinator.swarm import TRAINING_PHASES
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey
+from protocol.ledger.credits import Balance, RoundAccount
 from protocol.messages import Heartbeat
 from protocol.spec import RunSpec
 
 NEWEST = 20
-WORKING = ("training", "exchanging")
 _ORDER = {
     "training": 0, "exchanging": 0, "paused": 0, "syncing": 1, "joining": 1, "silent": 2, "observing": 3, "gone": 4,
     "banned": 5,
@@ -28,11 +30,12 @@ _ORDER = {
 
 
 @dataclass(frozen=True, slots=True)
-class PeerView:
-    """One peer. What it says of itself is for display only; credits are the chain's.
+class PeerOverview:
+    """One peer. Its own reports are for display only; credits follow from the chain.
 
-    `since`: unix seconds when it began to do what it does (of a silent one: when it was last heard). `up`, `down`:
-    bytes a second. `last_round`: the newest it was in, of those remembered. `absence`: why it is not in the newest one.
+    `since` is when it began what it does now (of a silent one: when it was last received), in unix seconds. `up` and
+    `down` are bytes a second. `last_round` is the newest round it was in, of those in memory. `absence` is why it is
+    not in the newest one.
     """
 
     peer: PeerKey
@@ -46,13 +49,12 @@ class PeerView:
     up: float = 0.0
     down: float = 0.0
     last_round: int | None = None
-    absence: Absence | None = None
+    absence: NonParticipation | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class RoundView:
-    """One round: who was in, with how many tokens; who could have been and was not (None: nobody looked); all that the
-    chain has of it, and what was seen of it."""
+class RoundOverview:
+    """One round: its contributors with their tokens, and absent peers (None: nothing was observed)."""
 
     round: int
     record: Digest
@@ -62,17 +64,20 @@ class RoundView:
     absent: tuple[str, ...] | None
     final: bool
     account: RoundAccount
-    seen: Sighting | None
+    observed: RoundObservation | None
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Everything that is shown. `round` is the one being trained; `state` is the state digest at its parent's base."""
+    """Everything that is shown.
+
+    `round` is the one being trained; `state` is the newest state digest that the chain names.
+    """
 
     name: str
     run: str
     health: str
-    words: str
+    message: str
     round: int
     head: Digest
     state: Digest
@@ -81,72 +86,75 @@ class Overview:
     total_tokens: int
     tokens_per_second: float
     loss: float | None
-    working: int
-    peers: tuple[PeerView, ...]
-    rounds: tuple[RoundView, ...]
+    training: int
+    peers: tuple[PeerOverview, ...]
+    rounds: tuple[RoundOverview, ...]
     settled: int
     pending: int
     final_round: int | None
     problem: str
     next_round_seconds: float | None
     validation_round: int | None = None
-    """Of the newest state that was judged; its loss is None where the model's output was not finite."""
+    """Round of the newest evaluated state; its loss is None if the model's output was not finite."""
     validation_loss: float | None = None
     archive_problem: str = ""
-    """What is in the way of archiving, copying or judging; empty when all is well."""
-    differing: tuple[str, ...] = ()
-    """Who says another state than the chain names for the same record, or, at the head, than most others."""
+    """Why states are not archived, copied or evaluated; empty when all is well."""
+    diverged: tuple[str, ...] = ()
+    """Names of peers that report another state than the chain names, or, at the head, than the majority."""
 
     alerts: tuple[Alert, ...] = ()
 
     @property
     def rests(self) -> bool:
-        """Paused, and nobody is at the open round any more: the time is no part of it."""
-        return self.health == "paused" and not self.working
+        """True while the run is paused and no peer works at the open round: this time is not part of the round."""
+        return self.health == "paused" and not self.training
 
 
-class Overlooker:
-    """Makes overviews of the parts that know."""
+class OverviewBuilder:
+    """Builds overviews from the coordinator's parts."""
 
     def __init__(
-        self, spec: RunSpec, follower: Follower, book: PeerBook, sightings: Sightings,
-        name_of: Callable[[PeerKey], str], alerts: Callable[[], tuple[Alert, ...]] = lambda: (),
+        self, spec: RunSpec, chain: IndexedChain, indexer: ChainIndexer, directives: DirectiveEffects,
+        peers: PeerRegistry, observations: RoundObservations, name_of: Callable[[PeerKey], str],
+        alerts: Callable[[], tuple[Alert, ...]],
     ):  # fmt: skip
         self._spec = spec
         self._alerts = alerts
         self._run = spec.run_id
-        self._follower = follower
-        self._book = book
-        self._sightings = sightings
+        self._chain = chain
+        self._indexer = indexer
+        self._directives = directives
+        self._registry = peers
+        self._observations = observations
         self._name_of = name_of
         self._last_rounds: tuple[Digest | None, dict[PeerKey, int]] = (None, {})
-        self._rounds: dict[Digest, RoundView] = {}
+        self._rounds: dict[Digest, RoundOverview] = {}
         self._round = -1
         self._moved_at: float | None = None
 
-    def look(self, now: float) -> Overview:
-        """The swarm now."""
-        f, spec = self._follower, self._spec
-        newest = f.newest(NEWEST)
-        head = f.head
-        training = head[0] + 1 if head else 0
+    def build(self, now: float) -> Overview:
+        """Return the swarm as it is now (unix seconds)."""
+        chain, spec = self._chain, self._spec
+        newest = chain.newest(NEWEST)
+        head = chain.head
+        training = chain.training_round
         if training != self._round or self._moved_at is None:
             self._round, self._moved_at = training, now
         peers = self._peers(now)
-        working = [p for p in peers if p.phase in WORKING]
+        working = [p for p in peers if p.phase in TRAINING_PHASES]
         if not working:
             self._moved_at = now  # nobody can be late
-        points = [*f.history.points(last=16), *f.open_points()]
+        points = chain.points(last=16)
         tokens = points[-1].tokens if points else 0
-        rate = tokens_per_second(points, now) if f.caught_up else 0.0
+        rate = tokens_per_second(points, now) if self._indexer.caught_up else 0.0
         loss = points[-1].loss if points else None
         due = self._next_round(working, head[1] if head else genesis_digest(self._run), now)
-        health, words = self._health(working, training, tokens, loss, rate, due, now)
+        health, message = self._health(working, training, tokens, loss, rate, due, now)
         return Overview(
             name=spec.name,
             run=str(self._run),
             health=health,
-            words=words,
+            message=message,
             round=training,
             head=head[1] if head else genesis_digest(self._run),
             state=newest[0].base_state if newest else spec.genesis.name,
@@ -155,23 +163,26 @@ class Overlooker:
             total_tokens=spec.total_tokens,
             tokens_per_second=rate,
             loss=loss,
-            working=len(working),
+            training=len(working),
             peers=peers,
             rounds=self._round_views(newest),
-            settled=sum(b.micro_credits for b in f.settled_balances.values()),
-            pending=sum(b.micro_credits for b in f.pending.values()),
-            final_round=f.settled[0] if f.settled else None,
-            problem=f.problem,
+            settled=sum(b.micro_credits for b in chain.settled.values()),
+            pending=sum(b.micro_credits for b in chain.pending.values()),
+            final_round=chain.posted[0] if chain.posted else None,
+            problem=self._indexer.problem,
             next_round_seconds=due if health == "healthy" else None,
-            differing=self._differing(working),
+            diverged=self._diverged(working),
             alerts=self._alerts(),
         )
 
-    def _differing(self, working: list[PeerView]) -> tuple[str, ...]:
-        """A record's child names the state after it; of the head, most of those who hold a state are believed."""
-        named = {a.parent: a.base_state for a in self._follower.newest(NEWEST)}
+    def _diverged(self, working: list[PeerOverview]) -> tuple[str, ...]:
+        """Return the names of peers with another state than the chain names.
+
+        A record's child names the state after it; at the head, the majority of the peers does.
+        """
+        named = {a.parent: a.base_state for a in self._chain.newest(NEWEST)}
         claims = [(p, h.head, h.state) for p in working if (h := p.heartbeat) is not None and h.state is not None]
-        head = self._follower.head
+        head = self._chain.head
         if head is not None and head[1] not in named:
             for state, count in CountOf(s for _, h, s in claims if h == head[1]).most_common(1):
                 if 2 * count > sum(h == head[1] for _, h, _ in claims):
@@ -180,7 +191,7 @@ class Overlooker:
 
     def _health(
         self,
-        working: list[PeerView],
+        working: list[PeerOverview],
         training: int,
         tokens: int,
         loss: float | None,
@@ -188,47 +199,49 @@ class Overlooker:
         due: float | None,
         now: float,
     ) -> tuple[str, str]:
-        f, spec = self._follower, self._spec
-        if f.problem:
-            return "trouble", f"the coordinator cannot follow the chain: {f.problem}"
+        chain, spec = self._chain, self._spec
+        if problem := self._indexer.problem:
+            return "trouble", f"the coordinator cannot follow the chain: {problem}"
         if spec.total_tokens and tokens >= spec.total_tokens:
             return (
                 "finished",
                 f"all {amount(spec.total_tokens)} tokens are trained, in {training} rounds, loss {loss:.2f}",
             )
-        if f.ordered is not None:
-            return f.ordered
+        if self._directives.order is not None:
+            return self._directives.order
         if not working:
             if training == 0:
                 return "waiting", "no peer is training yet"
             return "idle", f"no peer is training; the chain stands at round {training}"
         who = f"{len(working)} peer{'s' if len(working) != 1 else ''} training"
-        if not f.caught_up:
+        if not self._indexer.caught_up:
             return "catching up", f"{who}; the coordinator has read the chain up to round {training} and goes on"
-        r = f.rules
+        r = self._directives.round_policy
         late = now - (self._moved_at or now)
         if late > r.max_seconds + r.exchange_seconds + r.patience_seconds:
             return "stalled", f"{who}, but round {training} has not ended for {duration(late)}: the peers' logs say why"
-        newest = f.newest(4)
+        newest = chain.newest(4)
         recent = {a.record for a in newest} | {a.parent for a in newest} | {genesis_digest(self._run)}
-        astray = [p for p in working if self._astray(p, training, recent)]
-        if 3 * len(astray) > len(working):
-            names = ", ".join(p.name for p in astray[:5])
-            return "split", f"{len(astray)} of {len(working)} training peers are on another chain or behind: {names}"
+        strays = [p for p in working if self._off_branch(p, training, recent)]
+        if 3 * len(strays) > len(working):
+            names = ", ".join(p.name for p in strays[:5])
+            return "split", f"{len(strays)} of {len(working)} training peers are on another chain or behind: {names}"
         after = "" if due is None else f"; next round in {duration(due)}" if due >= 1 else "; the next round is due"
         if loss is None:
             return "healthy", f"{who} in round 0; nothing is accepted yet{after}"
         speed = f", {amount(rate)} tokens/s" if rate else ""
         return "healthy", f"{who}, round {training}, loss {loss:.2f}{speed}{after}"
 
-    def _next_round(self, working: list[PeerView], head: Digest, now: float) -> float | None:
-        """Seconds until the round that is being trained is decided."""
-        s, r, window = self._sightings, self._follower.rules, self._spec.data.window
+    def _next_round(self, working: list[PeerOverview], head: Digest, now: float) -> float | None:
+        """Return the seconds until the round that is being trained is decided; None if unknown."""
+        s, r, window = self._observations, self._directives.round_policy, self._spec.data.window
         work = []
         for p in working:
-            if (h := p.heartbeat) is not None:  # one that says nothing of this round yet will be as fast in it as it is
+            if (
+                h := p.heartbeat
+            ) is not None:  # a peer without a report of this round yet will be as fast in it as before
                 here = h.head == head
-                work.append(Work(h.windows * window * here, h.tokens_per_second, p.seconds_since * here))
+                work.append(PeerProgress(h.windows * window * here, h.tokens_per_second, p.seconds_since * here))
         return next_round_seconds(
             work,
             target_tokens=r.target_tokens,
@@ -239,30 +252,33 @@ class Overlooker:
         )
 
     @staticmethod
-    def _astray(p: PeerView, training: int, recent: set[Digest]) -> bool:
-        """On another branch, or more than two rounds behind. One that is ahead, this coordinator has yet to hear of."""
+    def _off_branch(p: PeerOverview, training: int, recent: set[Digest]) -> bool:
+        """Return whether a peer is on another branch, or more than two rounds behind.
+
+        A peer that is ahead of this coordinator is not.
+        """
         h = p.heartbeat
         if h is None or h.round > training:
             return False
         return h.round < training - 2 or h.head not in recent
 
-    def _peers(self, now: float) -> tuple[PeerView, ...]:
-        """Everyone heard of or credited; those who train first, then by credits."""
-        f = self._follower
+    def _peers(self, now: float) -> tuple[PeerOverview, ...]:
+        """Return every peer that was seen or has credits: training ones first, then by credits."""
+        chain = self._chain
         views, nothing = [], Balance()
         last_rounds, missing = self._rounds_of_peers()
-        for peer in dict.fromkeys([*self._book.keys(), *f.settled_balances, *f.pending]):
-            known = self._book.get(peer)
-            phase = "banned" if peer in f.banned else self._book.phase(known, now)
+        for peer in dict.fromkeys([*self._registry.keys(), *chain.settled, *chain.pending]):
+            known = self._registry.get(peer)
+            phase = "banned" if peer in self._directives.banned else self._registry.phase(known, now)
             heartbeat, since = (known.heartbeat, now - known.heard_at) if known else (None, 0.0)
-            settled = f.settled_balances.get(peer, nothing).micro_credits
-            pending = f.pending.get(peer, nothing).micro_credits
+            settled = chain.settled.get(peer, nothing).micro_credits
+            pending = chain.pending.get(peer, nothing).micro_credits
             if phase in ("gone", "observing") and not settled + pending:
-                continue  # one that earned nothing and is gone is no news; an observer is no trainer
+                continue  # a gone peer without credits is no news, and an observer does not train
             began = None if known is None else known.heard_at if phase in ("silent", "gone") else known.since
             up, down = (known.up_per_second, known.down_per_second) if known else (0.0, 0.0)
             views.append(
-                PeerView(
+                PeerOverview(
                     peer, self._name_of(peer), phase, heartbeat, max(0.0, since), settled, pending, began, up, down,
                     last_rounds.get(peer), missing.get(peer),
                 )
@@ -270,52 +286,50 @@ class Overlooker:
         views.sort(key=lambda v: (_ORDER.get(v.phase, 6), -(v.settled + v.pending), v.peer))
         return tuple(views)
 
-    def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, Absence]]:
-        """The newest round that each was in, and why those who were not in the newest were not."""
-        f = self._follower
-        head = f.head[1] if f.head else None
+    def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, NonParticipation]]:
+        """Return the newest round of each peer, and why peers are not in the newest round."""
+        chain = self._chain
+        head = chain.head[1] if chain.head else None
         if self._last_rounds[0] != head:
-            newest = reversed(f.newest(MAX_REMEMBERED))
+            newest = reversed(chain.newest(MAX_REMEMBERED))
             self._last_rounds = (head, {e.peer: a.round for a in newest for e in a.entries})
-        seen = self._sightings.get(head) if head is not None else None
+        seen = self._observations.get(head) if head is not None else None
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 
-    def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundView, ...]:
-        """Each made once, and once more when it has become final: there may be thousands of names in them."""
-        settled = self._follower.settled
+    def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundOverview, ...]:
+        """Return overviews of rounds, each built once, and again when final: it may have thousands of names."""
         made = {}
         for a in newest:
             known = self._rounds.get(a.record)
-            final = settled is not None and a.round <= settled[0]
+            final = self._chain.is_final(a.round)
             made[a.record] = known if known is not None and known.final == final else self._round_view(a)
         self._rounds = made
         return tuple(made.values())
 
-    def _round_view(self, account: RoundAccount) -> RoundView:
-        settled = self._follower.settled
-        final = settled is not None and account.round <= settled[0]
-        return round_view(account, self._sightings.get(account.record), final, self._name_of)
+    def _round_view(self, account: RoundAccount) -> RoundOverview:
+        final = self._chain.is_final(account.round)
+        return round_overview(account, self._observations.get(account.record), final, self._name_of)
 
 
-def round_view(
-    account: RoundAccount, seen: Sighting | None, final: bool, name_of: Callable[[PeerKey], str]
-) -> RoundView:
-    """Both together."""
-    return RoundView(
+def round_overview(
+    account: RoundAccount, observed: RoundObservation | None, final: bool, name_of: Callable[[PeerKey], str]
+) -> RoundOverview:
+    """Return the overview of one round from its account and its observation."""
+    return RoundOverview(
         account.round,
         account.record,
         account.tokens,
         account.loss,
         tuple((name_of(e.peer), e.tokens) for e in account.entries),
-        None if seen is None or seen.absent is None else tuple(name_of(a.peer) for a in seen.absent),
+        None if observed is None or observed.absent is None else tuple(name_of(a.peer) for a in observed.absent),
         final,
         account,
-        seen,
+        observed,
     )
 
 
 def amount(number: float) -> str:
-    """8123 -> "8.1k": for people."""
+    """Return a number for people: 8123 -> "8.1k"."""
     for top, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= top:
             return f"{number / top:.1f}{unit}"
@@ -323,7 +337,7 @@ def amount(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """75 -> "1 min": for people."""
+    """Return a duration for people: 75 -> "75 s", 120 -> "2 min"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""How rounds went, for charts: how long each part took, how many trained, how many bytes; thinned. Pure."""
+"""The course of rounds, for charts: durations of the phases, training peers, bytes; thinned. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from coordinator.sightings import Sighting
+from coordinator.round_observations import RoundObservation
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCharts:
-    """Columns of equal length, one entry for one round or for the mean of several; None where nothing was seen.
+    """Columns of equal length, one entry for one round or for the mean of several; None where nothing was observed.
 
-    times: unix seconds. train, exchange, commit: seconds. peers: that trained. sent, received: bytes a round.
+    `times` are unix seconds, `train`, `exchange` and `commit` seconds, `peers` the training peers, `sent` and
+    `received` bytes a round.
     """
 
     times: list[float]
@@ -25,8 +26,8 @@ class RoundCharts:
     received: list[float | None]
 
 
-def round_charts(seen: Sequence[Sighting], limit: int = 400) -> RoundCharts:
-    """At most `limit` entries, oldest first."""
+def round_charts(seen: Sequence[RoundObservation], limit: int = 400) -> RoundCharts:
+    """Return charts of at most `limit` entries, oldest first."""
     step = max(1, math.ceil(len(seen) / limit))
     groups = [seen[i : i + step] for i in range(0, len(seen), step)]
     return RoundCharts(
@@ -34,7 +35,7 @@ def round_charts(seen: Sequence[Sighting], limit: int = 400) -> RoundCharts:
         [_mean(s.train for s in g) for g in groups],
         [_mean(s.exchange for s in g) for g in groups],
         [_mean(s.commit for s in g) for g in groups],
-        [_mean(s.working for s in g) for g in groups],
+        [_mean(s.training for s in g) for g in groups],
         [_mean(s.sent for s in g) for g in groups],
         [_mean(s.received for s in g) for g in groups],
     )

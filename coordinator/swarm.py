@@ -1,4 +1,4 @@
-"""What the coordinator sees of the swarm: the interface that an observer of the chain offers.
+"""The coordinator's interface to the swarm, which an observer of the chain implements.
 
 `cairn` implements it over the peer package's observer node; tests implement it in a few lines. All calls are made on
 the event loop.
@@ -13,19 +13,24 @@ from typing import Any, Protocol
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, UpdateHeader
 
+TRAINING_PHASES = ("training", "exchanging")
+"""Phases of a heartbeat in which a peer works at the open round."""
+
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """A member's newest heartbeat, and how long ago it came."""
+class ReceivedHeartbeat:
+    """A member's newest heartbeat, and its age in seconds."""
 
     heartbeat: Heartbeat
     seconds_since: float
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
-    """An update that was announced: its header, whether it came when its round was decided already, and what rule of
-    the chain it breaks ("": none)."""
+class AnnouncedUpdate:
+    """An announced update.
+
+    `late`: its round was decided already when it came. `flaw`: the rule of the chain that it breaks ("": none).
+    """
 
     header: Signed[UpdateHeader]
     late: bool
@@ -42,82 +47,90 @@ class SwarmView(Protocol):
 
     @property
     def final(self) -> Signed[Finalization] | None:
-        """The newest final that the swarm knows."""
+        """The newest finalization that the swarm knows."""
         ...
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
-        """The chain from the child of `record` towards the head: oldest first, at most `limit`, fewer only at the head.
+        """Return the chain from the child of `record` towards the head: oldest first, at most `limit`.
 
-        `record` may be the genesis. None when `record` is not on the chain that leads to the head, or when what follows
-        it is not there yet. May read from disk.
+        It is shorter only at the head. `record` may be the genesis. Returns None if `record` is not on the chain that
+        leads to the head, or if what follows is not available yet. It may read from disk.
         """
         ...
 
     def certificate(self, record: Digest) -> Certificate | None:
-        """Of any record that this observer holds, also of a branch that was left; None for others."""
+        """Return the certificate of a record that this observer holds, also of a left branch; None for others."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Calls back, on the event loop, whenever the head, the final or the owner's word changed.
-        Returns what ends that."""
+        """Call back, on the event loop, when the head, the finalization or the directive has changed.
+
+        Returns the function that ends the subscription.
+        """
         ...
 
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
-        """Calls back, on the event loop, with each verified message of a round (updates announced, records proposed) as
-        it is heard. For what people are shown; a message may be missed, or come twice."""
+        """Call back, on the event loop, with each verified message of a round (announced updates, proposed records).
+
+        For display only: a message may be missed, or come twice.
+        """
         ...
 
-    def heartbeats(self) -> Mapping[PeerKey, Heard]:
-        """The members that were heard of lately, observers too."""
+    def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
+        """Return the members with a recent heartbeat, including observers."""
         ...
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
-        """The updates that this observer heard announced for the round after a record, accepted or not; of an author
-        the first. Of the newest few rounds only, and nothing from before its start."""
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
+        """Return the announced updates for the round after a record, accepted or not; the first of each author.
+
+        Only the newest few rounds are kept, and nothing from before the observer's start.
+        """
         ...
 
     def addresses(self) -> Sequence[str]:
-        """Multiaddresses at which the swarm is entered, this observer's own first."""
+        """Return multiaddresses at which the swarm is entered, this observer's own first."""
         ...
 
     async def publish_final(self, final: Signed[Finalization]) -> None:
-        """Tell the swarm, and keep telling newcomers. The same final may be published again."""
+        """Publish a finalization, also to newcomers. The same one may be published again."""
         ...
 
     def own_addresses(self) -> Sequence[str]:
-        """Of these, the observer's own."""
+        """Return those of the addresses that are the observer's own."""
         ...
 
     @property
     def coordinator_address(self) -> Signed[Any] | None:
-        """The owner's newest word on where the coordinator is (body: Whereabouts), as the observer heard or kept it."""
+        """The newest coordinator address record (body: CoordinatorAddress) that the observer has."""
         ...
 
-    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
-        """Tell the swarm, and keep it for the next start. The same word may be published again."""
+    async def publish_coordinator_address(self, address: Signed[Any]) -> None:
+        """Publish a coordinator address record, and store it for the next start; it may be repeated."""
         ...
 
     @property
     def directive(self) -> Signed[Directive] | None:
-        """The owner's newest word on the run, as the observer heard or kept it."""
+        """The newest directive that the observer has."""
         ...
 
-    async def publish_directive(self, word: Signed[Directive]) -> None:
-        """Tell the swarm, and keep it for the next start. When this returns, the chain has turned as it says."""
+    async def publish_directive(self, directive: Signed[Directive]) -> None:
+        """Publish a directive, and store it for the next start. When this returns, the chain follows it."""
         ...
 
     async def offer_state(self, state: Digest, record: Digest) -> None:
-        """Let peers have the archived state after a record. Raises CairnError, with those that there are, when this is
-        not one."""
+        """Offer peers the archived state after a record.
+
+        Raises CairnError, with a list of the archived states, if this is not one.
+        """
         ...
 
     def held_state(self) -> int:
-        """The newest round whose state (what it starts from) this observer holds, of those on the way to the head.
+        """Return the newest round whose base state this observer holds, of those on the way to the head.
 
-        Nothing newer is made final: what others cannot get must not bind them.
+        Nothing newer becomes final: a state that others cannot get must not bind them.
         """
         ...
 
     def has_blob(self, digest: Digest) -> bool:
-        """Whether a blob (a checkpoint, by its state digest) is in the observer's store."""
+        """Return whether a blob (a checkpoint, by its state digest) is in the observer's store."""
         ...

@@ -1,7 +1,7 @@
-"""The coordinator's TLS certificate: self-made, kept in the run's folder, pinned by the fingerprint in the invite.
+"""The coordinator's TLS certificate: self-signed, stored in the run's folder, pinned by the fingerprint in the invite.
 
-ECDSA over P-256, since gRPC's BoringSSL does not offer Ed25519 by default. No authority vouches for it: a client takes
-it because its SHA-256 is the one in the invite.
+It is ECDSA over P-256, since gRPC's BoringSSL does not offer Ed25519 by default. No authority vouches for it: a client
+accepts it because its SHA-256 is the one in the invite.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from coordinator import durable
 from coordinator.errors import CertificateFileError
 from protocol.ids import Digest, sha256
 from protocol.invite import TLS_NAME
@@ -25,7 +26,7 @@ YEARS = 10
 
 
 @dataclass(frozen=True)
-class Certificate:
+class TlsCertificate:
     """A private key and its certificate, as PEM."""
 
     key_pem: bytes
@@ -33,8 +34,8 @@ class Certificate:
     fingerprint: Digest
 
 
-def load_or_make(folder: Path, *, now: datetime.datetime | None = None) -> Certificate:
-    """The certificate in the folder, made when there is none. Raises CertificateFileError."""
+def load_or_make(folder: Path, *, now: datetime.datetime | None = None) -> TlsCertificate:
+    """Return the certificate in the folder; it is made if there is none. Raises CertificateFileError."""
     path = folder / FILE
     now = now or datetime.datetime.now(datetime.timezone.utc)
     try:
@@ -42,7 +43,7 @@ def load_or_make(folder: Path, *, now: datetime.datetime | None = None) -> Certi
             data = path.read_bytes()
         except FileNotFoundError:
             data = _make(now)
-            _write(path, data)
+            durable.replace(path, data, 0o600)
         else:
             if path.stat().st_mode & 0o077:
                 os.chmod(path, 0o600)
@@ -74,27 +75,7 @@ def _make(now: datetime.datetime) -> bytes:
     ) + certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all: a cut-off file would lock every holder of the invite out."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.rename(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _read(path: Path, data: bytes, now: datetime.datetime) -> Certificate:
+def _read(path: Path, data: bytes, now: datetime.datetime) -> TlsCertificate:
     try:
         key = serialization.load_pem_private_key(data, password=None)
         certificate = x509.load_pem_x509_certificate(data)
@@ -110,7 +91,7 @@ def _read(path: Path, data: bytes, now: datetime.datetime) -> Certificate:
             "new one, and publish the new invite"
         )
     der = certificate.public_bytes(serialization.Encoding.DER)
-    return Certificate(
+    return TlsCertificate(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
         certificate.public_bytes(serialization.Encoding.PEM),
         Digest(sha256(der)),

@@ -71,11 +71,12 @@ class WrongCoordinator(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """A run's verified spec, the signed bytes to keep, and where its swarm is entered."""
+    """A run's verified spec, the signed bytes to keep, addresses of its swarm, and the address of its page."""
 
     spec: RunSpec
     sent: bytes
     addresses: tuple[str, ...]
+    page: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class PeerStatus:
     micro_credits_settled: int
     micro_credits_pending: int
     head: Digest | None
-    seconds_since_heard: float
+    seconds_since_heartbeat: float
     device: str
 
 
@@ -115,7 +116,7 @@ class RoundStatus:
     loss: float
     contributors: int
     absent: tuple[str, ...]
-    absent_in_all: int
+    absent_total: int
     final: bool
 
 
@@ -125,7 +126,7 @@ class AlertStatus:
 
     name: str
     since: int
-    words: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class Status:
 
     name: str
     health: str
-    words: str
+    message: str
     round: int
     head: Digest
     state: Digest
@@ -149,7 +150,7 @@ class Status:
     checkpoint: Digest | None
     checkpoint_round: int
     final_round: int | None
-    newest: tuple[RoundStatus, ...] = ()
+    rounds: tuple[RoundStatus, ...] = ()
     losses: tuple[float, ...] = ()
     alerts: tuple[AlertStatus, ...] = ()
 
@@ -222,7 +223,7 @@ class CoordinatorClient:
         request = wire.GetRunRequest(run=bytes(self._invite.run))
         reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t), attempts)
         self._spec = open_spec(reply.spec, self._invite.run)
-        return RunInfo(self._spec, reply.spec, usable_addresses(reply.addresses))
+        return RunInfo(self._spec, reply.spec, usable_addresses(reply.addresses), _text(reply.page, 300))
 
     async def admit(self, identity: Identity, name: str = "", *, code: str | None = None) -> Admitted:
         """An admission for this identity, or its renewal. `code`: the invite's, unless another is given.
@@ -252,13 +253,13 @@ class CoordinatorClient:
         request = wire.StatusRequest(run=bytes(self._invite.run))
         m: wire.StatusReply = await self._call(lambda stub, t: stub.Status(request, timeout=t))
         return Status(
-            _text(m.name), _text(m.health), _text(m.words, 400), m.round, Digest(m.head), Digest(m.state),
+            _text(m.name), _text(m.health), _text(m.message, 400), m.round, Digest(m.head), Digest(m.state),
             m.state_round, m.tokens, m.total_tokens, _number(m.tokens_per_second), _number(m.loss),
             tuple(_peer(p) for p in m.peers),
             _text(m.page, 300), Digest(m.checkpoint) if m.checkpoint else None, m.checkpoint_round,
             m.final_round if m.HasField("final_round") else None,
-            tuple(_round(r) for r in m.newest[:20]), tuple(_number(x) for x in m.losses[:120]),
-            tuple(AlertStatus(_text(a.name), a.since, _text(a.words, 600)) for a in m.alerts[:20]),
+            tuple(_round(r) for r in m.rounds[:20]), tuple(_number(x) for x in m.losses[:120]),
+            tuple(AlertStatus(_text(a.name), a.since, _text(a.message, 600)) for a in m.alerts[:20]),
         )  # fmt: skip
 
     async def account(self, peer: PeerKey) -> Account:
@@ -277,16 +278,33 @@ class CoordinatorClient:
         request = wire.DirectiveRequest(run=bytes(self._invite.run), directive=sent)
         return await self._call(lambda stub, t: stub.PublishDirective(request, timeout=t))
 
+    async def bind(self, binding: bytes) -> int:
+        """Hand in a signed binding; return how many peers the account has then. Raises CairnError."""
+        request = wire.BindRequest(run=bytes(self._invite.run), binding=binding)
+        reply: wire.BindReply = await self._call(lambda stub, t: stub.Bind(request, timeout=t))
+        return reply.peers
+
+    async def certificates(self, after: Digest, limit: int) -> tuple[Sequence[bytes], bool]:
+        """Return certificates that follow a record, unverified, and whether there are more. Raises CairnError."""
+        request = wire.CertificatesRequest(run=bytes(self._invite.run), after=after, limit=limit)
+        reply: wire.CertificatesReply = await self._call(lambda stub, t: stub.Certificates(request, timeout=t))
+        return list(reply.certificates), reply.more
+
+    async def certificate(self, record: Digest) -> bytes | None:
+        """Return the certificate of one record, unverified, also of a branch that was left; None if it is not kept.
+
+        Raises CairnError.
+        """
+        request = wire.CertificatesRequest(run=bytes(self._invite.run), record=record)
+        reply: wire.CertificatesReply = await self._call(lambda stub, t: stub.Certificates(request, timeout=t))
+        return reply.certificates[0] if reply.certificates else None
+
     # -- how they are made -----------------------------------------------------------------------------------
 
     @property
     def run(self) -> RunId:
         """The run that is asked about."""
         return self._invite.run
-
-    async def call(self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]]) -> T:
-        """One more kind of call (see `log_client`): `ask(stub, seconds)`. It may be made again. Raises CairnError."""
-        return await self._call(ask)
 
     async def _call(
         self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]], attempts: int | None = None
@@ -385,13 +403,13 @@ def _peer(m: wire.PeerStatus) -> PeerStatus:
     return PeerStatus(
         PeerKey(m.peer), _text(m.name), _text(m.phase), m.round, _number(m.loss), _number(m.tokens_per_second),
         m.bytes_up, m.bytes_down, m.micro_credits_settled, m.micro_credits_pending,
-        Digest(m.head) if m.head else None, _number(m.seconds_since_heard), _text(m.device),
+        Digest(m.head) if m.head else None, _number(m.seconds_since_heartbeat), _text(m.device),
     )  # fmt: skip
 
 
 def _round(m: wire.RoundStatus) -> RoundStatus:
     absent = tuple(_text(n) for n in m.absent[:8])
-    return RoundStatus(m.round, m.tokens, _number(m.loss), m.contributors, absent, m.absent_in_all, m.final)
+    return RoundStatus(m.round, m.tokens, _number(m.loss), m.contributors, absent, m.absent_total, m.final)
 
 
 def _text(text: str, top: int = 80) -> str:

@@ -1,34 +1,58 @@
-"""Asks a coordinator about credits: the log, its proofs, receipts, accounts. What is signed is verified here; what an
-answer must be beyond that is for `protocol.ledger` to say."""
+"""Reads a coordinator's log of credits over HTTP: entries, proofs, receipts, totals.
+
+Signatures are verified here; everything else about an answer is for `protocol.ledger` to judge. So the transport need
+not be trusted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import base64
+import binascii
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlencode
 
-from peer.coordinator_client import CoordinatorClient
-from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey
+from peer.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
+from protocol.errors import CairnError, MalformedError
+from protocol.ids import MAX_COUNT, PeerKey, RunId
 from protocol.ledger.statements import Receipt, TreeHead, Word, open_receipt, open_tree_head
 from protocol.proofs import MAX_PROOF
-from protocol.wire import coordinator_pb2 as wire
+
+T = TypeVar("T")
+
+MAX_ANSWER = 16 * 1024 * 1024
+"""Bytes of one answer; a page of the log has about 1.4 MB, plus at most one group of lines."""
 
 MAX_TEXT = 80
+TIMEOUT_SECONDS = 20.0
+PAUSES = (0.5, 2.0, 5.0)
+"""Seconds before each repetition of a request that a busy or silent coordinator did not answer."""
+
 STATUSES = ("pending", "settled", "voided", "not accepted")
+
+Fetch = Callable[[str], Awaitable[bytes]]
+"""Returns the body that a URL answers with. Raises CoordinatorUnreachable, CoordinatorRefused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipted:
-    """A verified receipt, and what the coordinator says has become of it."""
+    """A verified receipt, and its status by the coordinator's word."""
 
     word: Word[Receipt]
     status: str
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Totals of a peer or an account, as the coordinator says: `cairn audit ledger` recomputes them. In micro-credits;
-    `recent` of a day."""
+class CreditTotals:
+    """Totals of a peer or an account by the coordinator's word; `cairn audit ledger` recomputes them.
+
+    Amounts are micro-credits, `recent` micro-credits a day. `rounds_total` counts the round entries of the ledger.
+    """
 
     key: PeerKey
     kind: str
@@ -42,104 +66,165 @@ class Standing:
     tokens: int
     rounds: int
     peers: tuple[PeerKey, ...]
-    rounds_in_all: int
+    rounds_total: int
 
 
 @dataclass(frozen=True, slots=True)
 class LinesOf:
-    """The lines of a round entry, as they were written."""
+    """The credit lines of a round entry, as they were written."""
 
     entry: int
     lines: tuple[bytes, ...]
 
 
 class LogClient:
-    """One coordinator's log of credits. Every method raises CairnError."""
+    """One coordinator's log of credits, on its page. Every method raises CairnError."""
 
-    def __init__(self, client: CoordinatorClient, owner: PeerKey):
-        self._client = client
-        self._run = client.run
+    def __init__(self, page: str, run: RunId, owner: PeerKey, fetch: Fetch | None = None):
+        """Prepare; `page` is the page's address, as the coordinator gives it, `owner` the key that signs the log."""
+        if not page.startswith(("http://", "https://")):
+            raise CairnError(f"the coordinator names {page[:100]!r} as its page, which is no web address: update it")
+        self._page = page.rstrip("/")
+        self._run = run
         self._owner = owner
+        self._fetch = fetch or fetch_url
 
     async def heads(self, before: int = 0, limit: int = 1) -> list[Word[TreeHead]]:
-        """Tree heads signed by the owner, newest first; of sizes less than `before`, unless that is 0."""
+        """Return tree heads signed by the owner, newest first; of sizes less than `before`, unless that is 0."""
         return [open_tree_head(sent, self._run, self._owner) for sent in await self.heads_sent(before, limit)]
 
     async def heads_sent(self, before: int = 0, limit: int = 1) -> list[bytes]:
-        """As `heads`, unverified: an auditor names the bad ones."""
-        request = wire.TreeHeadRequest(run=self._run, before=before, limit=limit)
-        reply: wire.TreeHeadReply = await self._client.call(lambda stub, t: stub.TreeHead(request, timeout=t))
-        return list(reply.heads[:limit])
+        """Return the same unverified: an auditor names the bad ones."""
+        answer = await self._get("/api/log/head", before=before or None, limit=limit)
+        return _items(answer, "heads", _bytes)[:limit]
 
     async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]:
-        """Entries of the log from `first` on, and its size."""
-        request = wire.EntriesRequest(run=self._run, first=first, limit=limit)
-        reply: wire.EntriesReply = await self._client.call(lambda stub, t: stub.Entries(request, timeout=t))
-        return list(reply.entries[:limit]), reply.size
+        """Return entries of the log from `first` on, and its size."""
+        answer = await self._get("/api/log/entries", first=first, limit=limit)
+        return _items(answer, "entries", _bytes)[:limit], _field(answer, "size", _count)
 
     async def lines(self, first: int, limit: int) -> tuple[list[LinesOf], int]:
-        """The lines of round entries from `first` on, in order, and the entry to go on from."""
-        request = wire.LinesRequest(run=self._run, first=first, limit=limit)
-        reply: wire.LinesReply = await self._client.call(lambda stub, t: stub.Lines(request, timeout=t))
-        return [LinesOf(g.entry, tuple(g.lines)) for g in reply.entries], min(reply.next, first + limit)
+        """Return the lines of round entries from `first` on, in order, and the entry to continue from."""
+        answer = await self._get("/api/log/lines", first=first, limit=limit)
+        groups = _items(
+            answer, "groups", lambda g: LinesOf(_field(g, "entry", _count), tuple(_items(g, "lines", _bytes)))
+        )
+        return groups, min(_field(answer, "next", _count), first + limit)
 
     async def inclusion(self, entry: int, size: int) -> tuple[bytes, ...]:
-        """A proof for `proofs.check_inclusion`."""
-        request = wire.InclusionRequest(run=self._run, entry=entry, size=size)
-        return _hashes(await self._client.call(lambda stub, t: stub.Inclusion(request, timeout=t)))
+        """Return a proof for `proofs.check_inclusion`."""
+        return _hashes(await self._get("/api/log/inclusion", entry=entry, size=size))
 
     async def consistency(self, first: int, second: int) -> tuple[bytes, ...]:
-        """A proof for `proofs.check_consistency`."""
-        request = wire.ConsistencyRequest(run=self._run, first=first, second=second)
-        return _hashes(await self._client.call(lambda stub, t: stub.Consistency(request, timeout=t)))
+        """Return a proof for `proofs.check_consistency`."""
+        return _hashes(await self._get("/api/log/consistency", first=first, second=second))
 
     async def receipts(self, peer: PeerKey, before: int = 0, limit: int = 50) -> tuple[list[Receipted], int | None]:
-        """A peer's receipts, newest first, and `before` of the next page."""
-        request = wire.ReceiptsRequest(run=self._run, peer=peer, before=before, limit=limit)
-        reply: wire.ReceiptsReply = await self._client.call(lambda stub, t: stub.Receipts(request, timeout=t))
+        """Return a peer's receipts, newest first, and `before` of the next page."""
+        answer = await self._get("/api/receipts", peer=str(peer), before=before or None, limit=limit)
         found = []
-        for item in reply.receipts[:limit]:
-            word = open_receipt(item.receipt, self._run, self._owner)
+        for item in _items(answer, "receipts", dict)[:limit]:
+            word = open_receipt(_field(item, "bytes", _bytes), self._run, self._owner)
             if word.body.peer != peer:
                 raise MalformedError(f"the coordinator gave a receipt of {word.body.peer.short}, not of {peer.short}")
-            found.append(Receipted(word, item.status if item.status in STATUSES else "unknown"))
-        return found, reply.next or None
+            status = _field(item, "status", _text)
+            found.append(Receipted(word, status if status in STATUSES else "unknown"))
+        following = answer.get("next")
+        return found, None if following is None else _field(answer, "next", _count) or None
 
-    async def standing(self, key: PeerKey) -> Standing:
-        """What a peer or an account has; all zero for a key that is unknown."""
-        request = wire.StandingRequest(run=self._run, key=key)
-        m: wire.StandingReply = await self._client.call(lambda stub, t: stub.Standing(request, timeout=t))
-        return Standing(
-            key, _text(m.kind), _text(m.name), _text(m.team), PeerKey(m.account) if m.account else None,
-            m.micro_credits_settled, m.micro_credits_pending, m.micro_credits_voided, m.recent, m.tokens, m.rounds,
-            tuple(PeerKey(p) for p in m.peers), m.rounds_in_all,
+    async def totals(self, key: PeerKey) -> CreditTotals:
+        """Return the totals of a peer or an account; all zero for a key that is unknown."""
+        a = await self._get(f"/api/accounts/{key}")
+        settled, pending, voided = (_field(a, f"micro_credits_{s}", _count) for s in ("settled", "pending", "voided"))
+        return CreditTotals(
+            key, _field(a, "kind", _text), _field(a, "name", _text), _field(a, "team", _text),
+            None if a.get("account") is None else _field(a, "account", PeerKey.parse), settled, pending, voided,
+            _field(a, "recent", _count), _field(a, "tokens", _count), _field(a, "rounds", _count),
+            tuple(_items(a, "peers", PeerKey.parse)), _field(a, "rounds_total", _count),
         )  # fmt: skip
 
-    async def bind(self, binding: bytes) -> int:
-        """Hand in a signed binding; how many peers the account has then."""
-        request = wire.BindRequest(run=self._run, binding=binding)
-        reply: wire.BindReply = await self._client.call(lambda stub, t: stub.Bind(request, timeout=t))
-        return reply.peers
-
-    async def certificates(self, after: Digest, limit: int) -> tuple[Sequence[bytes], bool]:
-        """Certificates that follow a record, unverified, and whether there are more."""
-        request = wire.CertificatesRequest(run=self._run, after=after, limit=limit)
-        reply: wire.CertificatesReply = await self._client.call(lambda stub, t: stub.Certificates(request, timeout=t))
-        return list(reply.certificates), reply.more
-
-    async def certificate(self, record: Digest) -> bytes | None:
-        """The certificate of one record, unverified, also of a branch that was left; None when it is not kept."""
-        request = wire.CertificatesRequest(run=self._run, record=record)
-        reply: wire.CertificatesReply = await self._client.call(lambda stub, t: stub.Certificates(request, timeout=t))
-        return reply.certificates[0] if reply.certificates else None
+    async def _get(self, path: str, **query: int | str | None) -> dict[str, Any]:
+        given = urlencode({k: v for k, v in query.items() if v is not None})
+        data = await self._fetch(f"{self._page}{path}{'?' if given else ''}{given}")
+        try:
+            answer = json.loads(data)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise MalformedError(f"{self._page}{path} does not answer with a JSON object: is it a coordinator's page?")
+        return answer
 
 
-def _hashes(reply: wire.ProofReply) -> tuple[bytes, ...]:
-    if len(reply.hashes) > MAX_PROOF:
-        raise MalformedError(f"a proof of {len(reply.hashes)} hashes: at most {MAX_PROOF} are accepted")
-    return tuple(reply.hashes)
+async def fetch_url(url: str) -> bytes:
+    """Return the body of a web page, after some repetitions if need be.
+
+    Raises CoordinatorUnreachable, CoordinatorRefused.
+    """
+    for pause in PAUSES:
+        try:
+            return await asyncio.to_thread(_read, url)
+        except CoordinatorUnreachable:
+            await asyncio.sleep(pause)
+    return await asyncio.to_thread(_read, url)
+
+
+def _read(url: str) -> bytes:
+    page = url.partition("/api/")[0]
+    request = urllib.request.Request(url, headers={"User-Agent": "cairn", "Accept": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            data: bytes = response.read(MAX_ANSWER + 1)
+    except urllib.error.HTTPError as e:
+        said = _text(e.read(500).decode(errors="replace").strip())
+        if e.code in (429, 502, 503, 504):
+            raise CoordinatorUnreachable(f"the coordinator's page at {page} is busy: {said or e.code}") from None
+        raise CoordinatorRefused(f"the coordinator's page at {page} refused: {said or e.code}") from None
+    except (OSError, ValueError) as e:
+        why = _text(str(getattr(e, "reason", e)))
+        raise CoordinatorUnreachable(
+            f"the coordinator's page at {page}, which has the log of credits, does not answer ({why}): is it running, "
+            "and open to you? Ask the run's owner"
+        ) from None
+    if len(data) > MAX_ANSWER:
+        raise MalformedError(f"the coordinator's page at {page} answers with more than {MAX_ANSWER} bytes")
+    return data
+
+
+def _field(answer: dict[str, Any], name: str, read: Callable[[Any], T]) -> T:
+    """Return one field of an answer. Raises MalformedError."""
+    try:
+        return read(answer[name])
+    except (KeyError, TypeError, ValueError, AttributeError, binascii.Error):
+        raise MalformedError(f"the coordinator's answer has no good {name}: is it of another version?") from None
+
+
+def _items(answer: dict[str, Any], name: str, read: Callable[[Any], T]) -> list[T]:
+    return _field(answer, name, lambda found: [read(item) for item in _list(found)])
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError
+    return value
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
+        raise ValueError
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    return base64.b64decode(value, validate=True)
+
+
+def _hashes(answer: dict[str, Any]) -> tuple[bytes, ...]:
+    hashes = tuple(_items(answer, "hashes", bytes.fromhex))
+    if len(hashes) > MAX_PROOF:
+        raise MalformedError(f"a proof of {len(hashes)} hashes: at most {MAX_PROOF} are accepted")
+    return hashes
 
 
 def _text(text: str) -> str:
-    """What a terminal may be shown."""
+    """Return what a terminal may be shown."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_TEXT])

@@ -27,8 +27,8 @@ from benchmarks.convergence.setting import PROFILES, Setting
 from benchmarks.convergence.wan_hosts import Hosts, Running, Wire, hosts
 from benchmarks.convergence.wan_run_file import Tables, tables_of, toml
 from benchmarks.report import machine, save
-from coordinator.archive import read_sheet
-from coordinator.evaluation import load_archived, validation_loss
+from coordinator.checkpoints.archive import read_manifest
+from coordinator.checkpoints.evaluation import load_archived, validation_loss
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
 from tests.wan import Topology, star, why_not
@@ -206,13 +206,13 @@ class _Run:
 
     def _archived(self) -> bool:
         self._set_aside()
-        last = read_sheet(self.kept[max(self.kept)]) if self.kept else None
+        last = read_manifest(self.kept[max(self.kept)]) if self.kept else None
         return last is not None and last.tokens >= self.tables["run"]["total_tokens"]
 
     def _set_aside(self) -> None:
         """Link the archived states before the coordinator removes them: it keeps the newest five."""
         for folder in (self.home / "checkpoints").glob("round-*"):
-            if (sheet := read_sheet(folder)) is not None and sheet.round not in self.kept:
+            if (sheet := read_manifest(folder)) is not None and sheet.round not in self.kept:
                 shutil.copytree(folder, self.world.folder / "curve" / folder.name, copy_function=_link)
                 self.kept[sheet.round] = self.world.folder / "curve" / folder.name
 
@@ -237,11 +237,11 @@ class _Run:
         curve = []
         for number, folder in sorted(self.kept.items()):
             at = validation_loss(load_archived(folder), spec.data, shards, max_windows=CURVE_WINDOWS)
-            sheet = read_sheet(folder)
+            sheet = read_manifest(folder)
             curve.append(Point(sheet.tokens if sheet else 0, number, at))
         newest = self.kept[max(self.kept)]
         loss = validation_loss(load_archived(newest), spec.data, shards, max_windows=FINAL_WINDOWS)
-        last = read_sheet(newest)
+        last = read_manifest(newest)
         states = {s.state for s in snapshots.values()} | {str(last.state) if last else ""}
         traffic = []
         for name, s in snapshots.items():

@@ -9,7 +9,7 @@ from coordinator.authoring.resolve import SPEC
 from protocol.chain import Chain
 from protocol.envelope import open_envelope
 from protocol.message_codec import MessageDecoder
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import KIND, MAX_SPEC, RunSpec, parse_spec
 
 
@@ -35,7 +35,7 @@ def read_chain(spec: RunSpec, store: Path) -> list[ChainRound]:
     Every certificate is verified. Raises ProtocolError.
     """
     decoder = MessageDecoder(spec.run_id, spec.owner_key)
-    chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
+    chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
     for file in sorted((store / "chain").glob("*-*")):
         chain.add(decoder.certificate(file.read_bytes()[32:]))
     rounds = []

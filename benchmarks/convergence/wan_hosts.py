@@ -6,7 +6,6 @@ temporary folder, which goes with it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -16,16 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
 from tests.wan import Topology, Wan, WanError
 
 NICENESS = -10
 """Of a process, and of its session: Linux may share the cores by session (autogroup in sched(7))."""
 
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -99,7 +98,7 @@ class Hosts:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **given, **(environment or {})},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(exit_with_parent, number=signal.SIGTERM),
             )
         self.running.append(Running(process, host, output))
         return self.running[-1]
@@ -187,7 +186,3 @@ def hosts(topology: Topology, *, ttl: float, keep: Path | None = None) -> Iterat
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

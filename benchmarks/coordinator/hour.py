@@ -1,4 +1,5 @@
-"""An hour of simulated time, as fast as it goes: a round of 1,000 updates each minute through follower and ledger."""
+"""An hour of simulated time, as fast as it goes: a round of 1,000 updates each minute through chain indexer and ledger.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.coordinator.swarm import OWNER, SimulatedSwarm, make_spec
+from coordinator.checkpoints.archive import Archive
+from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.evaluations import EvaluationLog
+from coordinator.checkpoints.settings import CheckpointSettings
 from coordinator.service import Coordinator, CoordinatorConfig
 from protocol.spec import sign_spec
 
@@ -29,8 +34,10 @@ async def hour(folder: Path, peers: int, rounds: int) -> dict[str, Any]:
     config = CoordinatorConfig(folder, "127.0.0.1", 0, "127.0.0.1", 0)
 
     def made() -> Coordinator:
-        envelope = sign_spec(OWNER, spec).sent
-        return Coordinator(config, spec, envelope, OWNER, swarm, now=lambda: clock[0])  # type: ignore[arg-type]
+        envelope, view = sign_spec(OWNER, spec).sent, cast(Any, swarm)
+        archive = Archive(folder / "checkpoints", spec)
+        archiver = CheckpointArchiver(archive, EvaluationLog(folder), spec, view, CheckpointSettings())
+        return Coordinator(config, spec, envelope, OWNER, view, archiver, now=lambda: clock[0])
 
     coordinator = made()
     await coordinator.start()
@@ -39,7 +46,7 @@ async def hour(folder: Path, peers: int, rounds: int) -> dict[str, Any]:
     coordinator = made()
     await coordinator.start()
     making, used, began = 0.0, processor_seconds(), time.monotonic()
-    follower = coordinator._follower
+    chain = coordinator.chain
     waits: list[float] = []
     for n in range(rounds):
         clock[0] += 60
@@ -48,11 +55,11 @@ async def hour(folder: Path, peers: int, rounds: int) -> dict[str, Any]:
         swarm.round(peers, loss=3.0 + 1 / (n + 1))
         making += processor_seconds() - at
         due = time.monotonic()
-        while follower.head is None or follower.head[0] < n:  # noqa: ASYNC110 - it is measured, and tells nobody
+        while chain.head is None or chain.head[0] < n:  # noqa: ASYNC110 - it is measured, and tells nobody
             await asyncio.sleep(0.002)
         waits.append(time.monotonic() - due)
     took, used = time.monotonic() - began, processor_seconds() - used - making
-    settled = follower.settled
+    settled = chain.posted
     await coordinator.stop()
     on_disk = _bytes(folder) - empty
     again = time.monotonic()

@@ -13,9 +13,14 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.coordinator.swarm import OWNER, SimulatedSwarm, make_spec
-from coordinator import guard, rpc
+from coordinator import interceptor, rpc
+from coordinator.checkpoints.archive import Archive
+from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.evaluations import EvaluationLog
+from coordinator.checkpoints.settings import CheckpointSettings
 from coordinator.service import Coordinator, CoordinatorConfig
 from protocol.spec import sign_spec
 
@@ -34,7 +39,10 @@ async def serve(folder: Path, peers: int, contributors: int, round_seconds: floa
         swarm.round(contributors)
     places = {"listen_host": "127.0.0.1", "listen_port": 0, "page_host": "127.0.0.1", "page_port": 0}
     config = CoordinatorConfig(folder, **places)  # type: ignore[arg-type]
-    coordinator = Coordinator(config, spec, sign_spec(OWNER, spec).sent, OWNER, swarm)  # type: ignore[arg-type]
+    view: Any = swarm
+    archive = Archive(folder / "checkpoints", spec)
+    archiver = CheckpointArchiver(archive, EvaluationLog(folder), spec, view, CheckpointSettings())
+    coordinator = Coordinator(config, spec, sign_spec(OWNER, spec).sent, OWNER, view, archiver)
     await coordinator.start()
     invite, page = str(coordinator.invite()), coordinator.page_port
     print(json.dumps({"invite": invite, "grpc": coordinator.grpc_port, "page": page, "pid": os.getpid()}), flush=True)
@@ -59,7 +67,7 @@ def main() -> int:
     parser.add_argument("--by-address", action="store_true")
     options = parser.parse_args()
     if not options.by_address:
-        rpc.caller_of = guard.caller_of = lambda peer: peer
+        rpc.caller_of = interceptor.caller_of = lambda peer: peer
     asyncio.run(serve(options.folder, options.peers, min(options.contributors, options.peers), options.round_seconds))
     return 0
 

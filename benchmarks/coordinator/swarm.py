@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from coordinator.swarm import Announced, Heard
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
@@ -76,9 +76,9 @@ class SimulatedSwarm:
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback)
 
-    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+    def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         now = time.monotonic()
-        return {k: Heard(h, max(0.0, now - at)) for k, (h, at) in self._heard.items()}
+        return {k: ReceivedHeartbeat(h, max(0.0, now - at)) for k, (h, at) in self._heard.items()}
 
     def addresses(self) -> Sequence[str]:
         return [f"/ip4/203.0.113.{n}/tcp/7412/p2p/12D3KooW{n:044}" for n in range(32)]
@@ -101,7 +101,7 @@ class SimulatedSwarm:
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
         """Messages are not passed on one by one."""
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         return ()
 
     async def publish_directive(self, word: Signed[Directive]) -> None:

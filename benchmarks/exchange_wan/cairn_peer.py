@@ -46,7 +46,7 @@ class Watched(Node):
                 self._diary.say("announced", self._round)
             case events.BlobHeld(blob) if blob not in self._own and self._round >= 0:
                 self._diary.say("held", self._round, blob=str(blob))
-            case events.Applied(record, state) if record in self.chain and record != self.chain.root:
+            case events.StateReached(record, state) if record in self.chain and record != self.chain.root:
                 body = self.chain.certificate(record).record.body
                 taking_part = len(body.updates)
                 self._diary.say("done", body.round, state=str(state), shares=None, taking_part=taking_part)

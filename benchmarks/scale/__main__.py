@@ -44,7 +44,7 @@ from benchmarks import report
 from benchmarks.scale.shape import EFFICIENCY, Shape
 from benchmarks.scale.sizes import PACKET, Sizes
 from benchmarks.scale.world import World
-from protocol.rounds.helping import TELL_ALWAYS, TELL_EVERY
+from protocol.rounds.header_repair import LIST_ALWAYS, LIST_EVERY
 
 GOAL = 0.98
 LONGEST = 200_000.0
@@ -122,7 +122,7 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
     results["heartbeats"] = [
         {
             "peers": n, "seconds": s, "bytes": (n - 1) * (sizes.heartbeat + PACKET) / s,
-            "known_bytes": (n - 1) * 8 * n / s / (TELL_EVERY if n > TELL_ALWAYS else 1),
+            "known_bytes": (n - 1) * 8 * n / s / (LIST_EVERY if n > LIST_ALWAYS else 1),
         }
         for n, s in ((16, 2.0), (100, 2.0), (300, 2.0), (1000, 2.0), (1000, 10.0), (1000, 30.0))
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from protocol.messages import Certificate, RoundRecord, Signed
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
-from protocol.rounds.policy import Facts
+from protocol.rounds.policy import LocalStatus
 
 if TYPE_CHECKING:
     from benchmarks.scale.world import World
@@ -35,7 +35,7 @@ class Peer:
         shape = world.shape
         self.machine = RoundMachine(
             shape.policy, world.run, CheapSigner(self.key), Chain(world.run, world.genesis, shape.policy.chain_limits),
-            now=0.0, blob_size=shape.blob, facts=Facts(1, admission=ADMISSION),
+            now=0.0, blob_size=shape.blob, status=LocalStatus(1, admission=ADMISSION),
         )  # fmt: skip
         self.tick_at = float("inf")
         self.counter = self.claimed = self.covered = 0
@@ -88,22 +88,22 @@ class Peer:
                         world.links.send(self.index, other, (*messages, *certificates))
                 case do.FetchBlob(blob, _, author, _):
                     clock.at(clock.now + world.shape.rtt * 2, self.fetch, blob, author)
-                case do.FetchPart(blob, _, _, holders):
+                case do.FetchShard(blob, _, _, holders):
                     clock.at(clock.now + world.shape.rtt * 2, self.fetch, blob, holders[0])
                 case do.DropBlob(blob):
                     world.fluid.drop(self.index, blob)
-                case do.Reduce(record, part, _):
+                case do.ReduceShard(record, part, _):
                     clock.at(clock.now + world.shape.rtt * 2, self.reduce, record.digest, part)
-                case do.DropReduce(record):
+                case do.CancelReduce(record):
                     self.reducing.discard(record)
-                case do.MakeUpdate() | do.Apply() | do.Resync():
-                    if isinstance(action, do.Apply):
+                case do.RequestUpdate() | do.ApplyRecord() | do.Resync():
+                    if isinstance(action, do.ApplyRecord):
                         world.certified(self, action.certificate)
                     self.queue.append(action)
                     self.work()
                 case do.RequestChain(to, have):
                     self.request_chain(to, have)
-                case do.Report(level, kind):
+                case do.Notice(level, kind):
                     world.reports[f"{level}: {kind}"] += 1
                 case _:
                     pass
@@ -112,11 +112,11 @@ class Peer:
             self.tick_at = self.machine.next_tick
             clock.at(self.tick_at, self.tick, self.tick_at)
 
-    def hear(self, message: Signed | Certificate | ev.ChainHeard, source: int) -> None:
+    def hear(self, message: Signed | Certificate | ev.ChainReceived, source: int) -> None:
         if isinstance(message, Signed):
-            self.step(ev.Heard(message))
+            self.step(ev.MessageReceived(message))
         elif isinstance(message, Certificate):
-            self.step(ev.CertificateHeard(message, key_of(source)))
+            self.step(ev.CertificateReceived(message, key_of(source)))
         else:
             self.step(message)
 
@@ -128,7 +128,7 @@ class Peer:
     def answer_chain(self, asker: int, have: tuple[Digest, ...]) -> None:
         chain = self.machine.chain
         certificates, more = chain.after(have, count=64)
-        self.world.links.send(self.index, asker, [ev.ChainHeard(certificates, chain.final, self.key, more)])
+        self.world.links.send(self.index, asker, [ev.ChainReceived(certificates, chain.final, self.key, more)])
 
     # -- blobs: two round trips to open a stream, get leaf hashes and a first chunk; then they flow ---------------
 
@@ -158,7 +158,7 @@ class Peer:
         event: ev.Event
         if isinstance(blob, tuple):
             record, part = blob
-            seconds, event = shape.reduce, ev.PartReduced(record, part, part_of(record, part))
+            seconds, event = shape.reduce, ev.ShardReduced(record, part, part_of(record, part))
             if record not in self.reducing:
                 return
         else:
@@ -181,7 +181,7 @@ class Peer:
 
     def progress(self) -> None:
         windows = self.counter - max(self.claimed, self.covered)
-        self.step(ev.Progress(windows, 2.5, 65_536.0))
+        self.step(ev.TrainingProgress(windows, 2.5, 65_536.0))
 
     def hold_up(self, seconds: float) -> None:
         self.stall += seconds
@@ -193,17 +193,17 @@ class Peer:
         self.working = True
         action, shape, clock = self.queue.pop(0), self.world.shape, self.world.clock
         match action:
-            case do.MakeUpdate():
+            case do.RequestUpdate():
                 self.hold_up(shape.announce_gpu)
                 clock.at(clock.now + shape.announce, self.made, action)
-            case do.Apply(certificate):
+            case do.ApplyRecord(certificate):
                 updates = len(certificate.record.body.updates)
                 self.hold_up(shape.apply_gpu(updates))
                 clock.at(clock.now + shape.apply(updates), self.moved, action)
             case _:
                 clock.at(clock.now, self.moved, action)
 
-    def made(self, action: do.MakeUpdate) -> None:
+    def made(self, action: do.RequestUpdate) -> None:
         self.working = False
         first, self.covered = self.claimed, self.counter
         blob = Digest(sha256(b"blob", self.key, action.parent))
@@ -213,7 +213,7 @@ class Peer:
         )
         self.work()
 
-    def moved(self, action: do.Apply | do.Resync) -> None:
+    def moved(self, action: do.ApplyRecord | do.Resync) -> None:
         self.working = False
         path = action.path if isinstance(action, do.Resync) else (action.certificate,)
         for certificate in path:
@@ -224,6 +224,6 @@ class Peer:
         self.covered = max(self.claimed, self.covered) if not action.missed else self.claimed
         self.counter = max(self.counter, self.claimed)
         self.world.applied(self, record)
-        self.step(ev.Applied(record, self.state))
+        self.step(ev.StateReached(record, self.state))
         self.progress()
         self.work()

@@ -66,7 +66,7 @@ class Shadows:
 
     def propose(self, model: Peer) -> None:
         """One of them may be the first in rank; it knows what its model knows."""
-        b = model.machine._deciding.ballot
+        b = model.machine.open_round
         if b is None or b.ready is None or b.parent in self._proposed or b.state is None or not b.ranks:
             return
         index = self._number.get(b.ranks[0])

@@ -9,7 +9,7 @@ from cairn.commands.options import parse_count
 from protocol.layout import CODEC_CHUNK, Layout, TensorShape
 from protocol.merkle import CHUNK
 from protocol.reduce_plan import HEADER, ReducePlan, blob_size, mean_size, part_count
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import CodecSpec
 
 COMMITTEE = 3
@@ -126,11 +126,11 @@ class Shape:
         return self.floor / self.efficiency + (self.reduce if self.exchange == "reduce" else 0)
 
     @cached_property
-    def policy(self) -> Policy:
+    def policy(self) -> RoundPolicy:
         """As an owner would set it: time for the exchange, and heartbeats that leave the lines to the blobs."""
         beat = self.heartbeat or max(2.0, self.peers / 50, self.floor / 30)
         exchange = max(60.0, 2 * self.floor, 2 * self.needed)
-        return Policy(
+        return RoundPolicy(
             target_windows=STEPS * self.peers,
             max_update_windows=10**6,
             max_seconds=max(60.0, 20 * STEPS * self.step),

@@ -95,13 +95,13 @@ class World:
             return self.sizes.of(message, names=self.shape.names)
         if isinstance(message, Certificate):
             return self.sizes.of(message.record, names=False) + len(message.votes) * (self.sizes.vote + 3)
-        if isinstance(message, ev.ChainHeard):
+        if isinstance(message, ev.ChainReceived):
             return sum(self.size_of(c) for c in message.certificates)
         raise TypeError(f"a {type(message).__name__} has no size")
 
     def timed(self, event: ev.Event, seconds: float) -> None:
         """Record the duration of a machine's step."""
-        what = event.message.body if isinstance(event, ev.Heard) else event
+        what = event.message.body if isinstance(event, ev.MessageReceived) else event
         self._timed[type(what).__name__].append(seconds)
 
     def _step_seconds(self) -> tuple[float, dict[str, float]]:

@@ -37,16 +37,16 @@ def test_alert(run_file: Path | None, webhook: tuple[str, ...], home: Path) -> N
 
 async def _post_all(config, run: str) -> int:
     """Post a test event to all webhooks; return the number of failures."""
-    from coordinator.alerts.hooks import HookError, payload, post
-    from coordinator.alerts.journal import Event
+    from coordinator.alerts.tracker import AlertEvent
+    from coordinator.alerts.webhooks import WebhookError, payload, post
 
     now, failed = time.time(), 0
-    event = Event(f"test-{now:.0f}", "test", "test", "this is how an alert arrives; nothing is wrong", now, now)
+    event = AlertEvent(f"test-{now:.0f}", "test", "test", "this is how an alert arrives; nothing is wrong", now, now)
     for hook in config.hooks:
         try:
             await post(hook, payload(event, run, ""), config.secret)
             click.echo(f"{hook}: accepted" + (", signed" if config.secret else ""))
-        except HookError as e:
+        except WebhookError as e:
             click.echo(f"failed: {e}", err=True)
             failed += 1
     return failed

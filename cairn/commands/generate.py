@@ -31,7 +31,7 @@ def generate_text(
     """
     from tokenizers import Tokenizer
 
-    from coordinator.evaluation import continued, load_archived
+    from coordinator.checkpoints.evaluation import continue_prompt, load_archived
     from peer.training.device import choose_device
 
     if not (checkpoint / "tokenizer.json").is_file():
@@ -44,4 +44,4 @@ def generate_text(
     if not ids:
         raise CairnError("the prompt is empty: write at least one word")
     model = load_archived(checkpoint, str(choose_device(device, os.cpu_count() or 1)))
-    return tokenizer.decode(continued(model, ids, tokens=tokens, temperature=temperature, seed=seed))
+    return tokenizer.decode(continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed))

@@ -24,7 +24,7 @@ from protocol.invite import Endpoint, Invite
 if TYPE_CHECKING:
     from cairn.swarm_view import ObserverView
     from coordinator.authoring import ResolvedRun
-    from coordinator.keeping.settings import Settings
+    from coordinator.checkpoints.settings import CheckpointSettings
     from coordinator.service import Coordinator, CoordinatorConfig
     from peer.store import Store
     from protocol.identity import Identity
@@ -66,9 +66,9 @@ def _archive_options(f):
 
 def _settings(
     run_file: Path, settings: str | None, archive: str | None, keep: str | None, evaluate_every: int | None
-) -> Settings:
+) -> CheckpointSettings:
     """Return the settings in the options and in the file. Raises CairnError."""
-    from coordinator.keeping.settings import FILE, load_settings
+    from coordinator.checkpoints.settings import FILE, load_settings
 
     file = run_file.with_name(FILE) if settings is None else Path(settings).expanduser()
     if settings is not None and not file.is_file():
@@ -105,7 +105,7 @@ class ServeOptions:
     public: str
     code: str
     ledger: str = ""
-    keeping: Settings | None = None
+    keeping: CheckpointSettings | None = None
     webhooks: tuple[str, ...] = ()
 
 
@@ -161,13 +161,14 @@ async def _serve(
     resolved: ResolvedRun,
     listen: str,
     announce: tuple[str, ...],
-    keeping: Settings | None,
+    keeping: CheckpointSettings | None,
 ) -> None:
     from cairn.swarm_view import ObserverView
-    from coordinator.archive import Archive
-    from coordinator.keeping.copying import file_system
-    from coordinator.keeping.keeper import Keeper
-    from coordinator.keeping.settings import Settings, check_address
+    from coordinator.checkpoints.archive import Archive
+    from coordinator.checkpoints.archiver import CheckpointArchiver
+    from coordinator.checkpoints.copies import file_system
+    from coordinator.checkpoints.evaluations import EvaluationLog
+    from coordinator.checkpoints.settings import CheckpointSettings, check_address
     from coordinator.service import Coordinator
     from peer.keyfile import load_or_make
     from peer.node.locator import SPEC
@@ -188,13 +189,14 @@ async def _serve(
         if not store.has(digest):
             await asyncio.to_thread(_put, store, digest, path)
     store.write_value(SPEC, resolved.spec_envelope)  # members ask the observer for it
-    keeping = keeping or Settings()
+    keeping = keeping or CheckpointSettings()
     check_address(keeping.archive.address, folder)
     if keeping.archive.address:
         file_system(keeping.archive.address)  # a missing package is an error now, not each five minutes
+    evaluations = EvaluationLog(folder)
     archive = Archive(
         folder / "checkpoints", spec, policy=keeping.archive.policy, spec_envelope=resolved.spec_envelope,
-        reserve=keeping.archive.reserve,
+        reserve=keeping.archive.reserve, losses=evaluations.losses, on_left=evaluations.mark_left,
     )  # fmt: skip
     genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
     begin = genesis_digest(spec.run_id)
@@ -212,9 +214,10 @@ async def _serve(
     node = Node(membership, NodeOptions(folder, (listen,), announce, observer=True))
     view = ObserverView(node, spec, archive)
     shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
-    keeper = Keeper(archive, folder, spec, owner, view, keeping, shards=shards)
-    keeper.other_problem = lambda: view.archive_problem
-    coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, keeper=keeper)
+    archiver = CheckpointArchiver(
+        archive, evaluations, spec, view, keeping, shards=shards, fetch_problem=lambda: view.archive_problem
+    )
+    coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, archiver)
     running = asyncio.create_task(node.run())
     stopping = asyncio.create_task(until.wait())
     starting = asyncio.create_task(node.started(running))

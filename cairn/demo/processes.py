@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -10,13 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
-
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
-"""Loaded at import, since little may be done between fork and exec."""
 
 
 class Process:
@@ -48,7 +45,7 @@ class Process:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})},
                 # Only the demo receives a Ctrl-C; it then stops its processes in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(exit_with_parent, number=signal.SIGTERM),
             )
 
     @property
@@ -128,7 +125,3 @@ def serve(run_file: Path, folder: Path) -> tuple[Process, str]:
         folder,
     )  # fmt: skip
     return process, f"http://127.0.0.1:{page}/"
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -15,8 +15,8 @@ from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
 from cairn.demo.screen import DemoScreen
 from cairn.number_format import count
-from coordinator.archive import Archive, Archived
 from coordinator.authoring import load_run
+from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Status
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
@@ -193,7 +193,7 @@ def _intervene(demo: Demo, status: Status, processes: list[Process]) -> None:
         demo.screen.say(f"{LATE} joins late, in round {status.round}: checkpoint and replay, then training", "green")
 
 
-def _archive(demo: Demo) -> list[Archived]:
+def _archive(demo: Demo) -> list[ArchivedState]:
     return Archive(coordinator_home(demo.folder, demo.spec.name) / "checkpoints", demo.spec).all()
 
 
@@ -231,7 +231,9 @@ def _snapshot(demo: Demo, name: str) -> Snapshot | None:
     return read_snapshot(run_folder(demo.folder / name, demo.invite.run))
 
 
-def _problems(demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[Archived], judged: Judged) -> list[str]:
+def _problems(
+    demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[ArchivedState], judged: Judged
+) -> list[str]:
     problems = []
     states = {s.state if s else "" for s in snapshots.values()}
     if len(states) != 1 or "" in states:
@@ -250,7 +252,7 @@ def _problems(demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[
 
 
 def _print(
-    demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[Archived], judged: Judged, picture: Path
+    demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[ArchivedState], judged: Judged, picture: Path
 ) -> None:
     from rich.table import Table
 

@@ -1,6 +1,6 @@
-"""Tells the operator when something is wrong: rules over what the coordinator sees, and webhooks that hear of it.
+"""Alerts for the operator: rules over what the coordinator sees, and webhooks that receive events.
 
-`rules` are pure: what is seen goes in, words come out. `journal` decides when words become an alert: once when it
-fires, again while it lasts, once when it is over; what it knows is kept over a restart. `hooks` tells it, `config` says
-whom. `watcher` is the shell with the clock.
+`rules` are pure functions from an `AlertInput` to a message. `tracker` decides when a message becomes an alert: when it
+fires, while it lasts, and when it is resolved; its state survives a restart. `webhooks` delivers events, `config` says
+to which addresses, and `watcher` adds the clock and the disk.
 """

@@ -1,4 +1,4 @@
-"""Whom to tell: `alerts.toml` in the run's folder, and `--webhook`."""
+"""The receivers of alerts: `alerts.toml` in the run's folder, and `--webhook`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MAX_HOOKS = 8
 
 
 class AlertConfigError(CoordinatorError):
-    """Alerts that are set up wrong."""
+    """A wrong configuration of alerts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hook:
-    """A webhook's address in parts. Whoever knows the path may post, so people are shown the host alone."""
+class Webhook:
+    """A webhook's address, parsed. Anybody who knows the path may post, so people are shown only the host."""
 
     url: str
     host: str
@@ -38,15 +38,15 @@ class Hook:
 
     @property
     def name(self) -> str:
-        """For the journal: tells hooks apart and gives nothing away."""
+        """An identifier for the tracker's state, which reveals nothing of the address."""
         return sha256(self.url.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return self.host
 
     @classmethod
-    def parse(cls, url: str) -> Hook:
-        """Raises AlertConfigError."""
+    def parse(cls, url: str) -> Webhook:
+        """Parse an http or https address. Raises AlertConfigError."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -64,15 +64,15 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class AlertConfig:
-    """The hooks, the secret to sign with ("": none), and after how many seconds an alert that lasts is told again."""
+    """The webhooks, the secret to sign with ("": none), and the seconds after which a lasting alert is sent again."""
 
-    hooks: tuple[Hook, ...] = ()
+    hooks: tuple[Webhook, ...] = ()
     secret: str = ""
     repeat: float = 6 * 3600.0
 
 
 def load_config(folder: Path | None, urls: Sequence[str] = ()) -> AlertConfig:
-    """From the command line and, where there is one, the file in the folder. Raises AlertConfigError."""
+    """Read the file in the folder, if there is one, and add `urls` from the command line. Raises AlertConfigError."""
     secret, repeat = os.environ.get(SECRET_VARIABLE, ""), 6.0
     path = None if folder is None else folder / FILE
     if path is not None and path.exists():
@@ -89,7 +89,7 @@ def load_config(folder: Path | None, urls: Sequence[str] = ()) -> AlertConfig:
         if not isinstance(repeat, int | float) or not 0.1 <= repeat <= 1000:
             raise AlertConfigError(f"{path}: repeat_hours is a number from 0.1 to 1000")
         urls = [*urls, *own]
-    hooks = tuple(dict.fromkeys(Hook.parse(u) for u in urls))
+    hooks = tuple(dict.fromkeys(Webhook.parse(u) for u in urls))
     if len(hooks) > MAX_HOOKS:
         raise AlertConfigError(f"{len(hooks)} webhooks are too many: at most {MAX_HOOKS}")
     return AlertConfig(hooks, secret, repeat * 3600.0)

@@ -1,7 +1,7 @@
-"""What is wrong, as pure functions of what is seen; `memory` is a rule's own and survives a restart.
+"""The alert rules: pure functions of an `AlertInput`. `memory` belongs to one rule and survives a restart.
 
-A rule gives the words for people when something is wrong, "" when it is not, and None when it cannot say at this moment
-(just started; no such thing here): then what was so before stays so.
+A rule returns a message if something is wrong, "" if nothing is, and None if it cannot say at this moment, for example
+just after the start. None leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-SETTLE_SECONDS = 120.0
-"""After its start the coordinator hears from peers bit by bit: what it does not see yet is no news."""
+STARTUP_SECONDS = 120.0
+"""Seconds after the start in which peers that are not seen yet are no news: heartbeats arrive one by one."""
 
 UNSIGNED_SECONDS = 300.0
 DROP_SECONDS = 600.0
 DROP_SHARE = 0.3
 DROP_FORGET_SECONDS = 3600.0
-"""So long after a drop, what is left is what is normal."""
+"""Seconds after a drop at which the remaining number of peers becomes the normal one."""
 
 MIN_ROUNDS = 8
 DISK_SHARE, DISK_BYTES = 0.05, 20 * 10**9
@@ -30,27 +30,30 @@ Memory = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What is seen at a time. `up` are the seconds since the coordinator's start, `limit` those that a round may take;
-    `losses` those of the newest rounds, newest first; `differing` who says another state digest than the chain.
-    `head_age`: seconds since the newest tree head; None where no log is signed."""
+class AlertInput:
+    """The input of all rules at one time.
+
+    `up` is seconds since the coordinator's start, `round_limit` the seconds that a round may last, `losses` those of
+    the newest rounds, newest first. `diverged` names the peers that report another state digest than the chain.
+    `head_age` is seconds since the newest tree head; None if no log is signed.
+    """
 
     time: float
     up: float
     health: str
-    words: str
+    message: str
     problem: str
     caught_up: bool
     round: int
-    limit: float
+    round_limit: float
     losses: tuple[float, ...]
     training: int
-    differing: tuple[str, ...]
+    diverged: tuple[str, ...]
     disk_free: int
     disk_size: int
     head_age: float | None
-    judged: tuple[float, ...] = ()
-    """Validation losses, newest first; NaN for a state whose output was not finite."""
+    validation_losses: tuple[float, ...] = ()
+    """Validation losses, newest first; NaN for a state with non-finite output."""
 
     archive_problem: str = ""
     log_problem: str = ""
@@ -58,19 +61,22 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """`look`, and for how many seconds its words must stand before they are an alert, and be gone before it is over."""
+class AlertRule:
+    """A rule with its delays.
+
+    `judge` gives the message, which must hold for `after` seconds to fire, and be gone for `clear` seconds to resolve.
+    """
 
     name: str
-    look: Callable[[Memory, Sight], str | None]
+    judge: Callable[[Memory, AlertInput], str | None]
     after: float = 0.0
     clear: float = 0.0
 
 
-def loss(memory: Memory, s: Sight) -> str | None:
-    """A loss that is no number; or two rounds in a row far above the median of those before, by their own spread.
+def loss(memory: Memory, s: AlertInput) -> str | None:
+    """Judge the loss: not a number, or two rounds in a row far above the median of those before, by their own spread.
 
-    What was normal when it fired stays the measure: a spike does not become normal by lasting.
+    The normal loss at the time of firing stays the measure: a spike does not become normal by lasting.
     """
     if s.losses and not math.isfinite(s.losses[0]):
         return f"the loss of round {s.round - 1} is {s.losses[0]}: roll back to a checkpoint before it"
@@ -90,39 +96,42 @@ def loss(memory: Memory, s: Sight) -> str | None:
     return f"the loss is {s.losses[0]:.2f}, and was {memory['normal']:.2f} before" if s.losses else None
 
 
-def stalled(memory: Memory, s: Sight) -> str | None:
-    """Peers train, and the round has not ended for longer than one may take."""
+def stalled(memory: Memory, s: AlertInput) -> str | None:
+    """Judge whether peers train, and the round has not ended for longer than one may take."""
     if s.health in _OVER:
         memory.clear()
         return ""
     if memory.get("round") != s.round:
         memory.update(round=s.round, since=s.time)
-    if s.up < SETTLE_SECONDS or not s.caught_up:
+    if s.up < STARTUP_SECONDS or not s.caught_up:
         return None
     if not s.training:
         memory["since"] = s.time  # nobody can be late
         return ""
     late = s.time - memory["since"]
-    if late <= s.limit:
+    if late <= s.round_limit:
         return ""
     return f"{s.training} peers train, and round {s.round} has not ended for {late / 60:.0f} min"
 
 
-def digests(memory: Memory, s: Sight) -> str | None:
-    """Members hold another state than the chain names for the same record: they compute something else."""
+def digests(memory: Memory, s: AlertInput) -> str | None:
+    """Judge whether members hold another state than the chain names for the same record."""
     del memory
-    if not s.differing:
-        return None if s.up < SETTLE_SECONDS else ""
-    names = ", ".join(s.differing[:5]) + (" and others" if len(s.differing) > 5 else "")
-    return f"{len(s.differing)} peers hold another state than the chain names: {names}"
+    if not s.diverged:
+        return None if s.up < STARTUP_SECONDS else ""
+    names = ", ".join(s.diverged[:5]) + (" and others" if len(s.diverged) > 5 else "")
+    return f"{len(s.diverged)} peers hold another state than the chain names: {names}"
 
 
-def peers(memory: Memory, s: Sight) -> str | None:
-    """A third of those who trained within ten minutes are gone. Over when they are back, or after an hour."""
+def peers(memory: Memory, s: AlertInput) -> str | None:
+    """Judge whether a third of the peers that trained within ten minutes are gone.
+
+    The alert is resolved when they return, or after an hour.
+    """
     if s.health in _OVER:
         memory.clear()
         return ""
-    if s.up < SETTLE_SECONDS:
+    if s.up < STARTUP_SECONDS:
         memory.pop("seen", None)
         return None
     if (was := memory.get("was")) is not None:
@@ -130,7 +139,7 @@ def peers(memory: Memory, s: Sight) -> str | None:
             memory.clear()
             return ""
         return f"{s.training} peers train, of {was}"
-    # The most of each minute: ten numbers, however often one looks.
+    # The maximum of each minute: ten numbers, at any rate of checks.
     seen = {m: n for m, n in memory.get("seen", {}).items() if int(m) * 60 > s.time - DROP_SECONDS}
     minute = str(int(s.time // 60))
     seen[minute] = max(seen.get(minute, 0), s.training)
@@ -142,8 +151,8 @@ def peers(memory: Memory, s: Sight) -> str | None:
     return f"{s.training} peers train, of {was} a few minutes ago"
 
 
-def disk(memory: Memory, s: Sight) -> str | None:
-    """The run's folder is nearly full: 5% or 20 GB, whichever is less; over at a fifth more."""
+def disk(memory: Memory, s: AlertInput) -> str | None:
+    """Judge whether the run's folder is nearly full: 5% or 20 GB, whichever is less; resolved at a fifth more."""
     low = min(DISK_SHARE * s.disk_size, DISK_BYTES)
     if s.disk_free >= (1.2 * low if memory.get("low") else low):
         memory.clear()
@@ -152,8 +161,8 @@ def disk(memory: Memory, s: Sight) -> str | None:
     return f"{s.disk_free / 1e9:.1f} GB of {s.disk_size / 1e9:.0f} GB are free where the run is kept"
 
 
-def log(memory: Memory, s: Sight) -> str | None:
-    """No tree head was signed for five minutes."""
+def log(memory: Memory, s: AlertInput) -> str | None:
+    """Judge whether no tree head was signed for five minutes."""
     del memory
     if s.head_age is None or s.up < UNSIGNED_SECONDS:
         return None
@@ -163,43 +172,43 @@ def log(memory: Memory, s: Sight) -> str | None:
     return f"the ledger's log was signed {s.head_age / 60:.0f} min ago for the last time{why}"
 
 
-def chain(memory: Memory, s: Sight) -> str | None:
-    """The coordinator cannot follow the chain, or the peers are on more than one."""
+def chain(memory: Memory, s: AlertInput) -> str | None:
+    """Judge whether the coordinator cannot follow the chain, or the peers are on more than one."""
     del memory
     if s.problem:
         return s.problem
     if s.health == "split":
-        return s.words
-    return None if s.up < SETTLE_SECONDS else ""
+        return s.message
+    return None if s.up < STARTUP_SECONDS else ""
 
 
-def validation(memory: Memory, s: Sight) -> str | None:
-    """The newest state is much worse than the best, or gives no numbers."""
+def validation(memory: Memory, s: AlertInput) -> str | None:
+    """Judge whether the newest state is much worse than the best, or gives no finite numbers."""
     del memory
-    if not s.judged:
+    if not s.validation_losses:
         return None
-    if not math.isfinite(s.judged[0]):
+    if not math.isfinite(s.validation_losses[0]):
         return "the newest state that was judged gives no finite numbers: roll back to a checkpoint before it"
-    best = min((x for x in s.judged if math.isfinite(x)), default=s.judged[0])
-    if s.judged[0] <= best + max(0.25, 0.05 * best):
+    best = min((x for x in s.validation_losses if math.isfinite(x)), default=s.validation_losses[0])
+    if s.validation_losses[0] <= best + max(0.25, 0.05 * best):
         return ""
-    return f"the validation loss is {s.judged[0]:.2f}, and was {best:.2f}: look at the rounds between"
+    return f"the validation loss is {s.validation_losses[0]:.2f}, and was {best:.2f}: look at the rounds between"
 
 
-def archive(memory: Memory, s: Sight) -> str | None:
-    """States are not archived, copied or judged."""
+def archive(memory: Memory, s: AlertInput) -> str | None:
+    """Judge whether states are not archived, copied or evaluated."""
     del memory
     return s.archive_problem
 
 
 RULES = (
-    Rule("loss", loss),
-    Rule("validation", validation),
-    Rule("stalled", stalled),
-    Rule("digests", digests, after=10, clear=60),
-    Rule("peers", peers),
-    Rule("disk", disk),
-    Rule("log", log, after=30),  # a machine that was suspended signs again within seconds
-    Rule("archive", archive, after=600, clear=60),
-    Rule("chain", chain, after=60, clear=30),
+    AlertRule("loss", loss),
+    AlertRule("validation", validation),
+    AlertRule("stalled", stalled),
+    AlertRule("digests", digests, after=10, clear=60),
+    AlertRule("peers", peers),
+    AlertRule("disk", disk),
+    AlertRule("log", log, after=30),  # a machine that was suspended signs again within seconds
+    AlertRule("archive", archive, after=600, clear=60),
+    AlertRule("chain", chain, after=60, clear=30),
 )

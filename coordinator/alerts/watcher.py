@@ -1,74 +1,77 @@
-"""Looks again and again, keeps the journal on disk, and tells the hooks: the shell around rules and journal."""
+"""Checks the rules periodically, stores the tracker's state, and delivers events to the webhooks."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
-from coordinator.alerts.config import AlertConfig, Hook
-from coordinator.alerts.hooks import HookError, payload, post
-from coordinator.alerts.journal import Alert, Event, Journal, back_off
-from coordinator.alerts.rules import Sight
+from coordinator import durable
+from coordinator.alerts.config import AlertConfig, Webhook
+from coordinator.alerts.rules import AlertInput
+from coordinator.alerts.tracker import Alert, AlertEvent, AlertTracker, back_off
+from coordinator.alerts.webhooks import WebhookError, payload, post
 
 log = logging.getLogger(__name__)
 
 FILE = "alerts.json"
-LOOK_SECONDS = 5.0
+CHECK_SECONDS = 5.0
 SAVE_SECONDS = 60.0
-"""What rules remember is written so often; what happened, before anybody is told."""
+"""Seconds between two writes of the rules' memory. Events are written before they are delivered."""
 
 
-class Watcher:
-    """One run's. `see` gives what is seen now; `changed` is called when other alerts stand than before; `told(result)`
-    hears of each delivery: delivered, failed, dropped."""
+class AlertWatcher:
+    """The alerts of one run.
+
+    `input` returns the input of the rules. `on_change` is called when other alerts are active than before,
+    `on_delivery` after each delivery with "delivered", "failed" or "dropped".
+    """
 
     def __init__(
-        self, folder: Path, config: AlertConfig, run: str, page: Callable[[], str], see: Callable[[], Sight],
-        changed: Callable[[], None] = lambda: None, told: Callable[[str], None] = lambda _: None,
+        self, folder: Path, config: AlertConfig, run: str, page: Callable[[], str], input: Callable[[], AlertInput],
+        on_change: Callable[[], None] = lambda: None, on_delivery: Callable[[str], None] = lambda _: None,
     ):  # fmt: skip
         self._path = folder / FILE
         self._config = config
         self._run = run
         self._page = page
-        self._see = see
-        self._changed = changed
-        self._told = told
-        self._journal = Journal([h.name for h in config.hooks], repeat=config.repeat)
+        self._input = input
+        self._on_change = on_change
+        self._on_delivery = on_delivery
+        self._tracker = AlertTracker([h.name for h in config.hooks], repeat=config.repeat)
         self._news = {h.name: asyncio.Event() for h in config.hooks}
         self._tasks: list[asyncio.Task[None]] = []
         self._saved_at = 0.0
-        # One after the other, also when whoever waits for a write is cancelled.
+        # One write after the other, even if a waiting caller is cancelled.
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="alerts")
 
     @property
-    def standing(self) -> tuple[Alert, ...]:
-        """The alerts that stand."""
-        return self._journal.standing
+    def active(self) -> tuple[Alert, ...]:
+        """The active alerts."""
+        return self._tracker.active
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all alerts that there may be."""
-        return self._journal.names
+        """The names of all rules."""
+        return self._tracker.names
 
     async def start(self) -> None:
-        """Go on from what is on disk."""
+        """Continue from the state on disk."""
         saved = await asyncio.to_thread(self._load)
         try:
-            self._journal = Journal([h.name for h in self._config.hooks], saved, repeat=self._config.repeat)
+            self._tracker = AlertTracker([h.name for h in self._config.hooks], saved, repeat=self._config.repeat)
         except (TypeError, KeyError, AttributeError, ValueError) as e:
-            log.error("%s is damaged (%s): alerts that stand are told again", self._path, e)
-        self._tasks = [asyncio.create_task(self._look_on(), name="alerts")]
-        self._tasks += [asyncio.create_task(self._tell_always(h), name=f"webhook {h}") for h in self._config.hooks]
+            log.error("%s is damaged (%s): active alerts are sent again", self._path, e)
+        self._tasks = [asyncio.create_task(self._check_forever(), name="alerts")]
+        self._tasks += [asyncio.create_task(self._deliver_forever(h), name=f"webhook {h}") for h in self._config.hooks]
 
     async def stop(self) -> None:
-        """What was not told yet is told after the next start."""
+        """Stop; undelivered events are delivered after the next start."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -76,57 +79,57 @@ class Watcher:
             await self._save()
         self._disk.shutdown(wait=False)
 
-    async def look(self) -> list[Event]:
-        """Once."""
-        events = self._journal.look(self._see())
+    async def check(self) -> list[AlertEvent]:
+        """Apply the rules once, and return the new events."""
+        events = self._tracker.update(self._input())
         for e in events:
-            (log.info if e.what == "resolved" else log.warning)("alert %s %s: %s", e.name, e.what, e.words)
+            (log.info if e.kind == "resolved" else log.warning)("alert %s %s: %s", e.name, e.kind, e.message)
         if events or time.monotonic() - self._saved_at > SAVE_SECONDS:
             await self._save()
         if events:
-            self._changed()
+            self._on_change()
         for news in self._news.values() if events else ():
             news.set()
         return events
 
-    async def _look_on(self) -> None:
+    async def _check_forever(self) -> None:
         while True:
             try:
-                await self.look()
+                await self.check()
             except Exception:  # a fault in a rule must not silence the others for ever
                 log.exception("looking for alerts failed")
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
 
-    async def _tell_always(self, hook: Hook) -> None:
+    async def _deliver_forever(self, hook: Webhook) -> None:
         for faults in count(1):
             try:
-                await self._tell_on(hook)
+                await self._deliver(hook)
             except Exception:  # a fault here must not silence a webhook until the next start
-                log.exception("webhook %s: a fault of the coordinator; what it was to be told is told again", hook.name)
+                log.exception("webhook %s: a fault of the coordinator; its events are delivered later", hook.name)
             await asyncio.sleep(back_off(faults))
 
-    async def _tell_on(self, hook: Hook) -> None:
+    async def _deliver(self, hook: Webhook) -> None:
         failures = 0
         while True:
-            event = self._journal.next_for(hook.name)
+            event = self._tracker.next_for(hook.name)
             if event is None:
                 self._news[hook.name].clear()
                 await self._news[hook.name].wait()
                 continue
             try:
                 await post(hook, payload(event, self._run, self._page()), self._config.secret)
-            except HookError as e:
+            except WebhookError as e:
                 failures += 1
-                self._told("dropped" if e.final else "failed")
-                log.warning("webhook: %s; %s", e, "the event is dropped" if e.final else "it is told again")
+                self._on_delivery("dropped" if e.final else "failed")
+                log.warning("webhook: %s; %s", e, "the event is dropped" if e.final else "it is retried")
                 if not e.final:
                     await asyncio.sleep(back_off(failures))
                     continue
-                self._journal.done(hook.name, event, taken=False)
+                self._tracker.done(hook.name, event, taken=False)
             else:
                 failures = 0
-                self._told("delivered")
-                self._journal.done(hook.name, event, taken=True)
+                self._on_delivery("delivered")
+                self._tracker.done(hook.name, event, taken=True)
             await self._save()
 
     def _load(self) -> dict | None:
@@ -135,24 +138,14 @@ class Watcher:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as e:
-            log.error("%s cannot be read (%s): alerts that stand are told again", self._path, e)
+            log.error("%s cannot be read (%s): active alerts are sent again", self._path, e)
             return None
 
     async def _save(self) -> None:
         self._saved_at = time.monotonic()
-        text = json.dumps(self._journal.to_json())
+        data = json.dumps(self._tracker.to_json()).encode()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._disk, _write, self._path, text)
+            await asyncio.get_running_loop().run_in_executor(self._disk, durable.replace, self._path, data, 0o600)
         except OSError as e:
-            # The disk may be what is wrong: then telling matters more than keeping.
-            log.error("%s cannot be written (%s): after a restart alerts may be told twice", self._path, e)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for nobody else."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+            # The disk may be what is wrong: then delivery matters more than the record.
+            log.error("%s cannot be written (%s): after a restart alerts may be sent twice", self._path, e)

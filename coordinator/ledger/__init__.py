@@ -1,10 +1,11 @@
-"""The ledger's database: the books of `protocol.ledger` written down, append-only, in SQLite or PostgreSQL.
+"""The ledger's database: the state of `protocol.ledger`, append-only, in SQLite or PostgreSQL.
 
-`database` is what differs between the two, `migrations` the tables, `rows` what is read back, `writing` how entries go
-in, `store` the ledger as the coordinator uses it, `checking` how it is compared with itself.
+`database` hides the difference between the two. `schema` applies the `migrations`, which define the tables. `queries`
+has the statements that read, `writes` those that write, `rows` the types of what is read. `store` is the ledger as the
+coordinator uses it, and `integrity` compares it with itself.
 """
 
-from coordinator.ledger.rows import Admitted, Binding, Earned, Head, Refusal, SettledRound
+from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow, TreeHeadRow
 from coordinator.ledger.store import Ledger
 
-__all__ = ["Admitted", "Binding", "Earned", "Head", "Ledger", "Refusal", "SettledRound"]
+__all__ = ["AdmissionRow", "BindingRow", "CreditedLine", "TreeHeadRow", "Ledger", "RefusedUpdate", "RoundRow"]

@@ -1,7 +1,7 @@
 """Checks a whole ledger: `python -m coordinator.ledger`, with its address and the run's spec on standard input.
 
-A process of its own, politely slow: replaying millions of lines must not hold up those who wait for the coordinator.
-Prints the differences, one a line; nothing when the ledger is whole. Exit status 1: it could not be read.
+It is a separate process of low priority, because replaying millions of lines must not delay the coordinator. It prints
+the differences, one a line, and nothing if the ledger is whole. Exit status 1: the ledger could not be read.
 """
 
 from __future__ import annotations

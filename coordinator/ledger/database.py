@@ -1,4 +1,4 @@
-"""What differs between SQLite and PostgreSQL: how one connects, begins, and what an error means.
+"""The difference between SQLite and PostgreSQL: connections, transactions, and the meaning of errors.
 
 Statements are written once, with `?` for values. Both databases are used by one thread at a time.
 """
@@ -18,7 +18,7 @@ Row = tuple[Any, ...]
 
 
 class Database(ABC):
-    """One connection. `where` names it to people, without a password."""
+    """One connection. `where` names it to people, without a password. All methods raise LedgerError."""
 
     dialect: str
     where: str
@@ -27,42 +27,45 @@ class Database(ABC):
 
     @abstractmethod
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
-        """The rows that a statement gives. Raises LedgerError, as all below."""
+        """Return the rows of a statement."""
 
     @abstractmethod
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
-        """The statement for each row."""
+        """Run a statement for each row."""
 
     @abstractmethod
     def script(self, text: str) -> None:
-        """Several statements, within the transaction that is open."""
+        """Run several statements within the open transaction."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin a transaction that writes: no other writer until its end."""
+        """Begin a writing transaction: there is no other writer until its end."""
 
     @property
     @abstractmethod
     def in_transaction(self) -> bool:
-        """Whether one is open. After some errors (a full disk, a lost connection) the database ends it by itself."""
+        """True while a transaction is open.
+
+        After some errors (a full disk, a lost connection) the database ends it by itself.
+        """
 
     @abstractmethod
     def tables(self) -> set[str]:
-        """The names of the tables that are there."""
+        """Return the names of the tables."""
 
     @abstractmethod
     def close(self) -> None: ...
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of it is on disk when this ends without an error, or none."""
+        """Make all changes within durable if the context ends without an error, else none."""
         self.begin()
         self._open = True
         try:
             yield
             self.query("COMMIT")
         except BaseException:
-            with suppress(LedgerError):  # the first error is the one to tell
+            with suppress(LedgerError):  # the first error is the one to report
                 self.query("ROLLBACK")
             raise
         finally:
@@ -70,7 +73,7 @@ class Database(ABC):
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """All that is read within is of one moment, whatever is written meanwhile."""
+        """Read everything within as of one moment, whatever is written meanwhile."""
         self.query(self.SNAPSHOT)
         try:
             yield
@@ -79,7 +82,7 @@ class Database(ABC):
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
-        """A part of a transaction that fails by itself."""
+        """Make a section of a transaction that fails by itself."""
         self.query("SAVEPOINT part")
         try:
             yield
@@ -99,14 +102,14 @@ class SqliteDatabase(Database):
     def __init__(self, path: Path, *, reader: bool = False):
         self.where = str(path)
         with self._explained():
-            # Autocommit: transactions are begun by hand, so that there is never one open by accident.
+            # Autocommit: transactions are begun by hand, so that none is open by accident.
             self._db = sqlite3.connect(path, isolation_level=None, timeout=10, check_same_thread=False)
         try:
             self.query("PRAGMA journal_mode = WAL")
             self.query("PRAGMA synchronous = FULL")
             self.query("PRAGMA foreign_keys = ON")
             self.query("PRAGMA trusted_schema = OFF")
-            # A page that a failing disk gave back wrong is noticed where SQLite can notice it.
+            # SQLite checks each page, so that it can detect one that a failing disk returned wrong.
             self.query("PRAGMA cell_size_check = ON")
             if reader:
                 self.query("PRAGMA query_only = ON")
@@ -138,11 +141,11 @@ class SqliteDatabase(Database):
         return {r[0] for r in self.query("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
     def form(self) -> int:
-        """`PRAGMA user_version`: 1 in ledgers from before there were migrations."""
+        """Return `PRAGMA user_version`: 1 in ledgers without migrations."""
         return self.query("PRAGMA user_version")[0][0]
 
     def damage(self) -> str:
-        """What SQLite itself finds wrong with the file; "" for nothing. Reads all of it."""
+        """Return what SQLite itself finds wrong with the file; "" for nothing. Reads all of it."""
         found = [r[0] for r in self.query("PRAGMA integrity_check(3)")]
         return "" if found == ["ok"] else "; ".join(found)
 
@@ -160,7 +163,7 @@ class SqliteDatabase(Database):
 def _statements(script: str) -> Iterator[str]:
     statement = ""
     for part in script.split(";")[:-1]:
-        statement += part + ";"  # a trigger has more than one: SQLite knows where it ends
+        statement += part + ";"  # a trigger has several statements: SQLite knows where it ends
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""

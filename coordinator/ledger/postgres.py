@@ -1,7 +1,7 @@
 """The ledger in PostgreSQL, by URL (psycopg 3, the extra `postgres`): a schema of its own for each run.
 
-One writer at a time: each transaction first takes an advisory lock of the run. A connection that was lost is made again
-for the next transaction; what was under way was not acknowledged, and is asked for again.
+There is one writer at a time: each transaction first acquires an advisory lock of the run. A lost connection is
+restored for the next transaction; the interrupted one was not acknowledged, and its callers repeat it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 class PostgresDatabase(Database):
-    """A connection to the schema `cairn_` and the first 16 digits of the run id, made when it is not there."""
+    """A connection to the schema `cairn_` and the first 16 digits of the run id, which is made on first use."""
 
     dialect = "postgresql"
     SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
@@ -83,7 +83,7 @@ class PostgresDatabase(Database):
             raise
 
     def _again(self) -> None:
-        """Only between transactions: within one, a lost connection is an error of it."""
+        """Reconnect, but only between transactions: within one, a lost connection is an error."""
         if self._db.closed and not self._open:
             self._db = self._connected()
 
@@ -113,7 +113,7 @@ def _translated(sql: str) -> bytes:
 
 
 def _shown(url: str) -> str:
-    """The address without the password."""
+    """Return the address without the password."""
     try:
         parts = conninfo_to_dict(url)
     except psycopg.Error as e:

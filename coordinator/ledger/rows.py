@@ -1,4 +1,4 @@
-"""What is read from the ledger's tables."""
+"""The rows that are read from the ledger's tables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 
 from protocol.ids import Digest, PeerKey, Round
 
-Status = Literal["pending", "settled", "voided"]
+LineStatus = Literal["pending", "settled", "voided"]
 
 
 @dataclass(frozen=True, slots=True)
-class SettledRound:
-    """A final round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand."""
+class RoundRow:
+    """A posted round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand."""
 
     round: Round
     record: Digest
@@ -23,8 +23,8 @@ class SettledRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Earned:
-    """A line of the ledger with where it stands: `entry` is the sequence of its round entry, `number` counts those."""
+class CreditedLine:
+    """A credit line with its status. `entry` is the sequence of its round entry, `number` counts round entries."""
 
     entry: int
     line: int
@@ -36,11 +36,11 @@ class Earned:
     windows: int
     tokens: int
     micro_credits: int
-    status: Status
+    status: LineStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedUpdate:
     """An announced update that a round left out: `update` is the digest of its signed header; `at` in unix seconds."""
 
     round: Round
@@ -53,7 +53,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class TreeHeadRow:
     """A signed tree head: `sent` is the envelope, `time` in unix milliseconds."""
 
     size: int
@@ -63,8 +63,8 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
-    """A peer's word, and its account's, that they belong together: `sent` is the account's envelope."""
+class BindingRow:
+    """A binding of a peer to an account: `sent` is the account's envelope, `time` in unix seconds."""
 
     peer: PeerKey
     account: PeerKey
@@ -73,8 +73,8 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """The newest admission of a peer."""
+class AdmissionRow:
+    """The newest admission of a peer; times in unix seconds, `sent` is the envelope."""
 
     peer: PeerKey
     name: str

@@ -1,8 +1,8 @@
-"""The ledger as the coordinator uses it: one run's books, written down.
+"""The ledger as the coordinator uses it: the state of one run's credits, in a database.
 
-Each method is one transaction; within `group` several are, and each still fails by itself. A round that is there
-already is checked, not added again. So a coordinator that was killed at any moment starts again, reads where the
-ledger ends, and appends from the chain what follows. Synchronous and used by one thread at a time: see `ledger_thread`.
+Each method is one transaction; within `group` several are, and each still fails by itself. A posted round is compared,
+not added again. So a coordinator that was killed at any moment restarts, reads where the ledger ends, and appends what
+follows on the chain. Synchronous and used by one thread at a time: see `ledger_thread`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from coordinator.credits import Balance, RoundAccount
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import reading, writing
-from coordinator.ledger.checking import check_all, check_opened
+from coordinator.ledger import queries, writes
 from coordinator.ledger.database import Database, SqliteDatabase
-from coordinator.ledger.migrating import migrate
-from coordinator.ledger.rows import Admitted, Binding, Earned, Head, Refusal, SettledRound
+from coordinator.ledger.integrity import check_all, check_opened
+from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow, TreeHeadRow
+from coordinator.ledger.schema import migrate
 from protocol.errors import BooksError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.accounts import Standing
 from protocol.ledger.books import Books, Posted
-from protocol.ledger.credits import CreditRule
+from protocol.ledger.credits import CreditRule, RoundAccount
 from protocol.ledger.entries import encode_line
 from protocol.spec import RunSpec
 
 
 def connect(where: str | Path, spec: RunSpec, *, reader: bool = False) -> Database:
-    """The database at a path (SQLite) or a postgresql:// URL. Raises LedgerError."""
+    """Return the database at a path (SQLite) or a postgresql:// URL. Raises LedgerError."""
     if isinstance(where, str) and where.startswith(("postgresql://", "postgres://")):
         try:
             from coordinator.ledger.postgres import PostgresDatabase
@@ -42,9 +41,10 @@ def connect(where: str | Path, spec: RunSpec, *, reader: bool = False) -> Databa
 
 
 class Ledger:
-    """The database of one run. Raises LedgerError for all that goes wrong with it.
+    """The database of one run. Every method raises LedgerError.
 
-    `where`: a file, or a postgresql:// URL; `now`: unix seconds, for the times of entries; `reader`: to look only.
+    `where` is a file or a postgresql:// URL, `now` gives unix seconds for the times of entries. A `reader` cannot
+    write.
     """
 
     def __init__(self, where: str | Path, spec: RunSpec, *, now: Callable[[], float] = time.time, reader: bool = False):
@@ -54,7 +54,7 @@ class Ledger:
         self._now = now
         self._grouped = False
         self._books: Books | None = None
-        self._numbers: writing.PeerNumbers | None = None
+        self._numbers: writes.PeerNumbers | None = None
         self._db = connect(where, spec, reader=reader)
         try:
             if not reader:
@@ -74,7 +74,7 @@ class Ledger:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """All that is done within is one transaction: when this ends without an error, all of it is on disk."""
+        """Put everything within into one transaction: it is on disk when the context ends without an error."""
         try:
             with self._db.transaction():
                 self._grouped = True
@@ -87,7 +87,7 @@ class Ledger:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """A part of a group, that fails by itself."""
+        """Make a section of a group that fails by itself."""
         try:
             with self._db.savepoint():
                 yield
@@ -101,7 +101,7 @@ class Ledger:
         return self._grouped and not self._db.in_transaction
 
     @contextmanager
-    def _writing(self) -> Iterator[tuple[Books, writing.PeerNumbers]]:
+    def _writing(self) -> Iterator[tuple[Books, writes.PeerNumbers]]:
         try:
             with self._db.savepoint() if self._grouped else self._db.transaction():
                 yield self._current()
@@ -111,39 +111,39 @@ class Ledger:
             self._forget()
             raise
 
-    def _current(self) -> tuple[Books, writing.PeerNumbers]:
-        """The books, read again when another process has written meanwhile."""
+    def _current(self) -> tuple[Books, writes.PeerNumbers]:
+        """Return the state, which is read again if another process has written meanwhile."""
         if self._books is None or self._numbers is None or self._books.size != self.size():
-            self._books = writing.read_books(self._db, self.run, self._rule, self._spec.owner_key)
-            self._numbers = writing.PeerNumbers(self._db)
+            self._books = queries.read_state(self._db, self.run, self._rule, self._spec.owner_key)
+            self._numbers = writes.PeerNumbers(self._db)
         return self._books, self._numbers
 
     def _forget(self) -> None:
-        """What was in memory may not be in the database: read it again."""
+        """Drop the state in memory, since it may differ from the database."""
         self._books = self._numbers = None
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def post(self, account: RoundAccount, *, final: bytes | None = None) -> bool:
-        """Append a final round, and what it settles; False when it is there already. `final`: the owner's signed final.
+    def post(self, account: RoundAccount, *, finalization: bytes | None = None) -> bool:
+        """Append a final round and the entries that it makes due; return False if the round is posted already.
 
-        Raises LedgerConflictError when another record of this round is there, or the round before is another's parent.
+        `finalization` is the owner's, an envelope. Raises LedgerConflictError if another record of this round is
+        posted, or if the round before is another's parent.
         """
         with self._writing() as (books, numbers):
             if account.round < books.rounds:
                 self._check_same(account, books)
                 return False
             made = books.post_round(account, int(self._now() * 1000))
-            seen = self._db.query("SELECT seen_at FROM sightings WHERE record = ?", (bytes(account.record),))
-            seen_at = seen[0][0] if seen else None
+            seen_at = queries.first_seen_at(self._db, account.record)
             for posted in made:
-                writing.write(self._db, posted)
+                writes.write(self._db, posted)
                 if posted.lines:
-                    writing.write_round(self._db, numbers, posted, account, seen_at, final)
-                writing.write_transfers(self._db, numbers, posted)
-            self._write_standings(books, numbers, made)
-            writing.write_last_seen(self._db, numbers, (e.peer for e in account.entries), seen_at)
-            self._db.query("DELETE FROM sightings WHERE round <= ?", (account.round,))
+                    writes.write_round(self._db, numbers, posted, account, seen_at, finalization)
+                writes.write_transfers(self._db, numbers, posted)
+            self._write_balances(books, numbers, made)
+            writes.write_last_seen(self._db, numbers, (e.peer for e in account.entries), seen_at)
+            writes.forget_first_seen(self._db, account.round)
         return True
 
     def _check_same(self, account: RoundAccount, books: Books) -> None:
@@ -161,66 +161,65 @@ class Ledger:
             )
 
     def void(self, verdict: bytes) -> int:
-        """Void a pending line by a verdict of the owner. Returns the entry's sequence. Raises LedgerConflictError."""
+        """Void a pending line by a verdict of the owner; return the entry's sequence. Raises LedgerConflictError."""
         with self._writing() as (books, numbers):
             posted = books.void(verdict, int(self._now() * 1000))
-            writing.write(self._db, posted)
-            writing.write_transfers(self._db, numbers, posted)
-            self._write_standings(books, numbers, [posted])
+            writes.write(self._db, posted)
+            writes.write_transfers(self._db, numbers, posted)
+            self._write_balances(books, numbers, [posted])
             return posted.entry.sequence
 
     def rollback(self, record: Digest, round_: Round, directive: bytes) -> bool:
-        """Take the run back to a record of the branch; False when the log has this rollback already.
+        """Take the run back to a record of the branch; return False if the log has this rollback already.
 
-        Raises LedgerConflictError when the branch has no such round, or the owner's directive does not say so.
+        Raises LedgerConflictError if the branch has no such round, or the owner's directive does not say so.
         """
         with self._writing() as (books, numbers):
             if books.has_done(directive):
                 return False
             posted = books.rollback(record, round_, directive, int(self._now() * 1000))
-            writing.write(self._db, posted)
-            self._db.query("DELETE FROM branch WHERE round > ?", (round_,))
+            writes.write(self._db, posted)
+            writes.forget_rounds_after(self._db, round_)
         return True
 
-    def _write_standings(self, books: Books, numbers: writing.PeerNumbers, made: list[Posted]) -> None:
+    def _write_balances(self, books: Books, numbers: writes.PeerNumbers, made: list[Posted]) -> None:
         peers = {t.target.peer for posted in made for t in posted.transfers if t.target.peer is not None}
-        writing.write_standings(self._db, numbers, books, sorted(peers))
+        writes.write_balances(self._db, numbers, books, sorted(peers))
 
     # -- the log ---------------------------------------------------------------------------------------------
 
     def size(self) -> int:
-        """Entries in the log."""
-        return reading.size(self._db)
+        """Return the number of entries in the log."""
+        return queries.size(self._db)
 
     def entries(self, first: int, limit: int) -> list[bytes]:
-        """Entries as they were written, in order."""
-        return reading.entries(self._db, first, limit)
+        """Return entries as they were written, in order."""
+        return queries.entries(self._db, first, limit)
 
     def leaf(self, index: int) -> bytes:
-        """The leaf hash of an entry. Raises IndexError."""
-        return writing.node(self._db, 0, index)
+        """Return the leaf hash of an entry. Raises IndexError."""
+        return queries.node(self._db, 0, index)
 
     def node(self, level: int, index: int) -> bytes:
-        """The hash over the 2^level leaves from index * 2^level on, when all of them are there. Raises IndexError."""
-        return writing.node(self._db, level, index)
+        """Return the hash over the 2^level leaves from index * 2^level on, if all of them exist. Raises IndexError."""
+        return queries.node(self._db, level, index)
 
     def root(self, size: int | None = None) -> Digest:
-        """The root of the tree over the first `size` entries (all). Raises IndexError."""
-        return reading.root(self._db, self.size() if size is None else size)
+        """Return the root of the tree over the first `size` entries (all). Raises IndexError."""
+        return queries.root(self._db, self.size() if size is None else size)
 
     def lines(self, sequence: int) -> list[bytes]:
-        """The lines under a round entry, as they were written, in order; none for other entries."""
-        return reading.lines(self._db, sequence)
+        """Return the lines under a round entry, as they were written, in order; none for other entries."""
+        return queries.lines(self._db, sequence)
 
     def entry_of(self, record: Digest) -> int | None:
-        """The sequence of the round entry of a record."""
-        rows = self._db.query("SELECT entry FROM rounds WHERE record = ?", (bytes(record),))
-        return rows[0][0] if rows else None
+        """Return the sequence of the round entry of a record."""
+        return queries.entry_of(self._db, record)
 
     def check(self) -> list[str]:
-        """Where the ledger differs from what it should be; replays and reads everything. Empty: it is whole.
+        """Return where the ledger differs from what it should be, as of the moment of the call; empty if it is whole.
 
-        Of a ledger that others write to, it is of the moment when this begins.
+        Replays and reads everything.
         """
         with nullcontext() if self._grouped else self._db.snapshot():
             return list(check_all(self._db, self._spec))
@@ -228,119 +227,117 @@ class Ledger:
     # -- rounds and balances ---------------------------------------------------------------------------------
 
     def last(self) -> tuple[Round, Digest] | None:
-        """The newest round of the branch, and its record."""
-        return reading.last(self._db)
+        """Return the newest round of the branch, and its record."""
+        return queries.last(self._db)
 
-    def newest_final(self) -> bytes | None:
-        """The signed final of the newest round of the branch for which the owner made one."""
-        return reading.newest_final(self._db)
+    def newest_finalization(self) -> bytes | None:
+        """Return the finalization (an envelope) of the newest round of the branch that has one."""
+        return queries.newest_finalization(self._db)
 
-    def rounds(self, *, after: int = -1, limit: int = 1000) -> list[SettledRound]:
-        """Rounds of the branch in ascending order, from the one after `after`."""
-        return reading.rounds(self._db, after, limit)
+    def rounds(self, *, after: int = -1, limit: int = 1000) -> list[RoundRow]:
+        """Return rounds of the branch in ascending order, from the one after `after`."""
+        return queries.rounds(self._db, after, limit)
 
     def accounts(self, *, after: int = -1, limit: int = 100) -> list[RoundAccount]:
-        """Rounds of the branch with their lines, in ascending order, from the one after `after`."""
-        return reading.accounts(self._db, after, limit)
+        """Return rounds of the branch with their lines, in ascending order, from the one after `after`."""
+        return queries.accounts(self._db, after, limit)
 
-    def history_of(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[Earned]:
-        """A peer's lines with where they stand, newest first; of entries before `before`."""
-        return reading.history_of(self._db, peer, before, limit)
+    def history_of(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[CreditedLine]:
+        """Return a peer's lines with their status, newest first; of entries before `before`."""
+        return queries.history_of(self._db, peer, before, limit)
 
-    def standings(self) -> dict[PeerKey, Standing]:
-        """What every peer has pending, settled and voided; from a derived table, so it is quick."""
-        return writing.read_standings(self._db)
+    def balances(self) -> dict[PeerKey, Standing]:
+        """Return the balances of every peer, from the derived table."""
+        return queries.read_balances(self._db)
 
-    def current(self) -> dict[PeerKey, Standing]:
-        """The same from memory, within what is being written."""
+    def current_balances(self) -> dict[PeerKey, Standing]:
+        """Return the balances in memory, within a transaction in progress."""
         return dict(self._current()[0].standings)
 
-    def balances(self) -> dict[PeerKey, Balance]:
-        """What every peer has settled."""
-        return {peer: s.settled for peer, s in self.standings().items() if s.settled.rounds}
-
     def holds(self, record: Digest) -> bool:
-        """Whether a record's credit is pending: posted, and not settled."""
+        """Return whether a record's credit is pending: posted, and within the hold."""
         return any(h.record == record for h in self._current()[0].held)
 
-    def at_work_since(self, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
-        """When the newest posted record with a peer in it was seen; of those in none, when they were first admitted.
+    def active_since(self, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
+        """Return when the newest posted record with each peer was seen.
 
-        In unix seconds, as this coordinator saw it; who was seen by others only is left out.
+        For peers in none it is when they were first admitted. Times are unix seconds, as observed here; peers that were
+        only seen by others are left out.
         """
-        return reading.at_work_since(self._db, peers)
+        return queries.active_since(self._db, peers)
 
     # -- refusals, tree heads, bindings: append-only ---------------------------------------------------------
 
-    def refuse(self, refusal: Refusal) -> bool:
-        """Note an announced update that its round left out; False when it is noted already."""
+    def add_refusal(self, refusal: RefusedUpdate) -> bool:
+        """Store an announced update that its round left out; return False if it is stored already."""
         with self._writing():
-            return reading.refuse(self._db, refusal)
+            return writes.add_refusal(self._db, refusal)
 
-    def refusals(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, Refusal]]:
-        """A peer's refusals, newest first, each with its number; of those before number `before`."""
-        return reading.refusals(self._db, peer, before, limit)
+    def refusals(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
+        """Return a peer's refused updates, newest first, each with its number; of those before number `before`."""
+        return queries.refusals(self._db, peer, before, limit)
 
-    def refused(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, Refusal]]:
-        """A peer's refusals in rounds that are posted, newest first, each with the round's entry; of those before entry
-        `before`."""
-        return reading.refused(self._db, peer, before, limit)
+    def refused(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
+        """Return a peer's refused updates in posted rounds, newest first, with the round's entry.
+
+        Only entries before `before` are searched.
+        """
+        return queries.refused(self._db, peer, before, limit)
 
     def posted(self) -> int:
-        """Round entries in the log."""
-        return reading.posted(self._db)
+        """Return the number of round entries in the log."""
+        return queries.posted(self._db)
 
     def first_since(self, time: int) -> int:
-        """The first entry of a time (unix milliseconds) or later; the log's size when there is none."""
-        return reading.first_since(self._db, time)
+        """Return the first entry of a time (unix milliseconds) or later; the log's size if there is none."""
+        return queries.first_since(self._db, time)
 
     def earned(self, first: int, end: int, upto: int) -> list[tuple[PeerKey, float, int]]:
-        """Who was credited how many micro-credits by the round entries of a range, less what entries before `upto`
-        voided of them; and at about which times (unix seconds, by the hour)."""
-        return reading.earned(self._db, first, end, upto)
+        """Return peers, times (unix seconds, by the hour) and micro-credits of the round entries of a range.
 
-    def add_head(self, head: Head) -> None:
-        """Keep a signed tree head."""
+        Amounts that entries before `upto` voided are subtracted.
+        """
+        return queries.earned(self._db, first, end, upto)
+
+    def add_head(self, head: TreeHeadRow) -> None:
+        """Store a signed tree head."""
         with self._writing():
-            reading.add_head(self._db, head)
+            writes.add_head(self._db, head)
 
-    def heads(self, limit: int = 1, before: int | None = None) -> list[Head]:
-        """Signed tree heads, newest first; of those of fewer than `before` entries."""
-        return reading.heads(self._db, limit, before)
+    def heads(self, limit: int = 1, before: int | None = None) -> list[TreeHeadRow]:
+        """Return signed tree heads, newest first; of those over fewer than `before` entries."""
+        return queries.heads(self._db, limit, before)
 
-    def bind(self, binding: Binding) -> None:
-        """Keep a word on the account of a peer."""
+    def add_binding(self, binding: BindingRow) -> None:
+        """Store a binding of a peer to an account."""
         with self._writing():
-            reading.bind(self._db, binding)
+            writes.add_binding(self._db, binding)
 
-    def bindings(self) -> list[Binding]:
-        """All words on accounts, oldest first."""
-        return reading.bindings(self._db)
+    def bindings(self) -> list[BindingRow]:
+        """Return all bindings, oldest first."""
+        return queries.bindings(self._db)
 
     # -- when records were seen, who was admitted: not the ledger's ------------------------------------------
 
-    def saw(self, record: Digest, round_: Round, seen_at: float) -> None:
-        """Note when a record that is not final yet was first seen."""
+    def note_first_seen(self, record: Digest, round_: Round, seen_at: float) -> None:
+        """Note when a record that is not final yet was first seen (unix seconds)."""
         with self._writing():
-            self._db.query(
-                "INSERT INTO sightings (record, round, seen_at) VALUES (?, ?, ?) ON CONFLICT (record) DO NOTHING",
-                (bytes(record), round_, seen_at),
-            )
+            writes.note_first_seen(self._db, record, round_, seen_at)
 
-    def sightings(self) -> dict[Digest, float]:
-        """When records that are not final yet were first seen."""
-        return {Digest(r[0]): r[1] for r in self._db.query("SELECT record, seen_at FROM sightings")}
+    def first_seen(self) -> dict[Digest, float]:
+        """Return when records that are not final yet were first seen (unix seconds)."""
+        return queries.first_seen(self._db)
 
-    def admit(self, admitted: Admitted) -> None:
-        """Keep the newest admission of a peer; when it was first admitted stays."""
+    def add_admission(self, admitted: AdmissionRow) -> None:
+        """Store the newest admission of a peer; the time of its first one stays."""
         with self._writing():
-            reading.admit(self._db, admitted)
+            writes.add_admission(self._db, admitted)
 
-    def admissions(self) -> list[Admitted]:
-        """The newest admission of every peer that is kept."""
-        return reading.admissions(self._db)
+    def admissions(self) -> list[AdmissionRow]:
+        """Return the newest admission of every peer."""
+        return queries.admissions(self._db)
 
     def forget_admissions(self, before: int) -> int:
-        """Drop admissions that ended before a time, of peers without credits. Returns how many."""
+        """Delete admissions that ended before a time, of peers without credits; return their number."""
         with self._writing():
-            return reading.forget_admissions(self._db, before)
+            return writes.forget_admissions(self._db, before)

@@ -1,4 +1,4 @@
-"""Answers kept for a moment: many who ask the same cost one making, and one who asks again gets 304. Bounded."""
+"""A bounded cache of answers: many requests cost one answer, and a repeated request of one browser gets 304."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from starlette.responses import Response
 MAX_KEPT = 64
 MAX_BYTES = 32 * 1024 * 1024
 LONGEST = 10.0
-"""Seconds that slow making can add to an answer's life."""
+"""Maximum number of seconds that a slow answer is kept."""
 
 _SMALL = 1024
-"""Below it, zipping saves nothing."""
+"""Bytes below which compression saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class EncodedBody:
     """Bytes to send, also compressed, and their tag."""
 
     plain: bytes
@@ -33,12 +33,12 @@ class Body:
     tag: str
 
     @classmethod
-    def of(cls, data: bytes, kind: str = "application/json", *, level: int = 5) -> Body:
+    def of(cls, data: bytes, kind: str = "application/json", *, level: int = 5) -> EncodedBody:
         zipped = gzip.compress(data, level, mtime=0) if len(data) >= _SMALL else None
         return cls(data, zipped, kind, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
 
     def answer(self, request: Request, caching: str = "no-cache") -> Response:
-        """The bytes as this browser takes them, or nothing when it has them."""
+        """Return a response in the encoding that the browser accepts, or 304 if it has the bytes already."""
         headers = {"etag": self.tag, "cache-control": caching, "vary": "accept-encoding"}
         if self.tag in (t.strip().removeprefix("W/") for t in request.headers.get("if-none-match", "").split(",")):
             return Response(status_code=304, headers=headers)
@@ -47,19 +47,22 @@ class Body:
         return Response(self.plain, headers=headers, media_type=self.kind)
 
 
-class Answers:
-    """Bodies by what was asked. Each is made at most once in its time, however many ask meanwhile."""
+class AnswerCache:
+    """Bodies by request. Each is made at most once in its time, for any number of requests."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
-        self._kept: OrderedDict[Hashable, tuple[float, Body | None]] = OrderedDict()
-        self._making: dict[Hashable, asyncio.Task[Body | None]] = {}
+        self._kept: OrderedDict[Hashable, tuple[float, EncodedBody | None]] = OrderedDict()
+        self._making: dict[Hashable, asyncio.Task[EncodedBody | None]] = {}
         self._bytes = 0
 
-    async def get(self, asked: Hashable, seconds: float, make: Callable[[], Awaitable[Body | None]]) -> Body | None:
-        """What was made for this at most so many seconds ago, or is made now; None: there is no such thing.
+    async def get(
+        self, asked: Hashable, seconds: float, make: Callable[[], Awaitable[EncodedBody | None]]
+    ) -> EncodedBody | None:
+        """Return the body that was made at most `seconds` ago, or make it; None if there is no such thing.
 
-        What takes long to make is kept longer: making one thing takes a tenth of the time at most."""
+        A slow answer is kept longer, so that making one takes a tenth of the time at most.
+        """
         kept = self._kept.get(asked)
         if kept is not None and self._now() < kept[0]:
             self._kept.move_to_end(asked)
@@ -70,7 +73,9 @@ class Answers:
             task.add_done_callback(lambda _: self._making.pop(asked, None))
         return await asyncio.shield(task)
 
-    async def _make(self, asked: Hashable, seconds: float, make: Callable[[], Awaitable[Body | None]]) -> Body | None:
+    async def _make(
+        self, asked: Hashable, seconds: float, make: Callable[[], Awaitable[EncodedBody | None]]
+    ) -> EncodedBody | None:
         began = self._now()
         body = await make()
         ended = self._now()
@@ -87,5 +92,5 @@ class Answers:
             self._bytes -= _size(kept[1])
 
 
-def _size(body: Body | None) -> int:
+def _size(body: EncodedBody | None) -> int:
     return 0 if body is None else len(body.plain) + len(body.zipped or b"")

@@ -1,4 +1,4 @@
-"""The routes: the page and its files, the API by its table, /events, /metrics, checkpoints. Reading only."""
+"""The routes: the page and its files, the API by its table, /events, /metrics, checkpoints. Read-only."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.errors import LedgerError, TooManyError
 from coordinator.limits import Rate, RateLimit, network_of
 from coordinator.page import json_view, openapi
-from coordinator.page.answers import Answers, Body
-from coordinator.page.api_page import api_page
+from coordinator.page.answers import AnswerCache, EncodedBody
+from coordinator.page.api import PageApi
+from coordinator.page.api_docs import api_page
 from coordinator.page.downloads import Downloads
-from coordinator.page.endpoints import ENDPOINTS, Endpoint, Source
+from coordinator.page.endpoints import ENDPOINTS, ApiEndpoint
 
 STATIC = Path(__file__).parent / "static"
 REQUESTS_OF_ONE = Rate(30, 200)
-"""Of an address; a reverse proxy on this machine, which is everybody, is not counted."""
+"""Requests of one address; a reverse proxy on this machine stands for everybody and is not counted."""
 
 _SECURITY = {
     "content-security-policy": (
@@ -40,16 +41,17 @@ _SECURITY = {
 }
 
 
-def make_app(source: Source, more: Sequence[Route] = (), described: Mapping[str, Any] | None = None) -> ASGIApp:
-    """The application; `more` routes of other modules, and their paths as OpenAPI has them.
+def make_app(source: PageApi, more: Sequence[Route] = (), described: Mapping[str, Any] | None = None) -> ASGIApp:
+    """Return the application with `more` routes, and their paths (`described`) as OpenAPI has them.
 
-    Files that the page needs and that are missing fail here, not at the first visitor."""
+    A missing file of the page fails here, not at the first visitor.
+    """
     files = _load()
-    answers, rate = Answers(), RateLimit(REQUESTS_OF_ONE)
+    answers, rate = AnswerCache(), RateLimit(REQUESTS_OF_ONE)
     downloads = Downloads(source.checkpoint_file)
     document = openapi.document(ENDPOINTS, described)
-    spec = Body.of(json_view.encode(document), level=9)
-    human = Body.of(api_page(document).encode(), "text/html; charset=utf-8", level=9)
+    spec = EncodedBody.of(json_view.encode(document), level=9)
+    human = EncodedBody.of(api_page(document).encode(), "text/html; charset=utf-8", level=9)
 
     async def static(request: Request) -> Response:
         found = files.get(request.path_params["name"])
@@ -105,8 +107,10 @@ def make_app(source: Source, more: Sequence[Route] = (), described: Mapping[str,
     return _secured(answer)
 
 
-def _answering(endpoint: Endpoint, source: Source, answers: Answers) -> Callable[[Request], Awaitable[Response]]:
-    """The route of one line of the table."""
+def _answering(
+    endpoint: ApiEndpoint, source: PageApi, answers: AnswerCache
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return the route of one endpoint."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -117,12 +121,12 @@ def _answering(endpoint: Endpoint, source: Source, answers: Answers) -> Callable
         except ValueError as e:
             return PlainTextResponse(f"{e}\n", 400)
 
-        async def make() -> Body | None:
+        async def make() -> EncodedBody | None:
             value = await endpoint.make(source, **asked)
-            return None if value is None else Body.of(json_view.encode(value))
+            return None if value is None else EncodedBody.of(json_view.encode(value))
 
         try:
-            # With the head: who hears of a round and asks must not get what was made before it.
+            # The head is part of the key: a request after a new round must not get an answer from before it.
             body = await answers.get((source.head, endpoint.path, *asked.values()), endpoint.seconds, make)
         except (LedgerError, TooManyError):
             return PlainTextResponse("the ledger cannot be read at this moment: try again\n", 503, {"retry-after": "5"})
@@ -132,7 +136,7 @@ def _answering(endpoint: Endpoint, source: Source, answers: Answers) -> Callable
 
 
 def _stranger(scope: Scope) -> str | None:
-    """The network that asks; None for this machine itself."""
+    """Return the network of the client; None for this machine itself."""
     host = (scope.get("client") or ("", 0))[0]
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
@@ -140,20 +144,20 @@ def _stranger(scope: Scope) -> str | None:
     return network_of(host)
 
 
-def _load() -> dict[str, Body]:
-    """Files are few and small: kept in memory, compressed once."""
+def _load() -> dict[str, EncodedBody]:
+    """Return the page's files, which are few and small: kept in memory, compressed once."""
     files = {}
     for path in sorted(p for p in STATIC.rglob("*") if p.is_file()):
         kind = mimetypes.guess_type(path.name)[0] or "text/plain"
         if path.suffix == ".js":
-            kind = "text/javascript"  # whatever this machine's table says: a browser takes modules as nothing else
+            kind = "text/javascript"  # independent of this machine's table: a browser accepts modules as nothing else
         text = f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
-        files[path.relative_to(STATIC).as_posix()] = Body.of(path.read_bytes(), text, level=9)
+        files[path.relative_to(STATIC).as_posix()] = EncodedBody.of(path.read_bytes(), text, level=9)
     return files
 
 
 def _secured(app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> ASGIApp:
-    """Adds the security headers to every response."""
+    """Return the application with security headers in every response."""
     headers = [(k.encode(), v.encode()) for k, v in _SECURITY.items()]
 
     async def secured(scope: Scope, receive: Receive, send: Send) -> None:

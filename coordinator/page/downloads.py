@@ -1,5 +1,6 @@
-"""Checkpoint files for anybody: whole or one range (RFC 9110, section 14), few at a time, and no faster than is agreed,
-so that the coordinator's own traffic has room.
+"""Downloads of checkpoint files: whole or one range (RFC 9110, section 14), limited in number and rate.
+
+The limits leave room for the coordinator's own traffic.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from coordinator.page.feed import disconnected
 
 MAX_DOWNLOADS = 8
 BYTES_PER_SECOND = 25_000_000
-"""Of all downloads together."""
+"""Rate of all downloads together."""
 
 PIECE = 256 * 1024
 SEND_SECONDS = 30.0
@@ -26,7 +27,7 @@ _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 class Downloads:
-    """Who downloads now, and when the next piece may go out."""
+    """Counts the downloads, and spaces their pieces."""
 
     def __init__(self, find: Callable[[str, str], Path | None], rate: float = BYTES_PER_SECOND):
         self._find = find
@@ -35,14 +36,14 @@ class Downloads:
         self._count = 0
 
     async def answer(self, request: Request) -> Response:
-        """The route: `{folder}/{file}` of an archived checkpoint."""
+        """Answer the route `{folder}/{file}` of an archived checkpoint."""
         path = self._find(request.path_params["folder"], request.path_params["file"])
         if path is None:
-            return PlainTextResponse("no such checkpoint here: /api/checkpoints lists those that are kept\n", 404)
+            return PlainTextResponse("no such checkpoint here: /api/checkpoints lists the available ones\n", 404)
         try:
             stat = await asyncio.to_thread(path.stat)
         except OSError:
-            return PlainTextResponse("this checkpoint is gone: /api/checkpoints lists those that are kept\n", 404)
+            return PlainTextResponse("this checkpoint is gone: /api/checkpoints lists the available ones\n", 404)
         size, tag = stat.st_size, f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
         headers = {"accept-ranges": "bytes", "etag": tag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == tag:
@@ -67,7 +68,7 @@ class Downloads:
         return _Pieces(self, path, first, end, code, headers)
 
     async def turn(self, size: int) -> None:
-        """Waits until so many bytes may go out."""
+        """Wait until this number of bytes may be sent."""
         now = asyncio.get_running_loop().time()
         self._free_at = max(self._free_at, now) + size / self._rate
         await asyncio.sleep(self._free_at - now - size / self._rate)
@@ -80,7 +81,7 @@ class Downloads:
 
 
 class _Pieces(Response):
-    """A part of a file, piece by piece."""
+    """One range of a file, piece by piece."""
 
     def __init__(self, downloads: Downloads, path: Path, first: int, end: int, code: int, headers: dict[str, str]):
         super().__init__(status_code=code, headers=headers)
@@ -107,7 +108,7 @@ class _Pieces(Response):
             finally:
                 await asyncio.to_thread(file.close)
         except (OSError, asyncio.TimeoutError):
-            return  # the file is gone, or whoever asked is
+            return  # the file is deleted, or the client is gone
         finally:
             gone.cancel()
             self._downloads.ended()
@@ -124,7 +125,10 @@ def _read(file, at: int, size: int) -> bytes:
 
 
 def _range(text: str, size: int) -> tuple[int, int] | tuple[()] | None:
-    """First byte and the one after the last; () when there are none of these; None for what is to be ignored."""
+    """Return the first byte of a range and the one after its last.
+
+    The result is () if the file has none of these, and None if the range is to be ignored.
+    """
     match = _RANGE.fullmatch(text.strip())
     if match is None or match.group(1) == match.group(2) == "":
         return None

@@ -1,15 +1,12 @@
-"""Everything that the API answers, as one table: from it come the routes, the checks of what is asked, and the OpenAPI
-document."""
+"""Everything that the API answers, as one table: the source of routes, parameter checks and the OpenAPI document."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from coordinator.page import schemas as s
-from coordinator.page.feed import Feed
 from protocol.ids import PeerKey
 
 MAX_ROUNDS = 200
@@ -17,44 +14,9 @@ MAX_PEERS = 200
 TOP = 2**40
 
 
-class Source(Protocol):
-    """What the page shows, as JSON values; None where there is no such thing."""
-
-    feed: Feed
-
-    @property
-    def head(self) -> Hashable: ...
-
-    def status(self) -> dict[str, Any]: ...
-
-    async def charts(self) -> dict[str, Any]: ...
-
-    def peers(self, sort: str, descending: bool, text: str, offset: int, limit: int) -> dict[str, Any]: ...
-
-    def peer(self, key: PeerKey) -> dict[str, Any] | None: ...
-
-    async def accounts(self, after: int, limit: int) -> list[dict[str, Any]]: ...
-
-    async def newest_rounds(self, before: int, limit: int) -> dict[str, Any]: ...
-
-    async def round(self, number: int) -> dict[str, Any] | None: ...
-
-    async def certificate(self, number: int) -> dict[str, Any] | None: ...
-
-    async def leaderboard(self, by: str, limit: int, after: str) -> list[dict[str, Any]]: ...
-
-    async def samples(self, before: int, limit: int) -> list[dict[str, Any]]: ...
-
-    async def checkpoints(self) -> list[dict[str, Any]]: ...
-
-    def checkpoint_file(self, folder: str, name: str) -> Path | None: ...
-
-    def metrics_text(self) -> bytes: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One value of a question: a whole number from `low` to `top`, one of `choices`, a peer's key, or short text."""
+    """One parameter: a whole number from `low` to `top`, one of `choices`, a peer's key, or short text."""
 
     name: str
     about: str
@@ -67,7 +29,7 @@ class Parameter:
     in_path: bool = False
 
     def read(self, text: str | None) -> Any:
-        """The value. Raises ValueError with words for whoever asked."""
+        """Return the value of a parameter's text. Raises ValueError with a message for the client."""
         if text is None:
             return self.default
         if self.choices:
@@ -104,8 +66,8 @@ async def _now(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One question: `make` answers it from a source and the parameters' values; an answer stays good for `seconds`."""
+class ApiEndpoint:
+    """One endpoint: `make` answers from a `PageApi` and the parameters' values; an answer is kept for `seconds`."""
 
     path: str
     about: str
@@ -114,42 +76,42 @@ class Endpoint:
     parameters: tuple[Parameter, ...] = ()
     seconds: float = 1.0
     missing: str = ""
-    """What a 404 says, where there can be one."""
+    """The message of a 404, if there can be one."""
 
 
 SORTS = ("state", "name", "since", "round", "loss", "speed", "up", "down", "credits", "device", "last_round")
 
-_LIMIT = Parameter("limit", "at most so many", 50, 1, MAX_ROUNDS)
+_LIMIT = Parameter("limit", "maximum number", 50, 1, MAX_ROUNDS)
 _NUMBER = Parameter("number", "the round's number", in_path=True)
 
-ENDPOINTS: tuple[Endpoint, ...] = (
-    Endpoint(
+ENDPOINTS: tuple[ApiEndpoint, ...] = (
+    ApiEndpoint(
         "/api/status",
-        "How the run is, in words first; the first peers and the newest rounds",
+        "The state of the run, the first peers and the newest rounds",
         s.STATUS,
         lambda source: _now(source.status()),
         seconds=0.5,
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/charts",
         "Loss by tokens and by time, tokens a second, durations, peers and bytes by round",
         s.CHARTS,
         lambda source: source.charts(),
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/peers",
         "Peers: sorted, filtered and paged by the server",
         s.of({"total": s.COUNT, "matching": s.COUNT, "offset": s.COUNT, "peers": s.many(s.PEER)}),
         lambda source, sort, order, q, offset, limit: _now(source.peers(sort, order == "down", q, offset, limit)),
         (
-            Parameter("sort", "by what", "state", choices=SORTS),
-            Parameter("order", "upwards or downwards", "up", choices=("up", "down")),
+            Parameter("sort", "sort key", "state", choices=SORTS),
+            Parameter("order", "ascending or descending", "up", choices=("up", "down")),
             Parameter("q", "only names, devices or keys that contain this", "", longest=64),
-            Parameter("offset", "leave out so many", 0, 0, 100_000),
-            Parameter("limit", "at most so many", 25, 1, MAX_PEERS),
+            Parameter("offset", "number to skip", 0, 0, 100_000),
+            Parameter("limit", "maximum number", 25, 1, MAX_PEERS),
         ),
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/peers/{key}",
         "One peer, and how it went in the newest rounds",
         s.of(
@@ -177,7 +139,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         (Parameter("key", "the peer's key", key=True, in_path=True),),
         missing="this run knows no such peer",
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/rounds",
         "Rounds with all their credits, oldest first: what the ledger says, to check it by. There may be fewer than "
         "`limit`: go on after the last",
@@ -185,17 +147,17 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         lambda source, after, limit: source.accounts(after, limit),
         (Parameter("after", "the round before the first", -1, -1), _LIMIT),
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/rounds/newest",
         "Rounds, newest first: who was in, who was not and why, how long each part took",
         s.of({"rounds": s.many(s.ROUND_ROW), "next": s.maybe(s.COUNT)}),
         lambda source, before, limit: source.newest_rounds(before, limit),
         (
             Parameter("before", "only rounds before this one (`next` of the page before)", TOP),
-            Parameter("limit", "at most so many", 25, 1, 100),
+            Parameter("limit", "maximum number", 25, 1, 100),
         ),
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/rounds/{number}",
         "One round with everybody in it",
         s.ROUND,
@@ -203,7 +165,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         (_NUMBER,),
         missing="there is no such round (yet)",
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/rounds/{number}/certificate",
         "The signed record and the votes for it, to be checked by anybody",
         s.CERTIFICATE,
@@ -212,32 +174,32 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         seconds=5,
         missing="this coordinator does not hold that certificate: any peer of the run may",
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/leaderboard",
         "Who has most credits",
         s.many(s.LEADER),
         lambda source, by, limit, after: source.leaderboard(by, limit, after),
         (
-            Parameter("by", "one line for each", "peer", choices=("peer", "account", "team")),
-            Parameter("limit", "at most so many", 25, 1, 100),
-            Parameter("after", "go on after the line with this key", "", longest=128),
+            Parameter("by", "grouping of the rows", "peer", choices=("peer", "account", "team")),
+            Parameter("limit", "maximum number", 25, 1, 100),
+            Parameter("after", "continue after the row with this key", "", longest=128),
         ),
         seconds=3,
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/samples",
         "What the model writes, newest round first",
         s.many(s.SAMPLE),
         lambda source, before, limit: source.samples(before, limit),
         (
-            Parameter("before", "only of rounds before this one", TOP),
-            Parameter("limit", "at most so many", 50, 1, MAX_ROUNDS),
+            Parameter("before", "only rounds before this one", TOP),
+            Parameter("limit", "maximum number", 50, 1, MAX_ROUNDS),
         ),
         seconds=10,
     ),
-    Endpoint(
+    ApiEndpoint(
         "/api/checkpoints",
-        "Checkpoints that are kept here, newest first",
+        "Archived checkpoints, newest first",
         s.many(s.CHECKPOINT),
         lambda source: source.checkpoints(),
         seconds=10,

@@ -1,4 +1,4 @@
-"""Live updates for viewers: each is sent the newest event only, so a slow one misses some and holds up nobody."""
+"""Live updates for viewers: each is sent the newest event only, so a slow one misses some and delays nobody."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from coordinator.errors import TooManyError
 MAX_VIEWERS = 200
 SEND_SECONDS = 20.0
 LONGEST = 3600.0
-"""A view ends after so long; a browser opens it again by itself."""
+"""Lifetime of a view in seconds; a browser opens it again by itself."""
 
 _HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 
 
 class Feed:
-    """What is published goes to every viewer."""
+    """Sends what is published to every viewer."""
 
     def __init__(self, limit: int = MAX_VIEWERS):
         self._limit = limit
@@ -29,13 +29,13 @@ class Feed:
         return len(self._viewers)
 
     def publish(self, data: bytes) -> None:
-        """The newest state: one line of JSON."""
+        """Publish the newest state: one line of JSON."""
         self._latest = b"data: " + data + b"\n\n"
         for viewer in self._viewers:
             viewer.offer(self._latest)
 
     def join(self) -> Viewer:
-        """A new viewer, who gets the latest at once. Raises TooManyError."""
+        """Return a new viewer, which gets the latest event at once. Raises TooManyError."""
         if self._closed or len(self._viewers) >= self._limit:
             raise TooManyError("too many people watch live at this moment: reload in a minute, or read /api/status")
         viewer = Viewer(self)
@@ -48,7 +48,7 @@ class Feed:
         self._viewers.discard(viewer)
 
     def close(self) -> None:
-        """Ends every view."""
+        """End every view."""
         self._closed = True
         for viewer in self._viewers:
             viewer.offer(None)
@@ -63,7 +63,7 @@ class Viewer:
         self._news = asyncio.Event()
 
     def offer(self, event: bytes | None) -> None:
-        """Replaces what was not sent yet; None ends the view."""
+        """Replace the event that was not sent yet; None ends the view."""
         self._next = event
         self._news.set()
 
@@ -98,6 +98,6 @@ class Viewer:
 
 
 async def disconnected(receive) -> None:
-    """Returns when whoever asked is gone."""
+    """Return when the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         continue

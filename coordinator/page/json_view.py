@@ -1,4 +1,4 @@
-"""Overviews, peers, rounds and charts as JSON values: what the page draws, and what anybody may fetch."""
+"""Overviews, peers, rounds and charts as JSON values, for the page and for everybody."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.absences import Absence
-from coordinator.credits import RoundAccount
+from coordinator.credits.views import CreditSummary
 from coordinator.history import Charts
-from coordinator.overview import Overview, PeerView, RoundView
+from coordinator.non_participation import NonParticipation
+from coordinator.overview import Overview, PeerOverview, RoundOverview
 from coordinator.round_charts import RoundCharts
-from coordinator.sightings import Sighting
+from coordinator.round_observations import RoundObservation
 from protocol.ids import PeerKey
+from protocol.ledger.credits import RoundAccount
 from protocol.messages import Certificate
 
 FIRST_PEERS, FIRST_ROUNDS = 25, 8
@@ -27,18 +28,18 @@ NameOf = Callable[[PeerKey], str]
 
 
 def encode(value: Any) -> bytes:
-    """Compact JSON; a number that is not finite is a fault here, never a NaN there."""
+    """Return compact JSON. A number that is not finite is an error here, never a NaN at the client."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def event(o: Overview, now: float) -> dict[str, Any]:
-    """The state alone: small, for it is sent to every viewer every two seconds."""
+    """Return the state alone: small, since every viewer gets it every two seconds."""
     return {
         "name": o.name,
         "run": o.run,
         "time": round(now, 3),
         "health": o.health,
-        "words": o.words,
+        "message": o.message,
         "round": o.round,
         "next_round_seconds": None if o.next_round_seconds is None else round(o.next_round_seconds, 1),
         "head": str(o.head),
@@ -48,25 +49,25 @@ def event(o: Overview, now: float) -> dict[str, Any]:
         "total_tokens": o.total_tokens,
         "tokens_per_second": rounded(o.tokens_per_second),
         "loss": rounded(o.loss),
-        "training": o.working,
+        "training": o.training,
         "final_round": o.final_round,
         "micro_credits_settled": o.settled,
         "micro_credits_pending": o.pending,
-        "alerts": [{"name": a.name, "since": round(a.since), "words": a.words} for a in o.alerts],
-        "peers_in_all": len(o.peers),
+        "alerts": [{"name": a.name, "since": round(a.since), "message": a.message} for a in o.alerts],
+        "peers_total": len(o.peers),
     }
 
 
 def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
-    """The state, and the first peers and the newest rounds."""
+    """Return the state, the first peers and the newest rounds."""
     return event(o, now) | {
         "peers": [peer(p) for p in o.peers[:FIRST_PEERS]],
         "rounds": [round_row(r, name_of) for r in o.rounds[:FIRST_ROUNDS]],
     }
 
 
-def peer(p: PeerView) -> dict[str, Any]:
-    """One row of the table of peers."""
+def peer(p: PeerOverview) -> dict[str, Any]:
+    """Return one row of the table of peers."""
     h = p.heartbeat
     row = {
         "peer": str(p.peer),
@@ -76,12 +77,12 @@ def peer(p: PeerView) -> dict[str, Any]:
         "micro_credits_settled": p.settled,
         "micro_credits_pending": p.pending,
         "last_round": p.last_round,
-        "absence": None if p.absence is None else _reason(p.absence),
+        "absence": None if p.absence is None else absence(p.absence),
     }
     if h is None:
         return row | dict.fromkeys(_SAID_BY_ITSELF)
     return row | {
-        "seconds_since_heard": round(p.seconds_since, 1),
+        "seconds_since_heartbeat": round(p.seconds_since, 1),
         "round": h.round,
         "loss": rounded(h.loss) or None,
         "tokens_per_second": rounded(h.tokens_per_second),
@@ -89,20 +90,20 @@ def peer(p: PeerView) -> dict[str, Any]:
         "bytes_down": h.bytes_down,
         "up_per_second": round(p.up),
         "down_per_second": round(p.down),
-        "unheard": len(h.unheard),
+        "relayed_peers": len(h.unheard),
         "device": h.device,
     }
 
 
 _SAID_BY_ITSELF = (
-    "seconds_since_heard", "round", "loss", "tokens_per_second", "bytes_up", "bytes_down", "up_per_second",
-    "down_per_second", "unheard", "device",
+    "seconds_since_heartbeat", "round", "loss", "tokens_per_second", "bytes_up", "bytes_down", "up_per_second",
+    "down_per_second", "relayed_peers", "device",
 )  # fmt: skip
 
 
-def round_row(r: RoundView, name_of: NameOf) -> dict[str, Any]:
-    """One row of the table of rounds."""
-    a, seen = r.account, r.seen
+def round_row(r: RoundOverview, name_of: NameOf) -> dict[str, Any]:
+    """Return one row of the table of rounds."""
+    a, observed = r.account, r.observed
     return {
         "round": a.round,
         "record": str(a.record),
@@ -110,16 +111,16 @@ def round_row(r: RoundView, name_of: NameOf) -> dict[str, Any]:
         "loss": rounded(a.loss),
         "final": r.final,
         "contributors": [_named(e.peer, name_of) for e in a.entries[:SHOWN]],
-        "contributors_in_all": len(a.entries),
-        "absent": None if seen is None or seen.absent is None else _absent(seen.absent[:SHOWN], name_of),
-        "absent_in_all": 0 if seen is None else seen.absent_in_all,
-        "seen": None if seen is None else _times(seen),
+        "contributors_total": len(a.entries),
+        "absent": None if observed is None or observed.absent is None else _absent(observed.absent[:SHOWN], name_of),
+        "absent_total": 0 if observed is None else observed.absent_total,
+        "observed": None if observed is None else _times(observed),
     }
 
 
-def round_page(r: RoundView, announced: dict[PeerKey, float], name_of: NameOf) -> dict[str, Any]:
-    """One round whole. `announced`: seconds from the first announcement to each."""
-    a, seen = r.account, r.seen
+def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameOf) -> dict[str, Any]:
+    """Return a whole round; `announced` are seconds from the first announcement to each."""
+    a, observed = r.account, r.observed
     return round_row(r, name_of) | {
         "parent": str(a.parent),
         "base_state": str(a.base_state),
@@ -128,12 +129,12 @@ def round_page(r: RoundView, announced: dict[PeerKey, float], name_of: NameOf) -
             _entry(e, name_of) | {"announced_seconds": None if (t := announced.get(e.peer)) is None else round(t, 2)}
             for e in a.entries
         ],
-        "absent": None if seen is None or seen.absent is None else _absent(seen.absent, name_of),
+        "absent": None if observed is None or observed.absent is None else _absent(observed.absent, name_of),
     }
 
 
 def account(a: RoundAccount, final: bool, name_of: NameOf) -> dict[str, Any]:
-    """One round with all its entries: enough to check the ledger against the chain."""
+    """Return one round with all its credit lines: enough to check the ledger against the chain."""
     return {
         "round": a.round,
         "record": str(a.record),
@@ -147,7 +148,7 @@ def account(a: RoundAccount, final: bool, name_of: NameOf) -> dict[str, Any]:
 
 
 def certificate(c: Certificate, name_of: NameOf) -> dict[str, Any]:
-    """A certificate for people, and the signed bytes (base64) for whoever checks it."""
+    """Return a certificate for people, with the signed bytes (base64) for verifiers."""
     body = c.record.body
     return {
         "round": body.round,
@@ -173,13 +174,31 @@ def certificate(c: Certificate, name_of: NameOf) -> dict[str, Any]:
     }
 
 
+def credit_summary(c: CreditSummary) -> dict[str, Any]:
+    """Return a row of the leaderboard, which is the answer of /api/accounts too."""
+    return {
+        "key": c.key,
+        "kind": c.kind,
+        "name": c.name,
+        "team": c.team,
+        "account": None if c.account is None else str(c.account),
+        "micro_credits_settled": c.settled,
+        "micro_credits_pending": c.pending,
+        "micro_credits_voided": c.voided,
+        "recent": c.recent,
+        "tokens": c.tokens,
+        "rounds": c.rounds,
+        "peers": [str(p) for p in c.peers],
+    }
+
+
 def charts(c: Charts, r: RoundCharts, validation: list[dict[str, Any]]) -> dict[str, Any]:
-    """The columns of all charts."""
+    """Return the columns of all charts."""
     return {
         "rounds": c.rounds,
         "tokens": c.tokens,
         "loss": [rounded(x) for x in c.loss],
-        "seen": [None if t is None else round(t, 1) for t in c.seen],
+        "seen_at": [None if t is None else round(t, 1) for t in c.seen],
         "times": [round(t, 3) for t in c.times],
         "rates": [round(r, 1) for r in c.rates],
         "by_round": {
@@ -196,7 +215,7 @@ def charts(c: Charts, r: RoundCharts, validation: list[dict[str, Any]]) -> dict[
 
 
 def rounded(value: float | None) -> float | None:
-    """Six digits: what a float32 holds. None for what is not finite."""
+    """Return six digits, the precision of a float32; None for non-finite values."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
@@ -214,18 +233,18 @@ def _entry(e, name_of: NameOf) -> dict[str, Any]:
     return _named(e.peer, name_of) | {"windows": e.windows, "tokens": e.tokens, "micro_credits": e.micro_credits}
 
 
-def _reason(a: Absence) -> dict[str, str]:
-    return {"reason": a.reason, "words": a.words}
+def absence(a: NonParticipation) -> dict[str, str]:
+    return {"reason": a.reason, "message": a.message}
 
 
-def _absent(absent: tuple[Absence, ...], name_of: NameOf) -> list[dict[str, Any]]:
-    return [_named(a.peer, name_of) | _reason(a) for a in absent]
+def _absent(absent: tuple[NonParticipation, ...], name_of: NameOf) -> list[dict[str, Any]]:
+    return [_named(a.peer, name_of) | absence(a) for a in absent]
 
 
-def _times(s: Sighting) -> dict[str, Any]:
+def _times(s: RoundObservation) -> dict[str, Any]:
     seconds = {"train": s.train, "exchange": s.exchange, "commit": s.commit, "whole": s.whole}
     times = {name: None if t is None else round(t, 2) for name, t in seconds.items()}
-    return times | {"certified": round(s.certified, 1), "working": s.working, "sent": s.sent, "received": s.received}
+    return times | {"certified": round(s.certified, 1), "training": s.training, "sent": s.sent, "received": s.received}
 
 
 def _base64(data: bytes) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from coordinator.page import schemas as s
-from coordinator.page.endpoints import Endpoint, Parameter
+from coordinator.page.endpoints import ApiEndpoint, Parameter
 
 ABOUT = (
-    "Everything that a Cairn coordinator's page shows, as JSON. Reading only; no key is needed. Answers are made at "
-    "most so often and carry an ETag: send it back in If-None-Match. Keys and digests are hexadecimal, credits are "
-    "whole micro-credits (10^9 model FLOPs), times are unix seconds. To be told of changes, read /events (server-sent "
-    "events, each with the newest state) instead of asking again and again."
+    "Everything that a Cairn coordinator's page shows, as JSON. Reading only; no key is needed. Answers are cached "
+    "for a moment and carry an ETag: send it back in If-None-Match. Keys and digests are hexadecimal, credits are "
+    "whole micro-credits (10^9 model FLOPs), times are unix seconds. To be notified of changes, read /events "
+    "(server-sent events, each with the newest state) instead of polling."
 )
 
 _PLAIN = {"text/plain": {"schema": s.TEXT}}
@@ -22,7 +22,7 @@ _OTHERS: dict[str, Any] = {
             "summary": "The state as server-sent events (`data:` and JSON), when it changes and every two seconds",
             "responses": {
                 "200": {"description": "a stream", "content": {"text/event-stream": {"schema": s.EVENT}}},
-                "503": {"description": "too many watch at this moment", "content": _PLAIN},
+                "503": {"description": "too many viewers at this moment", "content": _PLAIN},
             },
         }
     },
@@ -49,9 +49,9 @@ _OTHERS: dict[str, Any] = {
                 {"name": "Range", "in": "header", "required": False, "schema": s.TEXT, "example": "bytes=0-1023"},
             ],
             "responses": {
-                "200": {"description": "all of it", "content": {"application/octet-stream": {}}},
+                "200": {"description": "the whole file", "content": {"application/octet-stream": {}}},
                 "206": {"description": "the range", "content": {"application/octet-stream": {}}},
-                "404": {"description": "not kept here", "content": _PLAIN},
+                "404": {"description": "not archived here", "content": _PLAIN},
                 "416": {"description": "no such range", "content": _PLAIN},
                 "503": {"description": "too many downloads at this moment", "content": _PLAIN},
             },
@@ -60,8 +60,8 @@ _OTHERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def document(endpoints: Iterable[Endpoint], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The whole document; `others` are more paths, as the document has them."""
+def document(endpoints: Iterable[ApiEndpoint], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the whole document; `others` are more paths, as the document has them."""
     paths = {e.path: {"get": _operation(e)} for e in endpoints}
     return {
         "openapi": "3.1.0",
@@ -70,14 +70,14 @@ def document(endpoints: Iterable[Endpoint], others: Mapping[str, Any] | None = N
     }
 
 
-def _operation(e: Endpoint) -> dict[str, Any]:
+def _operation(e: ApiEndpoint) -> dict[str, Any]:
     answers: dict[str, Any] = {
         "200": {"description": "the answer", "content": {"application/json": {"schema": e.answer}}},
-        "304": {"description": "as you have it (If-None-Match)"},
+        "304": {"description": "unchanged (If-None-Match)"},
         "503": {"description": "the ledger cannot be read at this moment", "content": _PLAIN},
     }
     if e.parameters:
-        answers["400"] = {"description": "the question is not understood", "content": _PLAIN}
+        answers["400"] = {"description": "a malformed request", "content": _PLAIN}
     if e.missing:
         answers["404"] = {"description": e.missing, "content": _PLAIN}
     return {"summary": e.about, "parameters": [_parameter(p) for p in e.parameters], "responses": answers}

@@ -1,16 +1,16 @@
-"""JSON schemas (draft 2020-12) of what the API answers. Tests hold every answer against them."""
+"""JSON schemas (draft 2020-12) of the API's answers. Tests hold every answer against them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from coordinator.peers import PHASES
+from coordinator.peer_registry import PHASES
 
 Schema = dict[str, Any]
 
 
 def of(properties: dict[str, Any], **more: Any) -> Schema:
-    """An object with exactly these properties."""
+    """Return the schema of an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -24,7 +24,7 @@ def many(items: Schema, **more: Any) -> Schema:
 
 
 def maybe(schema: Schema) -> Schema:
-    """Or null."""
+    """Return the schema of a value or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -40,9 +40,9 @@ SECONDS: Schema = {"type": "number", "minimum": 0}
 MICRO: Schema = {"type": "integer", "minimum": 0, "description": "millionths of a credit: 10^9 model FLOPs each"}
 BASE64: Schema = {"type": "string", "contentEncoding": "base64"}
 
-REASON = of({"reason": TEXT, "words": TEXT})
+REASON = of({"reason": TEXT, "message": TEXT})
 NAMED = of({"peer": KEY, "name": TEXT})
-ABSENT = of({"peer": KEY, "name": TEXT, "reason": TEXT, "words": TEXT})
+ABSENT = of({"peer": KEY, "name": TEXT, "reason": TEXT, "message": TEXT})
 ENTRY = of({"peer": KEY, "name": TEXT, "windows": COUNT, "tokens": COUNT, "micro_credits": MICRO})
 
 PEER = of(
@@ -55,7 +55,7 @@ PEER = of(
         "micro_credits_pending": MICRO,
         "last_round": maybe(COUNT),
         "absence": maybe(REASON),
-        "seconds_since_heard": maybe(SECONDS),
+        "seconds_since_heartbeat": maybe(SECONDS),
         "round": maybe(COUNT),
         "loss": maybe(NUMBER),
         "tokens_per_second": maybe(NUMBER),
@@ -63,25 +63,25 @@ PEER = of(
         "bytes_down": maybe(COUNT),
         "up_per_second": maybe(COUNT),
         "down_per_second": maybe(COUNT),
-        "unheard": maybe(COUNT),
+        "relayed_peers": maybe(COUNT),
         "device": maybe(TEXT),
     },
-    description="What a peer says of itself (device, speed, loss, bytes), and what the chain and the coordinator say.",
+    description="A peer's own reports (device, speed, loss, bytes), and data of the chain and the coordinator.",
 )
 
-SEEN = of(
+OBSERVED = of(
     {
         "train": maybe(SECONDS),
         "exchange": maybe(SECONDS),
         "commit": maybe(SECONDS),
         "whole": maybe(SECONDS),
         "certified": TIME,
-        "working": COUNT,
+        "training": COUNT,
         "sent": maybe(COUNT),
         "received": maybe(COUNT),
     },
-    description="What this coordinator saw of the round: seconds until the first update was announced, from there "
-    "until the record was proposed, from there until it was certified; peers at work; bytes by peers' own counters.",
+    description="This coordinator's observations of the round: seconds until the first update was announced, from "
+    "there until the record was proposed, from there until it was certified; peers at work; bytes by peers' counters.",
 )
 
 _ROW: dict[str, Any] = {
@@ -91,13 +91,13 @@ _ROW: dict[str, Any] = {
     "loss": maybe(NUMBER),
     "final": FLAG,
     "contributors": many(NAMED),
-    "contributors_in_all": COUNT,
+    "contributors_total": COUNT,
     "absent": maybe(many(ABSENT)),
-    "absent_in_all": COUNT,
-    "seen": maybe(SEEN),
+    "absent_total": COUNT,
+    "observed": maybe(OBSERVED),
 }
 ROUND_ROW = of(
-    _ROW, description="`contributors` and `absent` are the first twelve; `absent` is null where nobody looked."
+    _ROW, description="`contributors` and `absent` are the first twelve; `absent` is null if nothing was observed."
 )
 
 ROUND = of(
@@ -155,7 +155,7 @@ _STATE: dict[str, Any] = {
     "run": DIGEST,
     "time": TIME,
     "health": TEXT,
-    "words": TEXT,
+    "message": TEXT,
     "round": COUNT,
     "next_round_seconds": maybe(SECONDS),
     "head": DIGEST,
@@ -169,10 +169,10 @@ _STATE: dict[str, Any] = {
     "final_round": maybe(COUNT),
     "micro_credits_settled": MICRO,
     "micro_credits_pending": MICRO,
-    "alerts": many(of({"name": TEXT, "since": TIME, "words": TEXT})),
-    "peers_in_all": COUNT,
+    "alerts": many(of({"name": TEXT, "since": TIME, "message": TEXT})),
+    "peers_total": COUNT,
 }
-EVENT = of(_STATE, description="The state, in words and in numbers.")
+EVENT = of(_STATE, description="The state, as a message and in numbers.")
 STATUS = of(
     _STATE | {"peers": many(PEER), "rounds": many(ROUND_ROW)},
     description="The state, and the first page of peers and of rounds.",
@@ -183,7 +183,7 @@ CHARTS = of(
         "rounds": many(COUNT),
         "tokens": many(COUNT),
         "loss": many(maybe(NUMBER)),
-        "seen": many(maybe(TIME)),
+        "seen_at": many(maybe(TIME)),
         "times": many(TIME),
         "rates": many(NUMBER),
         "by_round": of(
@@ -197,9 +197,9 @@ CHARTS = of(
                 "received": many(maybe(NUMBER)),
             }
         ),
-        "validation": many(of({"round": COUNT, "tokens": maybe(COUNT), "seen": maybe(TIME), "loss": NUMBER})),
+        "validation": many(of({"round": COUNT, "tokens": maybe(COUNT), "seen_at": maybe(TIME), "loss": NUMBER})),
     },
-    description="Columns; neighbouring rounds are put together so that no chart has more than 600 points.",
+    description="Columns; neighbouring rounds are merged so that no chart has more than 600 points.",
 )
 
 LEADER = of(
@@ -217,7 +217,7 @@ LEADER = of(
         "rounds": COUNT,
         "peers": many(KEY),
     },
-    description="`recent`: micro-credits a day, an exponential mean with a half-life of a week; null: none is kept.",
+    description="`recent`: micro-credits a day, an exponential mean with a half-life of a week; null: unknown.",
 )
 
 SAMPLE = of(

@@ -1,4 +1,4 @@
-"""Runs the page in the coordinator's own event loop: bounded connections, none of them slow for ever."""
+"""Runs the page in the coordinator's own event loop: a bounded number of connections, and slow ones are cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUEST_SECONDS = 10.0
 
 
 class GuardedProtocol(H11Protocol):
-    """HTTP/1.1 that cuts connections whose requests do not come whole in time, or that one address has too many of."""
+    """HTTP/1.1 that cuts connections with incomplete requests, and those of an address that has too many."""
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -58,7 +58,7 @@ class GuardedProtocol(H11Protocol):
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self):
-        yield  # signals belong to the program that this runs in
+        yield  # signals belong to the program around this server
 
 
 class PageServer:
@@ -74,7 +74,7 @@ class PageServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port that was given. Raises PortTakenError."""
+        """Listen, and return the port. Raises PortTakenError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -92,7 +92,7 @@ class PageServer:
         return bound
 
     async def stop(self) -> None:
-        """Ends within about three seconds, whatever browsers do."""
+        """Stop within about three seconds, whatever browsers do."""
         self._server.should_exit = True
         if self._task is not None:
             try:

@@ -15,7 +15,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Certificate, Heartbeat, RoundRecord, Signed
 from protocol.messages import UpdateHeader as UpdateHeader
-from protocol.rounds.events import CertificateHeard, ChainHeard, Heard
+from protocol.rounds.events import CertificateReceived, ChainReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.inbox")
@@ -45,7 +45,7 @@ class Inbox:
 
     def packet(
         self, sender: PeerKey, packet: wire.Packet, unix_seconds: float
-    ) -> Iterator[Heard | CertificateHeard | None]:
+    ) -> Iterator[MessageReceived | CertificateReceived | None]:
         """The events in a packet; what breaks the protocol is refused with its reason in the log. None for each message
         that gives none: to find that out takes its time too."""
         if len(packet.messages) > MAX_MESSAGES or len(packet.certificates) > MAX_CERTIFICATES:
@@ -60,20 +60,20 @@ class Inbox:
                         self._locator.take(sent)
                     yield None
                 else:
-                    yield Heard(self.message(sent, unix_seconds))
+                    yield MessageReceived(self.message(sent, unix_seconds))
             except ProtocolError as e:
                 self._refuse(sender, "message", e)
                 yield None
         for sent in packet.certificates:
             try:
-                yield CertificateHeard(self._decoder.certificate(sent), sender)
+                yield CertificateReceived(self._decoder.certificate(sent), sender)
             except ProtocolError as e:
                 self._refuse(sender, "certificate", e)
                 yield None
 
-    def is_repeat(self, event: Heard | CertificateHeard) -> bool:
+    def is_repeat(self, event: MessageReceived | CertificateReceived) -> bool:
         """Whether it is a heartbeat that came before, to the byte: no news for the round machine."""
-        if not isinstance(event, Heard) or not isinstance(event.message.body, Heartbeat):
+        if not isinstance(event, MessageReceived) or not isinstance(event.message.body, Heartbeat):
             return False
         digest = event.message.digest
         known = digest in self._beats
@@ -100,7 +100,7 @@ class Inbox:
                 pass
         return signed
 
-    async def chain(self, source: PeerKey, reply: wire.ChainReply) -> ChainHeard:
+    async def chain(self, source: PeerKey, reply: wire.ChainReply) -> ChainReceived:
         """The answer to a chain request. Raises ProtocolError: then nothing of it is used."""
         if len(reply.certificates) > MAX_CERTIFICATES:
             raise MalformedError("a chain reply with too many certificates")
@@ -110,7 +110,7 @@ class Inbox:
             await asyncio.sleep(0)  # verifying takes its time: others have a turn
         final = self._decoder.open_any(reply.final, "final") if reply.final else None
         word = self._decoder.open_any(reply.directive, "directive") if reply.directive else None
-        return ChainHeard(tuple(certificates), final, source, reply.more, word)
+        return ChainReceived(tuple(certificates), final, source, reply.more, word)
 
     def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:
         # Without numbers, which differ each time: the same fault is one sort, whoever repeats it.

@@ -37,7 +37,7 @@ from protocol.messages import UpdateHeader
 from protocol.reduce import Reduction
 from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
-from protocol.rounds.policy import Facts, Policy
+from protocol.rounds.policy import LocalStatus, RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.node")
@@ -123,13 +123,13 @@ class Node:
             lambda blob, by: self.machine.slices_for(blob, by), self._spawn,
         )  # fmt: skip
         self.chainlog = ChainLog(self.store, membership.decoder, self._spec)
-        limits = Policy.of(self._spec).chain_limits
+        limits = RoundPolicy.of(self._spec).chain_limits
         if options.observer:
             limits = replace(limits, max_records=OBSERVED_RECORDS, max_bytes=OBSERVED_BYTES)
         self.chain = self.chainlog.load(limits)
         self._keeping = Keeping(self._spec, self.store, self.chain, self.key)
         self.machine = RoundMachine(
-            policy=Policy.of(self._spec),
+            policy=RoundPolicy.of(self._spec),
             run=self._spec.run_id,
             signer=self._signer,
             chain=self.chain,
@@ -190,7 +190,7 @@ class Node:
         if self._training is not None:
             self._training.order(orders)
 
-    def _govern(self, policy: Policy) -> None:
+    def _govern(self, policy: RoundPolicy) -> None:
         self._updates.deadline_seconds = self._reducing.exchange_seconds = policy.exchange_seconds
         self.network.directory.limit = policy.max_members
 
@@ -297,7 +297,7 @@ class Node:
         try:
             self._events.put_nowait(event)
         except asyncio.QueueFull:
-            if isinstance(event, events.Heard | events.CertificateHeard):
+            if isinstance(event, events.MessageReceived | events.CertificateReceived):
                 return
             raise PeerError(f"{MAX_EVENTS} events wait for the round machine: this process does not keep up") from None
 
@@ -317,14 +317,14 @@ class Node:
             event = await self._events.get()
             if isinstance(event, events.Tick):
                 self._tick_waits = False
-            elif isinstance(event, events.BlobHeld | events.PartReduced):
+            elif isinstance(event, events.BlobHeld | events.ShardReduced):
                 self._exchange.held(time.monotonic())
-            elif isinstance(event, events.Applied) and event.record in self.chain and event.record != self.chain.root:
+            elif isinstance(event, events.StateReached) and event.record in self.chain and event.record != self.chain.root:
                 self._exchange.applied(self.chain.parent(event.record), time.monotonic())
             self._set_facts()
             await self._act(self.machine.step(event, time.monotonic()))
             self._obeying.follow()
-            if isinstance(event, events.Applied):
+            if isinstance(event, events.StateReached):
                 self._obeying.reached()
             self.on_change()
 
@@ -334,7 +334,7 @@ class Node:
         for i, event in enumerate(self._inbox.packet(sender, packet, time.time())):
             if i % 32 == 31:
                 await asyncio.sleep(0)  # verifying takes its time: others have a turn
-            if isinstance(event, events.Heard):
+            if isinstance(event, events.MessageReceived):
                 message = event.message
                 if message.author == self.key:
                     continue
@@ -366,32 +366,32 @@ class Node:
                     self.network.broadcast(message)
                 case actions.Send(to, messages, certificates):
                     self.network.outbox.send(to, messages, certificates)
-                case actions.MakeUpdate():
+                case actions.RequestUpdate():
                     self._trainers_side.make_update(action)
                 case actions.FetchBlob(blob, size, author, holders):
                     self._updates.fetch(blob, size, (author, *holders))
                 case actions.DropBlob(blob):
                     self._updates.drop(blob)
-                case actions.Reduce(record, part, committee):
+                case actions.ReduceShard(record, part, committee):
                     self._reducing.reduce(record, part, committee)
-                case actions.FetchPart(blob, record, part, holders):
+                case actions.FetchShard(blob, record, part, holders):
                     self._reducing.fetch(blob, record, part, holders)
-                case actions.DropReduce(record):
+                case actions.CancelReduce(record):
                     self._reducing.drop(record)
                 case actions.RequestChain(to, have):
                     self._spawn(self._request_chain(to, have), "chain request")
-                case actions.KeepCertificate(certificate):
+                case actions.StoreCertificate(certificate):
                     await asyncio.to_thread(self.chainlog.keep, certificate)
-                case actions.KeepFinal(message):
+                case actions.StoreFinalization(message):
                     await asyncio.to_thread(self.chainlog.keep_final, message)
-                case actions.KeepDirective(message):
+                case actions.StoreDirective(message):
                     await asyncio.to_thread(self.chainlog.keep_directive, message)
-                case actions.Apply(certificate):
+                case actions.ApplyRecord(certificate):
                     self._exchange.certified(certificate.record.body.parent, time.monotonic())
                     self._trainers_side.move(action)
                 case actions.Resync():
                     self._trainers_side.move(action)
-                case actions.Report():
+                case actions.Notice():
                     self._report(action)
                 case actions.Finished(reason, at_once, again):
                     self.again = self.again or again
@@ -404,9 +404,9 @@ class Node:
             self.post(await self._inbox.chain(to, reply))
         except NETWORK_ERRORS as e:
             log.info("no chain from %s: %s", to.short, str(e) or type(e).__name__)
-            self.post(events.ChainSilent(to))
+            self.post(events.ChainUnanswered(to))
 
-    def _report(self, report: actions.Report) -> None:
+    def _report(self, report: actions.Notice) -> None:
         log.log(LEVELS[report.level], "%s", report.text)
 
     @property
@@ -428,7 +428,7 @@ class Node:
     # -- views -----------------------------------------------------------------------------------------------
 
     def _set_facts(self) -> None:
-        self.machine.facts = Facts(
+        self.machine.facts = LocalStatus(
             sequence=int(time.time() * 1000),
             bytes_up=self.network.bytes_up,
             bytes_down=self.network.bytes_down,

@@ -11,7 +11,7 @@ from peer.store import Store
 from protocol.ids import PeerKey
 from protocol.messages import Directive
 from protocol.rounds.machine import RoundMachine
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 
 EPOCH = "epoch"
 """The store's name for: how many rollbacks what the trainer has saved knows of."""
@@ -28,7 +28,7 @@ class Obeying:
         store: Store,
         window: int,
         order: Callable[[Orders], None],
-        govern: Callable[[Policy], None] = lambda policy: None,
+        govern: Callable[[RoundPolicy], None] = lambda policy: None,
     ):
         """`govern` takes the policy of the open round whenever that changes."""
         self._machine = machine
@@ -36,7 +36,7 @@ class Obeying:
         self._window = window
         self._order = order
         self._govern = govern
-        self._policy: Policy | None = None
+        self._policy: RoundPolicy | None = None
         self._told: Orders | None = None
 
     def follow(self) -> None:
@@ -75,7 +75,7 @@ class Obeying:
         return "the run's owner has banned you" if self._machine.orders.is_banned(requester) else None
 
 
-def orders_of(rests: bool, policy: Policy, window: int) -> Orders:
+def orders_of(rests: bool, policy: RoundPolicy, window: int) -> Orders:
     """What the trainer must know."""
     return Orders(rests, policy.max_update_windows, policy.target_windows * window)
 

@@ -24,7 +24,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction, part_count
-from protocol.rounds.events import BlobBad, PartLacking, PartReduced
+from protocol.rounds.events import BlobInvalid, ShardUnavailable, ShardReduced
 from protocol.spec import OuterSpec
 
 log = logging.getLogger("peer.reducing")
@@ -64,7 +64,7 @@ class ReducedPart:
 class Reducing:
     """One task a part; `spawn` makes it (an error in one that is not the network's ends the node: a full disk, a bug).
 
-    `answer` gets PartReduced or PartLacking, and BlobBad for an update whose slice breaks the codec's rules.
+    `answer` gets ShardReduced or ShardUnavailable, and BlobInvalid for an update whose slice breaks the codec's rules.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Reducing:
         outer: OuterSpec,
         *,
         exchange_seconds: float,
-        answer: Callable[[PartReduced | PartLacking | BlobBad], None],
+        answer: Callable[[ShardReduced | ShardUnavailable | BlobInvalid], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         relays: Callable[[PeerKey], Sequence[PeerKey]] = lambda author: (),
     ):
@@ -153,7 +153,7 @@ class Reducing:
 
     async def _make(
         self, record: Signed[RoundRecord], part: int, committee: Sequence[PeerKey]
-    ) -> PartReduced | PartLacking:
+    ) -> ShardReduced | ShardUnavailable:
         kind = self.kind(len(record.body.updates), part)
         until = asyncio.get_running_loop().time() + SHARE * self.exchange_seconds
         asked: set[PeerKey] = set()
@@ -171,7 +171,7 @@ class Reducing:
                     try:
                         found = task.result()
                     except CodecError as e:
-                        self._answer(BlobBad(coming[task].body.blob, str(e)))
+                        self._answer(BlobInvalid(coming[task].body.blob, str(e)))
                         bad.append(author)
                         continue
                     if found is not None:
@@ -186,7 +186,7 @@ class Reducing:
         lacking = bad or [author for author in missing if author in asked]
         if missing:
             log.info("part %d lacks the updates of %s", part, ", ".join(a.short for a in lacking))
-            return PartLacking(record.digest, part, tuple(sorted(lacking)))
+            return ShardUnavailable(record.digest, part, tuple(sorted(lacking)))
         contributions = [Contribution(h.author, h.body.windows, slices[h.author]) for h in record.body.updates]
         async with self._one_sum:
             blob = await asyncio.to_thread(self._sum, contributions, kind)
@@ -194,7 +194,7 @@ class Reducing:
         number = record.body.round
         self._made = {b: n for b, n in self._made.items() if n > number - KEPT_ROUNDS} | {blob: number}
         self._updates.trust(blob, kind)
-        return PartReduced(record.digest, part, blob)
+        return ShardReduced(record.digest, part, blob)
 
     def _sum(self, contributions: Sequence[Contribution], kind: ReducedPart) -> Digest:
         """In a thread: the part's blob, in the store. Raises StoreError."""

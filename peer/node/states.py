@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from peer.channel import Apply as ApplyMessage
+from peer.channel import ApplyRecord as ApplyMessage
 from peer.channel import Load, RoundUpdates, ToTrainer, UpdateFile
 from peer.errors import PeerError, TrainerDied
 from peer.node.keeping import OWN_BLOBS, applied_blobs
@@ -21,8 +21,8 @@ from protocol.chain import genesis_digest
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.messages import Certificate, Rollback
-from protocol.rounds.actions import Apply, Resync
-from protocol.rounds.events import ApplyFailed
+from protocol.rounds.actions import ApplyRecord, Resync
+from protocol.rounds.events import MoveFailed
 from protocol.spec import RunSpec
 
 log = logging.getLogger("peer.states")
@@ -35,7 +35,7 @@ AT_ONCE = 32
 
 
 class States:
-    """Works through Apply and Resync actions one by one; the trainer's own Applied is the answer to the machine."""
+    """Works through ApplyRecord and Resync actions one by one; the trainer's own Applied is the answer to the machine."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class States:
         *,
         me: PeerKey,
         everyone: Callable[[], list[PeerKey]],
-        failed: Callable[[ApplyFailed], None],
+        failed: Callable[[MoveFailed], None],
         part_kind: Callable[[int, int], Kind],
         back_from: Callable[[Digest], Iterator[Certificate]],
     ):
@@ -67,12 +67,12 @@ class States:
         self._part_kind = part_kind
         self._back_from = back_from
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._queue: asyncio.Queue[Apply | Resync] = asyncio.Queue(maxsize=64)
+        self._queue: asyncio.Queue[ApplyRecord | Resync] = asyncio.Queue(maxsize=64)
         self._current: asyncio.Task[None] | None = None
         self._given: tuple[Digest, ...] = ()
         """Blobs whose files the trainer was told to read last."""
 
-    def apply(self, action: Apply) -> None:
+    def apply(self, action: ApplyRecord) -> None:
         """Next, after what is already asked for."""
         self._put(action)
 
@@ -88,11 +88,11 @@ class States:
         if self._current is not None:
             self._current.cancel()
 
-    def _put(self, action: Apply | Resync) -> None:
+    def _put(self, action: ApplyRecord | Resync) -> None:
         try:
             self._queue.put_nowait(action)
         except asyncio.QueueFull:
-            self._failed(ApplyFailed(_target(action, self._run), "too many rounds wait to be applied"))
+            self._failed(MoveFailed(_target(action, self._run), "too many rounds wait to be applied"))
 
     async def look_for_damage(self) -> None:
         """The trainer could not use what it was given: what is damaged on disk goes, so that the next try fetches it.
@@ -121,10 +121,10 @@ class States:
                 raise error
             self._current = None
 
-    async def _do(self, action: Apply | Resync) -> None:
+    async def _do(self, action: ApplyRecord | Resync) -> None:
         target = _target(action, self._run)
         try:
-            if isinstance(action, Apply):
+            if isinstance(action, ApplyRecord):
                 await self._apply(action)
             else:
                 await self._resync(action)
@@ -137,9 +137,9 @@ class States:
             reason = str(e) or "no answer in time"
             # The machine tells the user, and when it is tried again. What is told to the trainer comes last of all.
             log.debug("cannot get to the state after %s: %s", target.short, reason)
-            self._failed(ApplyFailed(target, reason, kept=True))
+            self._failed(MoveFailed(target, reason, kept=True))
 
-    async def _apply(self, action: Apply) -> None:
+    async def _apply(self, action: ApplyRecord) -> None:
         record = action.certificate.record.body
         update = await self._round(action.certificate)
         self._given = applied_blobs(action.certificate)
@@ -303,9 +303,9 @@ class States:
         return self._store.scratch / f"state-{number}.safetensors"
 
 
-def _target(action: Apply | Resync, run: RunId) -> Digest:
+def _target(action: ApplyRecord | Resync, run: RunId) -> Digest:
     """The record that an action leads to."""
-    if isinstance(action, Apply):
+    if isinstance(action, ApplyRecord):
         return action.certificate.digest
     if not action.path and action.start is not None:
         return action.start.record

@@ -139,10 +139,10 @@ class Training:
 
     # -- what the machine asks -------------------------------------------------------------------------------
 
-    def make_update(self, ask: actions.MakeUpdate) -> None:
+    def make_update(self, ask: actions.RequestUpdate) -> None:
         self._spawn(self._ask_for_update(ask), "update")
 
-    async def _ask_for_update(self, ask: actions.MakeUpdate) -> None:
+    async def _ask_for_update(self, ask: actions.RequestUpdate) -> None:
         out = self._store.scratch / f"update-{ask.round}.blob"
         try:
             await self._trainer.send(MakeUpdate(round=ask.round, parent=ask.parent, out=out))
@@ -169,7 +169,7 @@ class Training:
         self._spawn(self._trainer.run(), "trainer")
         self._states.resync(action)
 
-    def move(self, action: actions.Apply | actions.Resync) -> None:
+    def move(self, action: actions.ApplyRecord | actions.Resync) -> None:
         """Get to the state that the action leads to."""
         if self._trainer.stopping:
             log.info("the chain turned after the run's end: the trainer is started again")
@@ -181,7 +181,7 @@ class Training:
             self._states.drop()
             self._spawn(self._begin_afresh(action), "a fresh start")
             return
-        if isinstance(action, actions.Apply):
+        if isinstance(action, actions.ApplyRecord):
             self._states.apply(action)
         else:
             self._states.resync(action)
@@ -194,7 +194,7 @@ class Training:
                 self.progress = message
                 if line := self._usage.line(message, time.monotonic()):
                     log.info("%s", line)
-                self._post(events.Progress(message.windows, message.loss, message.tokens_per_second))
+                self._post(events.TrainingProgress(message.windows, message.loss, message.tokens_per_second))
             case UpdateMade():
                 self._spawn(self._take_update(message), "own update")
             case NothingDone(parent):
@@ -206,7 +206,7 @@ class Training:
                 if what in ("load", "apply") and not fatal:
                     self._look = self._spawn(self._not_applied(reason), "a look for damage")
                 elif what == "update" and not fatal:
-                    self._post(events.ApplyFailed(self._chain.head, reason))
+                    self._post(events.MoveFailed(self._chain.head, reason))
             case Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case Ready():
@@ -230,15 +230,15 @@ class Training:
             await self._states.look_for_damage()
         except StoreError as e:
             log.error("%s", e)
-        self._post(events.ApplyFailed(self._chain.head, reason))
+        self._post(events.MoveFailed(self._chain.head, reason))
 
     def _on_lost(self, reason: str) -> None:
         self._stop_looking()
         self._trained_before += self.progress.trained
         self.progress = Progress(0, 0.0, 0.0, 0, 0.0, False)
         self._states.drop()
-        self._post(events.Progress(0, 0.0, 0.0))
-        self._post(events.ApplyFailed(self._chain.head, reason))
+        self._post(events.TrainingProgress(0, 0.0, 0.0))
+        self._post(events.MoveFailed(self._chain.head, reason))
 
     async def _take_update(self, made: UpdateMade) -> None:
         blob = await asyncio.to_thread(self._store.adopt, made.blob_path, made.digest)
@@ -262,5 +262,5 @@ class Training:
             except StoreError as e:
                 log.error("the checkpoint was not kept: %s", e)
                 applied.checkpoint_path.unlink(missing_ok=True)
-        self._post(events.Applied(applied.record, applied.state_digest))
+        self._post(events.StateReached(applied.record, applied.state_digest))
         self._updates.forget(await self._keeping.prune(self._undecided()))

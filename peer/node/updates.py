@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peer.mapped import mapped_file
-from peer.store import BlobMissing as NotInStore
+from peer.store import BlobUnavailable as NotInStore
 from peer.store import Store, StoreFull
 from protocol.codec import Codec
 from protocol.codec.interface import Blob
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
-from protocol.rounds.events import BlobBad, BlobHeld, BlobMissing
+from protocol.rounds.events import BlobInvalid, BlobHeld, BlobUnavailable
 
 log = logging.getLogger("peer.updates")
 
@@ -48,7 +48,7 @@ class Kind(Protocol):
 
 class Updates:
     """One task a blob, made by `spawn` (an error in one that is not the network's ends the node: a full disk, a bug);
-    `answer` gets BlobHeld, BlobBad or BlobMissing."""
+    `answer` gets BlobHeld, BlobInvalid or BlobUnavailable."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Updates:
         *,
         deadline_seconds: float,
         everyone: Callable[[], list[PeerKey]],
-        answer: Callable[[BlobHeld | BlobBad | BlobMissing], None],
+        answer: Callable[[BlobHeld | BlobInvalid | BlobUnavailable], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
     ):
         self._store = store
@@ -92,10 +92,10 @@ class Updates:
 
     async def _get(
         self, blob: Digest, size: int, holders: list[PeerKey], kind: Kind
-    ) -> BlobHeld | BlobBad | BlobMissing | None:
+    ) -> BlobHeld | BlobInvalid | BlobUnavailable | None:
         """What came of it; None when the machine has been told."""
         if size != kind.size:
-            return BlobBad(blob, f"an update of {size} bytes, where the run's codec makes {kind.size}")
+            return BlobInvalid(blob, f"an update of {size} bytes, where the run's codec makes {kind.size}")
         try:
             await self.ensure(blob, holders, self.deadline_seconds, kind)
         except CodecError:
@@ -104,13 +104,13 @@ class Updates:
             raise  # no next try helps: the user must act
         except (CairnError, asyncio.TimeoutError) as e:
             log.info("blob %s did not come: %s", blob.short, e)
-            return BlobMissing(blob)
+            return BlobUnavailable(blob)
         return BlobHeld(blob)
 
     async def ensure(self, blob: Digest, holders: Sequence[PeerKey], seconds: float, kind: Kind | None = None) -> Path:
         """The file of a blob (an update's, unless another kind is named), held and checked.
 
-        Raises CodecError for a bad one, of which the machine is told (BlobBad) whoever asked; else as `fetch_blob`.
+        Raises CodecError for a bad one, of which the machine is told (BlobInvalid) whoever asked; else as `fetch_blob`.
         """
         kind = kind or self._codec
         await self.verify(blob, kind)
@@ -122,7 +122,7 @@ class Updates:
             try:
                 await asyncio.to_thread(_check, path, kind)
             except CodecError as e:
-                self._answer(BlobBad(blob, str(e)))
+                self._answer(BlobInvalid(blob, str(e)))
                 raise
             self._checked.add((blob, kind))
         return path
@@ -150,7 +150,7 @@ def _check(path: Path, kind: Kind) -> None:
 
 
 def map_file(path: Path) -> memoryview:
-    """A file's bytes. Raises BlobMissing: it is gone, or cannot be read."""
+    """A file's bytes. Raises BlobUnavailable: it is gone, or cannot be read."""
     try:
         return mapped_file(path)
     except OSError as e:

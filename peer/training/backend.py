@@ -1,8 +1,8 @@
 """The interfaces between a peer's training and the processes that do it: one process, or rank 0 of several.
 
-`SingleProcessBackend` and `DistributedBackend` implement `Backend`, which has two sides. The inner side makes optimizer
-steps on the model's parameters. The outer side turns their progress into updates, and accepted updates into the next
-base.
+`SingleProcessBackend` and `DistributedBackend` implement `TrainingBackend`, which has two sides. The inner side makes
+optimizer steps on the model's parameters. The outer side turns their progress into updates, and accepted updates into
+the next base.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class OuterSide(Protocol):
         ...
 
 
-class Backend(Protocol):
+class TrainingBackend(Protocol):
     """The processes that train.
 
     The thread that trains calls it. The request handler calls `outer` and `store_state` only.
@@ -109,7 +109,7 @@ class Backend(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """This process's device."""
+        """The device of this process."""
         ...
 
     @property

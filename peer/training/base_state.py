@@ -19,7 +19,7 @@ from peer.channel import Applied, Apply, Load, MakeUpdate, NothingDone, RoundUpd
 from peer.durable import link_into
 from peer.errors import SavedStateError, TrainingError
 from peer.mapped import mapped_files
-from peer.training.backend import Backend
+from peer.training.backend import TrainingBackend
 from peer.training.error_feedback import AcceptedUpdate, ErrorFeedbackLedger
 from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
@@ -67,7 +67,7 @@ class BaseState(ThreadOwned):
         spec: RunSpec,
         me: PeerKey,
         threads: int,
-        backend: Backend,
+        backend: TrainingBackend,
         exchange: ExchangePoint,
         folder: SavedFolder,
         report: Report,

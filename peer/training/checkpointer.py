@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peer.errors import SavedStateError
-from peer.training.backend import Backend
+from peer.training.backend import TrainingBackend
 from peer.training.background import BackgroundTask
 from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
@@ -71,7 +71,7 @@ class AsyncCheckpointer:
     def __init__(
         self,
         folder: SavedFolder,
-        backend: Backend,
+        backend: TrainingBackend,
         exchange: ExchangePoint,
         manifest: Callable[[], SavedState | None],
         report: Report,

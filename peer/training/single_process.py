@@ -31,7 +31,7 @@ CLOSE_SECONDS = 5.0
 
 
 class SingleProcessBackend:
-    """One process that holds everything. `Backend` documents the methods."""
+    """One process that holds everything. `TrainingBackend` documents the methods."""
 
     is_distributed = False
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from peer.channel import Orders
 from peer.errors import TrainingError
-from peer.training.backend import Backend
+from peer.training.backend import TrainingBackend
 from peer.training.base_state import BaseMove
 from peer.training.data import Batches
 from peer.training.device import out_of_memory
@@ -38,7 +38,7 @@ class StepLoop(ThreadOwned):
     def __init__(
         self,
         spec: RunSpec,
-        backend: Backend,
+        backend: TrainingBackend,
         batches: Batches,
         exchange: ExchangePoint,
         gate: YieldGate,

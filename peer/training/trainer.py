@@ -16,7 +16,7 @@ import torch
 
 from peer.channel import Applied, Load, Ready, Start
 from peer.errors import TrainingError
-from peer.training.backend import Backend
+from peer.training.backend import TrainingBackend
 from peer.training.base_state import BaseMove, BaseState
 from peer.training.checkpointer import AsyncCheckpointer
 from peer.training.data import Batches, WindowReader
@@ -113,7 +113,7 @@ class Trainer:
 def _backend(
     spec: RunSpec, start: Start, dims: ParallelDims, kind: str, gate: YieldGate, times: TimeBreakdown,
     report: Report, lost: Lost,
-) -> Backend:  # fmt: skip
+) -> TrainingBackend:  # fmt: skip
     layers = LayerOptions(start.recompute, compiles(start.compile, kind))
     if layers.compiled:
         keep_compiled(start.state_folder / "compiled")
@@ -131,7 +131,7 @@ def _backend(
     )  # fmt: skip
 
 
-def _batches(spec: RunSpec, start: Start, backend: Backend, report: Report) -> Batches:
+def _batches(spec: RunSpec, start: Start, backend: TrainingBackend, report: Report) -> Batches:
     vocabulary = spec.model.config.get("vocab_size")
     reader = WindowReader(
         spec.data,

@@ -1,16 +1,17 @@
-"""What is to be done: the round machine's outputs, carried out in order by whoever drives it."""
+"""The outputs of the round machine: the driver carries them out in order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Certificate, Rollback, RoundRecord, Signed
+from protocol.messages import Certificate, Directive, Rollback, RoundRecord, Signed
+from protocol.rounds.policy import RoundPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send to every member known (best effort; the machine repeats what matters)."""
+    """Send a message to every known member (best effort; the machine repeats what matters)."""
 
     message: Signed
 
@@ -25,8 +26,8 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeUpdate:
-    """Trainer: end the inner step, compress the pseudo-gradient; answered by `UpdateReady` with the same parent."""
+class RequestUpdate:
+    """Trainer: end the inner step and compress the pseudo-gradient. Answered by `UpdateReady` with the same parent."""
 
     round: Round
     parent: Digest
@@ -34,7 +35,10 @@ class MakeUpdate:
 
 @dataclass(frozen=True, slots=True)
 class FetchBlob:
-    """Get an update's blob from its author or any holder, check it; answered by BlobHeld, BlobBad or BlobMissing."""
+    """Fetch an update's blob from its author or any holder, and check it.
+
+    Answered by `BlobHeld`, `BlobInvalid` or `BlobUnavailable`; at once when the store has the blob.
+    """
 
     blob: Digest
     size: int
@@ -43,117 +47,154 @@ class FetchBlob:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchPart:
-    """Get the blob of a part of a record's mean from any of the holders, check it; answered as `FetchBlob`.
+class FetchShard:
+    """Fetch the blob of a shard of a record's mean from any of the holders, and check it; answered as `FetchBlob`.
 
-    `part` is one of the record's `part_count`; `holders` have signed its digest, or hold all parts.
+    `holders` have signed the shard's digest, or hold all shards.
     """
 
     blob: Digest
     record: Signed[RoundRecord]
-    part: int
+    shard: int
     holders: tuple[PeerKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
-    """Get the slices of the record's updates that cover a part (from their authors, else from others of the committee),
-    check them, and make the part of the mean: answered by PartReduced, with its blob in the store, or by PartLacking
-    within a share of `exchange_seconds`; by BlobBad too for an update whose slice breaks the codec's rules."""
+class ReduceShard:
+    """Fetch the slices of the record's updates that cover a shard, check them, and make the shard of the mean.
+
+    Slices come from their authors, else from others of the committee. Answered by `ShardReduced`, with the blob in the
+    store, or by `ShardUnavailable` within a fraction of `exchange_seconds`; also by `BlobInvalid` for an update whose
+    slice breaks the codec's rules.
+    """
 
     record: Signed[RoundRecord]
-    part: int
+    shard: int
     committee: tuple[PeerKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class DropReduce:
-    """Nothing of this record is worked on any more: stop with its slices and its parts, forget the slices. Parts that
-    are needed all the same, because the record was certified, are asked for again."""
+class CancelReduce:
+    """Stop all work on this record's shards and slices, and forget the slices.
+
+    Shards that a certificate needs all the same are requested again.
+    """
 
     record: Digest
 
 
 @dataclass(frozen=True, slots=True)
 class DropBlob:
-    """Nobody needs this blob any more (an update's, or a part's): stop fetching it, forget it."""
+    """Stop fetching this blob of an update or a shard, and forget it: nobody needs it any more."""
 
     blob: Digest
 
 
 @dataclass(frozen=True, slots=True)
 class RequestChain:
-    """Ask a member for what comes after the newest of `have`; answered by ChainHeard or ChainSilent."""
+    """Request from a member what follows the newest of `have`. Answered by `ChainReceived` or `ChainUnanswered`."""
 
     to: PeerKey
     have: tuple[Digest, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class KeepCertificate:
-    """Store: this certificate is part of our tree of records; write it down before acting on what follows."""
+class StoreCertificate:
+    """Store a certificate of our tree of records: durably, before the actions that follow."""
 
     certificate: Certificate
 
 
 @dataclass(frozen=True, slots=True)
-class KeepFinal:
-    """Store: the owner's newest final."""
+class StoreFinalization:
+    """Store the owner's newest finalization."""
 
     message: Signed
 
 
 @dataclass(frozen=True, slots=True)
-class KeepDirective:
-    """Store: the owner's newest word. Whether the trainer is to rest by it, `machine.rests` says."""
+class StoreDirective:
+    """Store the owner's newest directive."""
 
     message: Signed
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
-    """Trainer: the one record after the state that it holds. Answered by Applied or ApplyFailed.
+class StoreEpoch:
+    """Store the epoch (number of rollbacks) of what the trainer saves from now on."""
 
-    What is applied are the certificate's `parts` where it has any, else the record's updates.
-    `missed` are own blobs that this decided round leaves out: they go back into the error feedback. `regained` are own
-    blobs that went back into it before, and that the chain has after all: they are taken out of it again.
-    `next_window` is the end of the own windows that the chain has accepted; `weight` is the chain's accepted windows
-    after this record.
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class DirectivesChanged:
+    """The meaning of the owner's directives for this peer: emitted after the start, and whenever it changes."""
+
+    directive: Directive
+    """The newest one known; a neutral one of sequence 0 where none is."""
+
+    resting: bool
+    """The trainer must make no inner steps: the run is paused or has ended, or this peer is banned."""
+
+    policy: RoundPolicy
+    """The policy of the open round."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyRecord:
+    """Trainer: move to the state after the one record that follows. Answered by `StateReached` or `MoveFailed`.
+
+    The certificate's shards are applied where it has any, else the record's updates.
     """
 
     certificate: Certificate
     missed: tuple[Digest, ...]
+    """Own blobs that this decided round leaves out: their content returns to the error feedback."""
+
     next_window: int
+    """The end of the own windows that the chain has accepted."""
+
     weight: int
+    """Windows that the chain has accepted after this record."""
+
     regained: tuple[Digest, ...] = ()
+    """Own blobs that returned to the error feedback earlier and that the chain has after all: they are taken out."""
+
+    is_checkpoint: bool = False
+    """The state is one that members keep: write it to the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """Trainer: leave what you hold, get the state after the last of `path`: start from the newest state you can have
-    among `path`'s base states (path[i].record.base_state is the state before path[i]) and apply the rest.
+    """Trainer: leave the present state and reach the state after the last record of `path`.
 
-    `path` runs from a record whose base state some member has as a checkpoint (or the genesis) to the new head; it is
-    empty when that is the genesis itself.
-    Blobs are fetched by the driver as they are needed. `missed` as in `Apply`: own blobs on the branch that was left,
-    or lost with the state; `regained` as in `Apply`. Answered by Applied or ApplyFailed.
-    `start`: the owner has rolled the run back to this, and `path` runs from there; it is empty when that is the head.
-    `afresh`: what the trainer has learnt and not sent, its feedback and its moments are of rounds that were rolled
-    back: all of it goes.
+    Start from the newest available state among the path's base states (`path[i].record.base_state` is the state before
+    `path[i]`) and apply the rest. The driver fetches blobs as needed. Answered by `StateReached` or `MoveFailed`.
+    `path` is empty when the goal is the genesis, or the record of `start`.
     """
 
     path: tuple[Certificate, ...]
     missed: tuple[Digest, ...]
+    """As in `ApplyRecord`: own blobs on the branch that was left, or lost with the state."""
+
     next_window: int
     weight: int
     regained: tuple[Digest, ...] = ()
     start: Rollback | None = None
-    afresh: bool = False
+    """The owner has rolled the run back to this record, and `path` starts there."""
+
+    reset: bool = False
+    """The trainer must forget its error feedback and its moments: they are of rounds that were rolled back."""
+
+    starts: tuple[int, ...] = ()
+    """Indices into `path` whose base states members keep as checkpoints, best first."""
+
+    is_checkpoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Something that a person or a log should hear: `level` is info, warning or error; `about` a peer, if one."""
+class Notice:
+    """Something for a person or a log: `level` is info, warning or error; `about` a peer, if it concerns one."""
 
     level: str
     kind: str
@@ -162,31 +203,44 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The run has reached its total tokens or was ended, or (after Leave) all that could be done is done: the driver
-    may stop. `at_once`: nobody wants to hear of us any more. `again`: and then begin anew, with a chain that is loaded
-    from the store."""
+class RunCompleted:
+    """The run has reached its total or was ended: stop the trainer, and keep driving the machine.
+
+    Other members may still need the last state. `Finished` follows, except for an observer.
+    """
 
     reason: str
-    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Stop driving the machine: we have left or are banned, or the run is over and nobody needs us any more.
+
+    `again`: then start again, with a chain that is loaded from the store.
+    """
+
+    reason: str
     again: bool = False
 
 
 Action = (
     Broadcast
     | Send
-    | MakeUpdate
+    | RequestUpdate
     | FetchBlob
-    | FetchPart
-    | Reduce
-    | DropReduce
+    | FetchShard
+    | ReduceShard
+    | CancelReduce
     | DropBlob
     | RequestChain
-    | KeepCertificate
-    | KeepFinal
-    | KeepDirective
-    | Apply
+    | StoreCertificate
+    | StoreFinalization
+    | StoreDirective
+    | StoreEpoch
+    | DirectivesChanged
+    | ApplyRecord
     | Resync
-    | Report
+    | Notice
+    | RunCompleted
     | Finished
 )

@@ -1,140 +1,231 @@
-"""Which blobs are held, asked for, or known to be bad; when to ask again."""
+"""The blobs that are held, requested, or known to be invalid, and the time to request one again."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
-from protocol.rounds.actions import Action, DropBlob, FetchBlob, FetchPart
+from protocol.rounds.actions import Action, DropBlob, FetchBlob, FetchShard
+from protocol.rounds.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from protocol.rounds.exchange import Exchange
+    from protocol.rounds.round_state import RoundState
 
 
 @dataclass(frozen=True, slots=True)
-class PartOf:
-    """A part of the mean of a record's updates."""
+class UpdateBlob:
+    """The blob of somebody's update."""
 
+    kind: ClassVar[str] = "update"
+    phrase: ClassVar[str] = "an update"
+    header: Signed[UpdateHeader]
+
+    @property
+    def round(self) -> int:
+        """The round of the update."""
+        return self.header.body.round
+
+    @property
+    def responsible(self) -> PeerKey:
+        """The peer that must be able to give the blob."""
+        return self.header.author
+
+    def describe(self, record: Digest) -> str:
+        """Return a phrase for people, given the record that lists the update."""
+        return f"the update of {self.header.author.short} that record {record.short} lists"
+
+    def fetch(self, blob: Digest, holders: tuple[PeerKey, ...]) -> Action:
+        """Return the action that fetches the blob."""
+        return FetchBlob(blob, self.header.body.blob_size, self.header.author, holders)
+
+    def belongs_to(self, certificate: Certificate) -> bool:
+        """Return whether the certificate may list the update: not one on another branch."""
+        return self.header.body.parent == certificate.record.body.parent
+
+    def first_holders(self, blob: Digest, exchange: Exchange | None) -> Iterable[PeerKey]:
+        """Return the peers to ask before all others."""
+        return (self.header.author,)
+
+    def other_holders(self, round_state: RoundState) -> Iterable[PeerKey]:
+        """Return the peers to ask after those that voted for the certificate."""
+        return (*round_state.votes, *round_state.headers)
+
+    def is_contradicted(self, *, announced: bool, attested: bool) -> bool:
+        """Return whether the blob was seen as a shard only: anybody can sign a good update's digest as one."""
+        return attested and not announced
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBlob:
+    """The blob of one shard of the mean of a record's updates."""
+
+    kind: ClassVar[str] = "shard"
+    phrase: ClassVar[str] = "a shard of a mean"
+    header: ClassVar[None] = None
     record: Signed[RoundRecord]
     index: int
 
+    @property
+    def round(self) -> int:
+        """The round of the record."""
+        return self.record.body.round
 
-Source = Signed[UpdateHeader] | PartOf
-"""What a blob is: somebody's update, or a part."""
+    @property
+    def responsible(self) -> PeerKey:
+        """The proposer of the record answers for its shards."""
+        return self.record.author
+
+    def describe(self, record: Digest) -> str:
+        """Return a phrase for people, given the record's name on the chain."""
+        return f"shard {self.index} of the mean of record {record.short}"
+
+    def fetch(self, blob: Digest, holders: tuple[PeerKey, ...]) -> Action:
+        """Return the action that fetches the blob."""
+        return FetchShard(blob, self.record, self.index, holders)
+
+    def belongs_to(self, certificate: Certificate) -> bool:
+        """Return whether the certificate is one of this record."""
+        return self.record.digest == certificate.record.digest
+
+    def first_holders(self, blob: Digest, exchange: Exchange | None) -> Iterable[PeerKey]:
+        """Return the peers that have signed the digest, or voted for the record."""
+        return () if exchange is None else exchange.shard_holders(self.record, self.index, blob)
+
+    def other_holders(self, round_state: RoundState) -> Iterable[PeerKey]:
+        """Return no other peer: announcing an update does not take its shards."""
+        return ()
+
+    def is_contradicted(self, *, announced: bool, attested: bool) -> bool:
+        """Return whether the blob was announced as an update: anybody can announce a good shard's digest."""
+        return announced
 
 
-def contents(certificate: Certificate) -> dict[Digest, Source]:
-    """The blobs that a certificate's record is applied with."""
+BlobOrigin = UpdateBlob | ShardBlob
+"""The meaning of a blob."""
+
+
+def applied_blobs(certificate: Certificate) -> dict[Digest, BlobOrigin]:
+    """Return the blobs that make the state after a certificate's record: its shards if it has any, else its updates."""
     record = certificate.record
     if certificate.parts:
-        return {blob: PartOf(record, i) for i, blob in enumerate(certificate.parts)}
-    return {u.body.blob: u for u in record.body.updates}
+        return {blob: ShardBlob(record, i) for i, blob in enumerate(certificate.parts)}
+    return {u.body.blob: UpdateBlob(u) for u in record.body.updates}
 
 
 @dataclass(slots=True)
-class _Want:
-    asked: bool
+class _Request:
+    under_way: bool
     tries: int
     retry: float
 
 
-class Blobs:
-    """Bounded: what is held or bad is forgotten oldest first; asked for again, it is found in the store."""
+class BlobTracker:
+    """Bounded: the oldest entries of held and invalid blobs are forgotten; requested again, they are in the store."""
 
     def __init__(self, bound: int, retry_seconds: float):
         self._bound = bound
         self._retry = retry_seconds
         self._held: OrderedDict[Digest, None] = OrderedDict()
-        self._bad: OrderedDict[Digest, None] = OrderedDict()
-        self._wanted: dict[Digest, _Want] = {}
-        self._waiting: set[Digest] = set()
-        """Of these, those to be asked for again later: few, and looked at in every step."""
+        self._invalid: OrderedDict[Digest, None] = OrderedDict()
+        self._requests: dict[Digest, _Request] = {}
+        self._retries: set[Digest] = set()
+        """Those of `_requests` that wait for another try: few, and examined in every step."""
 
     def grow(self, bound: int) -> None:
-        """The owner lets more members in: with room for fewer than a round has, it would never be held whole."""
+        """Make room when the owner admits more members: a round must fit in whole."""
         self._bound = max(self._bound, bound)
 
     def holds(self, blob: Digest) -> bool:
+        """Return whether the store has the blob and it passed every check."""
         return blob in self._held
 
-    def is_bad(self, blob: Digest) -> bool:
-        return blob in self._bad
+    def is_invalid(self, blob: Digest) -> bool:
+        """Return whether the blob broke the codec's rules."""
+        return blob in self._invalid
 
     def hold(self, blob: Digest) -> None:
-        self._wanted.pop(blob, None)
+        """Note that the store has a blob."""
+        self._requests.pop(blob, None)
         self._held[blob] = None
         self._held.move_to_end(blob)
         while len(self._held) > self._bound:
             self._held.popitem(last=False)
 
-    def condemn(self, blob: Digest) -> None:
-        self._wanted.pop(blob, None)
+    def reject(self, blob: Digest) -> None:
+        """Note that a blob breaks the codec's rules."""
+        self._requests.pop(blob, None)
         self._held.pop(blob, None)
-        self._bad[blob] = None
-        while len(self._bad) > self._bound:
-            self._bad.popitem(last=False)
+        self._invalid[blob] = None
+        while len(self._invalid) > self._bound:
+            self._invalid.popitem(last=False)
 
-    def missing(self, blob: Digest, now: float) -> None:
-        """Nobody gave it: ask again later, twice as late each time."""
-        want = self._wanted.get(blob)
-        if want is not None:
-            want.asked = False
-            self._waiting.add(blob)
-            want.retry = now + self._retry * 2 ** min(want.tries, 4)
-            want.tries += 1
+    def unavailable(self, blob: Digest, now: float) -> None:
+        """Plan another try for a blob that nobody gave, after twice the pause each time."""
+        request = self._requests.get(blob)
+        if request is not None:
+            request.under_way = False
+            self._retries.add(blob)
+            request.retry = now + self._retry * 2 ** min(request.tries, 4)
+            request.tries += 1
 
-    def ask_again(self, blobs: Iterable[Digest], now: float) -> None:
-        """Whoever drives us was told to stop with these: when they are still needed, they are asked for anew."""
+    def request_again(self, blobs: Iterable[Digest], now: float) -> None:
+        """Request these again if they are still needed: the driver was asked to stop with them."""
         for blob in blobs:
-            if (want := self._wanted.get(blob)) is not None:
-                want.asked = False
-                self._waiting.add(blob)
-                want.retry = now
+            if (request := self._requests.get(blob)) is not None:
+                request.under_way = False
+                self._retries.add(blob)
+                request.retry = now
 
     def forget(self, blobs: Iterable[Digest]) -> list[Action]:
-        """Nobody needs these any more."""
+        """Return the actions that drop these blobs, which nobody needs any more."""
         actions: list[Action] = []
         for blob in blobs:
-            if blob in self._held or blob in self._wanted:
+            if blob in self._held or blob in self._requests:
                 self._held.pop(blob, None)
-                self._wanted.pop(blob, None)
+                self._requests.pop(blob, None)
                 actions.append(DropBlob(blob))
         return actions
 
-    def want(
-        self, needed: dict[Digest, Source], holders: Callable[[Digest, Source], tuple[PeerKey, ...]], now: float
+    def request(
+        self,
+        needed: Mapping[Digest, BlobOrigin],
+        holders: Callable[[Digest, BlobOrigin], tuple[PeerKey, ...]],
+        now: float,
     ) -> list[Action]:
-        """Ask for what is needed and not held; stop asking for what is not needed any more."""
+        """Return the actions that request what is needed and not held, and drop requests that are not needed."""
         actions: list[Action] = []
-        self._waiting &= self._wanted.keys()
-        for blob in [b for b in self._wanted if b not in needed]:
-            del self._wanted[blob]
+        self._retries &= self._requests.keys()
+        for blob in [b for b in self._requests if b not in needed]:
+            del self._requests[blob]
             actions.append(DropBlob(blob))
-        for blob, source in needed.items():
-            if blob in self._held or blob in self._bad:
+        for blob, origin in needed.items():
+            if blob in self._held or blob in self._invalid:
                 continue
-            want = self._wanted.get(blob)
-            if want is None:
-                if len(self._wanted) >= self._bound:
+            request = self._requests.get(blob)
+            if request is None:
+                if len(self._requests) >= self._bound:
                     break
-                want = self._wanted[blob] = _Want(False, 0, now)
-            if not want.asked and want.retry <= now:
-                want.asked = True
-                self._waiting.discard(blob)
-                if isinstance(source, PartOf):
-                    actions.append(FetchPart(blob, source.record, source.index, holders(blob, source)))
-                else:
-                    actions.append(FetchBlob(blob, source.body.blob_size, source.author, holders(blob, source)))
+                request = self._requests[blob] = _Request(False, 0, now)
+            if not request.under_way and request.retry <= now:
+                request.under_way = True
+                self._retries.discard(blob)
+                actions.append(origin.fetch(blob, holders(blob, origin)))
         return actions
 
-    def next_retry(self) -> float | None:
-        """When the next blob is asked for again."""
-        return min((self._wanted[blob].retry for blob in self._waiting if blob in self._wanted), default=None)
+    def is_retry_due(self, deadlines: Deadlines) -> bool:
+        """Return whether some blob is to be requested again now."""
+        waiting = [self._requests[blob].retry for blob in self._retries if blob in self._requests]
+        return any([deadlines.due("blob retry", retry) for retry in waiting])  # a list: each deadline is registered
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What is held, and its bound."""
+        """Return the size and the bound of each container."""
         return {
             "blobs held": (len(self._held), self._bound),
-            "blobs bad": (len(self._bad), self._bound),
-            "blobs wanted": (len(self._wanted), self._bound),
+            "blobs invalid": (len(self._invalid), self._bound),
+            "blobs requested": (len(self._requests), self._bound),
         }

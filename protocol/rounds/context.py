@@ -1,4 +1,8 @@
-"""What the parts of the machine share: the run's policy, the tables, the time of the step, and the actions so far."""
+"""The things that the parts of the machine share: policy, tables, the time of the step, and its actions so far.
+
+Each part writes its own fields only. The tables in here (members, blobs, own updates, the chain) are services: a part
+changes them through their methods.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,37 @@ from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.message_codec import Signer
 from protocol.messages import Directive, Signed
-from protocol.rounds.actions import Action, Report
-from protocol.rounds.blobs import Blobs
+from protocol.rounds.actions import Action, Notice
+from protocol.rounds.blobs import BlobTracker
 from protocol.rounds.members import Members
-from protocol.rounds.own import OwnUpdates
-from protocol.rounds.policy import Policy
+from protocol.rounds.own_updates import OwnUpdates
+from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.deadlines import Deadlines
 
-MAX_WAY = 64
-"""Rounds of whose blobs are held before a move to another branch: where checkpoints are further apart, the driver
-fetches the others on the way."""
+MAX_SYNC_PATH = 64
+"""Rounds of which blobs are held before a move to another branch. If checkpoints are further apart, the driver fetches
+the rest during the move."""
 
 
 class Context:
-    """One per machine. `now` and `out` belong to the step that is under way."""
+    """One per machine. `deadlines` and `actions` belong to the step under way."""
 
     def __init__(
-        self, policy: Policy, run: RunId, signer: Signer, chain: Chain, observer: bool, size_ok: Callable[[int], bool]
+        self,
+        policy: RoundPolicy,
+        run: RunId,
+        signer: Signer,
+        chain: Chain,
+        observer: bool,
+        size_ok: Callable[[int], bool],
+        now: float,
     ):
         self.base = policy
-        """As in the spec."""
+        """The policy of the spec."""
+
         self.policy = policy
-        """As in the open round: with what the owner has changed."""
+        """The policy of the open round: with the owner's changes."""
+
         self.run = run
         self.signer = signer
         self.me: PeerKey = signer.key
@@ -36,44 +50,57 @@ class Context:
         self.observer = observer
         self.size_ok = size_ok
         self.members = Members(policy, self.me)
-        self.blobs = Blobs(_blobs_of(policy), policy.heartbeat_seconds / 4)
+        self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
-        self.now = 0.0
+        self.deadlines = Deadlines(now)
+        self.actions: list[Action] = []
+        self._neutral = Directive(run, 0)
         self._banned: frozenset[PeerKey] = frozenset()
         self._banned_by: Signed[Directive] | None = None
-        self.out: list[Action] = []
-
-    def govern(self, parent: Digest) -> None:
-        """From now on the policy of the round after this record holds."""
-        self.policy = self.base.under(self.chain.standing(parent).changes)
-        self.members.govern(self.policy)
-        self.blobs.grow(_blobs_of(self.policy))
 
     @property
-    def word(self) -> Directive:
-        """The owner's newest, whether or not a record carries it; one that changes nothing while none is known."""
+    def now(self) -> float:
+        """The time of the step, in seconds of a monotonic clock."""
+        return self.deadlines.now
+
+    def begin_step(self, now: float) -> None:
+        """Start a step: no action yet, no deadline registered."""
+        self.deadlines.begin(now)
+        self.actions = []
+
+    def adopt_policy(self, parent: Digest) -> None:
+        """Adopt the policy of the round after this record."""
+        self.policy = self.base.under(self.chain.standing(parent).changes)
+        self.members.adopt_policy(self.policy)
+        self.blobs.grow(_blob_bound(self.policy))
+
+    @property
+    def directive(self) -> Directive:
+        """The owner's newest directive, carried by a record or not; a neutral one while none is known."""
         newest = self.chain.newest
-        return Directive(self.run, 0) if newest is None else newest.body
+        return self._neutral if newest is None else newest.body
 
     def is_banned(self, key: PeerKey) -> bool:
-        """By the owner's newest word: rounds whose records do not carry it yet may still list its updates."""
+        """Return whether the newest directive bans a peer. Records without that directive may still list its updates."""
         newest = self.chain.newest
         if newest is not self._banned_by:
             self._banned_by, self._banned = newest, frozenset(() if newest is None else newest.body.banned)
         return key in self._banned
 
     @property
-    def rests(self) -> bool:
-        """Whether the owner wants no update of ours."""
-        return self.word.order != "running" or self.is_banned(self.me)
+    def resting(self) -> bool:
+        """True when the owner wants no update of ours."""
+        return self.directive.order != "running" or self.is_banned(self.me)
 
     def emit(self, action: Action) -> None:
-        self.out.append(action)
+        """Append an action to the step's output."""
+        self.actions.append(action)
 
-    def report(self, level: str, kind: str, text: str, about: PeerKey | None = None) -> None:
-        self.out.append(Report(level, kind, text, about))
+    def notify(self, level: str, kind: str, text: str, about: PeerKey | None = None) -> None:
+        """Append a notice to the step's output."""
+        self.actions.append(Notice(level, kind, text, about))
 
 
-def _blobs_of(policy: Policy) -> int:
-    """How many blobs there is room for: those of the way from a checkpoint to the head of another branch, and some."""
-    return (min(policy.checkpoint_every, MAX_WAY) + 4) * policy.max_members + 64
+def _blob_bound(policy: RoundPolicy) -> int:
+    """Return the number of blobs to remember: a path from a checkpoint to the head of another branch, and a margin."""
+    return (min(policy.checkpoint_every, MAX_SYNC_PATH) + 4) * policy.max_members + 64

@@ -1,4 +1,4 @@
-"""What can happen to a member: the round machine's inputs. Messages in them have been verified (`MessageDecoder`)."""
+"""The inputs of the round machine. Messages in them have been verified (`message_codec.MessageDecoder`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from protocol.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed. Needed only for faults and heartbeats; `machine.next_tick` says when the next one is due."""
+    """Time passed. Only faults and heartbeats need it; `machine.next_tick` is the time of the next one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class MessageReceived:
     """A message arrived: from its author, or passed on by another member."""
 
     message: (
@@ -41,7 +41,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class CertificateHeard:
+class CertificateReceived:
     """A whole certificate arrived from `source`."""
 
     certificate: Certificate
@@ -49,26 +49,26 @@ class CertificateHeard:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainHeard:
+class ChainReceived:
     """The answer to a `RequestChain`: certificates, oldest first, each the child of the one before."""
 
     certificates: tuple[Certificate, ...]
-    final: Signed[Finalization] | None
+    finalization: Signed[Finalization] | None
     source: PeerKey
     more: bool
     directive: Signed[Directive] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ChainSilent:
-    """A `RequestChain` was not answered in time, or with rubbish."""
+class ChainUnanswered:
+    """A `RequestChain` was not answered in time, or the answer was malformed."""
 
     source: PeerKey
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """The own trainer's work: windows done that no update of ours covers yet, and how it goes."""
+class TrainingProgress:
+    """The own trainer's work: windows that no update of ours covers yet, loss and speed."""
 
     windows: int
     loss: float
@@ -77,7 +77,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReady:
-    """The own trainer's answer to `MakeUpdate`: the blob is in the store. `blob is None`: nothing was trained yet."""
+    """The own trainer's answer to `RequestUpdate`: the blob is in the store. `blob is None`: nothing was trained."""
 
     parent: Digest
     first_window: int
@@ -90,61 +90,60 @@ class UpdateReady:
 
 @dataclass(frozen=True, slots=True)
 class BlobHeld:
-    """A blob that was asked for by `FetchBlob` or `FetchPart` is in the store, and passed every check."""
+    """A blob that `FetchBlob` or `FetchShard` named is in the store, and passed every check."""
 
     blob: Digest
 
 
 @dataclass(frozen=True, slots=True)
-class BlobBad:
-    """The blob's bytes are what its digest names, and they break the codec's rules: its author, or who signed the part,
-    is at fault."""
+class BlobInvalid:
+    """The blob matches its digest and breaks the codec's rules: its author, or the signer of the shard, is at fault."""
 
     blob: Digest
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class BlobMissing:
-    """Nobody gave the blob in time. It may be asked for again."""
+class BlobUnavailable:
+    """Nobody gave the blob in time. It may be requested again."""
 
     blob: Digest
 
 
 @dataclass(frozen=True, slots=True)
-class PartReduced:
-    """`Reduce` was done: the part's blob is in the store."""
+class ShardReduced:
+    """`ReduceShard` is done: the shard's blob is in the store."""
 
     record: Digest
-    part: int
+    shard: int
     blob: Digest
 
 
 @dataclass(frozen=True, slots=True)
-class PartLacking:
-    """`Reduce` cannot be done in time: nobody gives the slices of these authors' updates."""
+class ShardUnavailable:
+    """`ReduceShard` cannot be done in time: nobody gives the slices of these authors' updates."""
 
     record: Digest
-    part: int
+    shard: int
     authors: tuple[PeerKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """The trainer holds the state after `record` (the newest record of an `Apply` or `Resync`)."""
+class StateReached:
+    """The trainer holds the state after `record` (the newest record of an `ApplyRecord` or `Resync`)."""
 
     record: Digest
     state: Digest
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyFailed:
-    """A move was not made (the trainer died, or a blob is gone): the machine asks for another in due time."""
+class MoveFailed:
+    """A move was not made (the trainer died, or a blob is gone): the machine requests another in due time."""
 
     record: Digest
     reason: str
     kept: bool = False
-    """The trainer was not told of the move: it holds what it held."""
+    """The trainer was not given the move: it still holds the state from before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +153,18 @@ class Leave:
 
 Event = (
     Tick
-    | Heard
-    | CertificateHeard
-    | ChainHeard
-    | ChainSilent
-    | Progress
+    | MessageReceived
+    | CertificateReceived
+    | ChainReceived
+    | ChainUnanswered
+    | TrainingProgress
     | UpdateReady
     | BlobHeld
-    | BlobBad
-    | BlobMissing
-    | PartReduced
-    | PartLacking
-    | Applied
-    | ApplyFailed
+    | BlobInvalid
+    | BlobUnavailable
+    | ShardReduced
+    | ShardUnavailable
+    | StateReached
+    | MoveFailed
     | Leave
 )

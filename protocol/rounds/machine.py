@@ -1,6 +1,6 @@
-"""The round machine of one peer: `step(event, now)` gives the actions that follow (docs/rounds.md).
+"""The round machine of one peer: `step(event, now)` returns the actions that follow (docs/rounds.md).
 
-    machine = RoundMachine(Policy.of(spec), spec.run_id, signer, chain, now=time)
+    machine = RoundMachine(RoundPolicy.of(spec), spec.run_id, signer, chain, now=time)
     actions = machine.start(time)
     loop: carry out the actions; on a message, an answer, or at `machine.next_tick`: actions = machine.step(event, time)
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from protocol.chain import Chain, RivalOfFinal, UnknownParent
-from protocol.errors import ChainError, MalformedError
+from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, RunId
-from protocol.message_codec import Signer, check_certificate
+from protocol.message_codec import Signer
 from protocol.messages import (
     Certificate,
     Directive,
@@ -31,36 +31,45 @@ from protocol.rounds import events as ev
 from protocol.rounds.actions import (
     Action,
     Broadcast,
-    Finished,
-    KeepCertificate,
-    KeepFinal,
+    DirectivesChanged,
     RequestChain,
     Send,
+    StoreCertificate,
+    StoreEpoch,
+    StoreFinalization,
 )
-from protocol.rounds.blame import blob_bad, two_means
+from protocol.rounds.bootstrap import Bootstrap
+from protocol.rounds.chain_sync import ChainSync
+from protocol.rounds.consensus import Consensus, Outcome, StateContradicted, UpdateDue
 from protocol.rounds.context import Context
-from protocol.rounds.deciding import Deciding
-from protocol.rounds.early import AHEAD, Early
-from protocol.rounds.follower import Follower
-from protocol.rounds.helping import help_with_headers, known_headers
-from protocol.rounds.joining import Joining
-from protocol.rounds.orders import Orders
-from protocol.rounds.policy import Facts, Policy
-from protocol.rounds.position import Position
+from protocol.rounds.departure import Departure, LeaveStep
+from protocol.rounds.errors import InvariantError
+from protocol.rounds.exchange import Slice
+from protocol.rounds.faults import blob_invalid, two_means
+from protocol.rounds.future_messages import AHEAD, FutureMessages
+from protocol.rounds.gather import Gather
+from protocol.rounds.governance import Governance
+from protocol.rounds.header_repair import known_headers, pass_on_headers
+from protocol.rounds.phase import Phase, check_transition, phase_of
+from protocol.rounds.policy import LocalStatus, RoundPolicy
+from protocol.rounds.retention import retained
+from protocol.rounds.round_state import RoundState
+from protocol.rounds.state_sync import StateSync
 from protocol.rounds.summary import Summary, summarise
 
-LEAVE_SECONDS = 6.0
-"""How long a leaver waits for its last update's round."""
-
 MAX_TURNS = 100
+"""Maximum number of turns in a step: each turn of a correct machine decides or moves something."""
 
 
 class RoundMachine:
-    """See the module. `facts` is the driver's: set it when it changes."""
+    """See the module. Events and the peer's status come in with `step`; actions are its only output.
+
+    Queries: `next_tick`, `phase`, `chain`, `may_serve`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
+    """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: RoundPolicy,
         run: RunId,
         signer: Signer,
         chain: Chain,
@@ -68,426 +77,508 @@ class RoundMachine:
         now: float,
         observer: bool = False,
         blob_size: int | Callable[[int], bool] | None = None,
-        facts: Facts | None = None,
+        status: LocalStatus | None = None,
     ):
-        """`chain` is loaded with what the store holds. `blob_size` is what updates of the run's codec measure: exactly,
-        or a predicate; None accepts any size."""
+        """`chain` is loaded with what the store holds, and is the machine's from now on.
+
+        `blob_size` is the size in bytes of updates of the run's codec: a number, or a predicate; None accepts any size.
+        """
         size_ok = blob_size if callable(blob_size) else (lambda size: blob_size in (None, size))
-        self._c = Context(policy, run, signer, chain, observer, size_ok)
-        self._c.now = now
-        self.facts = facts or Facts()
-        self._position = Position(self._c)
-        self._deciding = Deciding(self._c, self._position)
-        self._orders = Orders(self._c, self._deciding, self._position)
-        self._follower = Follower(policy.max_members + 64, policy.heartbeat_seconds)
-        self._early = Early(2 * policy.max_members)
+        self._c = Context(policy, run, signer, chain, observer, size_ok, now)
+        self._status = status or LocalStatus()
+        self._sync = StateSync(self._c)
+        self._consensus = Consensus(self._c, self._sync)
+        self._governance = Governance(self._c)
+        self._departure = Departure(self._c)
+        self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds)
+        self._future = FutureMessages(2 * policy.max_members)
+        self._bootstrap = Bootstrap(now, policy.member_seconds)
+        self._phase = Phase.OBSERVING if observer else Phase.JOINING
         self._sequence = self._beats = 0
         self._walked = -1
-        """Height up to which the answers to the present chain of requests have brought us."""
-        self._beat_at = now
-        self._joining = Joining(now, policy.member_seconds)
-        self._leave_at: float | None = None
-        self._left_round: int | None = None
-        self._gone = False
-        self._blobs_for: tuple = ()
-        self._retry_blobs = False
-        self.next_tick = now
+        """Height that the answers to the present series of chain requests have reached."""
 
-    # -- the way in ------------------------------------------------------------------------------------------
+        self._beat_at = now
+        self._requested_for: tuple = ()
+        """The inputs that the blob requests were derived from."""
+
+        self._published: DirectivesChanged | None = None
+        self._stored_epoch: int | None = None
+        self.next_tick = now
+        """When to step with a `Tick`, if no other event comes before."""
+
+    # -- the only entry --------------------------------------------------------------------------------------
 
     def start(self, now: float, *, alone: bool = False) -> list[Action]:
-        """Begin. `alone`: there is nobody to hear, so do not wait for anybody before training."""
+        """Begin. `alone`: nobody else is there, so do not wait for anybody before training."""
         c = self._c
-        c.now = now
-        c.out = []
+        c.begin_step(now)
         c.own.recall(c.chain)
-        self._orders.begin()
-        self._joining.begin(now, 0.0 if alone else 2 * c.policy.heartbeat_seconds)
+        self._departure.begin()
+        self._governance.notify_pause(None, c.directive)
+        self._bootstrap.begin(now, 0.0 if alone else 2 * c.policy.heartbeat_seconds)
         self._beat()
         self._advance()
-        return c.out
+        return c.actions
 
-    def step(self, event: ev.Event, now: float) -> list[Action]:
-        """What follows from an event at a time. Times never go back."""
+    def step(self, event: ev.Event, now: float, status: LocalStatus | None = None) -> list[Action]:
+        """Return what follows from an event at a time. Times never decrease. `status`: None where nothing changed.
+
+        Raise `InvariantError` when the machine contradicts itself: a bug.
+        """
         c = self._c
-        c.now = max(c.now, now)
-        c.out = []
-        if self._gone:
-            return c.out
+        c.begin_step(now)
+        if self._departure.has_left:
+            return c.actions
+        if status is not None:
+            self._status = status
         match event:
             case ev.Tick():
                 pass
-            case ev.Heard(message):
-                self._heard(message)
-            case ev.CertificateHeard(certificate, source):
+            case ev.MessageReceived(message):
+                self._receive(message)
+            case ev.CertificateReceived(certificate, source):
                 self._admit((certificate,), source)
-            case ev.ChainHeard():
-                self._chain_heard(event)
-            case ev.ChainSilent(source):
-                self._follower.failed(source, c.now)
-            case ev.Progress():
-                self._deciding.work = event
+            case ev.ChainReceived():
+                self._chain_received(event)
+            case ev.ChainUnanswered(source):
+                self._chain_sync.failed(source, c.now)
+            case ev.TrainingProgress():
+                self._consensus.progress(event)
             case ev.UpdateReady():
-                self._deciding.update_ready(event, self.facts.admission)
+                requested = self._sync.update_ready(event)
+                self._consensus.update_ready(event, self._status.admission, requested)
             case ev.BlobHeld(blob):
                 c.blobs.hold(blob)
-                if self._deciding.ballot is not None:
-                    self._deciding.ballot.blob_held(blob)
-            case ev.BlobBad(blob, reason):
-                blob_bad(c, self._deciding, self._position.tip, blob, reason)
-                self._forget_dropped()
-            case ev.PartReduced() | ev.PartLacking():
-                self._part_done(event)
-            case ev.BlobMissing(blob):
-                c.blobs.missing(blob, c.now)
-            case ev.Applied(record, state):
-                # A final may have cut the record off meanwhile: then the trainer is moved on from there.
-                if self._position.moved(record, state) and record in c.chain:
-                    self._begin_round(record)
-            case ev.ApplyFailed(record, reason, kept):
-                self._position.failed(record, reason, kept)
+                self._consensus.blob_held(blob)
+            case ev.BlobInvalid(blob, reason):
+                blob_invalid(c, self._consensus, self._sync.retried_tip, blob, reason)
+                self._leave_dropped()
+            case ev.ShardReduced(record, shard, blob):
+                self._follow(self._consensus.shard_reduced(record, shard, blob))
+            case ev.ShardUnavailable(record, shard, authors):
+                self._follow(self._consensus.shard_unavailable(record, shard, authors))
+            case ev.BlobUnavailable(blob):
+                c.blobs.unavailable(blob, c.now)
+            case ev.StateReached(record, state):
+                self._state_reached(record, state)
+            case ev.MoveFailed(record, reason, kept):
+                self._sync.failed(record, reason, kept)
             case ev.Leave():
-                b = self._deciding.ballot
-                # Committees need a leaver's update for longer.
-                wait = c.policy.exchange_seconds if b is not None and b.reduces else 0.0
-                self._leave_at = c.now + max(LEAVE_SECONDS, wait)
+                exchange = self._consensus.exchange
+                self._departure.leave(Gather.leave_seconds if exchange is None else exchange.leave_seconds)
         self._advance()
-        return c.out
+        return c.actions
 
-    def may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        """Why a blob must not be given to a peer yet; None when it may. An undecided round's updates are only for those
-        who have announced their own (commit, then reveal)."""
-        b = self._deciding.ballot
-        if b is None or requester in b.headers or self._position.behind:
-            return None
-        return f"you have not announced an update in round {b.number} yet" if b.concerns(blob) else None
-
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[tuple[Signed[RoundRecord], int, tuple[PeerKey, ...]]]:
-        """Of the undecided slates that list an update: each part that a member is to make with it, and who else is."""
-        b = self._deciding.ballot
-        return [] if b is None else b.slices_for(blob, member)
-
-    # -- messages --------------------------------------------------------------------------------------------
-
-    def _heard(self, message: Signed) -> None:
-        c, body = self._c, message.body
-        if isinstance(body, Heartbeat):
-            self._heartbeat(message)
-        elif isinstance(body, Goodbye) and c.members.goodbye(message):
-            self._follower.forget(message.author)
-        elif isinstance(body, Finalization):
-            self._final(message)
-        elif isinstance(body, Directive):
-            self._accept_directive(message, None)
-        elif isinstance(body, UpdateHeader | RoundRecord) and c.is_banned(message.author):
-            pass  # what others list of it, until a record carries the ban, counts all the same
-        elif isinstance(body, UpdateHeader | RoundRecord | Vote | ShardAttestation):
-            if isinstance(body, RoundRecord) and body.directive is not None:
-                self._accept_directive(body.directive, message.author)
-            b = self._deciding.ballot
-            if (
-                b is not None
-                and body.round == b.number
-                and (isinstance(body, Vote | ShardAttestation) or body.parent == b.parent)
-            ):
-                self._ballot(message)
-            elif (-1 if b is None else b.number) < body.round <= (c.chain.height(c.chain.head) + AHEAD):
-                self._early.keep(message, self._deciding.has_room(message.author) or isinstance(body, UpdateHeader))
-
-    def _ballot(self, message: Signed) -> None:
-        self._decided(self._deciding.hear(message))
-
-    def _part_done(self, event: ev.PartReduced | ev.PartLacking) -> None:
-        b, reducing = self._deciding.ballot, self._deciding.reducing
-        if b is None:
-            return
-        if isinstance(event, ev.PartReduced):
-            reducing.reduced(b, event.record, event.part, event.blob)
-        else:
-            reducing.lacking(b, event.record, event.part, event.authors)
-        self._decided(b.certified([event.record]))
-
-    def _heartbeat(self, message: Signed[Heartbeat]) -> None:
-        c, beat, source = self._c, message.body, message.author
-        if source == c.me:
-            return
-        self._orders.tell(source, beat)
-        if c.is_banned(source) or beat.admission and not c.members.heard(message, c.now):
-            return
-        if (member := c.members.get(source)) is not None:
-            self._position.heard_at(beat.head, member.since)
-        self._follower.claim(source, beat.head, beat.weight, c.chain, c.now, member=source in c.members)
-        b = self._deciding.ballot
-        if b is not None and beat.head == b.parent and self._deciding.working:
-            help_with_headers(c, b, source, beat)
-
-    def _final(self, message: Signed[Finalization]) -> None:
-        c = self._c
-        try:
-            if c.chain.add_final(message):
-                c.emit(KeepFinal(message))
-                self._forget_dropped()
-        except ChainError as e:
-            c.report("error", "final", str(e), message.author)
-
-    def _accept_directive(self, word: Signed[Directive], source: PeerKey | None) -> None:
-        if self._orders.take(word, source):
-            self._forget_dropped()
-
-    # -- certificates ----------------------------------------------------------------------------------------
-
-    def _decided(self, certificate: Certificate | None) -> None:
-        if certificate is None:
-            return
-        try:
-            check_certificate(certificate)
-        except MalformedError as e:
-            raise RuntimeError(f"votes were counted wrongly: {e}") from e
-        self._admit((certificate,), None)
-
-    def _admit(self, certificates: Iterable[Certificate], source: PeerKey | None) -> int:
-        """Put certificates into the tree, oldest first; how many were new."""
-        c, added = self._c, 0
-        for certificate in certificates:
-            twice, word = two_means(c.chain, certificate), c.chain.newest
-            try:
-                if not c.chain.add(certificate):
-                    continue
-            except UnknownParent:
-                # Heartbeats say who has the rest; asked for in due time.
-                break
-            except RivalOfFinal as e:
-                c.report("info", "refused", f"a certificate is refused: {e}", source)
-                told = tuple(m for m in (c.chain.final, c.chain.newest) if m is not None)
-                if source is not None and told:
-                    c.emit(Send(source, told))
-                break
-            except ChainError as e:
-                c.report("warning", "refused", f"a certificate is refused: {e}", source)
-                break
-            finally:
-                if c.chain.newest is not word:
-                    self._orders.took(word)
-            added += 1
-            if twice is not None:
-                c.report("warning", "equivocation", *twice)
-            c.emit(KeepCertificate(certificate))
-            self._hold_back(certificate)
-        self._forget_dropped()
-        return added
-
-    def _forget_dropped(self) -> None:
-        """What we held may have been cut off the tree, by a final or by the tree's bounds."""
-        b = self._deciding.ballot
-        if b is not None and b.parent not in self._c.chain:
-            self._deciding.ballot = None
-
-    def _hold_back(self, certificate: Certificate) -> None:
-        """A record with less than half of what we saw announced is not followed until patience has run out."""
-        d, p, record, body = self._deciding, self._position, certificate.digest, certificate.record.body
-        b = d.ballot
-        if b is None or b.first_heard is None or self._c.observer or p.applied != b.parent:
-            return
-        if body.parent == b.parent and not d.is_heavy_enough(body):
-            self._c.report("info", "light", f"record {record.short} lists too little of what was announced")
-            p.hold_back(record, b.first_heard + self._c.policy.patience_seconds)
-        elif body.parent != b.parent:
-            p.reconsider(record, d.announced_windows(b) // 2)
-
-    def _chain_heard(self, event: ev.ChainHeard) -> None:
-        c = self._c
-        if event.directive is not None:
-            self._accept_directive(event.directive, event.source)
-        added = self._admit(event.certificates, event.source)
-        if event.final is not None:
-            self._final(event.final)
-        last = event.certificates[-1].digest if event.certificates else c.chain.root
-        reached = c.chain.height(last) if last in c.chain else -1
-        # Records that we have are news too when more come after them: a walk along a branch, ever upwards.
-        onwards = event.more and bool(event.certificates) and reached > self._walked
-        if added and event.more:
-            self._joining.grew(c.now)
-        self._follower.answered(event.source, useful=added > 0 or onwards, now=c.now)
-        self._walked = reached if onwards else -1
-        if onwards and self._follower.asked is None:
-            self._follower.ask(event.source, c.now)
-            c.emit(RequestChain(event.source, (last, *c.chain.locator())))
-
-    # -- one thing after the other ---------------------------------------------------------------------------
-
-    def _advance(self) -> None:
-        c = self._c
-        self._join()
-        for _ in range(MAX_TURNS):
-            changed = self._position.advance()
-            b, applied = self._deciding.ballot, self._position.applied
-            if c.observer and applied is not None and (b is None or b.parent != applied):
-                self._begin_round(applied)
-            head = c.chain.head
-            self._decided(self._deciding.advance())
-            self._orders.advance()
-            if not changed and head == c.chain.head:
-                break
-        self._blobs()
-        self._ask()
-        if c.now >= self._beat_at:
-            for key in c.members.expire(c.now):
-                self._follower.forget(key)
-            self._beat()
-        self._leave()
-        self._set_next_tick()
-
-    def _join(self) -> None:
-        """A newcomer hears what the others have before it loads a state and trains; not for ever."""
-        p, c = self._position, self._c
-        if p.joined:
-            return
-        ahead = self._follower.asked is not None or bool(self._follower.wanting(c.chain))
-        heard_equal = any(m.beat.head in c.chain for m in c.members)
-        if self._joining.is_over(c.now, ahead=ahead, heard_equal=heard_equal):
-            p.joined = True
-
-    def _begin_round(self, parent: Digest) -> None:
-        c, d, old = self._c, self._deciding, self._deciding.ballot
-        if old is not None and old.parent == parent:
-            # The trainer was lost and is back where it was: what was announced stands.
-            old.rebase(self._position.state)
-            self._beat()
-            return
-        if parent != c.chain.root:
-            decided = c.chain.certificate(parent)
-            listed = decided.record.body.updates
-            c.members.contributed(u.author for u in listed)
-            if decided.parts:
-                for u in listed:
-                    c.members.withheld.forgive(u.author)
-            if old is not None:
-                known = {h.body.blob for h in old.headers.values()}
-                known |= {u.body.blob for p in old.proposals.values() for u in p.record.body.updates}
-                known |= old.parts()
-                known -= {u.body.blob for u in listed} | set(decided.parts)
-                for action in c.blobs.forget(b for b in known if b not in c.own):
-                    c.emit(action)
-        c.govern(parent)
-        self._follower.grow(c.policy.max_members + 64)
-        self._early.grow(2 * c.policy.max_members)
-        ballot = d.open(parent)
-        for message in self._early.take(ballot.number):
-            if isinstance(message.body, Vote | ShardAttestation) or message.body.parent == parent:
-                self._ballot(message)
-        total = c.policy.total_windows
-        if total and c.chain.weight(parent) >= total and not d.finished:
-            d.finished = d.reached_total = True
-            c.emit(Finished(f"the run has reached its {total} windows"))
-        self._beat()
-
-    def _blobs(self) -> None:
-        c, d, p = self._c, self._deciding, self._position
-        if c.observer:
-            return
-        b = d.ballot
-        key = (c.chain.head, p.tip, p.applied, p.target, p.joined, id(b), d.working)
-        if b is not None:
-            key += (len(b.headers), len(b.proposals), b.announced, len(b.excluded), *d.reducing.stage)
-        retry = c.blobs.next_retry()
-        if key == self._blobs_for and (retry is None or retry > c.now):
-            return
-        self._blobs_for = key
-        needed = p.needed() | d.needed() | p.asked_again()
-        for action in c.blobs.want(needed, d.holders, c.now):
-            c.emit(action)
-
-    def _ask(self) -> None:
-        c = self._c
-        source = self._follower.next_request(c.chain, c.now, eager=not self._position.joined)
-        if source is not None:
-            c.emit(RequestChain(source, c.chain.locator()))
-
-    def _leave(self) -> None:
-        d, p, c = self._deciding, self._position, self._c
-        if self._leave_at is None:
-            return
-        b = d.ballot
-        if c.now < self._leave_at and b is not None and not c.observer and not d.finished:
-            undecided = self._left_round is None or b.number <= self._left_round
-            if p.busy or (b.announced is not None and undecided):
-                self._left_round = b.number if self._left_round is None else self._left_round
-                return
-            if self._left_round is None and d.working and d.work.windows >= 1:
-                d.ending = True
-                self._left_round = b.number
-                d.advance()
-                return
-        self._sequence = max(self._sequence + 1, self.facts.sequence)
-        c.emit(Broadcast(c.signer.sign(Goodbye(c.run, self._sequence))))
-        c.emit(Finished("left the swarm"))
-        self._gone = True
-
-    # -- heartbeats, time, views -----------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> str:
-        """As in heartbeats."""
-        p, b = self._position, self._deciding.ballot
-        if self._c.observer:
-            return "observing"
-        if self._leave_at is not None:
-            return "leaving"
-        if not p.joined:
-            return "joining"
-        if p.applied is None or p.applied not in self._c.chain:
-            return "syncing"
-        if b is not None and b.announced is not None:
-            return "exchanging"
-        return "paused" if self._c.rests else "training"
-
-    def _beat(self) -> None:
-        c, f, work, b = self._c, self.facts, self._deciding.work, self._deciding.ballot
-        self._sequence = max(self._sequence + 1, f.sequence)
-        head = self._position.applied
-        if head is None or head not in c.chain:
-            head = c.chain.head
-        self._beats += 1
-        known = known_headers(b, head, self.phase, self._beats)
-        body = Heartbeat(
-            c.run, self._sequence, c.chain.height(head), head, c.chain.weight(head), work.windows, self.phase,
-            work.tokens_per_second, work.loss, f.bytes_up, f.bytes_down, known, f.addresses,
-            b"" if c.observer else f.admission, f.device,
-            self._position.state if head == self._position.applied else None, f.unheard, c.word.sequence,
-        )  # fmt: skip
-        c.emit(Broadcast(c.signer.sign(body)))
-        self._beat_at = c.now + c.policy.heartbeat_seconds
-
-    def _set_next_tick(self) -> None:
-        c, p = self._c, self._position
-        times = [self._beat_at, *p.times(), *self._deciding.times(), *self._orders.times()]
-        if not p.joined:
-            times += self._joining.times()
-        for due in (self._follower.next_time(c.chain, eager=not p.joined), c.blobs.next_retry(), self._leave_at):
-            if due is not None:
-                times.append(due)
-        self.next_tick = min(t for t in times if t > c.now)
-
-    @property
-    def orders(self) -> Orders:
-        """What the run's owner has ordered, as far as it is known here: to be read only."""
-        return self._orders
-
-    def summary(self, now: float) -> Summary:
-        """A frozen view for people."""
-        return summarise(self._c, self._deciding, self._position, self.phase, now)
+    def phase(self) -> Phase:
+        """The machine's phase (see the module `phase`)."""
+        return self._phase
 
     @property
     def chain(self) -> Chain:
         """The tree of records: to be read only."""
         return self._c.chain
 
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """Every container: what it holds, and its bound."""
+    @property
+    def open_round(self) -> RoundState | None:
+        """The undecided round: to be read only, for tests and for finding bugs."""
+        return self._consensus.round
+
+    def may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
+        """Return why a blob must not be given to a peer yet; None when it may.
+
+        An undecided round's updates are only for those who have announced their own (commit, then reveal).
+        """
+        r = self._consensus.round
+        if r is None or requester in r.headers or self._sync.is_behind:
+            return None
+        if not self._consensus.concerns(blob):
+            return None
+        return f"you have not announced an update in round {r.number} yet"
+
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[Slice]:
+        """Return the shards that a member is to make with an update, with each one's proposal and committee."""
+        r, exchange = self._consensus.round, self._consensus.exchange
+        return [] if r is None or exchange is None else exchange.slices_for(blob, member)
+
+    def retained_blobs(self) -> set[Digest]:
+        """Return the checkpoints and blobs that the store must keep for this machine and for other members.
+
+        They are the last checkpoints, all blobs applied since the oldest of them, those of the open round, and own
+        updates that may still return to the error feedback.
+        """
         c = self._c
-        found = c.members.sizes() | c.blobs.sizes() | c.own.sizes() | self._position.sizes()
-        found |= self._follower.sizes() | self._early.sizes() | self._orders.sizes()
-        if self._deciding.ballot is not None:
-            found |= self._deciding.ballot.sizes()
+        final = -1 if c.chain.final is None else c.chain.final.body.round
+        return retained(c.base, c.chain) | self._consensus.blobs() | set(c.own.since(final + 1))
+
+    def summary(self, now: float) -> Summary:
+        """Return a frozen view for people."""
+        return summarise(self._c, self._consensus, self._sync, self.phase, self._departure.is_over, now)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the size and the bound of each container."""
+        c = self._c
+        found = c.members.sizes() | c.blobs.sizes() | c.own.sizes() | self._sync.sizes() | self._consensus.sizes()
+        found |= self._chain_sync.sizes() | self._future.sizes() | self._governance.sizes()
         limits = c.chain.limits
         return found | {"records": (len(c.chain), limits.max_records + limits.max_side)}
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def _receive(self, message: Signed) -> None:
+        c, body = self._c, message.body
+        if isinstance(body, Heartbeat):
+            self._receive_heartbeat(message)
+        elif isinstance(body, Goodbye) and c.members.goodbye(message):
+            self._chain_sync.forget(message.author)
+        elif isinstance(body, Finalization):
+            self._receive_finalization(message)
+        elif isinstance(body, Directive):
+            self._receive_directive(message, None)
+        elif isinstance(body, UpdateHeader | RoundRecord) and c.is_banned(message.author):
+            pass  # until a record carries the ban, updates of this peer count when others list them
+        elif isinstance(body, UpdateHeader | RoundRecord | Vote | ShardAttestation):
+            if isinstance(body, RoundRecord) and body.directive is not None:
+                self._receive_directive(body.directive, message.author)
+            r = self._consensus.round
+            if (
+                r is not None
+                and body.round == r.number
+                and (isinstance(body, Vote | ShardAttestation) or body.parent == r.parent)
+            ):
+                self._follow(self._consensus.receive(message))
+            elif (-1 if r is None else r.number) < body.round <= (c.chain.height(c.chain.head) + AHEAD):
+                trusted = c.members.has_room_for(message.author) or isinstance(body, UpdateHeader)
+                self._future.keep(message, trusted=trusted)
+
+    def _receive_heartbeat(self, message: Signed[Heartbeat]) -> None:
+        c, beat, source = self._c, message.body, message.author
+        if source == c.me:
+            return
+        self._governance.inform(source, beat)
+        if c.is_banned(source) or beat.admission and not c.members.add_heartbeat(message, c.now):
+            return
+        if (member := c.members.get(source)) is not None:
+            self._sync.member_at(beat.head, member.since)
+        self._chain_sync.claim(source, beat.head, beat.weight, c.chain, c.now, member=source in c.members)
+        r = self._consensus.round
+        if r is not None and beat.head == r.parent and self._consensus.is_working:
+            pass_on_headers(c, r, source, beat)
+
+    def _receive_finalization(self, message: Signed[Finalization]) -> None:
+        c = self._c
+        try:
+            if c.chain.add_final(message):
+                c.emit(StoreFinalization(message))
+                self._leave_dropped()
+        except ChainError as e:
+            c.notify("error", "final", str(e), message.author)
+
+    # -- directives ------------------------------------------------------------------------------------------
+
+    def _receive_directive(self, directive: Signed[Directive], source: PeerKey | None) -> None:
+        before = self._c.chain.newest
+        if self._governance.accept(directive, source):
+            self._directive_changed(before)
+            self._leave_dropped()
+
+    def _directive_changed(self, before: Signed[Directive] | None) -> None:
+        """Follow a newer directive of the chain: from a message, or from a record."""
+        c, newest = self._c, self._c.chain.newest
+        if newest is None:
+            return
+        was, now = (None if before is None else before.body), newest.body
+        self._governance.publish(newest)
+        if now.rollback is not None and (was is None or was.rollback != now.rollback):
+            self._roll_back()
+        self._governance.dismiss_banned(now)
+        self._departure.directive_changed()
+        self._consensus.exclude_banned()
+        if was is not None and was.order != "running" and not c.resting:
+            self._consensus.pause_ended()
+        self._governance.notify_pause(was, now)
+
+    def _roll_back(self) -> None:
+        c, back = self._c, self._c.chain.rollback
+        if back is None:
+            return
+        text = f"the run's owner has rolled the run back to round {back.round}, record {back.record.short}"
+        if c.chain.is_stranded:
+            text += ": that is further back than is remembered here"
+            c.notify("warning", "rollback", text + (". Start the coordinator again" if c.observer else ""))
+            self._departure.strand(text)
+            return
+        c.notify("warning", "rollback", text)
+        self._sync.rolled_back()
+        r = self._consensus.round
+        if r is not None and r.parent in c.chain and r.epoch != c.chain.epoch(r.parent):
+            self._consensus.reopen()
+
+    # -- certificates ----------------------------------------------------------------------------------------
+
+    def _follow(self, outcome: Outcome) -> None:
+        """Do what follows from the round's progress."""
+        match outcome:
+            case Certificate():
+                self._admit((outcome,), None)
+            case UpdateDue(number, parent):
+                self._sync.request_update(number, parent)
+            case StateContradicted(vouched):
+                self._sync.contradicted(vouched)
+            case None:
+                pass
+
+    def _admit(self, certificates: Iterable[Certificate], source: PeerKey | None) -> int:
+        """Put certificates into the tree, oldest first; return how many were new."""
+        c, added = self._c, 0
+        for certificate in certificates:
+            twice, before = two_means(c.chain, certificate), c.chain.newest
+            try:
+                if not c.chain.add(certificate):
+                    continue
+            except UnknownParent:
+                # Heartbeats show who has the rest; it is requested in due time.
+                break
+            except RivalOfFinal as e:
+                c.notify("info", "refused", f"a certificate is refused: {e}", source)
+                proof = tuple(m for m in (c.chain.final, c.chain.newest) if m is not None)
+                if source is not None and proof:
+                    c.emit(Send(source, proof))
+                break
+            except ChainError as e:
+                c.notify("warning", "refused", f"a certificate is refused: {e}", source)
+                break
+            finally:
+                if c.chain.newest is not before:
+                    self._directive_changed(before)
+            added += 1
+            if twice is not None:
+                c.notify("warning", "equivocation", *twice)
+            c.emit(StoreCertificate(certificate))
+            self._hold_back(certificate)
+        self._leave_dropped()
+        return added
+
+    def _leave_dropped(self) -> None:
+        """Close the round if its parent was cut off the tree, by a finalization or by the tree's bounds."""
+        r = self._consensus.round
+        if r is not None and r.parent not in self._c.chain:
+            self._consensus.abandon()
+
+    def _hold_back(self, certificate: Certificate) -> None:
+        """Quarantine a record with less than half of what we saw announced, until patience has run out."""
+        c, consensus, sync = self._c, self._consensus, self._sync
+        record, body, r = certificate.digest, certificate.record.body, self._consensus.round
+        if r is None or r.first_header_at is None or c.observer or sync.applied != r.parent:
+            return
+        if body.parent != r.parent:
+            sync.reconsider(record, consensus.announced_windows // 2)
+        elif not consensus.is_heavy_enough(body):
+            c.notify("info", "light", f"record {record.short} lists too little of what was announced")
+            sync.hold_back(record, r.first_header_at + c.policy.patience_seconds)
+
+    def _chain_received(self, event: ev.ChainReceived) -> None:
+        c = self._c
+        if event.directive is not None:
+            self._receive_directive(event.directive, event.source)
+        added = self._admit(event.certificates, event.source)
+        if event.finalization is not None:
+            self._receive_finalization(event.finalization)
+        last = event.certificates[-1].digest if event.certificates else c.chain.root
+        reached = c.chain.height(last) if last in c.chain else -1
+        # Records that we have are news too when more follow them: a walk along a branch, always upwards.
+        onwards = event.more and bool(event.certificates) and reached > self._walked
+        if added and event.more:
+            self._bootstrap.grew(c.now)
+        self._chain_sync.answered(event.source, useful=added > 0 or onwards, now=c.now)
+        self._walked = reached if onwards else -1
+        if onwards and self._chain_sync.asked is None:
+            self._chain_sync.ask(event.source, c.now)
+            c.emit(RequestChain(event.source, (last, *c.chain.locator())))
+
+    # -- what is due -----------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Let every part do what is due, until nothing changes any more."""
+        c = self._c
+        self._update_phase()
+        self._join()
+        for _ in range(MAX_TURNS):
+            if not self._turn():
+                break
+        else:
+            raise InvariantError(f"the round machine does not come to rest: {self._describe()}")
+        self._request_blobs()
+        self._request_chain()
+        if c.deadlines.due("heartbeat", self._beat_at):
+            for key in c.members.expire(c.now):
+                self._chain_sync.forget(key)
+            self._beat()
+        self._take_leave()
+        self._departure.stay(anybody_behind=self._is_anybody_behind, bytes_up=self._status.bytes_up)
+        self._publish_directives()
+        self._update_phase()
+        self.next_tick = c.deadlines.next_tick
+
+    def _turn(self) -> bool:
+        """Return whether something changed that other parts depend on."""
+        c, sync, consensus = self._c, self._sync, self._consensus
+        changed = sync.advance()
+        r, applied = consensus.round, sync.applied
+        if c.observer and applied is not None and (r is None or r.parent != applied):
+            self._begin_round(applied)
+        head = c.chain.head
+        if self._departure.is_over:
+            consensus.rest()
+        else:
+            self._follow(consensus.advance(hurry=self._departure.is_hurrying))
+        self._departure.follow_order(announced=self._is_exchanging, busy=sync.is_busy)
+        return changed or head != c.chain.head
+
+    @property
+    def _is_exchanging(self) -> bool:
+        r = self._consensus.round
+        return self._consensus.is_working and r is not None and r.announced_at is not None
+
+    @property
+    def _is_anybody_behind(self) -> bool:
+        head = self._sync.best_record
+        return any(m.beat.head != head for m in self._c.members)
+
+    def _join(self) -> None:
+        """Let a newcomer collect what the others have before it loads a state and trains; not without end."""
+        sync, c = self._sync, self._c
+        if sync.joined:
+            return
+        ahead = self._chain_sync.asked is not None or bool(self._chain_sync.wanted(c.chain))
+        equal = any(m.beat.head in c.chain for m in c.members)
+        if self._bootstrap.is_over(c.deadlines, ahead=ahead, equal=equal):
+            sync.join()
+
+    def _state_reached(self, record: Digest, state: Digest) -> None:
+        # A finalization may have cut the record off meanwhile: then the trainer moves on from there.
+        if self._sync.reached(record, state) and record in self._c.chain:
+            self._begin_round(record)
+        epoch = self._c.directive.epoch
+        if not self._sync.reset and epoch != self._stored_epoch:
+            self._stored_epoch = epoch
+            self._c.emit(StoreEpoch(epoch))
+
+    def _begin_round(self, parent: Digest) -> None:
+        c, consensus = self._c, self._consensus
+        if consensus.round is not None and consensus.round.parent == parent:
+            # The trainer was lost and is back at its place: what was announced stands.
+            consensus.rebase()
+            self._beat()
+            return
+        if parent != c.chain.root:
+            decided = c.chain.certificate(parent)
+            listed = decided.record.body.updates
+            c.members.contributed(u.author for u in listed)
+            unused = consensus.blobs() - {u.body.blob for u in listed} - set(decided.parts)
+            for action in c.blobs.forget(b for b in sorted(unused) if b not in c.own):
+                c.emit(action)
+        c.adopt_policy(parent)
+        self._chain_sync.grow(c.policy.max_members + 64)
+        self._future.grow(2 * c.policy.max_members)
+        r = consensus.open(parent)
+        for message in self._future.pop(r.number):
+            if isinstance(message.body, Vote | ShardAttestation) or message.body.parent == parent:
+                self._follow(consensus.receive(message))
+        self._departure.reached_total(c.chain.weight(parent))
+        self._beat()
+
+    def _request_blobs(self) -> None:
+        c, consensus, sync = self._c, self._consensus, self._sync
+        if c.observer:
+            return
+        r = consensus.round
+        key = (
+            c.chain.head, sync.retried_tip, sync.applied, sync.sync_target, sync.joined,
+            None if r is None else (r.parent, r.revision), consensus.is_working,
+        )  # fmt: skip
+        retry = c.blobs.is_retry_due(c.deadlines)
+        if key == self._requested_for and not retry:
+            return
+        self._requested_for = key
+        needed = sync.needed() | consensus.needed() | sync.needed_again()
+        for action in c.blobs.request(needed, consensus.holders, c.now):
+            c.emit(action)
+
+    def _request_chain(self) -> None:
+        c = self._c
+        source = self._chain_sync.next_request(c.chain, c.deadlines, eager=not self._sync.joined)
+        if source is not None:
+            c.emit(RequestChain(source, c.chain.locator()))
+
+    def _take_leave(self) -> None:
+        consensus, r = self._consensus, self._consensus.round
+        step = self._departure.next_step(
+            None if r is None else r.number,
+            busy=self._sync.is_busy,
+            announced=r is not None and r.announced_at is not None,
+            has_work=consensus.is_working and consensus.work.windows >= 1,
+        )
+        if step is LeaveStep.ANNOUNCE:
+            self._follow(consensus.advance(hurry=True))
+        elif step is LeaveStep.GO:
+            self._departure.say_goodbye(self._next_sequence())
+
+    def _publish_directives(self) -> None:
+        """Emit what the owner's directives mean here, if that has changed."""
+        c, before = self._c, self._published
+        if before is not None and before.directive is c.directive and before.policy is c.policy:
+            return
+        now = DirectivesChanged(c.directive, c.resting, c.policy)
+        if now != before:
+            c.emit(now)
+        self._published = now
+
+    def _update_phase(self) -> Phase:
+        """Return the phase after what has happened so far, and check that the table has the transition."""
+        r = self._consensus.round
+        phase = phase_of(
+            observer=self._c.observer,
+            left=self._departure.has_left,
+            leaving=self._departure.is_leaving,
+            joined=self._sync.joined,
+            holds_state=self._sync.holds_state,
+            announced=r is not None and r.announced_at is not None,
+            resting=self._c.resting,
+        )
+        check_transition(self._phase, phase)
+        self._phase = phase
+        return phase
+
+    # -- heartbeats ------------------------------------------------------------------------------------------
+
+    def _next_sequence(self) -> int:
+        self._sequence = max(self._sequence + 1, self._status.sequence)
+        return self._sequence
+
+    def _beat(self) -> None:
+        c, s, sync = self._c, self._status, self._sync
+        work, r, head, phase = self._consensus.work, self._consensus.round, sync.best_record, self._update_phase()
+        self._beats += 1
+        known = known_headers(r, head, phase, self._beats)
+        body = Heartbeat(
+            c.run, self._next_sequence(), c.chain.height(head), head, c.chain.weight(head), work.windows, phase.value,
+            work.tokens_per_second, work.loss, s.bytes_up, s.bytes_down, known, s.addresses,
+            b"" if c.observer else s.admission, s.device,
+            sync.state if head == sync.applied else None, s.unheard, c.directive.sequence,
+        )  # fmt: skip
+        c.emit(Broadcast(c.signer.sign(body)))
+        self._beat_at = c.now + c.policy.heartbeat_seconds
+        c.deadlines.due("heartbeat", self._beat_at)
+
+    def _describe(self) -> str:
+        """Return what the machine holds, for the report of a bug."""
+        c, r, sync = self._c, self._consensus.round, self._sync
+        pending = {name: round(at - c.now, 3) for name, at in c.deadlines.pending.items()}
+        return (
+            f"phase {self._phase}, head {c.chain.head.short}, applied {sync.applied}, target {sync.sync_target}, "
+            f"round {None if r is None else r.number}, {sync.quarantined} branches quarantined, deadlines in {pending}"
+        )

@@ -1,4 +1,4 @@
-"""Who takes part: members by their last heartbeat, within a bound, and whom rounds no longer wait for."""
+"""The members by their last heartbeat, within a bound, and the reputation that decides whom rounds wait for."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator
 
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 
-MAX_STRIKES = 6
+MAX_PENALTY = 6
 
 REPEATERS = 8
-"""Of more members than twice so many not everyone repeats others' messages: of a thousand, each would send all of them
-to all, a thousand times what one proposer sends."""
+"""About this number of members repeat others' messages, once there are more than twice as many. If everybody did, each
+of a thousand would send all of them to all: a thousand times the traffic of one proposer."""
 
 
 class Member:
-    """An admitted peer that was heard of lately."""
+    """An admitted peer that was heard from lately."""
 
     __slots__ = ("key", "beat", "heard", "since")
 
@@ -24,80 +24,90 @@ class Member:
         self.key = key
         self.beat = beat
         self.heard = now
+        """The time of its last heartbeat."""
+
         self.since = now
 
     def trains_in(self, parent: Digest) -> bool:
-        """Whether its last heartbeat says that it works on the round after `parent`."""
+        """Return whether its last heartbeat says that it works on the round after `parent`."""
         return self.beat.head == parent and self.beat.phase in ("training", "exchanging", "leaving")
 
 
-class Strikes:
-    """Who let a round down, and until which round that counts: twice as long each time. Bounded."""
+class Penalties:
+    """Peers that failed a round, and the round until which it counts: twice as many rounds each time. Bounded."""
 
     def __init__(self, bound: int):
         self._bound = bound
-        self._strikes: dict[PeerKey, tuple[int, int]] = {}
+        self._penalties: dict[PeerKey, tuple[int, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._strikes)
+        return len(self._penalties)
 
     def grow(self, bound: int) -> None:
-        """Room for more."""
+        """Make room for more."""
         self._bound = max(self._bound, bound)
 
-    def strike(self, key: PeerKey, number: int) -> None:
-        strikes = min(MAX_STRIKES, self._strikes.pop(key, (0, 0))[0] + 1)
-        self._strikes[key] = (strikes, number + 2**strikes)
-        while len(self._strikes) > self._bound:
-            del self._strikes[next(iter(self._strikes))]
+    def penalise(self, key: PeerKey, number: int) -> None:
+        """Add a penalty from round `number` on: for the next 2, 4, ... 64 rounds."""
+        count = min(MAX_PENALTY, self._penalties.pop(key, (0, 0))[0] + 1)
+        self._penalties[key] = (count, number + 2**count)
+        while len(self._penalties) > self._bound:
+            del self._penalties[next(iter(self._penalties))]
 
     def forgive(self, key: PeerKey) -> None:
-        self._strikes.pop(key, None)
+        """Remove a peer's penalties."""
+        self._penalties.pop(key, None)
 
     def holds(self, key: PeerKey, number: int) -> bool:
-        """Whether it still counts in round `number`."""
-        return number <= self._strikes.get(key, (0, -1))[1]
+        """Return whether a penalty still counts in round `number`."""
+        return number <= self._penalties.get(key, (0, -1))[1]
 
 
 class Members:
     """Bounded by the policy's `max_members`. Newcomers never evict contributors of the last round, nor each other."""
 
-    def __init__(self, policy: Policy, me: PeerKey):
+    def __init__(self, policy: RoundPolicy, me: PeerKey):
         self._policy = policy
         self._me = me
         self._members: dict[PeerKey, Member] = {}
-        self._veterans: frozenset[PeerKey] = frozenset()
+        self._established: frozenset[PeerKey] = frozenset()
+        """Contributors of the last round."""
+
         self._gone: dict[PeerKey, int] = {}
-        self._late = Strikes(policy.max_members)
-        self.withheld = Strikes(policy.max_members)
-        """Of those whose updates committees could not get, or not use: records of ours do not list them for a while."""
-        self.discredited = Strikes(policy.max_members)
-        """Of those whose updates broke the codec's rules: for a while their claims end no round."""
-        self.lagging = Strikes(policy.max_members)
-        """Of laggards that were waited for in vain (see `awaiting`): for a while nobody waits for them as such."""
+        """Peers that said goodbye, with the sequence of it."""
+
+        self._late = Penalties(policy.max_members)
+        self.withheld = Penalties(policy.max_members)
+        """For updates that committees could not get or use: our own records do not list these peers for a while."""
+
+        self.distrusted = Penalties(policy.max_members)
+        """For updates that broke the codec's rules: for a while the claims of these peers end no round."""
+
+        self.lagging = Penalties(policy.max_members)
+        """For stragglers that were awaited in vain (see `stragglers`): for a while nobody waits for them as such."""
+
         self._parent: Digest | None = None
         self._number = 0
         self._counted: dict[PeerKey, int] = {}
-        """Members that train in the watched round and have not announced: their windows."""
-        self._settled: set[PeerKey] = set()
+        """Windows of members that train in the watched round and have not announced."""
+
+        self._announced: set[PeerKey] = set()
         self.windows = 0
         """Sum of `_counted`."""
 
-    def govern(self, policy: Policy) -> None:
-        """The policy of another round."""
+    def adopt_policy(self, policy: RoundPolicy) -> None:
+        """Adopt the policy of another round."""
         self._policy = policy
-        self._late.grow(policy.max_members)
-        self.withheld.grow(policy.max_members)
-        self.discredited.grow(policy.max_members)
-        self.lagging.grow(policy.max_members)
+        for penalties in (self._late, self.withheld, self.distrusted, self.lagging):
+            penalties.grow(policy.max_members)
 
     def dismiss(self, key: PeerKey) -> None:
-        """It is no member any more, whatever it says."""
+        """Remove a member, whatever it sends."""
         if key in self._members:
             self._forget(key)
 
     def is_my_turn(self, of: Digest, turn: int) -> bool:
-        """Whether we are one of about REPEATERS members, others each time, who repeat what others have said."""
+        """Return whether we are one of about REPEATERS members, others each turn, that repeat others' messages."""
         every = max(1, len(self) // REPEATERS)
         return (int.from_bytes(self._me[:4], "big") + int.from_bytes(of[:4], "big") + turn) % every == 0
 
@@ -111,10 +121,11 @@ class Members:
         return key in self._members
 
     def get(self, key: PeerKey) -> Member | None:
+        """Return a member; None when the peer is none."""
         return self._members.get(key)
 
-    def heard(self, message: Signed[Heartbeat], now: float) -> bool:
-        """Take a heartbeat. False when it is not news (replayed, reordered), or there is no room for its author."""
+    def add_heartbeat(self, message: Signed[Heartbeat], now: float) -> bool:
+        """Note a heartbeat. Return False when it is not new (replayed, reordered), or its author has no room."""
         key, beat = message.author, message.body
         if key == self._me or beat.sequence <= self._gone.get(key, -1):
             return False
@@ -133,7 +144,7 @@ class Members:
         return True
 
     def goodbye(self, message: Signed[Goodbye]) -> bool:
-        """Forget a member that leaves of its own will. False when a newer heartbeat contradicts it."""
+        """Forget a member that leaves of its own will. Return False when a newer heartbeat contradicts it."""
         member = self._members.get(message.author)
         if member is None or message.body.sequence <= member.beat.sequence:
             return False
@@ -144,33 +155,37 @@ class Members:
         return True
 
     def has_left(self, key: PeerKey) -> bool:
-        """Whether it said that it leaves, lately."""
+        """Return whether a peer said goodbye lately."""
         return key in self._gone
 
     def expire(self, now: float) -> list[PeerKey]:
-        """Forget who was not heard of for `member_seconds`; who they were."""
+        """Forget the members that were silent for `member_seconds`, and return their keys."""
         silent = [m.key for m in self if now - m.heard > self._policy.member_seconds]
         for key in silent:
             self._forget(key)
         return silent
 
     def contributed(self, contributors: Iterable[PeerKey]) -> None:
-        """These were in the last round: they keep their places, and what they let rounds wait for is forgiven."""
-        self._veterans = frozenset(contributors)
-        for key in self._veterans:
-            self.forgive(key)
-            self.discredited.forgive(key)
-            self.lagging.forgive(key)
+        """Note the contributors of the last round: they keep their places, and their penalties are forgiven."""
+        self._established = frozenset(contributors)
+        for key in self._established:
+            for penalties in (self._late, self.withheld, self.distrusted, self.lagging):
+                penalties.forgive(key)
 
-    def is_veteran(self, key: PeerKey) -> bool:
-        return key in self._veterans
+    def is_established(self, key: PeerKey) -> bool:
+        """Return whether a peer contributed to the last round."""
+        return key in self._established
+
+    def has_room_for(self, key: PeerKey) -> bool:
+        """Return whether messages of a peer deserve room: it is no key that anybody can make."""
+        return key == self._me or key in self._members or key in self._established
 
     def _make_room(self, key: PeerKey, now: float) -> bool:
         if self.expire(now):
             return True
-        if key not in self._veterans:
+        if key not in self._established:
             return False
-        newcomers = [m for m in self if m.key not in self._veterans]
+        newcomers = [m for m in self if m.key not in self._established]
         if not newcomers:
             return False
         self._forget(max(newcomers, key=lambda m: m.since).key)
@@ -184,7 +199,7 @@ class Members:
 
     @property
     def training(self) -> int:
-        """Members that train in the watched round and have not announced."""
+        """Number of members that train in the watched round and have not announced."""
         return len(self._counted)
 
     def watch(self, parent: Digest, number: int) -> None:
@@ -192,47 +207,48 @@ class Members:
         self._parent = parent
         self._number = number
         self._counted.clear()
-        self._settled.clear()
+        self._announced.clear()
         self.windows = 0
         for member in self:
             self._count(member)
 
-    def settle(self, key: PeerKey) -> None:
-        """It has announced: what its heartbeats say from now on is for the next round."""
-        self._settled.add(key)
+    def announced(self, key: PeerKey) -> None:
+        """Note that a peer has announced: its heartbeats count for the next round from now on."""
+        self._announced.add(key)
         self.windows -= self._counted.pop(key, 0)
 
     def _count(self, member: Member) -> None:
         self.windows -= self._counted.pop(member.key, 0)
-        counts = member.key not in self._settled and not self.discredited.holds(member.key, self._number)
+        counts = member.key not in self._announced and not self.distrusted.holds(member.key, self._number)
         if self._parent is not None and counts and member.trains_in(self._parent):
             windows = min(member.beat.windows, self._policy.max_update_windows)
             self._counted[member.key] = windows
             self.windows += windows
 
-    # -- whom a round does not wait for: those who kept earlier rounds waiting in vain ------------------------
+    # -- peers that kept earlier rounds waiting in vain -------------------------------------------------------
 
-    def strike(self, key: PeerKey, number: int) -> None:
-        """It kept round `number` waiting until the deadline: the next rounds, twice as many each time, do not wait."""
-        self._late.strike(key, number)
+    def penalise(self, key: PeerKey, number: int) -> None:
+        """Note that a peer kept round `number` waiting until the deadline: the next rounds do not wait for it."""
+        self._late.penalise(key, number)
 
     def forgive(self, key: PeerKey) -> None:
-        """It delivered in time."""
+        """Note that a peer delivered in time."""
         self._late.forgive(key)
 
     def is_waited_for(self, key: PeerKey, number: int) -> bool:
+        """Return whether round `number` waits for a peer."""
         return not self._late.holds(key, number)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What is held, and its bound."""
+        """Return the size and the bound of each container."""
         top = self._policy.max_members
         return {
             "members": (len(self._members), top),
             "goodbyes": (len(self._gone), top),
-            "strikes": (len(self._late), top),
+            "late": (len(self._late), top),
             "withheld": (len(self.withheld), top),
-            "discredited": (len(self.discredited), top),
+            "distrusted": (len(self.distrusted), top),
             "lagging": (len(self.lagging), top),
             "counted": (len(self._counted), top),
-            "settled": (len(self._settled), 2 * top),
+            "announced": (len(self._announced), 2 * top),
         }

@@ -1,18 +1,18 @@
-"""What drives a machine besides events: the run's round policy, in windows and seconds, and the driver's facts."""
+"""The inputs of the round machine besides events: the run's policy, in windows and seconds, and the peer's status."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from protocol.chain import ChainLimits
 from protocol.messages import RoundChanges
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.spec import RunSpec
+from protocol.tree import ChainLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RoundPolicy:
     """The parts of a run spec that the round machine needs: fields as in `spec.RoundSpec`, tokens as windows."""
 
     target_windows: int
@@ -25,17 +25,17 @@ class Policy:
     member_seconds: float = 20
     max_members: int = 256
     total_windows: int = 0
-    """The run ends when the chain has accepted so many; 0: never."""
+    """The run ends when the chain has accepted this number of windows; 0: never."""
 
     checkpoint_every: int = 10
     checkpoint_keep: int = 2
     exchange: ReducePlan = GATHER
     window: int = 1
-    """Tokens of one: what the owner changes later is in tokens."""
+    """Tokens of one window: the owner's changes are in tokens."""
 
     @classmethod
-    def of(cls, spec: RunSpec) -> Policy:
-        """From a run spec. Targets in tokens are rounded up to windows."""
+    def of(cls, spec: RunSpec) -> RoundPolicy:
+        """Return the policy of a run spec. Targets in tokens are rounded up to windows."""
         r, window = spec.round, spec.data.window
         return cls(
             target_windows=-(-r.target_tokens // window),
@@ -54,8 +54,8 @@ class Policy:
             window=window,
         )
 
-    def under(self, changes: RoundChanges) -> Policy:
-        """With what the owner has changed since."""
+    def under(self, changes: RoundChanges) -> RoundPolicy:
+        """Return the policy with the owner's changes."""
         names = ("max_seconds", "exchange_seconds", "propose_seconds", "patience_seconds", "member_seconds")
         new: dict[str, Any] = {name: getattr(changes, name) for name in (*names, "max_members")}
         if changes.target_tokens is not None:
@@ -76,8 +76,8 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a heartbeat says beyond what the machine knows. The driver replaces `machine.facts` as they change."""
+class LocalStatus:
+    """The driver's knowledge of this peer: given with each step, published in heartbeats."""
 
     sequence: int = 0
     """Unix milliseconds: the next heartbeat or goodbye carries at least this number, so it grows across restarts."""

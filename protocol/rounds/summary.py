@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Heartbeat, Signed, UpdateHeader
+from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
-from protocol.rounds.deciding import Deciding
-from protocol.rounds.position import Position
+from protocol.rounds.phase import Phase
+from protocol.rounds.state_sync import StateSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,9 @@ class MemberView:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Where the machine stands."""
+    """The state of a machine."""
 
-    phase: str
-    """As in heartbeats: joining, training, exchanging, syncing, observing, leaving."""
-
+    phase: Phase
     round: Round
     """The round that is being trained, or followed."""
 
@@ -43,43 +42,46 @@ class Summary:
     chain_weight: int
     members: tuple[MemberView, ...]
     headers: tuple[Signed[UpdateHeader], ...]
-    """Announced for this round, own one included."""
+    """The headers announced for this round, own one included."""
 
     proposals: int
     votes: int
     """Votes seen for the record that we voted for."""
 
     awaited: tuple[PeerKey, ...]
-    """Whom the first in rank waits for, once we have announced."""
+    """The members that the first proposer waits for, once we have announced."""
 
     windows: int
     """Own windows that no update covers yet."""
 
+    target_windows: int
+    """Windows at which the round ends."""
+
     finished: bool
 
 
-def summarise(c: Context, d: Deciding, p: Position, phase: str, now: float) -> Summary:
-    """The view of a machine's parts at a time."""
-    b = d.ballot
-    head = p.applied if p.applied is not None and p.applied in c.chain else c.chain.head
+def summarise(c: Context, consensus: Consensus, sync: StateSync, phase: Phase, finished: bool, now: float) -> Summary:
+    """Return the view of a machine's parts at a time."""
+    r, head = consensus.round, sync.best_record
     votes = 0
-    if b is not None and b.last_vote is not None and (mine := b.proposals.get(b.last_vote.body.record)) is not None:
-        votes = len(b.votes_for(mine.record))
-    announced, voted = ({}, {}) if b is None else (b.headers, b.votes)
+    if r is not None and r.last_vote is not None and (mine := r.proposals.get(r.last_vote.body.record)) is not None:
+        votes = len(r.votes_for(mine.record))
+    announced, voted = ({}, {}) if r is None else (r.headers, r.votes)
     members = tuple(MemberView(m.key, m.beat, now - m.heard, m.key in announced, m.key in voted) for m in c.members)
     return Summary(
         phase=phase,
         round=c.chain.height(head),
         head=head,
-        state=p.state,
+        state=sync.state,
         weight=c.chain.weight(head),
         chain_head=c.chain.head,
         chain_weight=c.chain.weight(c.chain.head),
         members=members,
         headers=tuple(announced.values()),
-        proposals=0 if b is None else len(b.proposals),
+        proposals=0 if r is None else len(r.proposals),
         votes=votes,
-        awaited=() if b is None or b.announced is None else tuple(d.awaiting.awaited(b)),
-        windows=d.work.windows,
-        finished=d.finished,
+        awaited=consensus.awaited(),
+        windows=consensus.work.windows,
+        target_windows=c.policy.target_windows,
+        finished=finished,
     )

@@ -12,12 +12,14 @@ class GetRunRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ...) -> None: ...
 
 class GetRunReply(_message.Message):
-    __slots__ = ("spec", "addresses")
+    __slots__ = ("spec", "addresses", "page")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
     spec: bytes
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, spec: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    page: str
+    def __init__(self, spec: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., page: _Optional[str] = ...) -> None: ...
 
 class AdmitRequest(_message.Message):
     __slots__ = ("request",)
@@ -54,7 +56,7 @@ class StatusRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ...) -> None: ...
 
 class PeerStatus(_message.Message):
-    __slots__ = ("peer", "name", "phase", "round", "loss", "tokens_per_second", "bytes_up", "bytes_down", "micro_credits_settled", "micro_credits_pending", "head", "seconds_since_heard", "device")
+    __slots__ = ("peer", "name", "phase", "round", "loss", "tokens_per_second", "bytes_up", "bytes_down", "micro_credits_settled", "micro_credits_pending", "head", "seconds_since_heartbeat", "device")
     PEER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -66,7 +68,7 @@ class PeerStatus(_message.Message):
     MICRO_CREDITS_SETTLED_FIELD_NUMBER: _ClassVar[int]
     MICRO_CREDITS_PENDING_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_SINCE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     peer: bytes
     name: str
@@ -79,12 +81,12 @@ class PeerStatus(_message.Message):
     micro_credits_settled: int
     micro_credits_pending: int
     head: bytes
-    seconds_since_heard: float
+    seconds_since_heartbeat: float
     device: str
-    def __init__(self, peer: _Optional[bytes] = ..., name: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., head: _Optional[bytes] = ..., seconds_since_heard: _Optional[float] = ..., device: _Optional[str] = ...) -> None: ...
+    def __init__(self, peer: _Optional[bytes] = ..., name: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., head: _Optional[bytes] = ..., seconds_since_heartbeat: _Optional[float] = ..., device: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "round", "head", "state", "state_round", "tokens", "total_tokens", "tokens_per_second", "loss", "peers", "page", "checkpoint", "checkpoint_round", "final_round", "health", "words", "newest", "losses", "alerts")
+    __slots__ = ("name", "round", "head", "state", "state_round", "tokens", "total_tokens", "tokens_per_second", "loss", "peers", "page", "checkpoint", "checkpoint_round", "final_round", "health", "message", "rounds", "losses", "alerts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
@@ -100,8 +102,8 @@ class StatusReply(_message.Message):
     CHECKPOINT_ROUND_FIELD_NUMBER: _ClassVar[int]
     FINAL_ROUND_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
-    WORDS_FIELD_NUMBER: _ClassVar[int]
-    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     ALERTS_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -119,39 +121,39 @@ class StatusReply(_message.Message):
     checkpoint_round: int
     final_round: int
     health: str
-    words: str
-    newest: _containers.RepeatedCompositeFieldContainer[RoundStatus]
+    message: str
+    rounds: _containers.RepeatedCompositeFieldContainer[RoundStatus]
     losses: _containers.RepeatedScalarFieldContainer[float]
     alerts: _containers.RepeatedCompositeFieldContainer[AlertStatus]
-    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., state: _Optional[bytes] = ..., state_round: _Optional[int] = ..., tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., page: _Optional[str] = ..., checkpoint: _Optional[bytes] = ..., checkpoint_round: _Optional[int] = ..., final_round: _Optional[int] = ..., health: _Optional[str] = ..., words: _Optional[str] = ..., newest: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[float]] = ..., alerts: _Optional[_Iterable[_Union[AlertStatus, _Mapping]]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., state: _Optional[bytes] = ..., state_round: _Optional[int] = ..., tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., page: _Optional[str] = ..., checkpoint: _Optional[bytes] = ..., checkpoint_round: _Optional[int] = ..., final_round: _Optional[int] = ..., health: _Optional[str] = ..., message: _Optional[str] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[float]] = ..., alerts: _Optional[_Iterable[_Union[AlertStatus, _Mapping]]] = ...) -> None: ...
 
 class RoundStatus(_message.Message):
-    __slots__ = ("round", "tokens", "loss", "contributors", "absent", "absent_in_all", "final")
+    __slots__ = ("round", "tokens", "loss", "contributors", "absent", "absent_total", "final")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
-    ABSENT_IN_ALL_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_TOTAL_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     round: int
     tokens: int
     loss: float
     contributors: int
     absent: _containers.RepeatedScalarFieldContainer[str]
-    absent_in_all: int
+    absent_total: int
     final: bool
-    def __init__(self, round: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., contributors: _Optional[int] = ..., absent: _Optional[_Iterable[str]] = ..., absent_in_all: _Optional[int] = ..., final: bool = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., contributors: _Optional[int] = ..., absent: _Optional[_Iterable[str]] = ..., absent_total: _Optional[int] = ..., final: bool = ...) -> None: ...
 
 class AlertStatus(_message.Message):
-    __slots__ = ("name", "since", "words")
+    __slots__ = ("name", "since", "message")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
-    WORDS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     name: str
     since: int
-    words: str
-    def __init__(self, name: _Optional[str] = ..., since: _Optional[int] = ..., words: _Optional[str] = ...) -> None: ...
+    message: str
+    def __init__(self, name: _Optional[str] = ..., since: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class AccountRequest(_message.Message):
     __slots__ = ("run", "peer")
@@ -191,120 +193,6 @@ class AccountEntry(_message.Message):
     settled: bool
     def __init__(self, round: _Optional[int] = ..., record: _Optional[bytes] = ..., tokens: _Optional[int] = ..., micro_credits: _Optional[int] = ..., settled: bool = ...) -> None: ...
 
-class ReceiptsRequest(_message.Message):
-    __slots__ = ("run", "peer", "before", "limit")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    PEER_FIELD_NUMBER: _ClassVar[int]
-    BEFORE_FIELD_NUMBER: _ClassVar[int]
-    LIMIT_FIELD_NUMBER: _ClassVar[int]
-    run: bytes
-    peer: bytes
-    before: int
-    limit: int
-    def __init__(self, run: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., before: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
-
-class ReceiptItem(_message.Message):
-    __slots__ = ("receipt", "status")
-    RECEIPT_FIELD_NUMBER: _ClassVar[int]
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    receipt: bytes
-    status: str
-    def __init__(self, receipt: _Optional[bytes] = ..., status: _Optional[str] = ...) -> None: ...
-
-class ReceiptsReply(_message.Message):
-    __slots__ = ("receipts", "next")
-    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_FIELD_NUMBER: _ClassVar[int]
-    receipts: _containers.RepeatedCompositeFieldContainer[ReceiptItem]
-    next: int
-    def __init__(self, receipts: _Optional[_Iterable[_Union[ReceiptItem, _Mapping]]] = ..., next: _Optional[int] = ...) -> None: ...
-
-class TreeHeadRequest(_message.Message):
-    __slots__ = ("run", "before", "limit")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    BEFORE_FIELD_NUMBER: _ClassVar[int]
-    LIMIT_FIELD_NUMBER: _ClassVar[int]
-    run: bytes
-    before: int
-    limit: int
-    def __init__(self, run: _Optional[bytes] = ..., before: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
-
-class TreeHeadReply(_message.Message):
-    __slots__ = ("heads",)
-    HEADS_FIELD_NUMBER: _ClassVar[int]
-    heads: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, heads: _Optional[_Iterable[bytes]] = ...) -> None: ...
-
-class EntriesRequest(_message.Message):
-    __slots__ = ("run", "first", "limit")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    LIMIT_FIELD_NUMBER: _ClassVar[int]
-    run: bytes
-    first: int
-    limit: int
-    def __init__(self, run: _Optional[bytes] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
-
-class EntriesReply(_message.Message):
-    __slots__ = ("entries", "size")
-    ENTRIES_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    entries: _containers.RepeatedScalarFieldContainer[bytes]
-    size: int
-    def __init__(self, entries: _Optional[_Iterable[bytes]] = ..., size: _Optional[int] = ...) -> None: ...
-
-class LinesRequest(_message.Message):
-    __slots__ = ("run", "first", "limit")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    LIMIT_FIELD_NUMBER: _ClassVar[int]
-    run: bytes
-    first: int
-    limit: int
-    def __init__(self, run: _Optional[bytes] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
-
-class EntryLines(_message.Message):
-    __slots__ = ("entry", "lines")
-    ENTRY_FIELD_NUMBER: _ClassVar[int]
-    LINES_FIELD_NUMBER: _ClassVar[int]
-    entry: int
-    lines: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, entry: _Optional[int] = ..., lines: _Optional[_Iterable[bytes]] = ...) -> None: ...
-
-class LinesReply(_message.Message):
-    __slots__ = ("entries", "next")
-    ENTRIES_FIELD_NUMBER: _ClassVar[int]
-    NEXT_FIELD_NUMBER: _ClassVar[int]
-    entries: _containers.RepeatedCompositeFieldContainer[EntryLines]
-    next: int
-    def __init__(self, entries: _Optional[_Iterable[_Union[EntryLines, _Mapping]]] = ..., next: _Optional[int] = ...) -> None: ...
-
-class InclusionRequest(_message.Message):
-    __slots__ = ("run", "entry", "size")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    ENTRY_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    run: bytes
-    entry: int
-    size: int
-    def __init__(self, run: _Optional[bytes] = ..., entry: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
-
-class ConsistencyRequest(_message.Message):
-    __slots__ = ("run", "first", "second")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    SECOND_FIELD_NUMBER: _ClassVar[int]
-    run: bytes
-    first: int
-    second: int
-    def __init__(self, run: _Optional[bytes] = ..., first: _Optional[int] = ..., second: _Optional[int] = ...) -> None: ...
-
-class ProofReply(_message.Message):
-    __slots__ = ("hashes",)
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
-
 class BindRequest(_message.Message):
     __slots__ = ("run", "binding")
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -318,44 +206,6 @@ class BindReply(_message.Message):
     PEERS_FIELD_NUMBER: _ClassVar[int]
     peers: int
     def __init__(self, peers: _Optional[int] = ...) -> None: ...
-
-class StandingRequest(_message.Message):
-    __slots__ = ("run", "key")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    run: bytes
-    key: bytes
-    def __init__(self, run: _Optional[bytes] = ..., key: _Optional[bytes] = ...) -> None: ...
-
-class StandingReply(_message.Message):
-    __slots__ = ("key", "kind", "name", "team", "account", "micro_credits_settled", "micro_credits_pending", "micro_credits_voided", "recent", "tokens", "rounds", "peers", "rounds_in_all")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    TEAM_FIELD_NUMBER: _ClassVar[int]
-    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
-    MICRO_CREDITS_SETTLED_FIELD_NUMBER: _ClassVar[int]
-    MICRO_CREDITS_PENDING_FIELD_NUMBER: _ClassVar[int]
-    MICRO_CREDITS_VOIDED_FIELD_NUMBER: _ClassVar[int]
-    RECENT_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ROUNDS_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
-    ROUNDS_IN_ALL_FIELD_NUMBER: _ClassVar[int]
-    key: bytes
-    kind: str
-    name: str
-    team: str
-    account: bytes
-    micro_credits_settled: int
-    micro_credits_pending: int
-    micro_credits_voided: int
-    recent: int
-    tokens: int
-    rounds: int
-    peers: _containers.RepeatedScalarFieldContainer[bytes]
-    rounds_in_all: int
-    def __init__(self, key: _Optional[bytes] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., team: _Optional[str] = ..., account: _Optional[bytes] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., micro_credits_voided: _Optional[int] = ..., recent: _Optional[int] = ..., tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., peers: _Optional[_Iterable[bytes]] = ..., rounds_in_all: _Optional[int] = ...) -> None: ...
 
 class CertificatesRequest(_message.Message):
     __slots__ = ("run", "after", "limit", "record")
@@ -386,13 +236,13 @@ class DirectiveRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., directive: _Optional[bytes] = ...) -> None: ...
 
 class DirectiveReply(_message.Message):
-    __slots__ = ("directive", "round", "peers", "heard")
+    __slots__ = ("directive", "round", "peers", "informed")
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
-    HEARD_FIELD_NUMBER: _ClassVar[int]
+    INFORMED_FIELD_NUMBER: _ClassVar[int]
     directive: bytes
     round: int
     peers: int
-    heard: int
-    def __init__(self, directive: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...
+    informed: int
+    def __init__(self, directive: _Optional[bytes] = ..., round: _Optional[int] = ..., peers: _Optional[int] = ..., informed: _Optional[int] = ...) -> None: ...

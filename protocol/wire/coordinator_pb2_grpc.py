@@ -54,45 +54,10 @@ class CoordinatorStub(object):
                 request_serializer=protocol_dot_wire_dot_coordinator__pb2.AccountRequest.SerializeToString,
                 response_deserializer=protocol_dot_wire_dot_coordinator__pb2.AccountReply.FromString,
                 _registered_method=True)
-        self.Receipts = channel.unary_unary(
-                '/cairn.coordinator.Coordinator/Receipts',
-                request_serializer=protocol_dot_wire_dot_coordinator__pb2.ReceiptsRequest.SerializeToString,
-                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.ReceiptsReply.FromString,
-                _registered_method=True)
-        self.TreeHead = channel.unary_unary(
-                '/cairn.coordinator.Coordinator/TreeHead',
-                request_serializer=protocol_dot_wire_dot_coordinator__pb2.TreeHeadRequest.SerializeToString,
-                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.TreeHeadReply.FromString,
-                _registered_method=True)
-        self.Entries = channel.unary_unary(
-                '/cairn.coordinator.Coordinator/Entries',
-                request_serializer=protocol_dot_wire_dot_coordinator__pb2.EntriesRequest.SerializeToString,
-                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.EntriesReply.FromString,
-                _registered_method=True)
-        self.Lines = channel.unary_unary(
-                '/cairn.coordinator.Coordinator/Lines',
-                request_serializer=protocol_dot_wire_dot_coordinator__pb2.LinesRequest.SerializeToString,
-                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.LinesReply.FromString,
-                _registered_method=True)
-        self.Inclusion = channel.unary_unary(
-                '/cairn.coordinator.Coordinator/Inclusion',
-                request_serializer=protocol_dot_wire_dot_coordinator__pb2.InclusionRequest.SerializeToString,
-                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.ProofReply.FromString,
-                _registered_method=True)
-        self.Consistency = channel.unary_unary(
-                '/cairn.coordinator.Coordinator/Consistency',
-                request_serializer=protocol_dot_wire_dot_coordinator__pb2.ConsistencyRequest.SerializeToString,
-                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.ProofReply.FromString,
-                _registered_method=True)
         self.Bind = channel.unary_unary(
                 '/cairn.coordinator.Coordinator/Bind',
                 request_serializer=protocol_dot_wire_dot_coordinator__pb2.BindRequest.SerializeToString,
                 response_deserializer=protocol_dot_wire_dot_coordinator__pb2.BindReply.FromString,
-                _registered_method=True)
-        self.Standing = channel.unary_unary(
-                '/cairn.coordinator.Coordinator/Standing',
-                request_serializer=protocol_dot_wire_dot_coordinator__pb2.StandingRequest.SerializeToString,
-                response_deserializer=protocol_dot_wire_dot_coordinator__pb2.StandingReply.FromString,
                 _registered_method=True)
         self.Certificates = channel.unary_unary(
                 '/cairn.coordinator.Coordinator/Certificates',
@@ -110,7 +75,7 @@ class CoordinatorServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetRun(self, request, context):
-        """The run's spec and where to enter the swarm.
+        """Return the run's spec, and addresses of the swarm and of the page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,84 +89,35 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """The swarm as the coordinator sees it, for people.
+        """Return the swarm as the coordinator sees it, for people.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Account(self, request, context):
-        """What one peer has contributed and earned.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Receipts(self, request, context):
-        """Signed receipts for a peer's updates, newest first (protocol/wire/ledger.proto).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def TreeHead(self, request, context):
-        """Signed tree heads of the log of credits, newest first; the newest is at most a minute old.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Entries(self, request, context):
-        """Entries of the log, as they were written.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Lines(self, request, context):
-        """The lines of the round entries among them.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Inclusion(self, request, context):
-        """That an entry is in the log of a size (RFC 9162).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Consistency(self, request, context):
-        """That the log of one size extends that of another (RFC 9162).
+        """Return what one peer has contributed and earned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Bind(self, request, context):
-        """Bind a peer to an account: both have signed.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Standing(self, request, context):
-        """Totals and the recent average of a peer or an account.
+        """Bind a peer to an account; both have signed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Certificates(self, request, context):
-        """Certificates as the observer keeps them: for rounds that members no longer have. They prove themselves.
+        """Return certificates that the observer holds, for rounds that members no longer keep. They prove themselves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PublishDirective(self, request, context):
-        """Take the owner's word on the run, or (with none) say what the newest is.
+        """Accept a directive of the owner, or (without one) return the newest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -230,45 +146,10 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=protocol_dot_wire_dot_coordinator__pb2.AccountRequest.FromString,
                     response_serializer=protocol_dot_wire_dot_coordinator__pb2.AccountReply.SerializeToString,
             ),
-            'Receipts': grpc.unary_unary_rpc_method_handler(
-                    servicer.Receipts,
-                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.ReceiptsRequest.FromString,
-                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.ReceiptsReply.SerializeToString,
-            ),
-            'TreeHead': grpc.unary_unary_rpc_method_handler(
-                    servicer.TreeHead,
-                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.TreeHeadRequest.FromString,
-                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.TreeHeadReply.SerializeToString,
-            ),
-            'Entries': grpc.unary_unary_rpc_method_handler(
-                    servicer.Entries,
-                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.EntriesRequest.FromString,
-                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.EntriesReply.SerializeToString,
-            ),
-            'Lines': grpc.unary_unary_rpc_method_handler(
-                    servicer.Lines,
-                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.LinesRequest.FromString,
-                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.LinesReply.SerializeToString,
-            ),
-            'Inclusion': grpc.unary_unary_rpc_method_handler(
-                    servicer.Inclusion,
-                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.InclusionRequest.FromString,
-                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.ProofReply.SerializeToString,
-            ),
-            'Consistency': grpc.unary_unary_rpc_method_handler(
-                    servicer.Consistency,
-                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.ConsistencyRequest.FromString,
-                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.ProofReply.SerializeToString,
-            ),
             'Bind': grpc.unary_unary_rpc_method_handler(
                     servicer.Bind,
                     request_deserializer=protocol_dot_wire_dot_coordinator__pb2.BindRequest.FromString,
                     response_serializer=protocol_dot_wire_dot_coordinator__pb2.BindReply.SerializeToString,
-            ),
-            'Standing': grpc.unary_unary_rpc_method_handler(
-                    servicer.Standing,
-                    request_deserializer=protocol_dot_wire_dot_coordinator__pb2.StandingRequest.FromString,
-                    response_serializer=protocol_dot_wire_dot_coordinator__pb2.StandingReply.SerializeToString,
             ),
             'Certificates': grpc.unary_unary_rpc_method_handler(
                     servicer.Certificates,
@@ -400,168 +281,6 @@ class Coordinator(object):
             _registered_method=True)
 
     @staticmethod
-    def Receipts(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/cairn.coordinator.Coordinator/Receipts',
-            protocol_dot_wire_dot_coordinator__pb2.ReceiptsRequest.SerializeToString,
-            protocol_dot_wire_dot_coordinator__pb2.ReceiptsReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def TreeHead(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/cairn.coordinator.Coordinator/TreeHead',
-            protocol_dot_wire_dot_coordinator__pb2.TreeHeadRequest.SerializeToString,
-            protocol_dot_wire_dot_coordinator__pb2.TreeHeadReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Entries(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/cairn.coordinator.Coordinator/Entries',
-            protocol_dot_wire_dot_coordinator__pb2.EntriesRequest.SerializeToString,
-            protocol_dot_wire_dot_coordinator__pb2.EntriesReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Lines(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/cairn.coordinator.Coordinator/Lines',
-            protocol_dot_wire_dot_coordinator__pb2.LinesRequest.SerializeToString,
-            protocol_dot_wire_dot_coordinator__pb2.LinesReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Inclusion(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/cairn.coordinator.Coordinator/Inclusion',
-            protocol_dot_wire_dot_coordinator__pb2.InclusionRequest.SerializeToString,
-            protocol_dot_wire_dot_coordinator__pb2.ProofReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Consistency(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/cairn.coordinator.Coordinator/Consistency',
-            protocol_dot_wire_dot_coordinator__pb2.ConsistencyRequest.SerializeToString,
-            protocol_dot_wire_dot_coordinator__pb2.ProofReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Bind(request,
             target,
             options=(),
@@ -578,33 +297,6 @@ class Coordinator(object):
             '/cairn.coordinator.Coordinator/Bind',
             protocol_dot_wire_dot_coordinator__pb2.BindRequest.SerializeToString,
             protocol_dot_wire_dot_coordinator__pb2.BindReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Standing(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/cairn.coordinator.Coordinator/Standing',
-            protocol_dot_wire_dot_coordinator__pb2.StandingRequest.SerializeToString,
-            protocol_dot_wire_dot_coordinator__pb2.StandingReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from coordinator.credits import CreditRule, Entry, RoundAccount
-from coordinator.ledger import Admitted, Refusal
+from coordinator.ledger import AdmissionRow, RefusedUpdate
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round, sha256
+from protocol.ledger.credits import CreditRule, RoundAccount
+from protocol.ledger.entries import Line
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from tests.support.coordinator_fakes import make_spec, peer
 from tests.support.specs import OWNER
@@ -33,7 +34,7 @@ def account(round_: int) -> RoundAccount:
         if (round_ + i) % PEERS < 3 + round_ % 4:
             windows = 1000 + 10 * round_ + i
             update = Digest(sha256(record(round_), key))
-            lines.append(Entry(key, update, windows, windows * RULE.window, RULE.micro_credits(windows)))
+            lines.append(Line(key, update, windows, windows * RULE.window, RULE.micro_credits(windows)))
     return RoundAccount(Round(round_), record(round_), record(round_ - 1), Digest(bytes(32)), 3.0, tuple(lines))
 
 
@@ -47,11 +48,11 @@ def verdict(round_: int) -> bytes | None:
     return seal_verdict(OWNER, Verdict(SPEC.run_id, a.round, a.record, line.peer, line.update, "chaos")).sent
 
 
-def admitted(number: int) -> Admitted:
+def admitted(number: int) -> AdmissionRow:
     key = Digest(sha256(b"admitted", number.to_bytes(8, "big")))
-    return Admitted(peer(0).key.__class__(key), f"p{number}", number, number, number + 10, b"sent %d" % number)
+    return AdmissionRow(peer(0).key.__class__(key), f"p{number}", number, number, number + 10, b"sent %d" % number)
 
 
-def refusal(number: int) -> Refusal:
+def refusal(number: int) -> RefusedUpdate:
     update = Digest(sha256(b"refused", number.to_bytes(8, "big")))
-    return Refusal(Round(number), record(0), record(number), peer(0).key, update, "late", float(number))
+    return RefusedUpdate(Round(number), record(0), record(number), peer(0).key, update, "late", float(number))

@@ -36,7 +36,7 @@ def _not_the_story(ledger: Ledger) -> list[str]:
             kind = "voided" if voided else "settled" if settled else "pending"
             s = expected.get(line.peer, Standing())
             expected[line.peer] = s.moved(line, "issuance", kind)
-    if ledger.standings() != expected:
+    if ledger.balances() != expected:
         found.append("credit is lost or doubled")
     return found
 

@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable
 
 import coordinator.ledger_thread as threads
-from coordinator.credits import RoundAccount
 from coordinator.errors import LedgerError
-from coordinator.ledger import Ledger, store, writing
+from coordinator.ledger import Ledger, store, writes
+from protocol.ledger.credits import RoundAccount
 from tests.chaos import story
 
 AT_ONCE = 4
@@ -71,11 +71,11 @@ async def _one_after_the_other(thread, acknowledge, name, work, first: int) -> N
 
 
 def _admit(ledger: Ledger, number: int) -> None:
-    ledger.admit(story.admitted(number))
+    ledger.add_admission(story.admitted(number))
 
 
 def _refuse(ledger: Ledger, number: int) -> None:
-    ledger.refuse(story.refusal(number))
+    ledger.add_refusal(story.refusal(number))
 
 
 # -- how not to do it ----------------------------------------------------------------------------------------
@@ -107,12 +107,12 @@ class _InTwoTransactions(store.Ledger):
                 return False
             made = books.post_round(account, int(self._now() * 1000))
             for posted in made:
-                writing.write(self._db, posted)
+                writes.write(self._db, posted)
                 if posted.lines:
-                    writing.write_round(self._db, numbers, posted, account, None, final)
+                    writes.write_round(self._db, numbers, posted, account, None, final)
         with self._db.transaction():
             for posted in made:
-                writing.write_transfers(self._db, numbers, posted)
+                writes.write_transfers(self._db, numbers, posted)
             self._write_standings(books, numbers, made)
         return True
 

@@ -13,7 +13,7 @@ from protocol.errors import RivalOfFinal, UnknownParent
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Certificate, Directive, Finalization, Signed
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
 
 
@@ -53,7 +53,7 @@ _OPENERS: dict[bytes, MessageDecoder] = {}
 def read_branch(spec: RunSpec, store: Path) -> Branch:
     """Read the chain, and verify every certificate like a stranger's. Raises ProtocolError for one that is none."""
     decoder = _OPENERS.setdefault(bytes(spec.run_id), MessageDecoder(spec.run_id, spec.owner_key))
-    chain = Chain(spec.run_id, spec.genesis.name, Policy.of(spec).chain_limits)
+    chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
     if (word := store / "values" / "directive").exists():
         chain.take(decoder.open(word.read_bytes(), Directive))
     stored, parents = 0, dict[Digest, Digest]()

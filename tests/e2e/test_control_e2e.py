@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coordinator.archive import Archive
+from coordinator.checkpoints.archive import Archive
 from tests.e2e.world import LIMIT, World
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
@@ -94,7 +94,7 @@ async def test_the_owner_pauses_resumes_bans_and_rolls_back_a_run():
         assert signed()
         await world.until("the final of the new branch", lambda: _final(world) > to.round)
         status = await world.status()
-        assert status.health not in ("trouble", "split"), status.words
+        assert status.health not in ("trouble", "split"), status.message
         await asyncio.to_thread(world.stop, *(n for n, p in world.processes.items() if p.running))
     assert world.left == ([], [])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from coordinator.archive import read_sheet
+from coordinator.checkpoints.archive import read_manifest
 from tests.e2e.chains import check_same
 from tests.e2e.world import LIMIT, World
 
@@ -44,7 +44,7 @@ async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_us
         assert len({s.state for s in snapshots}) == 1 and snapshots[0].accepted_tokens == tokens
 
         folder = await world.until("the last state is archived", lambda: _archived(world, length))
-        sheet = read_sheet(folder)
+        sheet = read_manifest(folder)
         assert sheet is not None and sheet.tokens == tokens and str(sheet.state) == snapshots[0].state
         await world.until(
             "the last state is evaluated",
@@ -73,4 +73,4 @@ async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_us
 
 def _archived(world: World, round: int) -> Path | None:
     folder = world.coordinator_home / "checkpoints" / f"round-{round:06d}"
-    return folder if read_sheet(folder) is not None else None
+    return folder if read_manifest(folder) is not None else None

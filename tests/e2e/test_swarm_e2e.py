@@ -152,7 +152,9 @@ def check_ledger(world: World) -> None:
     spec = world.spec
     with closing(sqlite3.connect(f"file:{world.coordinator_home / LEDGER_FILE}?mode=ro", uri=True)) as db:
         rounds = db.execute("SELECT round, record, tokens FROM rounds ORDER BY round").fetchall()
-        lines = db.execute("SELECT r.round, l.sent FROM lines l JOIN rounds r ON r.entry = l.entry ORDER BY 1, l.line")
+        lines = db.execute(
+            "SELECT r.round, l.encoded FROM lines l JOIN rounds r ON r.entry = l.entry ORDER BY 1, l.line"
+        )
         read = [(round_, decode_line(sent)) for round_, sent in lines]
         sums = dict(db.execute("SELECT account, micro_credits FROM account_sums"))
     rows = [(round_, bytes(line.peer), line.tokens, line.micro_credits) for round_, line in read]

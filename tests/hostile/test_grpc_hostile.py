@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 from benchmarks.coordinator.__main__ import Server, result, start_load
 from benchmarks.coordinator.swarm import identity, make_spec
 from coordinator.errors import TooManyError
-from coordinator.guard import CALLS_OF_ONE, STREAMS_OF_ONE, Places
 from coordinator.health import NAME
+from coordinator.interceptor import CALLS_OF_ONE, STREAMS_OF_ONE, ConcurrencyLimit
 from peer.coordinator_client import _certificate_of
 from protocol.envelope import seal
 from protocol.invite import TLS_NAME, Endpoint
@@ -361,7 +361,7 @@ async def test_a_bug_in_a_method_tells_a_stranger_nothing(tmp_path, monkeypatch,
         raise ValueError("the password is 1234")
 
     async with running(tmp_path, SPEC) as (c, _), raw_stub(c) as stub:
-        monkeypatch.setattr(c, "run_reply", broken)
+        monkeypatch.setattr(c._service._answers, "run_reply", broken)
         code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=LIMIT))
         assert code is Code.INTERNAL and "1234" not in said and "log" in said
         assert "1234" in caplog.text
@@ -387,7 +387,7 @@ async def test_who_watches_its_health_is_told_that_it_goes(tmp_path):
 
 
 def test_places_are_bounded_freed_once_and_forgotten():
-    places = Places(3, 2)
+    places = ConcurrencyLimit(3, 2)
     first, _ = places.take("a"), places.take("a")
     with pytest.raises(TooManyError):
         places.take("a")

@@ -8,9 +8,9 @@ from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import RoundRecord, Vote
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
-from protocol.rounds.ballot import MAX_RECORDS, RECORDS_PER_AUTHOR
-from protocol.rounds.early import MAX_STRANGE_BYTES, Early
-from protocol.rounds.follower import STRANGERS
+from protocol.rounds.chain_sync import STRANGERS
+from protocol.rounds.future_messages import MAX_STRANGER_BYTES, FutureMessages
+from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR
 from tests.simulation.signer import FakeSigner
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
 
@@ -61,7 +61,7 @@ def test_members_are_asked_before_strangers_however_much_these_claim():
         b.beat(MEMBER, sequence=t, head=head("the chain"), weight=100)
         while b.of(do.RequestChain):
             asked += [a.to for a in b.of(do.RequestChain)]
-            b.step(ev.ChainSilent(asked[-1]))
+            b.step(ev.ChainUnanswered(asked[-1]))
     assert asked[0] == MEMBER and asked.count(MEMBER) >= 3 and len(set(asked)) > 1, "strangers too, in their turn"
 
 
@@ -69,7 +69,7 @@ def test_a_stranger_that_is_silent_makes_room_for_another():
     b = Bench()
     for i in range(STRANGERS):
         b.beat(stranger(i), head=head("x"), admission=b"")
-    claims = b.machine._follower._claims
+    claims = b.machine._chain_sync._claims
     b.beat(stranger(99), head=head("y"), weight=9, admission=b"")
     assert stranger(99) not in claims
     b.now = 60.0
@@ -83,9 +83,9 @@ def test_a_stranger_that_was_asked_in_vain_makes_room_for_another():
         b.beat(stranger(i), head=head(f"none {i}"), weight=9, admission=b"")
     b.step(ev.Tick(), 1.0)
     (asked,) = (a.to for a in b.of(do.RequestChain))
-    b.step(ev.ChainSilent(asked))
+    b.step(ev.ChainUnanswered(asked))
     b.beat(stranger(99), head=head("the chain"), weight=9, admission=b"")
-    claims = b.machine._follower._claims
+    claims = b.machine._chain_sync._claims
     assert stranger(99) in claims and asked not in claims
 
 
@@ -96,7 +96,7 @@ def test_who_always_skips_to_its_own_turn_does_not_keep_others_from_theirs():
         b.now = t / 4
         if t % 11 == 1:  # before its own turn is over
             attempt += 3
-            b.step(ev.Heard(b.record(liar, [theirs[0]], attempt=attempt)))
+            b.step(ev.MessageReceived(b.record(liar, [theirs[0]], attempt=attempt)))
         else:
             b.step(ev.Tick())
         mine += b.said(RoundRecord)
@@ -106,14 +106,14 @@ def test_who_always_skips_to_its_own_turn_does_not_keep_others_from_theirs():
 def test_a_record_of_an_attempt_that_is_far_off_takes_no_vote_from_those_whose_turn_it_is():
     b, liar, other, theirs, ranks = three_announced()
     far = 30_000 + ranks.index(liar)  # a multiple of three, and its own
-    b.step(ev.Heard(b.record(liar, [b.mine, theirs[0]], attempt=far)))
+    b.step(ev.MessageReceived(b.record(liar, [b.mine, theirs[0]], attempt=far)))
     honest = {attempt: b.record(other, [b.mine, *theirs], attempt=attempt) for attempt in range(60)}
     voted = []
     for t in range(1, 300):
         b.now = t / 4
-        attempt = b.machine._deciding.ballot.attempt(b.now)  # type: ignore[union-attr]
+        attempt = b.machine.open_round.attempt(b.now)  # type: ignore[union-attr]
         if attempt >= 0 and ranks[attempt % 3] == other:
-            b.step(ev.Heard(honest[attempt]))
+            b.step(ev.MessageReceived(honest[attempt]))
         else:
             b.step(ev.Tick())
         voted += [v.record for v in b.said(Vote)]
@@ -130,12 +130,12 @@ def test_a_few_with_many_records_do_not_keep_out_the_one_whose_turn_it_is():
     b.hold(real)
     for liar in liars:
         for attempt in range(RECORDS_PER_AUTHOR):
-            b.step(ev.Heard(b.record(liar, [b.header(liar)], attempt=1000 + attempt)))
+            b.step(ev.MessageReceived(b.record(liar, [b.header(liar)], attempt=1000 + attempt)))
     assert b.machine.sizes()["proposals"][0] >= MAX_RECORDS
-    ballot = b.machine._deciding.ballot
+    ballot = b.machine.open_round
     assert ballot is not None
     record = b.record(honest, [b.mine, real])
-    b.step(ev.Heard(record))
+    b.step(ev.MessageReceived(record))
     assert record.digest in ballot.proposals
     attempts = set()
     while len(attempts) < 2:
@@ -147,16 +147,16 @@ def test_a_few_with_many_records_do_not_keep_out_the_one_whose_turn_it_is():
 
 
 def test_early_words_of_strangers_make_room_for_those_of_members():
-    early = Early(4)
+    early = FutureMessages(4)
     for i in range(4):
-        early.keep(vote(stranger(i)), False)
-    early.keep(vote(stranger(5)), False)
-    assert not early.sizes()["early"][0] > 4
-    early.keep(vote(MEMBER), True)
-    kept = early.take(1)
+        early.keep(vote(stranger(i)), trusted=False)
+    early.keep(vote(stranger(5)), trusted=False)
+    assert not early.sizes()["future messages"][0] > 4
+    early.keep(vote(MEMBER), trusted=True)
+    kept = early.pop(1)
     assert [m.author for m in kept].count(MEMBER) == 1 and len(kept) == 4
-    assert early.sizes()["early bytes"][0] == 0
-    assert MAX_STRANGE_BYTES < early.sizes()["early bytes"][1]
+    assert early.sizes()["future bytes"][0] == 0
+    assert MAX_STRANGER_BYTES < early.sizes()["future bytes"][1]
 
 
 def vote(by: PeerKey):

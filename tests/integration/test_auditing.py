@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,24 +21,29 @@ from starlette.applications import Starlette
 from cairn.connection import CoordinatorConnection
 from cairn.ledger_audit import AuditResult, _lines, _plain, audit_log, head_file, receipt_problem
 from cairn.main import main
-from coordinator import rpc
-from coordinator.credit_log import LedgerLog
-from coordinator.credits import CreditRule, account_for
+from coordinator.credits.leaderboard import Leaderboard
+from coordinator.credits.log import CreditLog
+from coordinator.credits.receipts import Receipts
+from coordinator.credits.tree_heads import TreeHeadSigner
+from coordinator.history import RoundHistory
+from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
-from coordinator.page.log_routes import FOR_EVER, leaderboard_of, log_routes
-from coordinator.swarm import Announced
+from coordinator.page.credit_routes import IMMUTABLE, credit_routes
+from coordinator.swarm import AnnouncedUpdate
 from peer.coordinator_client import CoordinatorRefused
 from peer.keyfile import load_or_make
 from peer.log_client import LogClient
 from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain, UnknownParent
+from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, Round
+from protocol.ledger.credits import CreditRule, account_for
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry, encode_line, lines_root
 from protocol.ledger.statements import TreeHead, open_receipt, sign
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Directive, Finalization, Rollback, UpdateHeader
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer, state
 from tests.support.coordinator_service import running, settled
@@ -73,14 +77,6 @@ class Asker:
         return wire.ChainReply(certificates=sent, final=final, more=more, directive=word)
 
 
-class Backend:
-    """A coordinator's log behind its real calls, without a network."""
-
-    def __init__(self, log: LedgerLog):
-        self.run = SPEC.run_id
-        self.credit_log = log
-
-
 class World:
     """A run of some rounds, its ledger on disk, and who audits it."""
 
@@ -94,7 +90,7 @@ class World:
 
     def chain(self, first: int = 0) -> Chain:
         """Return the chain that a member keeps, from a round on."""
-        limits = Policy.of(SPEC).chain_limits
+        limits = RoundPolicy.of(SPEC).chain_limits
         if first:
             limits = replace(limits, max_records=1, keep_at_least=len(self.swarm.chain.certificates) - first)
         chain = Chain(SPEC.run_id, SPEC.genesis.name, limits)
@@ -116,9 +112,17 @@ class World:
         self.monkeypatch.setattr("coordinator.ledger.store.check_opened", lambda *_: None)
         self.ledger = LedgerThread()
         await self.ledger.open(self.folder / "ledger.sqlite", SPEC, lambda: self.clock[0])
-        admitter: Any = SimpleNamespace(name_of=lambda k: k.short, knows=lambda k: True)
-        self.log = LedgerLog(SPEC, OWNER, self.swarm, self.ledger, admitter, lambda: self.clock[0])
+        now = self.now
+        self.indexed = IndexedChain()
+        self.board = Leaderboard(SPEC.run_id, self.ledger, self.indexed, lambda k: k.short, lambda k: True, now)
+        self.log = CreditLog(
+            self.ledger, self.swarm, self.indexed, TreeHeadSigner(SPEC.run_id, OWNER, self.ledger, now),
+            Receipts(SPEC, OWNER, self.swarm, self.ledger, now), self.board, asyncio.Event(),
+        )  # fmt: skip
         await self.log.start()
+
+    def now(self) -> float:
+        return self.clock[0]
 
     async def post(self, rounds: int) -> None:
         for _ in range(rounds):
@@ -126,7 +130,9 @@ class World:
             self.clock[0] += 61
             await self.ledger.run(lambda ledger, a=account: ledger.post(a))
             await self.log.heads(None, 1)
-        await self.log._standings.refresh()
+        balances = await self.ledger.read(lambda ledger: ledger.balances())
+        self.indexed.restore(None, (), RoundHistory(), {}, balances)
+        await self.board.refresh()
 
     def falsify(self, *statements: str) -> None:
         """Change the database itself, without its triggers."""
@@ -144,27 +150,31 @@ class World:
         await self.open()
 
     def connect(self) -> CoordinatorConnection:
+        """Return a coordinator whose page and calls answer without a network."""
         log = self.log
-        service = rpc.Service(Backend(log), lambda *_: None)  # type: ignore[arg-type]
+        app = Starlette(routes=credit_routes(log))
 
-        async def abort(code: Any, message: str) -> None:
-            raise CoordinatorRefused(f"{code}: {message}")
-
-        context = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:1", abort=abort)
-
-        class Stub:
-            def __getattr__(self, name: str):
-                return lambda request, timeout: getattr(service, name)(request, context)
+        async def fetch(url: str) -> bytes:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as web:
+                answer = await web.get(url)
+            if answer.status_code != 200:
+                raise CoordinatorRefused(f"{answer.status_code}: {answer.text}")
+            return answer.content
 
         class Client:
-            run = SPEC.run_id
+            async def certificates(self, after: Digest, limit: int) -> tuple[Sequence[bytes], bool]:
+                try:
+                    return await log.certificates(after, limit)
+                except MalformedError as e:
+                    raise CoordinatorRefused(str(e)) from None
 
-            async def call(self, ask: Any) -> Any:
-                return await ask(Stub(), 10.0)
+            async def certificate(self, record: Digest) -> bytes | None:
+                return await log.certificate(record)
 
         client: Any = Client()
         invite: Any = None
-        return CoordinatorConnection(invite, client, LogClient(client, OWNER.key), SPEC, ("somewhere",), ())
+        read = LogClient("http://x/", SPEC.run_id, OWNER.key, fetch)
+        return CoordinatorConnection(invite, client, read, SPEC, ("somewhere",), ())
 
     async def audit(self, home: str = "home") -> AuditResult:
         chains = self.chains or {peer(1).key: self.chain()}
@@ -263,9 +273,9 @@ def row(w: World, query: str) -> Any:
 async def test_a_changed_amount_is_named(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
         entry = row(w, "SELECT entry FROM rounds WHERE round = 3")[0]
-        line = decode_line(row(w, f"SELECT sent FROM lines WHERE entry = {entry} AND line = 1")[0])
+        line = decode_line(row(w, f"SELECT encoded FROM lines WHERE entry = {entry} AND line = 1")[0])
         more = encode_line(replace(line, micro_credits=10**9))
-        await w.falsified(f"UPDATE lines SET sent = x'{more.hex()}' WHERE entry = {entry} AND line = 1")
+        await w.falsified(f"UPDATE lines SET encoded = x'{more.hex()}' WHERE entry = {entry} AND line = 1")
         found = await w.found()
         assert f"line 1 of entry {entry} (round 3)" in found[0] and "1000000000" in found[0]
 
@@ -274,15 +284,15 @@ async def test_a_credit_moved_to_another_peer_is_named_though_its_hashes_were_ma
     async with made(tmp_path, monkeypatch) as w:
         entry = row(w, "SELECT entry FROM rounds WHERE round = 7")[0]
         lines = [
-            decode_line(row(w, f"SELECT sent FROM lines WHERE entry = {entry} AND line = {i}")[0]) for i in (0, 1, 2)
+            decode_line(row(w, f"SELECT encoded FROM lines WHERE entry = {entry} AND line = {i}")[0]) for i in (0, 1, 2)
         ]
         thief = next(i for i in map(identity, range(1000)) if lines[0].peer < i.key < lines[2].peer)
         lines[1] = replace(lines[1], peer=thief.key)
-        old = decode_entry(row(w, f"SELECT sent FROM entries WHERE sequence = {entry}")[0])
+        old = decode_entry(row(w, f"SELECT encoded FROM entries WHERE sequence = {entry}")[0])
         new = encode_entry(replace(old, what=replace(old.what, lines_root=lines_root(lines))))  # type: ignore[arg-type]
         await w.falsified(
-            f"UPDATE lines SET sent = x'{encode_line(lines[1]).hex()}' WHERE entry = {entry} AND line = 1",
-            f"UPDATE entries SET sent = x'{new.hex()}', leaf = x'{leaf_hash(new).hex()}' WHERE sequence = {entry}",
+            f"UPDATE lines SET encoded = x'{encode_line(lines[1]).hex()}' WHERE entry = {entry} AND line = 1",
+            f"UPDATE entries SET encoded = x'{new.hex()}', leaf = x'{leaf_hash(new).hex()}' WHERE sequence = {entry}",
         )
         found = await w.found()
         assert any(f"line 1 of entry {entry}" in f and f"to peer {thief.key.short}" in f for f in found)
@@ -320,7 +330,7 @@ async def test_the_end_cut_off_is_named_by_what_this_machine_saw(tmp_path, monke
         await w.falsified(
             f"DELETE FROM entries WHERE sequence >= {size - 2}", f"DELETE FROM lines WHERE entry >= {size - 2}",
             f"DELETE FROM rounds WHERE entry >= {size - 2}", "DELETE FROM branch WHERE round >= 7", "DELETE FROM heads",
-            f"INSERT INTO heads (id, size, root, time, sent) VALUES (1, 0, x'{'00' * 32}', 5, x'{head.hex()}')",
+            f"INSERT INTO heads (id, size, root, time, encoded) VALUES (1, 0, x'{'00' * 32}', 5, x'{head.hex()}')",
         )  # fmt: skip
         found = await w.found()
         assert any("seen by this machine" in f and "entries were removed" in f for f in found)
@@ -332,8 +342,8 @@ async def test_a_forged_head_is_named(tmp_path, monkeypatch):
         forged = sign(OWNER, TreeHead(SPEC.run_id, 5, digest("forged"), 1_700_000_000_000)).sent
         stranger = sign(identity("s"), TreeHead(SPEC.run_id, 3, digest("forged"), 1_700_000_000_000)).sent
         await w.falsified(
-            f"INSERT INTO heads (id, size, root, time, sent) VALUES (0, 5, x'{'00' * 32}', 5, x'{forged.hex()}')",
-            f"INSERT INTO heads (id, size, root, time, sent) VALUES (-1, 3, x'{'00' * 32}', 5, x'{stranger.hex()}')",
+            f"INSERT INTO heads (id, size, root, time, encoded) VALUES (0, 5, x'{'00' * 32}', 5, x'{forged.hex()}')",
+            f"INSERT INTO heads (id, size, root, time, encoded) VALUES (-1, 3, x'{'00' * 32}', 5, x'{stranger.hex()}')",
         )
         found = await w.found()
         assert any("over 5 entries" in f and digest("forged").short in f for f in found)
@@ -466,25 +476,19 @@ async def test_what_is_final_and_not_credited_is_named(tmp_path, monkeypatch):
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
 
 
-class Source:
-    def __init__(self, log: LedgerLog):
-        self.credit_log = log
-
-    def export_credits(self, form: str):
-        return self.credit_log.export(form)
-
-
 async def test_the_routes_give_the_same(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
-        app = Starlette(routes=log_routes(Source(w.log)))
+        app = Starlette(routes=credit_routes(w.log))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as web:
             head = (await web.get("/api/log/head")).json()["heads"]
             assert len(head) == 1
             entries = await web.get("/api/log/entries?first=0&limit=5")
-            assert len(entries.json()["entries"]) == 5 and entries.headers["cache-control"] == FOR_EVER
+            assert len(entries.json()["entries"]) == 5 and entries.headers["cache-control"] == IMMUTABLE
             assert (await web.get("/api/log/entries?first=0")).headers["cache-control"] == "no-store"
-            assert len((await web.get("/api/log/lines?entry=0")).json()["lines"]) == 3
-            assert (await web.get("/api/log/lines?entry=3")).status_code == 404  # a settlement
+            lines = await web.get("/api/log/lines?first=0&limit=2")
+            assert [(g["entry"], len(g["lines"])) for g in lines.json()["groups"]] == [(0, 3), (1, 3)]
+            assert lines.json()["next"] == 2 and lines.headers["cache-control"] == IMMUTABLE
+            assert (await web.get("/api/log/lines?first=3&limit=1")).json()["groups"] == []  # a settlement
             size = entries.json()["size"]
             assert (await web.get(f"/api/log/inclusion?entry=2&size={size}")).json()["hashes"]
             assert (await web.get(f"/api/log/consistency?first=2&second={size}")).json()["hashes"]
@@ -494,7 +498,7 @@ async def test_the_routes_give_the_same(tmp_path, monkeypatch):
             older = (await web.get(f"/api/receipts?peer={key}&limit=100&before={page['next']}")).json()
             assert len(older["receipts"]) == 5 and older["next"] is None
             account = (await web.get(f"/api/accounts/{key}")).json()
-            assert account["rounds"] == 8 and account["rounds_in_all"] == 8
+            assert account["rounds"] == 8 and account["rounds_total"] == 8
             for bad in (
                 "/api/log/inclusion?entry=2", "/api/log/inclusion?entry=2&size=9999", "/api/log/entries?limit=100000",
                 "/api/receipts?peer=zz", "/api/accounts/zz", "/api/log/consistency?first=-1&second=3",
@@ -503,15 +507,15 @@ async def test_the_routes_give_the_same(tmp_path, monkeypatch):
                 answer = await web.get(bad)
                 assert answer.status_code == 400 and len(answer.text) < 300, bad
             assert (await web.get("/api/export/credits.exe")).status_code == 404
-        rows = await leaderboard_of(w.log)("peer", 2, "")
-        assert [r["key"] for r in rows] == [str(peer(n).key) for n in (1, 2)]
+        rows = await w.log.leaderboard("peer", 2, "")
+        assert [r.key for r in rows] == [str(peer(n).key) for n in (1, 2)]
 
 
 async def test_all_credits_come_as_csv_and_parquet(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
-        monkeypatch.setattr("coordinator.credit_export.MAX_ENTRIES", 4)  # page by page
-        monkeypatch.setattr("coordinator.credit_export.ROW_GROUP", 5)
-        app = Starlette(routes=log_routes(Source(w.log)))
+        monkeypatch.setattr("coordinator.credits.export.MAX_ENTRIES", 4)  # page by page
+        monkeypatch.setattr("coordinator.credits.export.ROW_GROUP", 5)
+        app = Starlette(routes=credit_routes(w.log))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as web:
             text = await web.get("/api/export/credits.csv")
             assert "attachment" in text.headers["content-disposition"]
@@ -524,22 +528,22 @@ async def test_all_credits_come_as_csv_and_parquet(tmp_path, monkeypatch):
             data = (await web.get("/api/export/credits.parquet")).content
             table = pyarrow.read_table(io.BytesIO(data))
             assert [{k: str(v) for k, v in r.items()} for r in table.to_pylist()] == rows
-            monkeypatch.setattr("coordinator.credit_log.MAX_EXPORTS", 0)
+            monkeypatch.setattr("coordinator.credits.log.MAX_EXPORTS", 0)
             assert (await web.get("/api/export/credits.csv")).status_code == 503
 
 
-# -- the commands, over gRPC -----------------------------------------------------------------------------------------
+# -- the commands ---------------------------------------------------------------------------------------------------
 
 
 async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkeypatch):
     async with running(tmp_path, spec=SPEC, swarm=FakeSwarm(SPEC)) as (c, swarm):
         for n in (1, 2):
-            await c._admitter.admit(admit_request(n))
-        swarm.headers.append(Announced(late_header(swarm), True, ""))
+            await c.admitter.admit(admit_request(n))
+        swarm.headers.append(AnnouncedUpdate(late_header(swarm), True, ""))
         for _ in range(7):
             swarm.round({1: 40, 2: 30})
         await settled(c, 7)
-        await until(lambda: c.credit_log.rounds == 4)
+        await until(lambda: c.credits.rounds == 4)
         invite = str(replace(c.invite(), addresses=()))
         home = tmp_path / "home"
         home.mkdir()
@@ -573,7 +577,7 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         done = await asyncio.to_thread(CliRunner().invoke, main, ["account", "export", invite, str(out)])
         assert done.exit_code == 0 and len(out.read_text().splitlines()) == 9, done.output
         assert "no signed head yet" in await run("audit", "receipt", invite)  # the first was signed at the start
-        monkeypatch.setattr("coordinator.treeheads.EVERY", 0)
+        monkeypatch.setattr("coordinator.credits.tree_heads.HEAD_SECONDS", 0)
         assert "good: entry" in await run("audit", "receipt", invite)
         file = tmp_path / "one.receipt"
         file.write_text(shown["receipts"][0]["bytes"])
@@ -616,7 +620,7 @@ def late_header(swarm: FakeSwarm) -> Any:
 
 
 async def receipts_of(c: Any, number: int) -> list[bytes]:
-    return [i.sent for i in (await c.credit_log.receipts(peer(number).key, None, 10)).items]
+    return [i.sent for i in (await c.credits.receipts(peer(number).key, None, 10)).items]
 
 
 def write_key(path: Path, who: Any) -> None:

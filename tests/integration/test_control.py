@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from dataclasses import replace
 
 import pytest
 
 from coordinator import control
+from coordinator.directive_file import FILE, DirectiveFile
 from coordinator.errors import RefusedError
 from peer.coordinator_client import CoordinatorRefused
 from protocol.errors import CairnError
@@ -27,6 +29,11 @@ def word(sequence: int, signer=OWNER, **fields):
     return KeySigner(signer).sign(Directive(RUN, sequence, **fields))
 
 
+def line_of(directive) -> str:
+    """Return a directive as its file has it."""
+    return base64.b64encode(directive.sent).decode()
+
+
 @pytest.mark.asyncio
 async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
     first = word(5, order="paused", reason="moving")
@@ -37,7 +44,7 @@ async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
         assert reply.directive == first.sent and swarm.directives == [first]
         async with client(coordinator) as c:
             assert (await c.publish_directive(first.sent)).directive == first.sent  # once more: the same
-            with pytest.raises(CoordinatorRefused, match="newer word"):
+            with pytest.raises(CoordinatorRefused, match="newer directive"):
                 await c.publish_directive(word(4).sent)
             with pytest.raises(CairnError, match="owner"):
                 await c.publish_directive(word(9, peer(1)).sent)
@@ -57,7 +64,7 @@ async def test_whoever_looks_is_told_of_pauses_ends_and_bans_in_words(tmp_path):
             swarm.beat(1, phase="training")
             coordinator._overview = None
             o = coordinator.overview()
-            assert (o.health, o.words) == ("paused", "paused by the run's owner since 1970-01-01 00:00 UTC: moving")
+            assert (o.health, o.message) == ("paused", "paused by the run's owner since 1970-01-01 00:00 UTC: moving")
             assert o.rests and [(p.peer, p.phase) for p in o.peers] == [
                 (peer(0).key, "paused"), (peer(1).key, "banned"),
             ]  # fmt: skip
@@ -93,16 +100,16 @@ async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
         await settled(coordinator, 1)
         async with client(coordinator) as c:
             await c.publish_directive(word(1, changes=slower, from_round=2).sent)
-        assert coordinator._follower.rules == SPEC.round, "not yet"
+        assert coordinator.directives.round_policy == SPEC.round, "not yet"
         swarm.round({0: 10})
         await settled(coordinator, 2)
         assert await after(4000) == "healthy"
-        sight = coordinator._sight()
-        assert sight.limit == 5000 + 700 + SPEC.round.patience_seconds
-        assert coordinator._book.member_seconds == coordinator._sightings.member_seconds == 300
+        judged = coordinator._alert_input()
+        assert judged.round_limit == 5000 + 700 + SPEC.round.patience_seconds
+        assert coordinator.peers.member_seconds == coordinator.observations.member_seconds == 300
         async with client(coordinator) as c:
             await c.publish_directive(word(2, from_round=0).sent)
-        assert coordinator._follower.rules == SPEC.round, "as in the spec again"
+        assert coordinator.directives.round_policy == SPEC.round, "as in the spec again"
 
 
 @pytest.mark.asyncio
@@ -124,8 +131,8 @@ async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is
     for i in range(8):
         swarm.chain.add({0: 1, 1: 1 + i})
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
-        follower = coordinator._follower
-        await until(lambda: follower.settled is not None and follower.settled[0] >= 4, "round 4 is posted")
+        chain = coordinator.chain
+        await until(lambda: chain.posted is not None and chain.posted[0] >= 4, "round 4 is posted")
         to = swarm.chain.certificates[2]
         back = word(3, rollback=Rollback(1, to.digest, Round(3), state(3)))
         async with client(coordinator) as c:
@@ -135,13 +142,13 @@ async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is
             swarm.blobs.add(state(3))
             swarm.chain = swarm.chain.fork(3)
             await c.publish_directive(back.sent)
-        assert follower.settled == (2, to.digest) and follower.epoch == 1 and swarm.offered == [state(3)]
+        assert chain.posted == (2, to.digest) and coordinator._finalizer.epoch == 1 and swarm.offered == [state(3)]
         later = word(4, rollback=back.body.rollback, order="paused")
         async with client(coordinator) as c:
             await c.publish_directive(later.sent)
-        assert follower.settled == (2, to.digest)
-    lines = (tmp_path / control.FILE).read_text().splitlines()
-    assert lines == [control.line_of(back), "done 1", control.line_of(later)]
+        assert chain.posted == (2, to.digest)
+    lines = (tmp_path / FILE).read_text().splitlines()
+    assert lines == [line_of(back), "done 1", line_of(later)]
 
 
 @pytest.mark.asyncio
@@ -150,23 +157,23 @@ async def test_a_word_that_the_swarm_has_from_elsewhere_is_heeded_and_no_order_i
     for i in range(8):
         swarm.chain.add({0: 1, 1: 1 + i})
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
-        follower = coordinator._follower
-        await until(lambda: follower.settled is not None and follower.settled[0] >= 4)
+        chain = coordinator.chain
+        await until(lambda: chain.posted is not None and chain.posted[0] >= 4)
         to = swarm.chain.certificates[2]
         back = Rollback(1, to.digest, Round(3), state(3))
         theirs = word(7, banned=(peer(1).key,), rollback=back)
         swarm.directives.append(theirs)
         async with client(coordinator) as c:
-            with pytest.raises(CoordinatorRefused, match="the swarm knows a newer word"):
+            with pytest.raises(CoordinatorRefused, match="the swarm knows a newer directive"):
                 await c.publish_directive(word(8, order="paused").sent)  # by a peer that does not know of the ban
         swarm.turn_to(swarm.chain.fork(3))
-        await until(lambda: follower.epoch == 1 and follower.settled == (2, to.digest))
+        await until(lambda: coordinator._finalizer.epoch == 1 and chain.posted == (2, to.digest))
         async with client(coordinator) as c:
             assert (await c.publish_directive()).directive == theirs.sent
             with pytest.raises(CoordinatorRefused, match="banned"):
                 await c.admit(peer(1), "one")
             await c.publish_directive(word(9, banned=(peer(1).key,), rollback=back, order="paused").sent)
-    assert control.read_words(tmp_path / control.FILE, MessageDecoder(RUN, OWNER.key, remember=4))[1] == {1}
+    assert DirectiveFile(tmp_path, MessageDecoder(RUN, OWNER.key, remember=4)).read()[1] == {1}
 
 
 @pytest.mark.asyncio
@@ -194,12 +201,13 @@ async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_led
     for i in range(posted):
         swarm.chain.add({0: 1, 1: 1 + i})
 
-    async def settled(follower, round_):
-        await until(lambda: follower.settled is not None and follower.settled[0] >= round_, f"round {round_} is posted")
+    async def settled(coordinator, round_):
+        chain = coordinator.chain
+        await until(lambda: chain.posted is not None and chain.posted[0] >= round_, f"round {round_} is posted")
 
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         if posted == 8:
-            await settled(coordinator._follower, 4)
+            await settled(coordinator, 4)
         to = swarm.chain.certificates[1]
         back = word(3, rollback=Rollback(1, to.digest, Round(2), state(2)))
         swarm.blobs.add(state(2))
@@ -208,24 +216,24 @@ async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_led
             await c.publish_directive(back.sent)
         for i in range(8):
             swarm.chain.add({2: 5 + i}, attempt=1)
-        coordinator._follower._wake.set()
-        await settled(coordinator._follower, 6)
-        last = coordinator._follower.settled
-    (tmp_path / control.FILE).unlink()
+        swarm.changed()
+        await settled(coordinator, 6)
+        last = coordinator.chain.posted
+    (tmp_path / FILE).unlink()
     swarm.directives = [word(4, rollback=back.body.rollback, order="paused")]
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         await control.asyncio.sleep(0.1)
-        assert coordinator._follower.settled == last and not coordinator.problem
+        assert coordinator.chain.posted == last and not coordinator.problem
 
 
 def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
-    path, decoder = tmp_path / control.FILE, MessageDecoder(RUN, OWNER.key, remember=4)
-    control.append_line(path, control.line_of(word(1)))
-    with open(path, "a") as file:
-        file.write(control.line_of(word(2))[:50])
-    control.append_line(path, control.line_of(word(3)))
-    control.append_line(path, "done 2")
-    words, done = control.read_words(path, decoder)
+    stored = DirectiveFile(tmp_path, MessageDecoder(RUN, OWNER.key, remember=4))
+    stored.append(word(1))
+    with open(tmp_path / FILE, "a") as file:
+        file.write(line_of(word(2))[:50])
+    stored.append(word(3))
+    stored.mark_done(2)
+    words, done = stored.read()
     assert [w.body.sequence for w in words] == [1, 3] and done == {2}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from coordinator import service
-from coordinator.credits import CreditRule, account_for, pending
 from coordinator.ledger.store import connect
+from protocol.ledger.credits import CreditRule, account_for, pending
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
 from tests.support.coordinator_service import client, running, settled
 from tests.support.waiting import until
@@ -46,7 +46,7 @@ async def test_a_ledger_that_changes_under_a_coordinator_is_trouble_and_nothing_
         assert c.overview().health != "trouble"
         at = ledger_place if where else tmp_path / service.LEDGER_FILE
         db = connect(at, SPEC)
-        db.query("UPDATE standings SET settled_micro = settled_micro + 1 WHERE peer = 1")
+        db.query("UPDATE balances SET settled_micro = settled_micro + 1 WHERE peer = 1")
         db.close()
         await until(lambda: swarm.changed() or c.problem, "the damage is found", every=0.05)
         assert "the ledger is damaged: the balances of 1 peers" in c.problem

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from cairn.commands import status
-from coordinator import admission, announcing, rpc
+from coordinator import address_publisher, admission, rpc
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
 from coordinator.overview import amount, duration
@@ -35,23 +35,23 @@ from protocol.invite import TLS_NAME, Endpoint, Invite
 from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
-from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
+from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec, peer
 from tests.support.coordinator_service import SPEC, client, raw_stub, refusal, running, settled, web
 from tests.support.specs import OWNER
 from tests.support.waiting import LIMIT, NEVER, ended, until
 
 
 async def test_a_fault_in_what_is_shown_does_not_silence_the_page_for_ever(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("coordinator.service.AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("coordinator.tasks.RETRY_SECONDS", 0.05)
     async with running(tmp_path) as (coordinator, swarm):
-        real, fails = coordinator._showing.event, [True]
+        real, fails = coordinator.api.event, [True]
 
         def event():
             if fails:
                 raise ValueError("out of range")
             return real()
 
-        monkeypatch.setattr(coordinator._showing, "event", event)
+        monkeypatch.setattr(coordinator.api, "event", event)
         swarm.round({0: 10})
         await until(lambda: "publisher: a fault of the coordinator" in caplog.text, "the fault is logged")
         fails.clear()
@@ -217,7 +217,7 @@ async def told(swarm: FakeSwarm, count: int) -> CoordinatorAddress:
 
 
 async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(announcing, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(address_publisher, "AGAIN_SECONDS", 0.05)
     swarm = FakeSwarm(SPEC)
     async with running(tmp_path, swarm=swarm) as (c, _):
         first = await told(swarm, 3)
@@ -361,7 +361,7 @@ async def test_a_call_that_takes_too_long_is_ended_by_the_server(tmp_path, monke
         async def slow():
             await asyncio.sleep(NEVER)
 
-        monkeypatch.setattr(c, "run_reply", slow)
+        monkeypatch.setattr(c._service._answers, "run_reply", slow)
         code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id))))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "busy" in said
 
@@ -385,15 +385,16 @@ async def test_a_port_that_is_taken_is_named_with_the_remedy_and_nothing_is_left
             with pytest.raises(PortTakenError, match=f"{next(iter(place.values()))}.*choose another"):
                 async with running(tmp_path / "second", **place):
                     pass
-        assert not [t for t in asyncio.all_tasks() if t.get_name() == "follower"][1:]
+        assert not [t for t in asyncio.all_tasks() if t.get_name() == "chain indexer"][1:]
 
 
 async def test_a_missing_folder_and_a_foreign_key_are_named(tmp_path):
     with pytest.raises(CoordinatorError, match="check that the folder exists"):
         async with running(tmp_path / "missing"):
             pass
+    swarm = FakeSwarm(SPEC)
     with pytest.raises(CoordinatorError, match="does not own run"):
-        Coordinator(CoordinatorConfig(tmp_path), SPEC, b"", peer(1), FakeSwarm(SPEC))
+        Coordinator(CoordinatorConfig(tmp_path), SPEC, b"", peer(1), swarm, make_archiver(SPEC, tmp_path, swarm))
 
 
 async def test_it_stops_though_viewers_watch(tmp_path):
@@ -467,7 +468,7 @@ async def test_the_state_comes_first_and_in_words(tmp_path):
             def seen() -> bool:
                 clock[0] += 0.3
                 o = c.overview()
-                return o.health == health and words in o.words
+                return o.health == health and words in o.message
 
             await until(seen, f"{health}: {words}", every=0.05)
 

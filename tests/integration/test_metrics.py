@@ -12,9 +12,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.alerts.rules import RULES
-from coordinator.measuring import MAX_BYTES_PER_SECOND, RoundClock, Traffic
 from coordinator.metrics import HEALTHS
-from coordinator.peers import PHASES
+from coordinator.peer_registry import PHASES
+from coordinator.round_metrics import MAX_BYTES_PER_SECOND, RoundTimer, TrafficCounter
 from tests.support.coordinator_fakes import FakeSwarm, peer
 from tests.support.coordinator_service import client, running, settled, web
 from tests.support.overviews import SPEC, overview
@@ -25,9 +25,9 @@ LATER = {"cairn_tree_head_age_seconds"}
 
 UNITS = re.compile(r"_(total|seconds|bytes|created|info)$")
 COUNTED = {
-    "healthy", "state", "round", "rounds_final", "loss", "tokens_goal", "tokens_per_second", "peers", "peers_differing",
+    "healthy", "state", "round", "rounds_final", "loss", "tokens_goal", "tokens_per_second", "peers", "peers_diverged",
     "peers_admitted", "round_contributors", "round_absent", "micro_credits", "chain_problem", "page_viewers", "alert",
-    "ledger_entries",
+    "ledger_entries", "archive_states", "archive_final_round", "archive_problem", "copies_waiting",
 }  # fmt: skip
 """Names without a unit at the end: numbers of things."""
 
@@ -71,7 +71,8 @@ async def test_what_the_dashboard_and_the_rules_name_is_exported(tmp_path, kind)
         missing = {
             n for n in there if n.startswith("cairn_") and not n.endswith(("_sum", "_count", "_created"))
         } - named
-        assert missing <= {"cairn_healthy", "cairn_chain_problem", "cairn_peers_admitted"}
+        of_archive = {n for n in missing if n.startswith(("cairn_archive_", "cairn_copies_", "cairn_evaluation"))}
+        assert missing - of_archive <= {"cairn_healthy", "cairn_chain_problem", "cairn_peers_admitted"}
 
 
 async def test_names_have_units_and_labels_are_few_and_never_a_strangers(tmp_path):
@@ -124,44 +125,44 @@ def test_the_rules_and_the_dashboard_are_well_formed():
 
 def test_a_rounds_parts_are_told_apart_and_rounds_that_were_slept_through_have_no_time():
     took: list[tuple[str, float]] = []
-    clock = RoundClock(lambda phase, seconds: took.append((phase, seconds)))
+    clock = RoundTimer(lambda phase, seconds: took.append((phase, seconds)))
     training, exchanging = ("training", 0), ("exchanging", 0)
-    clock.look(overview(4, {1: training, 2: training}), 0)
-    clock.look(overview(5, {1: training, 2: training}), 10)
+    clock.update(overview(4, {1: training, 2: training}), 0)
+    clock.update(overview(5, {1: training, 2: training}), 10)
     assert took == []  # nobody saw round 4 begin
-    clock.look(overview(5, {1: exchanging, 2: training, 3: training}), 30)
-    clock.look(overview(5, {1: exchanging, 2: exchanging, 3: training}), 40)
-    clock.look(overview(6, {1: training}), 45)
+    clock.update(overview(5, {1: exchanging, 2: training, 3: training}), 30)
+    clock.update(overview(5, {1: exchanging, 2: exchanging, 3: training}), 40)
+    clock.update(overview(6, {1: training}), 45)
     assert took == [("all", 35), ("train", 30), ("exchange", 5)]
-    clock.look(overview(9, {1: training}), 50)
-    clock.look(overview(10, {1: training}), 60)
+    clock.update(overview(9, {1: training}), 50)
+    clock.update(overview(10, {1: training}), 60)
     assert len(took) == 3
-    clock.look(overview(11, {1: training}), 65)
+    clock.update(overview(11, {1: training}), 65)
     assert took[3:] == [("all", 5)]
 
 
 def test_a_pause_is_no_part_of_a_round():
     took: list[tuple[str, float]] = []
-    clock = RoundClock(lambda phase, seconds: took.append((phase, seconds)))
-    clock.look(overview(4, {1: ("training", 0)}), 0)
-    clock.look(overview(5, {1: ("training", 0)}), 10)
+    clock = RoundTimer(lambda phase, seconds: took.append((phase, seconds)))
+    clock.update(overview(4, {1: ("training", 0)}), 0)
+    clock.update(overview(5, {1: ("training", 0)}), 10)
     for now in range(20, 5000, 500):
-        clock.look(replace(overview(5, {1: ("paused", 0)}), health="paused", working=0), now)
-    clock.look(overview(5, {1: ("training", 0)}), 4530)
-    clock.look(overview(6, {1: ("training", 0)}), 4560)
+        clock.update(replace(overview(5, {1: ("paused", 0)}), health="paused", training=0), now)
+    clock.update(overview(5, {1: ("training", 0)}), 4530)
+    clock.update(overview(6, {1: ("training", 0)}), 4560)
     assert took == [("all", 40)]  # since it was last seen to rest
 
 
 def test_bytes_only_grow_also_when_peers_start_again_leave_or_lie():
-    traffic = Traffic()
-    traffic.look(overview(1, {1: ("training", 1000), 2: ("training", 500)}), 0)
+    traffic = TrafficCounter()
+    traffic.update(overview(1, {1: ("training", 1000), 2: ("training", 500)}), 0)
     assert (traffic.up, traffic.down) == (0, 0)  # the time before the first sample is unknown
-    traffic.look(overview(1, {1: ("training", 1500), 2: ("training", 100)}), 10)
+    traffic.update(overview(1, {1: ("training", 1500), 2: ("training", 100)}), 10)
     assert (traffic.up, traffic.down) == (600, 1200)
-    traffic.look(overview(1, {1: ("training", 1600)}), 20)
-    traffic.look(overview(1, {1: ("training", 1600), 2: ("training", 9999)}), 30)
+    traffic.update(overview(1, {1: ("training", 1600)}), 20)
+    traffic.update(overview(1, {1: ("training", 1600), 2: ("training", 9999)}), 30)
     assert traffic.up == 700
-    traffic.look(overview(1, {1: ("training", 2**63)}), 31)
+    traffic.update(overview(1, {1: ("training", 2**63)}), 31)
     assert traffic.up == 700 + MAX_BYTES_PER_SECOND
-    traffic.look(replace(overview(1, {}), peers=()), 40)
+    traffic.update(replace(overview(1, {}), peers=()), 40)
     assert traffic.up == 700 + MAX_BYTES_PER_SECOND

@@ -21,7 +21,7 @@ from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.reduce_plan import committees, part_count
-from protocol.rounds.events import BlobHeld, PartReduced
+from protocol.rounds.events import BlobHeld, ShardReduced
 from protocol.spec import CodecSpec, OuterSpec
 from tests.support.swarm_world import RUN, Member, Pool
 from tests.support.waiting import LIMIT, ended
@@ -91,7 +91,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
         for d in drivers.values():
             for _ in [c for c in seats if d.member.key in c]:
                 answer = await ended(d.answers.get())
-                assert isinstance(answer, PartReduced) and answer.record == record.digest
+                assert isinstance(answer, ShardReduced) and answer.record == record.digest
                 made.setdefault(answer.part, set()).add(answer.blob)
         assert sorted(made) == list(range(parts)) and all(len(found) == 1 for found in made.values())
         # As one who has all of everything would make it.

@@ -50,9 +50,7 @@ async def test_peers_are_named_by_their_keys_and_packets_say_truly_who_sent_them
             (address,) = m.swarm.addresses
             assert parse_address(address)[0] == m.key  # libp2p's own id of us is our Ed25519 key
         await b.swarm.send(a.key, wire.Packet(messages=[b"from b"]))
-        await send_once_found(
-            c, b, wire.Packet(messages=[b"from c"])
-        )  # c knows only a's address
+        await send_once_found(c, b, wire.Packet(messages=[b"from c"]))  # c knows only a's address
         assert a.packets == [(b.key, wire.Packet(messages=[b"from b"]))]
         assert b.packets == [(c.key, wire.Packet(messages=[b"from c"]))]
         assert set(await a.swarm.peers()) == {b.key, c.key}

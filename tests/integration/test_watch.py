@@ -20,7 +20,7 @@ from rich.console import Console
 from cairn.commands.watch import poll
 from cairn.status_view import whole
 from cairn.watch_screen import WatchScreen
-from coordinator.alerts.journal import Alert
+from coordinator.alerts.tracker import Alert
 from peer.coordinator_client import AlertStatus, PeerStatus, RoundStatus, Status
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import Endpoint, Invite
@@ -39,7 +39,7 @@ def key(n: int) -> PeerKey:
 def status(peers: int = 3, rounds: int = 8, alerts: int = 0, words: str = "3 peers training", **changes) -> Status:
     phases = ("training", "exchanging", "silent", "gone")
     fields = dict(
-        name="tiny", health="healthy", words=words, round=rounds, head=Digest(bytes(32)), state=Digest(bytes(32)),
+        name="tiny", health="healthy", message=words, round=rounds, head=Digest(bytes(32)), state=Digest(bytes(32)),
         state_round=rounds, tokens=10**6, total_tokens=10**7, tokens_per_second=5e4, loss=3.21,
         peers=tuple(
             PeerStatus(
@@ -48,7 +48,7 @@ def status(peers: int = 3, rounds: int = 8, alerts: int = 0, words: str = "3 pee
             ) for n in range(peers)
         ),
         page="http://run.example.org/", checkpoint=None, checkpoint_round=0, final_round=3,
-        newest=tuple(RoundStatus(r, 10**5, 3.3, 9, ("somebody with a long name",) * 8, 20, r < 3)
+        rounds=tuple(RoundStatus(r, 10**5, 3.3, 9, ("somebody with a long name",) * 8, 20, r < 3)
                      for r in reversed(range(rounds))),
         losses=tuple(5 - n / 50 for n in range(min(120, 10 * rounds))),
         alerts=tuple(AlertStatus(f"a{n}", 100, "something is wrong " * 9) for n in range(alerts)),
@@ -137,7 +137,7 @@ async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path,
         task = asyncio.create_task(poll(invite, (), screen))
         await until(lambda: screen._status is not None and screen._status.round == 5)
         s = screen._status
-        assert [(r.round, r.contributors, r.loss) for r in s.newest] == [(n, 2, 3.5) for n in (4, 3, 2, 1, 0)]
+        assert [(r.round, r.contributors, r.loss) for r in s.rounds] == [(n, 2, 3.5) for n in (4, 3, 2, 1, 0)]
         assert s.losses == (3.5,) * 5 and s.alerts == ()
         monkeypatch.setattr(type(c._watcher), "standing", (Alert("disk", 5.5, "full"),))
         c._overview = None

@@ -85,8 +85,9 @@ class FakeLog:
             return JSONResponse({"first": first, "size": ROUNDS, "entries": [b64(self.entries[first])]})
 
         async def lines(request: Request) -> Response:
-            entry = int(request.query_params["entry"])
-            return JSONResponse({"entry": entry, "lines": [b64(line) for line in self.lines[entry]]})
+            first = int(request.query_params["first"])
+            group = {"entry": first, "lines": [b64(line) for line in self.lines[first]]}
+            return JSONResponse({"groups": [group], "next": first + 1})
 
         async def inclusion(request: Request) -> Response:
             entry = int(request.query_params["entry"])
@@ -110,7 +111,7 @@ class FakeLog:
                 "team": "blue",
                 "peers": [str(peer(0).key)],
             }
-            more = {"kind": "account", "account": None, "rounds_in_all": 21}
+            more = {"kind": "account", "account": None, "rounds_total": 21}
             return JSONResponse(who | numbers | more | {"recent": 12345, "tokens": 10**6, "rounds": 20})
 
         return [

@@ -80,7 +80,7 @@ def tab(browser: Any) -> Iterator[Any]:
         page.on("pageerror", lambda e: errors.append(str(e)))
         page.errors = errors
         page.goto(world.url + view)
-        until(page, "document.querySelector('#words').textContent.includes('training')")
+        until(page, "document.querySelector('#message').textContent.includes('training')")
         return page
 
     yield open_tab
@@ -117,7 +117,7 @@ def test_it_opens_with_the_state_in_words_and_all_charts_drawn(world, tab):
     page = tab(world)
     assert text(page, "#health").casefold() == "healthy" and page.title().startswith("healthy · tiny stories")
     words = r"12 peers training, round \d+, loss [\d.]+, [\d.]+k tokens/s; next round in "
-    assert re.search(words, text(page, "#words"))
+    assert re.search(words, text(page, "#message"))
     until(page, "document.querySelectorAll('.chart canvas').length === 6")
     until(page, "document.querySelectorAll('#view .wide tbody tr').length === 8")
     assert all(pixels > 500 for pixels in drawn(page))
@@ -131,7 +131,7 @@ def test_it_lives_without_being_loaded_again(world, tab):
     page.evaluate("window.untouched = true")
     before, lines = len(world.swarm.chain.certificates), drawn(page)
     world.act(world.round())
-    until(page, f"document.querySelector('#words').textContent.includes('round {before + 1},')")
+    until(page, f"document.querySelector('#message').textContent.includes('round {before + 1},')")
     until(page, f"document.querySelector('#view .wide tbody')?.innerText.startsWith('{before}')")
     assert page.evaluate("window.untouched") and drawn(page) != lines
 
@@ -147,7 +147,7 @@ def test_it_says_that_its_coordinator_is_gone_and_finds_it_again(world, tab):
     assert page.evaluate("window.untouched") and not page.locator("#lost").is_visible()
     before = len(world.swarm.chain.certificates)
     world.act(world.round())
-    until(page, f"document.querySelector('#words').textContent.includes('round {before + 1},')")
+    until(page, f"document.querySelector('#message').textContent.includes('round {before + 1},')")
     # The browser's own error about a missing server is no fault of the page.
     page.errors[:] = [e for e in page.errors if "ERR_CONNECTION_REFUSED" not in e and "ERR_INCOMPLETE" not in e]
 
@@ -269,7 +269,7 @@ def test_a_thousand_peers_and_a_long_run_open_with_few_bytes(browser, tab, tmp_p
         until(page, "document.querySelector('.bar small').textContent.trim() === '1 to 25 of 1000'")
         page.locator("button", has_text="Next").click()
         until(page, "document.querySelector('.bar small').textContent.trim() === '26 to 50 of 1000'")
-        event = world.do(lambda: len(str(world.coordinator._showing.event())))
+        event = world.do(lambda: len(str(world.coordinator.api.event())))
         assert event < 1500, "what every viewer is sent every two seconds"
     finally:
         world.close()

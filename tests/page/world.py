@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 from starlette.routing import Route
 
+from coordinator.observation_file import ObservationFile
 from coordinator.page.app import make_app
 from coordinator.page.server import PageServer
+from coordinator.round_observations import RoundObservation
 from coordinator.service import Coordinator, CoordinatorConfig
-from coordinator.sightings import Sighting
-from coordinator.sightings_file import SightingsFile
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
 from protocol.spec import sign_spec
-from tests.support.coordinator_fakes import ChainMaker, FakeSwarm, make_spec, peer, state
+from tests.support.coordinator_fakes import ChainMaker, FakeSwarm, make_archiver, make_spec, peer, state
 from tests.support.specs import OWNER, spec_fields
 from tests.support.waiting import until
 
@@ -106,9 +106,17 @@ class World:
             config = CoordinatorConfig(
                 self.folder, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=self.port
             )
-            made = Coordinator(config, spec, sign_spec(OWNER, spec).sent, OWNER, self.swarm, now=self.clock)
+            made = Coordinator(
+                config,
+                spec,
+                sign_spec(OWNER, spec).sent,
+                OWNER,
+                self.swarm,
+                make_archiver(spec, self.folder, self.swarm),
+                now=self.clock,
+            )
             if self.routes:
-                made._page = PageServer(make_app(made._showing, self.routes))
+                made._page = PageServer(make_app(made.api, self.routes))
             await made.start()
             return made
 
@@ -128,20 +136,20 @@ class World:
 
     def name_peers(self, count: int | None = None) -> None:
         """Admits peers under names, as the ledger remembers them."""
-        from coordinator.ledger import Admitted
+        from coordinator.ledger import AdmissionRow
 
         rows = [
-            Admitted(peer(n).key, NAMES[n] if n < len(NAMES) else f"{NAMES[n % len(NAMES)]}-{n}", 0, 0, 2**33, b"")
+            AdmissionRow(peer(n).key, NAMES[n] if n < len(NAMES) else f"{NAMES[n % len(NAMES)]}-{n}", 0, 0, 2**33, b"")
             for n in range(self.peers if count is None else count)
         ]
 
         def admit(ledger: Any) -> None:
             for row in rows:
-                ledger.admit(row)
+                ledger.add_admission(row)
 
         assert self.coordinator is not None
-        self.act(self.coordinator._ledger.run(admit))
-        self.act(self.coordinator._admitter.load())
+        self.act(self.coordinator.ledger.run(admit))
+        self.act(self.coordinator.admitter.load())
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -182,8 +190,8 @@ class World:
             self.swarm.hear(update)
         self.clock.shift += self.random.uniform(0.5, 1.5)
         self.swarm.changed()
-        follower = self.coordinator._follower
-        await until(lambda: follower.head is not None and follower.head[1] == certificate.digest, every=0.005)
+        chain = self.coordinator.chain
+        await until(lambda: chain.head is not None and chain.head[1] == certificate.digest, every=0.005)
         self.beats()
         self.swarm.changed()
         return certificate
@@ -248,9 +256,9 @@ def crowd(folder: Path, *, peers: int = 1000, rounds: int = 10_000) -> World:
         c = swarm.chain.add(dict.fromkeys(range(peers), 20) if r >= rounds - 2 else {0: 900, 1: 800}, loss=_loss(r))
         at = began + 40.0 * r
         seen.append(
-            Sighting(r, c.digest, at - 40, at - 8, at - 2, at, 900 + r % 90, 10**9 + r, 10**10, (), 0)
+            RoundObservation(r, c.digest, at - 40, at - 8, at - 2, at, 900 + r % 90, 10**9 + r, 10**10, (), 0)
         )  # fmt: skip
-    SightingsFile(folder / "sightings.jsonl").append(seen)
+    ObservationFile(folder / "sightings.jsonl").append(seen)
     world = World(folder, swarm, peers=peers)
     world.beats()
     world.start()

@@ -41,8 +41,8 @@ class CommitteeWork:
         held = blob in n.blobs or (blob, parts, part) in n.slices
         return n.alive and held and n.machine.may_serve(blob, to) is None
 
-    def begin(self, action: do.Reduce) -> None:
-        key = (action.record.digest, action.part)
+    def begin(self, action: do.ReduceShard) -> None:
+        key = (action.record.digest, action.shard)
         if key in self.under_way:
             raise AssertionError(f"peer {self.node.index} is told twice to reduce a part")
         self.under_way.add(key)
@@ -52,8 +52,8 @@ class CommitteeWork:
     def drop(self, record: Digest) -> None:
         self.under_way = {key for key in self.under_way if key[0] != record}
 
-    def _fetch(self, incarnation: int, action: do.Reduce, deadline: float) -> None:
-        n, w, record, part = self.node, self.node.world, action.record, action.part
+    def _fetch(self, incarnation: int, action: do.ReduceShard, deadline: float) -> None:
+        n, w, record, part = self.node, self.node.world, action.record, action.shard
         if not n.alive or incarnation != n.incarnation or (record.digest, part) not in self.under_way:
             return
         parts = w.policy.exchange.part_count(len(record.body.updates))
@@ -71,20 +71,20 @@ class CommitteeWork:
             w.clock.after(2 * w.network.delay(), self._done, incarnation, action, parts)
         elif w.clock.now >= deadline:
             self.under_way.discard((record.digest, part))
-            n.step(ev.PartLacking(record.digest, part, tuple(missing)))
+            n.step(ev.ShardUnavailable(record.digest, part, tuple(missing)))
         else:
             w.clock.after(RETRY, self._fetch, incarnation, action, deadline)
 
-    def _done(self, incarnation: int, action: do.Reduce, parts: int) -> None:
-        n, record, part = self.node, action.record, action.part
+    def _done(self, incarnation: int, action: do.ReduceShard, parts: int) -> None:
+        n, record, part = self.node, action.record, action.shard
         if not n.alive or incarnation != n.incarnation or (record.digest, part) not in self.under_way:
             return
         self.under_way.discard((record.digest, part))
         for u in record.body.updates:
             blob = u.body.blob
             if blob in n.world.bad_blobs and u.author != n.key and bad_slice(blob, parts) == part:
-                n.step(ev.BlobBad(blob, "chunk 3: a scale that is not finite"))
+                n.step(ev.BlobInvalid(blob, "chunk 3: a scale that is not finite"))
                 return
         made = part_of(record.body, parts, part)
         n.blobs.add(made)
-        n.step(ev.PartReduced(record.digest, part, made))
+        n.step(ev.ShardReduced(record.digest, part, made))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Heartbeat, RoundRecord, ShardAttestation, Signed, Vote, parts_digest
 from protocol.rounds import events as ev
+from tests.simulation.committee import part_of
 from tests.simulation.node import Node
 
 
@@ -111,13 +112,32 @@ class TwoTongued(Node):
                 self.world.network.send(self.index, node.index, node.hear, told)
 
 
-class TwoMinded(Node):
-    """Gets one record certified with two sets of parts, wherever the committees and votes of its kind suffice: every
-    second peer is told the right digests and votes; the others wrong ones, of parts that its kind has the say on."""
+class Recorder(Node):
+    """Remembers the records that it has seen proposed."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen: dict[Digest, RoundRecord] = {}
+
+    def note(self, message: Signed) -> None:
+        if isinstance(message.body, RoundRecord):
+            self.seen[message.digest] = message.body
+
+    def hear(self, message) -> None:
+        self.note(message)
+        super().hear(message)
+
+
+class TwoMinded(Recorder):
+    """Gets one record certified with two sets of shards, wherever the committees and votes of its kind suffice.
+
+    Every second peer gets the right digests and votes; the others wrong ones, of shards that its kind has a majority for.
+    """
 
     honest = False
 
     def broadcast(self, message) -> None:
+        self.note(message)
         other = self._other(message) if message.author == self.key else message
         for node in self.world.nodes:
             if node is not self and node.alive:
@@ -125,27 +145,23 @@ class TwoMinded(Node):
                 self.world.network.send(self.index, node.index, node.hear, told)
 
     def _other(self, message: Signed) -> Signed:
-        """What the second half is told instead."""
-        body, ballot = message.body, self.machine._deciding.ballot
-        p = (
-            ballot.proposals.get(body.record)
-            if ballot is not None and isinstance(body, Vote | ShardAttestation)
-            else None
-        )
-        if p is None or p.slate is None:
+        """Return what the second half gets instead."""
+        body = message.body
+        record = self.seen.get(body.record) if isinstance(body, Vote | ShardAttestation) else None
+        if record is None or isinstance(body, Vote) and body.parts is None:
             return message
-        slate, lies = p.slate, {}
-        for part, seated in enumerate(slate.committees):
+        committees, lies = self.world.policy.exchange.committees(record), {}
+        for part, seated in enumerate(committees):
             if 2 * sum(isinstance(self.world.by_key[key], TwoMinded) for key in seated) > len(seated):
-                word = ShardAttestation(self.world.run, body.round, body.record, part, None)
-                lies[part] = lie(word)
+                lies[part] = lie(ShardAttestation(self.world.run, body.round, body.record, part, None))
         if isinstance(body, ShardAttestation):
             if body.blob is None or body.part not in lies:
                 return message
             self.blobs.add(lies[body.part])
             return self.signer.sign(replace(body, blob=lies[body.part]))
-        parts = [lies.get(i, part) for i, part in enumerate(slate.parts)]
-        return self.signer.sign(replace(body, parts=parts_digest([part for part in parts if part is not None])))
+        count = len(committees)
+        parts = [lies.get(i, part_of(record, count, i)) for i in range(count)]
+        return self.signer.sign(replace(body, parts=parts_digest(parts)))
 
 
 class Silent(Node):
@@ -158,18 +174,15 @@ class Silent(Node):
             super().broadcast(message)
 
 
-class Accuser(Node):
-    """Says of every part that nobody else's update can be had."""
+class Accuser(Recorder):
+    """Attests of every shard that nobody else's update is available."""
 
     honest = False
 
     def broadcast(self, message) -> None:
-        if _own_word(self, message):
-            ballot = self.machine._deciding.ballot
-            if ballot is None:
-                return
-            record = ballot.proposals[message.body.record].record
-            others = tuple(key for key in record.body.contributors if key != self.key)
+        self.note(message)
+        if _own_word(self, message) and (record := self.seen.get(message.body.record)) is not None:
+            others = tuple(key for key in record.contributors if key != self.key)
             if others:
                 message = self.signer.sign(replace(message.body, blob=None, lacking=others))
         super().broadcast(message)

@@ -9,9 +9,9 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
-from protocol.rounds.blobs import contents
+from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.machine import RoundMachine
-from protocol.rounds.policy import Facts
+from protocol.rounds.policy import LocalStatus
 from tests.simulation.committee import CommitteeWork
 from tests.simulation.signer import FakeSigner
 from tests.simulation.trainer import Trainer, state_after
@@ -75,7 +75,7 @@ class Node:
         )
         self.machine = self.machine_type(
             w.policy, w.run, self.signer, chain, now=w.clock.now, observer=self.observer, blob_size=1000,
-            facts=Facts(int(w.clock.now * 1000) + self.incarnation, admission=b"" if self.observer else ADMISSION),
+            status=self.status(self.incarnation),
         )  # fmt: skip
         self.tick_at = float("inf")
         self.trainer_record: Digest | None = None
@@ -95,9 +95,14 @@ class Node:
         """Lose all that is not in the store."""
         self.alive = False
 
+    def status(self, sequence: int = 0) -> LocalStatus:
+        """Return what the machine cannot know; `sequence` makes up for a restart within a millisecond."""
+        admission = b"" if self.observer else ADMISSION
+        return LocalStatus(int(self.world.clock.now * 1000) + sequence, admission=admission)
+
     def step(self, event) -> None:
         if self.alive:
-            self.carry_out(self.machine.step(event, self.world.clock.now))
+            self.carry_out(self.machine.step(event, self.world.clock.now, self.status()))
 
     def later(self, incarnation: int, event) -> None:
         """An event for the incarnation that asked for it."""
@@ -115,7 +120,7 @@ class Node:
         before = self.trainer.uncovered
         self.trainer.run(self.world.clock.now)
         if self.trainer.uncovered != before:
-            self.step(ev.Progress(self.trainer.uncovered, 1.0, self.speed * 128))
+            self.step(ev.TrainingProgress(self.trainer.uncovered, 1.0, self.speed * 128))
         self.world.clock.after(self.world.progress_every, self.progress, incarnation)
 
     # -- actions ---------------------------------------------------------------------------------------------
@@ -128,37 +133,37 @@ class Node:
                     self.broadcast(message)
                 case do.Send(to, messages, certificates):
                     self.send(to, messages, certificates)
-                case do.Reduce():
+                case do.ReduceShard():
                     self.committee_work.begin(action)
-                case do.DropReduce(record):
+                case do.CancelReduce(record):
                     self.committee_work.drop(record)
                     self.fetching -= self.parts_asked.pop(record, set())
-                case do.FetchBlob() | do.FetchPart():
+                case do.FetchBlob() | do.FetchShard():
                     if action.blob not in self.fetching:
                         self.fetching.add(action.blob)
-                        if isinstance(action, do.FetchPart):
+                        if isinstance(action, do.FetchShard):
                             self.parts_asked.setdefault(action.record.digest, set()).add(action.blob)
                         self.fetch(self.incarnation, action, w.clock.now + FETCH_DEADLINE)
                 case do.DropBlob(blob):
                     self.fetching.discard(blob)
                 case do.RequestChain(to, have):
                     self.request_chain(to, have)
-                case do.KeepCertificate(certificate):
+                case do.StoreCertificate(certificate):
                     self.certificates.append(certificate)
                     w.certified(self, certificate)
-                case do.KeepFinal(message):
+                case do.StoreFinalization(message):
                     self.final = message
-                case do.KeepDirective(message):
+                case do.StoreDirective(message):
                     self.directive = message
-                case do.Report():
+                case do.Notice():
                     w.report(self, action)
+                case do.DirectivesChanged(_, resting, policy):
+                    self.trainer.order(w.clock.now, resting, policy.max_update_windows)
                 case do.Finished():
                     self.done = True
-                case do.MakeUpdate() | do.Apply() | do.Resync():
+                case do.RequestUpdate() | do.ApplyRecord() | do.Resync():
                     self.queue.append(action)
-        self.trainer.order(w.clock.now, self.machine.orders.rests, self.machine.orders.policy.max_update_windows)
         self.work()
-        self.machine.facts = Facts(int(w.clock.now * 1000), admission=self.machine.facts.admission)
         if self.machine.next_tick < self.tick_at:
             self.tick_at = self.machine.next_tick
             w.clock.at(self.tick_at, self.tick, self.incarnation, self.tick_at)
@@ -174,12 +179,12 @@ class Node:
             for message in messages:
                 self.world.network.send(self.index, node.index, node.hear, message)
             for certificate in certificates:
-                event = ev.CertificateHeard(certificate, self.key)
+                event = ev.CertificateReceived(certificate, self.key)
                 self.world.network.send(self.index, node.index, node.step, event)
 
     def hear(self, message) -> None:
         if self.alive:
-            self.carry_out(self.machine.step(ev.Heard(message), self.world.clock.now))
+            self.step(ev.MessageReceived(message))
 
     # -- blobs and certificates from others -------------------------------------------------------------------
 
@@ -191,12 +196,12 @@ class Node:
         """Whether this node serves the slice of an update that a part needs."""
         return self.committee_work.gives(blob, parts, part, to)
 
-    def fetch(self, incarnation: int, action: do.FetchBlob | do.FetchPart, deadline: float) -> None:
+    def fetch(self, incarnation: int, action: do.FetchBlob | do.FetchShard, deadline: float) -> None:
         w = self.world
         if not self.alive or incarnation != self.incarnation or action.blob not in self.fetching:
             return
         found = action.blob in self.blobs
-        for key in action.holders if isinstance(action, do.FetchPart) else (action.author, *action.holders):
+        for key in action.holders if isinstance(action, do.FetchShard) else (action.author, *action.holders):
             node = w.by_key[key]
             if found or (
                 w.network.connected(self.index, node.index) and node is not self and node.gives(action.blob, self.key)
@@ -207,7 +212,7 @@ class Node:
             w.clock.after(2 * w.network.delay(), self.fetched, incarnation, action.blob)
         elif w.clock.now >= deadline:
             self.fetching.discard(action.blob)
-            self.step(ev.BlobMissing(action.blob))
+            self.step(ev.BlobUnavailable(action.blob))
         else:
             w.clock.after(RETRY, self.fetch, incarnation, action, deadline)
 
@@ -216,7 +221,7 @@ class Node:
             return
         self.fetching.discard(blob)
         if blob in self.world.bad_blobs:
-            self.step(ev.BlobBad(blob, "chunk 3: a scale that is not finite"))
+            self.step(ev.BlobInvalid(blob, "chunk 3: a scale that is not finite"))
         else:
             self.blobs.add(blob)
             self.step(ev.BlobHeld(blob))
@@ -225,18 +230,18 @@ class Node:
         w, node, incarnation = self.world, self.world.by_key[to], self.incarnation
         lost = w.network.rng.random() < w.network.weather.loss
         if lost or not node.alive or not w.network.connected(self.index, node.index):
-            w.clock.after(CHAIN_DEADLINE, self.later, incarnation, ev.ChainSilent(to))
+            w.clock.after(CHAIN_DEADLINE, self.later, incarnation, ev.ChainUnanswered(to))
             return
         w.clock.after(w.network.delay(), node.answer_chain, self, incarnation, have)
 
     def answer_chain(self, asker: Node, incarnation: int, have) -> None:
         w = self.world
         if not self.alive:
-            w.clock.after(CHAIN_DEADLINE, asker.later, incarnation, ev.ChainSilent(self.key))
+            w.clock.after(CHAIN_DEADLINE, asker.later, incarnation, ev.ChainUnanswered(self.key))
             return
         certificates, more = self.machine.chain.after(have, count=8)
         chain = self.machine.chain
-        event = ev.ChainHeard(certificates, chain.final, self.key, more, chain.newest)
+        event = ev.ChainReceived(certificates, chain.final, self.key, more, chain.newest)
         w.clock.after(w.network.delay(), asker.later, incarnation, event)
 
     # -- the trainer: one thing at a time, in order ------------------------------------------------------------
@@ -253,15 +258,15 @@ class Node:
             return
         self.working = False
         match action:
-            case do.MakeUpdate():
+            case do.RequestUpdate():
                 self.make_update(action)
-            case do.Apply():
+            case do.ApplyRecord():
                 self.apply(action)
             case do.Resync():
                 self.resync(action)
         self.work()
 
-    def make_update(self, action: do.MakeUpdate) -> None:
+    def make_update(self, action: do.RequestUpdate) -> None:
         self.trainer.run(self.world.clock.now)
         made = self.trainer.make()
         if made is None:
@@ -273,17 +278,17 @@ class Node:
         self.made[blob] = action.parent
         self.step(ev.UpdateReady(action.parent, first, end, end - first, blob, 1000, 1.0))
 
-    def apply(self, action: do.Apply) -> None:
+    def apply(self, action: do.ApplyRecord) -> None:
         record, name = action.certificate.record, action.certificate.digest
         trainer, w = self.trainer, self.world
         trainer.run(self.world.clock.now)
-        missing = [blob for blob in contents(action.certificate) if blob not in self.blobs]
+        missing = [blob for blob in applied_blobs(action.certificate) if blob not in self.blobs]
         own = {u.body.blob for u in record.body.updates if u.author == self.key}
-        if any(blob in w.bad_blobs and blob not in own for blob in contents(action.certificate)):
+        if any(blob in w.bad_blobs and blob not in own for blob in applied_blobs(action.certificate)):
             raise AssertionError(f"peer {self.index} was told to apply a bad update")
         if missing or self.trainer_record != record.body.parent:
             kept = self.trainer_record == record.body.parent
-            self.step(ev.ApplyFailed(name, "a blob is not in the store, or this is the wrong state", kept=kept))
+            self.step(ev.MoveFailed(name, "a blob is not in the store, or this is the wrong state", kept=kept))
             return
         assert trainer.state is not None
         state = state_after(trainer.state, action.certificate)
@@ -291,7 +296,7 @@ class Node:
             w.wrong_states.add(state)
         self.reached(action, name, state)
 
-    def reached(self, action: do.Apply | do.Resync, record: Digest, state: Digest) -> None:
+    def reached(self, action: do.ApplyRecord | do.Resync, record: Digest, state: Digest) -> None:
         w = self.world
         # By the world's records: a final may have cut this one off our tree meanwhile.
         height = 0 if record == self.machine.chain.genesis else w.records[record].record.body.round + 1
@@ -304,13 +309,13 @@ class Node:
         self.trainer_record = record
         for blob in action.missed:
             self.made.pop(blob, None)
-        if isinstance(action, do.Resync) and action.afresh:
+        if isinstance(action, do.Resync) and action.reset:
             self.made.clear()
             self.trainer.begin_afresh()
         self.trainer.move(action, state, w.contents)
         w.moved(self, record)
-        self.step(ev.Applied(record, state))
-        self.step(ev.Progress(self.trainer.uncovered, 1.0, self.speed * 128))
+        self.step(ev.StateReached(record, state))
+        self.step(ev.TrainingProgress(self.trainer.uncovered, 1.0, self.speed * 128))
 
     def resync(self, action: do.Resync) -> None:
         w = self.world
@@ -322,9 +327,7 @@ class Node:
                 self.reached(action, action.start.record, action.start.state)
             else:
                 self.step(
-                    ev.ApplyFailed(
-                        action.start.record, "nobody has the state that the run is rolled back to", kept=True
-                    )
+                    ev.MoveFailed(action.start.record, "nobody has the state that the run is rolled back to", kept=True)
                 )
             return
         if not path:
@@ -338,23 +341,23 @@ class Node:
                 break
         head = path[-1].digest
         if start is None:
-            self.step(ev.ApplyFailed(head, "nobody has a checkpoint that the path starts from", kept=True))
+            self.step(ev.MoveFailed(head, "nobody has a checkpoint that the path starts from", kept=True))
             return
         state = path[start].record.body.base_state
         for certificate in path[start:]:
             record = certificate.record
             if record.body.base_state != state:
-                self.step(ev.ApplyFailed(head, "the path names another state than it leads to"))
+                self.step(ev.MoveFailed(head, "the path names another state than it leads to"))
                 return
             own = {u.body.blob for u in record.body.updates if u.author == self.key}
-            for blob in contents(certificate):
+            for blob in applied_blobs(certificate):
                 if blob not in self.blobs:
                     if not any(n.gives(blob, self.key) for n in reachable if n is not self):
-                        self.step(ev.ApplyFailed(head, "a blob cannot be had", kept=True))
+                        self.step(ev.MoveFailed(head, "a blob cannot be had", kept=True))
                         return
                     if blob in w.bad_blobs and blob not in own:
-                        self.step(ev.BlobBad(blob, "chunk 3: a scale that is not finite"))
-                        self.step(ev.ApplyFailed(head, "an update on the path is bad", kept=True))
+                        self.step(ev.BlobInvalid(blob, "chunk 3: a scale that is not finite"))
+                        self.step(ev.MoveFailed(head, "an update on the path is bad", kept=True))
                         return
                     self.blobs.add(blob)
             state = state_after(state, certificate)

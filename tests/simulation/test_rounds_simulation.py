@@ -11,9 +11,9 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Directive, Heartbeat, Vote
 from protocol.reduce_plan import GATHER
-from protocol.rounds import helping, members
+from protocol.rounds import header_repair, members
 from protocol.rounds.context import Context
-from protocol.rounds.events import ChainHeard, ChainSilent
+from protocol.rounds.events import ChainReceived, ChainUnanswered
 from tests.simulation.checkers import (
     Broken,
     check_account,
@@ -58,7 +58,7 @@ class Deaf(Node):
             super().hear(message)
 
     def later(self, incarnation, event):
-        if not (isinstance(event, ChainHeard) and event.directive is not None):
+        if not (isinstance(event, ChainReceived) and event.directive is not None):
             super().later(incarnation, event)
 
 
@@ -246,7 +246,7 @@ class Mute(Node):
             super().broadcast(message)
 
     def answer_chain(self, asker, incarnation, have):
-        self.world.clock.after(1.0, asker.later, incarnation, ChainSilent(self.key))
+        self.world.clock.after(1.0, asker.later, incarnation, ChainUnanswered(self.key))
 
 
 @pytest.mark.parametrize(
@@ -282,12 +282,12 @@ def test_the_checkers_catch_names_of_records_that_do_not_bind_what_is_applied(mo
 @pytest.mark.parametrize("seed", [1, 4, 8])
 def test_swarms_agree_though_few_repeat_others_messages_and_known_headers_are_told_now_and_then(monkeypatch, seed):
     monkeypatch.setattr(members, "REPEATERS", 1)
-    monkeypatch.setattr(helping, "TELL_ALWAYS", 0)
+    monkeypatch.setattr(header_repair, "LIST_ALWAYS", 0)
     assert Scenario(seed, peers=6, fault_seconds=60.0).run().rounds > 5
 
 
 def test_who_has_announced_and_does_not_say_which_headers_it_knows_is_not_sent_them_all(monkeypatch):
-    monkeypatch.setattr(helping, "TELL_ALWAYS", 0)
+    monkeypatch.setattr(header_repair, "LIST_ALWAYS", 0)
     world = World(3, 5, Weather(delay=0.02, jitter=0.001))
     beats, helped = [], []
 

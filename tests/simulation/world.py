@@ -8,9 +8,9 @@ from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Finalization
 from protocol.reduce_plan import ReducePlan
-from protocol.rounds.actions import Report
-from protocol.rounds.blobs import contents
-from protocol.rounds.policy import Policy
+from protocol.rounds.actions import Notice
+from protocol.rounds.blobs import applied_blobs
+from protocol.rounds.policy import RoundPolicy
 from tests.simulation.network import Clock, Network, Weather
 from tests.simulation.node import Node
 from tests.simulation.owner import KEY, Owner
@@ -21,14 +21,14 @@ OWNER = KEY
 REDUCE = ReducePlan("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUNK)
 
 
-def policy_for(peers: int, **changes) -> Policy:
+def policy_for(peers: int, **changes) -> RoundPolicy:
     """Rounds of about four seconds when every peer does one to three windows a second."""
     values = dict(
         target_windows=8 * peers, max_update_windows=60, max_seconds=12.0, exchange_seconds=6.0, propose_seconds=2.0,
         patience_seconds=10.0, heartbeat_seconds=1.0, member_seconds=6.0, max_members=64, checkpoint_every=5,
         checkpoint_keep=2,
     )  # fmt: skip
-    return Policy(**{**values, **changes})
+    return RoundPolicy(**{**values, **changes})
 
 
 class World:
@@ -38,7 +38,7 @@ class World:
     progress_every = 0.5
 
     def __init__(
-        self, seed: int, peers: int, weather: Weather | None = None, *, policy: Policy | None = None, verbose=False
+        self, seed: int, peers: int, weather: Weather | None = None, *, policy: RoundPolicy | None = None, verbose=False
     ):
         self.seed = seed
         self.rng = random.Random(seed)
@@ -61,7 +61,7 @@ class World:
         """When the first update after each parent was ready."""
         self.applied_at: dict[Digest, float] = {}
         """When the last peer reached each record."""
-        self.reports: list[tuple[float, int, Report]] = []
+        self.reports: list[tuple[float, int, Notice]] = []
         self._finals = 0
         self.owner = Owner(self)
         self._blobs = 0
@@ -101,7 +101,7 @@ class World:
             if not node.alive:
                 lines.append(f"{node.index}: down")
                 continue
-            s, b = node.machine.summary(self.clock.now), node.machine._deciding.ballot
+            s, b = node.machine.summary(self.clock.now), node.machine.open_round
             awaited = [names[k] for k in s.awaited]
             lines.append(
                 f"{node.index} ({type(node).__name__}): {s.phase}, round {s.round} at {s.head.short}, windows "
@@ -116,12 +116,8 @@ class World:
                 by, attempt = names[p.record.author], p.record.body.attempt
                 lines.append(
                     f"    record {p.record.digest.short} by {by}, attempt {attempt}, lists {who}, votes {votes}, "
-                    f"lacking {len(p.lacking)}, bad {p.bad}, equivocal {p.equivocal}"
+                    f"missing {len(p.missing)}, bad {p.bad}, equivocal {p.equivocal}"
                 )
-                for i, committee in enumerate(() if p.slate is None else p.slate.committees):
-                    words = {} if p.slate is None else p.slate.words[i]
-                    said = {names[a]: w.body.blob or [names[k] for k in w.body.lacking] for a, w in words.items()}
-                    lines.append(f"        part {i} by {[names[k] for k in committee]}: {said}")
         return lines
 
     # -- called by nodes -------------------------------------------------------------------------------------
@@ -143,7 +139,7 @@ class World:
             where = f"{record.short}, round {chain.height(record)}, weight {chain.weight(record)}"
             print(f"{self.clock.now:8.2f} {node.index:3d} at {where}")
 
-    def report(self, node: Node, report: Report) -> None:
+    def report(self, node: Node, report: Notice) -> None:
         self.reports.append((self.clock.now, node.index, report))
         if self.verbose:
             print(f"{self.clock.now:8.2f} {node.index:3d} {report.level}: {report.kind}: {report.text}")
@@ -155,7 +151,7 @@ class World:
         since = chain.height(record) - 2 * self.policy.checkpoint_every
         for height in range(max(chain.height(chain.root), since) + 1, chain.height(record) + 1):
             at = chain.on_main(height)
-            for blob in () if at is None else contents(chain.certificate(at)):
+            for blob in () if at is None else applied_blobs(chain.certificate(at)):
                 if not any(n.gives(blob, observer.key) for n in givers):
                     return False
         return True

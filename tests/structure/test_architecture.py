@@ -52,7 +52,6 @@ WORLD_CALLS = {"open", "input", "print", "breakpoint", "torch.rand", "torch.rand
 
 INTERNAL_ERRORS = {
     "RecordError": "within the codec, which turns it into a CodecError that names the place",
-    "Stopping": "within the trainer's service: how a request to stop leaves a step",
     **dict.fromkeys(("Dropped", "Later", "WrongSize"), "within a fetch: what its worker does next"),
 }
 """Exceptions beside the tree of CairnError that never leave their package. Those named _So are a file's own."""

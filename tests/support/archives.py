@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cairn.swarm_view import ObserverView
-from coordinator.archive import Archive
+from coordinator.checkpoints.archive import Archive
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.ids import Digest
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from coordinator.swarm import Announced, Heard
+from coordinator.checkpoints.archive import Archive
+from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.evaluations import EvaluationLog
+from coordinator.checkpoints.settings import CheckpointSettings
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat, SwarmView
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
@@ -111,6 +116,12 @@ class ChainMaker:
         return certificate
 
 
+def make_archiver(spec: RunSpec, folder: Path, view: SwarmView) -> CheckpointArchiver:
+    """Return an archiver over an empty archive, without evaluations and copies."""
+    settings = CheckpointSettings.model_validate({"evaluation": {"every": 0}})
+    return CheckpointArchiver(Archive(folder / "checkpoints", spec), EvaluationLog(folder), spec, view, settings)
+
+
 class FakeSwarm:
     """A SwarmView over a ChainMaker."""
 
@@ -119,11 +130,11 @@ class FakeSwarm:
         self.chain = ChainMaker(spec)
         self.finals: list[Signed[Finalization]] = []
         self.words: list[Signed[Any]] = []
-        self.heard: dict[PeerKey, Heard] = {}
+        self.heard: dict[PeerKey, ReceivedHeartbeat] = {}
         self.blobs: set[Digest] = set()
         self.left: list[Certificate] = []
         """Of branches that the chain has left."""
-        self.headers: list[Announced] = []
+        self.headers: list[AnnouncedUpdate] = []
         self.directives: list[Signed[Directive]] = []
         self.offered: list[Digest] = []
         """States that were offered to peers; asked for another than those in `blobs`, it is refused."""
@@ -171,10 +182,10 @@ class FakeSwarm:
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
         self._listeners.append(callback)
 
-    def heartbeats(self) -> Mapping[PeerKey, Heard]:
+    def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         return self.heard
 
-    def announced(self, parent: Digest) -> Sequence[Announced]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         return [a for a in self.headers if a.header.body.parent == parent]
 
     def addresses(self) -> Sequence[str]:
@@ -233,4 +244,4 @@ class FakeSwarm:
             self.chain.run, 1, Round(len(self.chain.certificates)), self.chain.head, 0, 0, "training", 2000.0, 5.0,
             10_000, 20_000, (), (), b"", "cpu",
         )  # fmt: skip
-        self.heard[peer(number).key] = Heard(replace(heartbeat, **fields), seconds_since)
+        self.heard[peer(number).key] = ReceivedHeartbeat(replace(heartbeat, **fields), seconds_since)

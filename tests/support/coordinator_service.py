@@ -20,7 +20,7 @@ from peer.coordinator_client import (
 from protocol.invite import TLS_NAME, Endpoint
 from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2_grpc as stubs
-from tests.support.coordinator_fakes import FakeSwarm, make_spec
+from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec
 from tests.support.specs import OWNER
 from tests.support.waiting import LIMIT, until
 
@@ -32,8 +32,9 @@ async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
     swarm = swarm or FakeSwarm(spec)
     places = dict(listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
     coordinator = Coordinator(
-        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm, now=now
-    )
+        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm,
+        make_archiver(spec, tmp_path, swarm), now=now,
+    )  # fmt: skip
     await coordinator.start()
     try:
         yield coordinator, swarm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.credits import CreditRule, account_for
+from protocol.ledger.credits import CreditRule, account_for
 from tests.support.coordinator_fakes import ChainMaker, make_spec
 
 SPEC = make_spec()

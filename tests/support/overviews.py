@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.overview import Overview, PeerView
+from coordinator.overview import Overview, PeerOverview
 from protocol.ids import Digest, Round
 from protocol.messages import Heartbeat
 from tests.support.coordinator_fakes import make_spec, peer
@@ -14,7 +14,7 @@ def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
     """Peers by number: phase, and bytes that they say they have sent."""
     run = SPEC.run_id
     views = tuple(
-        PeerView(
+        PeerOverview(
             peer(n).key, str(n), phase,
             Heartbeat(run, 1, Round(round_), Digest(bytes(32)), 0, 0, phase, 1.0, 1.0, up, 2 * up, (), (), b"", ""),
             0.0, 0, 0,

@@ -8,7 +8,7 @@ from protocol.messages import Heartbeat, RoundRecord, UpdateHeader
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
-from protocol.rounds.policy import Facts, Policy
+from protocol.rounds.policy import LocalStatus, RoundPolicy
 from tests.simulation.signer import FakeSigner
 
 RUN = RunId(sha256(b"run"))
@@ -23,7 +23,7 @@ ME = PeerKey(sha256(b"me"))
 OTHERS = [PeerKey(sha256(b"other", bytes([i]))) for i in range(40)]
 
 
-POLICY = Policy(
+POLICY = RoundPolicy(
     target_windows=20, max_update_windows=50, max_seconds=100, exchange_seconds=10, propose_seconds=3,
     patience_seconds=30, heartbeat_seconds=1, member_seconds=5, max_members=8, checkpoint_every=5,
 )  # fmt: skip
@@ -39,18 +39,25 @@ class Bench:
     def __init__(self, *, observer=False, policy=POLICY, ready=True):
         self.now = 0.0
         self.chain = Chain(RUN, STATE, policy.chain_limits)
-        facts = Facts(admission=b"me")
+        status = LocalStatus(admission=b"me")
         self.machine = RoundMachine(
-            policy, RUN, FakeSigner(ME), self.chain, now=0.0, observer=observer, blob_size=9, facts=facts
+            policy, RUN, FakeSigner(ME), self.chain, now=0.0, observer=observer, blob_size=9, status=status
         )
         self.actions = self.machine.start(0.0, alone=True)
+        self.note_directives()
         if ready and not observer:
-            self.step(ev.Applied(self.chain.genesis, STATE))
+            self.step(ev.StateReached(self.chain.genesis, STATE))
 
     def step(self, event, now=None):
         self.now = self.now if now is None else now
         self.actions = self.machine.step(event, self.now)
+        self.note_directives()
         return self.actions
+
+    def note_directives(self):
+        """Keep the newest of what the owner's directives mean."""
+        for action in self.of(do.DirectivesChanged):
+            self.directives = action
 
     def of(self, kind):
         return [a for a in self.actions if isinstance(a, kind)]
@@ -69,18 +76,18 @@ class Bench:
     def beat(self, key, *, windows=5, sequence=1, head=None, weight=0, phase="training", admission=b"a"):
         head = head or self.chain.genesis
         body = Heartbeat(RUN, sequence, Round(0), head, weight, windows, phase, 1.0, 1.0, 0, 0, (), (), admission, "")
-        return self.step(ev.Heard(FakeSigner(key).sign(body)))
+        return self.step(ev.MessageReceived(FakeSigner(key).sign(body)))
 
     def announce(self, windows=25):
         """Train and announce."""
-        self.step(ev.Progress(windows, 1.0, 1.0))
-        assert self.of(do.MakeUpdate)
+        self.step(ev.TrainingProgress(windows, 1.0, 1.0))
+        assert self.of(do.RequestUpdate)
         self.step(ev.UpdateReady(self.chain.genesis, 0, windows, 5, blob_of(ME), 9, 1.0))
 
     def hold(self, *headers):
         """Headers arrive, and their blobs are fetched."""
         for h in headers:
-            self.step(ev.Heard(h))
+            self.step(ev.MessageReceived(h))
         for h in headers:
             self.step(ev.BlobHeld(h.body.blob))
 

@@ -29,9 +29,9 @@ class Second(Bench):
         headers = [self.header(BUSY), self.header(SLOW)]
         self.hold(*headers)
         first = certificate(self.record(BUSY, [self.mine, *headers]), [BUSY, SLOW, ME])
-        self.step(ev.CertificateHeard(first, BUSY), LASTED)
+        self.step(ev.CertificateReceived(first, BUSY), LASTED)
         self.first = self.chain.head
-        self.step(ev.Applied(self.first, NEXT))
+        self.step(ev.StateReached(self.first, NEXT))
 
     def say(self, key, head, windows=5):
         self.beats += 1
@@ -42,7 +42,7 @@ class Second(Bench):
         theirs = self.header(BUSY, label=b"2", round=Round(1), parent=self.first, base_state=NEXT, first_window=10,
                              end_window=20)  # fmt: skip
         self.hold(theirs)
-        self.step(ev.Progress(25, 1.0, 1.0))
+        self.step(ev.TrainingProgress(25, 1.0, 1.0))
         self.step(ev.UpdateReady(self.first, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
 
     def waits_until(self, last=30.0):

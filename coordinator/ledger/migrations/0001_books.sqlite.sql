@@ -1,6 +1,6 @@
 -- The ledger of one run. Everything down to `bindings` is the ledger: rows are added and never change, and the database
--- itself refuses anything else. `branch` and `standings` follow from it and are kept in the same transaction, so that
--- a start need not read everything; `Ledger.check` compares. Sightings and admissions may be lost without losing credit.
+-- itself refuses anything else. `branch` and `balances` follow from it and are kept in the same transaction, so that
+-- a start need not read everything; `Ledger.check` compares. First-seen times and admissions may be lost without losing credit.
 --
 -- An account is a number: 0 issuance; of the peer with id p, 4p+1 pending, 4p+2 settled, 4p+3 voided. The view
 -- `account_sums` names them.
@@ -9,14 +9,14 @@ CREATE TABLE log (
     run BLOB NOT NULL PRIMARY KEY CHECK (length(run) = 32)
 ) WITHOUT ROWID;
 
--- `sent` are the entry's bytes as they were hashed (protocol/wire/ledger.proto); `leaf` is SHA-256(0x00, sent).
+-- `encoded` are the entry's bytes as they were hashed (protocol/wire/ledger.proto); `leaf` is SHA-256(0x00, encoded).
 CREATE TABLE entries (
     sequence INTEGER NOT NULL PRIMARY KEY CHECK (sequence >= 0),
     kind     TEXT    NOT NULL CHECK (kind IN ('round', 'settle', 'void', 'rollback')),
     previous BLOB    NOT NULL CHECK (length(previous) = 32),
     leaf     BLOB    NOT NULL CHECK (length(leaf) = 32),
     time     INTEGER NOT NULL,          -- unix milliseconds
-    sent     BLOB    NOT NULL
+    encoded     BLOB    NOT NULL
 );
 CREATE INDEX entries_by_kind ON entries (kind, sequence);
 
@@ -52,7 +52,7 @@ CREATE TABLE lines (
     entry INTEGER NOT NULL REFERENCES rounds (entry),
     line  INTEGER NOT NULL CHECK (line >= 0),
     peer  INTEGER NOT NULL REFERENCES peers (id),
-    sent  BLOB    NOT NULL,
+    encoded  BLOB    NOT NULL,
     PRIMARY KEY (entry, line)
 ) WITHOUT ROWID;
 CREATE UNIQUE INDEX lines_by_peer ON lines (peer, entry);
@@ -90,7 +90,7 @@ CREATE TABLE heads (
     size INTEGER NOT NULL CHECK (size >= 0),
     root BLOB    NOT NULL CHECK (length(root) = 32),
     time INTEGER NOT NULL,
-    sent BLOB    NOT NULL
+    encoded BLOB    NOT NULL
 );
 
 -- Which account a peer belongs to; the newest word counts.
@@ -99,7 +99,7 @@ CREATE TABLE bindings (
     peer    BLOB    NOT NULL CHECK (length(peer) = 32),
     account BLOB    NOT NULL CHECK (length(account) = 32),
     time    INTEGER NOT NULL,
-    sent    BLOB    NOT NULL
+    encoded    BLOB    NOT NULL
 );
 
 -- Derived: the round entries that lead to the newest one; a rollback cuts it.
@@ -109,7 +109,7 @@ CREATE TABLE branch (
 );
 
 -- Derived: what each peer has. `last_at`: when the newest record with the peer in it was seen; NULL: not at first hand.
-CREATE TABLE standings (
+CREATE TABLE balances (
     peer           INTEGER NOT NULL PRIMARY KEY REFERENCES peers (id),
     pending_micro  INTEGER NOT NULL CHECK (pending_micro >= 0),
     pending_tokens INTEGER NOT NULL,
@@ -124,7 +124,7 @@ CREATE TABLE standings (
 );
 
 -- When a record that is not final yet was first seen: for the chart by time, across restarts.
-CREATE TABLE sightings (
+CREATE TABLE first_seen (
     record  BLOB    NOT NULL PRIMARY KEY,
     round   INTEGER NOT NULL,
     seen_at REAL    NOT NULL
@@ -137,7 +137,7 @@ CREATE TABLE admissions (
     first_at   INTEGER NOT NULL,
     not_before INTEGER NOT NULL,
     not_after  INTEGER NOT NULL,
-    sent       BLOB    NOT NULL         -- the signed admission
+    encoded       BLOB    NOT NULL         -- the signed admission
 ) WITHOUT ROWID;
 
 -- For checking by hand: every account by its name; the sum over all is zero.

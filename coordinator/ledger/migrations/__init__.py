@@ -1,2 +1,5 @@
-"""The ledger's migrations, in the order of their numbers: NUMBER_NAME.sql for both databases, or NUMBER_NAME.sqlite.sql
-and NUMBER_NAME.postgresql.sql where they differ. One that has been released is never changed."""
+"""The ledger's migrations, in the order of their numbers.
+
+NUMBER_NAME.sql is for both databases, NUMBER_NAME.sqlite.sql and NUMBER_NAME.postgresql.sql where they differ. A
+released migration is never changed.
+"""

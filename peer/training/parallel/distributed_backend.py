@@ -1,7 +1,7 @@
 """Rank 0's side of several ranks: starts the others, gives the commands, and ends when one of them does.
 
-`DistributedBackend` is the `Backend` of several processes. Two threads may use it: each command is complete before the
-next begins, so that all ranks do the same in the same order.
+`DistributedBackend` is the `TrainingBackend` of several processes. Two threads may use it: each command is complete
+before the next begins, so that all ranks do the same in the same order.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BLAME_SECONDS = 3.0
 
 
 class DistributedBackend:
-    """All ranks of this peer. `Backend` documents the methods."""
+    """All ranks of this peer. `TrainingBackend` documents the methods."""
 
     is_distributed = True
 

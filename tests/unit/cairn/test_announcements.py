@@ -13,12 +13,12 @@ from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, Round
 from protocol.message_codec import KeySigner
 from protocol.messages import Goodbye, RoundChanges, Signed, UpdateHeader
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer
 from tests.support.specs import digest
 
 SPEC = make_spec()
-POLICY = Policy.of(SPEC)
+POLICY = RoundPolicy.of(SPEC)
 
 
 class World:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.alerts.journal import KEEP_SECONDS, MAX_WAITING, REPEAT_SECONDS, Journal, back_off
-from coordinator.alerts.rules import RULES, Sight
+from coordinator.alerts.rules import RULES, AlertInput
+from coordinator.alerts.tracker import KEEP_SECONDS, MAX_WAITING, REPEAT_SECONDS, AlertTracker, back_off
 
 LOSSES = tuple(3.0 + 0.01 * i for i in range(20))  # newest first: it falls
-GOOD = Sight(
-    time=1e9, up=1e6, health="healthy", words="all is well", problem="", caught_up=True, round=50, limit=100.0,
-    losses=LOSSES, training=10, differing=(), disk_free=10**12, disk_size=2 * 10**12, head_age=30.0,
-    judged=(3.0, 3.1),
+GOOD = AlertInput(
+    time=1e9, up=1e6, health="healthy", message="all is well", problem="", caught_up=True, round=50, round_limit=100.0,
+    losses=LOSSES, training=10, diverged=(), disk_free=10**12, disk_size=2 * 10**12, head_age=30.0,
+    validation_losses=(3.0, 3.1),
 )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ class World:
 
     def __init__(self, hooks=("a",)):
         self.hooks = hooks
-        self.journal = Journal(hooks)
+        self.journal = AlertTracker(hooks)
         self.time = GOOD.time
         self.round = 50
 
@@ -35,7 +35,7 @@ class World:
         for _ in range(count):
             self.time += seconds
             sight = replace(GOOD, time=self.time, round=self.round, **changes)
-            seen += [(e.name, e.what) for e in self.journal.look(sight)]
+            seen += [(e.name, e.kind) for e in self.journal.update(sight)]
         return seen
 
     def good_rounds(self, count: int = 3, **changes) -> list[tuple[str, str]]:
@@ -46,16 +46,16 @@ class World:
         return seen
 
     def restart(self) -> None:
-        self.journal = Journal(self.hooks, json.loads(json.dumps(self.journal.to_json())))
+        self.journal = AlertTracker(self.hooks, json.loads(json.dumps(self.journal.to_json())))
 
 
 BAD = {
     "loss": {"losses": (5.0, 4.6, *LOSSES[2:])},
-    "digests": {"differing": ("eve",)},
+    "digests": {"diverged": ("eve",)},
     "peers": {"training": 6},
     "disk": {"disk_free": 15 * 10**9},
     "log": {"head_age": 301.0},
-    "validation": {"judged": (math.nan, 3.0, 3.1)},
+    "validation": {"validation_losses": (math.nan, 3.0, 3.1)},
     "chain": {"problem": "waiting for the chain after round 3"},
 }
 
@@ -66,19 +66,19 @@ def test_each_alert_fires_once_and_resolves_once(name):
     assert world.good_rounds(8) == []
     fired = world.look(24, seconds=3, **BAD[name])
     assert fired == [(name, "fired")]
-    (alert,) = world.journal.standing
-    assert alert.name == name and alert.words and world.time - 100 < alert.since <= world.time
+    (alert,) = world.journal.active
+    assert alert.name == name and alert.message and world.time - 100 < alert.since <= world.time
     assert world.good_rounds(5) == [(name, "resolved")]
-    assert world.journal.standing == ()
+    assert world.journal.active == ()
 
 
 def test_a_state_that_is_worse_than_the_best_is_told_until_one_is_as_good():
     world = World()
     assert world.good_rounds(8) == []
-    assert world.good_rounds(2, judged=(3.2, 3.0)) == []  # some noise is no news
-    assert world.good_rounds(2, judged=(3.4, 3.0)) == [("validation", "fired")]
-    assert "3.40" in world.journal.standing[0].words and "3.00" in world.journal.standing[0].words
-    assert world.good_rounds(2, judged=(2.9, 3.4, 3.0)) == [("validation", "resolved")]
+    assert world.good_rounds(2, validation_losses=(3.2, 3.0)) == []  # some noise is no news
+    assert world.good_rounds(2, validation_losses=(3.4, 3.0)) == [("validation", "fired")]
+    assert "3.40" in world.journal.active[0].message and "3.00" in world.journal.active[0].message
+    assert world.good_rounds(2, validation_losses=(2.9, 3.4, 3.0)) == [("validation", "resolved")]
 
 
 def test_an_archive_that_fails_for_ten_minutes_is_told_with_the_reason():
@@ -86,7 +86,7 @@ def test_an_archive_that_fails_for_ten_minutes_is_told_with_the_reason():
     assert world.good_rounds(8) == []
     assert world.good_rounds(19, archive_problem="the disk is full") == []
     assert world.good_rounds(2, archive_problem="the disk is full") == [("archive", "fired")]
-    assert world.journal.standing[0].words == "the disk is full"
+    assert world.journal.active[0].message == "the disk is full"
     assert world.good_rounds(3) == [("archive", "resolved")]
 
 
@@ -94,25 +94,25 @@ def test_a_log_that_is_not_signed_says_why():
     world = World()
     assert world.good_rounds(8) == []
     assert world.good_rounds(2, head_age=400.0, log_problem="no space left") == [("log", "fired")]
-    assert world.journal.standing[0].words.endswith("the last time: no space left")
+    assert world.journal.active[0].message.endswith("the last time: no space left")
 
 
 def test_a_round_that_does_not_end_is_told_and_is_over_with_the_round():
     world = World()
     assert world.good_rounds() == []
     assert world.look(30) == [("stalled", "fired")]
-    assert "30 peers" not in world.journal.standing[0].words and "10 peers train" in world.journal.standing[0].words
+    assert "30 peers" not in world.journal.active[0].message and "10 peers train" in world.journal.active[0].message
     world.round += 1
     assert world.look() == [("stalled", "resolved")]
     assert world.look(100, seconds=10, training=0, health="idle")[:1] == [("peers", "fired")]  # not: stalled
-    assert [a.name for a in world.journal.standing] == ["peers"]
+    assert [a.name for a in world.journal.active] == ["peers"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_fires_at_once(bad):
     world = World()
     assert world.look(losses=(bad, *LOSSES)) == [("loss", "fired")]
-    assert "roll back" in world.journal.standing[0].words
+    assert "roll back" in world.journal.active[0].message
     assert world.look() == [("loss", "resolved")]
 
 
@@ -123,7 +123,7 @@ def test_a_spike_does_not_become_normal_by_lasting():
     for _ in range(20):
         world.round += 1
         assert world.look(losses=(5.0,) * 20) == []
-    assert "was 3.1" in world.journal.standing[0].words
+    assert "was 3.1" in world.journal.active[0].message
     assert world.look(losses=(3.1, 3.2, *(5.0,) * 18)) == [("loss", "resolved")]
 
 
@@ -161,22 +161,22 @@ def test_what_lasts_is_told_again_after_hours_and_not_before():
     for _ in range(50):
         world.round += 1
         told += world.look(seconds=REPEAT_SECONDS / 10, **BAD["disk"])
-    assert told == [("disk", "lasts")] * 5
+    assert told == [("disk", "ongoing")] * 5
 
 
 @pytest.mark.parametrize("name", [*BAD, "stalled"])
 def test_a_restart_neither_repeats_nor_loses_nor_ends_an_alert(name):
     world = World()
     world.good_rounds()
-    bad = BAD[name] | {"limit": 1e4} if name in BAD else {}
+    bad = BAD[name] | {"round_limit": 1e4} if name in BAD else {}
     fired = world.look(30, seconds=7, **bad)
     assert (name, "fired") in fired
-    since = world.journal.standing[0].since
+    since = world.journal.active[0].since
     world.restart()
     # Just after the start no message has arrived, and the chain is not read.
     nothing = {"up": 5.0, "training": 0, "caught_up": False, "head_age": None, "health": "idle"} | bad
     assert world.look(2, **nothing) == []
-    assert (world.journal.standing[0].name, world.journal.standing[0].since) == (name, since)
+    assert (world.journal.active[0].name, world.journal.active[0].since) == (name, since)
     assert world.look(5, seconds=7, **bad) == []
     assert (name, "resolved") in world.good_rounds(5)
 
@@ -218,5 +218,5 @@ def test_fired_and_resolved_alternate_whatever_happens_and_restarts_change_nothi
         assert restarted.look(**change) == seen
         log += seen
     for rule in RULES:
-        what = [w for n, w in log if n == rule.name and w != "lasts"]
+        what = [w for n, w in log if n == rule.name and w != "ongoing"]
         assert what == ["fired", "resolved"] * (len(what) // 2) + ["fired"] * (len(what) % 2)

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from cairn.main import main
-from coordinator import treeheads
 from coordinator.alerts import watcher
-from coordinator.alerts.config import AlertConfig, AlertConfigError, Hook, load_config
-from coordinator.alerts.hooks import HookError, payload, plain, post
-from coordinator.alerts.journal import Event, back_off
+from coordinator.alerts.config import AlertConfig, AlertConfigError, Webhook, load_config
+from coordinator.alerts.tracker import AlertEvent, back_off
+from coordinator.alerts.webhooks import WebhookError, payload, plain, post
+from coordinator.credits import tree_heads
 from protocol.ids import Digest
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive
@@ -27,7 +27,7 @@ from tests.support.specs import OWNER
 from tests.support.waiting import until
 
 SPEC = make_spec()
-EVENT = Event("id", "loss", "fired", "the loss is 9.99", 1.0, 2.0)
+EVENT = AlertEvent("id", "loss", "fired", "the loss is 9.99", 1.0, 2.0)
 
 
 class Receiver:
@@ -41,7 +41,7 @@ class Receiver:
 
     @property
     def events(self) -> list[tuple[str, str]]:
-        return [(e["name"], e["what"]) for _, b in self.got for e in [json.loads(b)["cairn"]]]
+        return [(e["name"], e["kind"]) for _, b in self.got for e in [json.loads(b)["cairn"]]]
 
     @asynccontextmanager
     async def there(self):
@@ -72,10 +72,10 @@ class Receiver:
 @pytest.fixture
 def quick(monkeypatch):
     """Looks often; a disk with room; words count at once, also right after the start."""
-    monkeypatch.setattr(watcher, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr("coordinator.alerts.rules.SETTLE_SECONDS", -1.0)
+    monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr("coordinator.alerts.rules.STARTUP_SECONDS", -1.0)
     usage = type("Usage", (), {"free": 10**12, "total": 2 * 10**12})
-    monkeypatch.setattr("coordinator.alerts.seeing.disk_usage", lambda _: usage)
+    monkeypatch.setattr("coordinator.alerts.inputs.disk_usage", lambda _: usage)
     return usage
 
 
@@ -85,7 +85,7 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
     for n in range(4):
         swarm.beat(n)
     async with Receiver().there() as hook:
-        config = AlertConfig((Hook.parse(hook.url),), "secret")
+        config = AlertConfig((Webhook.parse(hook.url),), "secret")
         async with running(tmp_path, SPEC, swarm, now=lambda: clock[0], alerts=config) as (c, _), web(c) as get:
 
             async def rounds(*losses):
@@ -104,7 +104,7 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
                 return (await get.get("/api/status")).json()["alerts"]
 
             shown = await until(alerts, "the alert is shown", every=0.05)
-            assert [a["name"] for a in shown] == ["loss"] and "7.50" in shown[0]["words"]
+            assert [a["name"] for a in shown] == ["loss"] and "7.50" in shown[0]["message"]
             assert 'cairn_alert{name="loss"} 1.0' in (await get.get("/metrics")).text
             await rounds(3.9, 3.9)
             await hook.hears(("loss", "fired"), ("loss", "resolved"))
@@ -134,7 +134,7 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
 
 @pytest.mark.parametrize("order", ["paused", "ended"])
 async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, quick, monkeypatch, order):
-    monkeypatch.setattr(treeheads, "LOOK", 0.005)
+    monkeypatch.setattr(tree_heads, "POLL_SECONDS", 0.005)
     clock = [time.time()]
     swarm = FakeSwarm(SPEC)
     async with running(tmp_path, SPEC, swarm, now=lambda: clock[0]) as (c, _):
@@ -144,15 +144,15 @@ async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, qui
                 swarm.beat(n)
             swarm.round({0: 600, 1: 700})
             await settled(c, len(swarm.chain.certificates))
-            await c._watcher.look()
+            await c._watcher.check()
         await c.control.take(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, order=order)).sent)
         for _ in range(60):
             clock[0] += 100
             for n in range(6):
                 swarm.beat(n, phase="paused" if order == "paused" else "leaving")
             await asyncio.sleep(0.03)  # a head is signed
-            await c._watcher.look()
-            assert c._watcher.standing == ()
+            await c._watcher.check()
+            assert c._watcher.active == ()
         assert c.overview().health == order
 
 
@@ -165,27 +165,27 @@ async def test_a_peer_with_another_state_than_the_chain_is_named(tmp_path):
         await settled(c, 3)
         before = swarm.chain.certificates[-1].record.body.parent  # the record before the head: its child names a state
 
-        async def differing(count: int) -> None:
+        async def diverged(count: int) -> None:
             """Wait for the next overview: one is kept for a moment."""
             before = c.overview()
             await until(lambda: c.overview() is not before)
-            assert len(c.overview().differing) == count
+            assert len(c.overview().diverged) == count
 
         swarm.beat(0, head=before, round=2, state=state(2))
-        await differing(0)
+        await diverged(0)
         swarm.beat(1, head=before, round=2, state=wrong)
-        await differing(1)
-        assert c.overview().differing == (peer(1).key.short,)
+        await diverged(1)
+        assert c.overview().diverged == (peer(1).key.short,)
         swarm.beat(1, head=before, round=2, state=None)
-        await differing(0)
+        await diverged(0)
         # At the head nobody names it yet: most of those who hold one are believed; of two there are no most.
         swarm.beat(0, state=state(3))
         swarm.beat(1, state=wrong)
-        await differing(0)
+        await diverged(0)
         swarm.beat(2, state=state(3))
-        await differing(1)
+        await diverged(1)
         swarm.beat(1, state=wrong, phase="syncing")
-        await differing(0)
+        await diverged(0)
 
 
 async def test_a_webhook_that_fails_is_asked_again_and_one_that_never_will_is_not(tmp_path, quick, monkeypatch):
@@ -193,7 +193,7 @@ async def test_a_webhook_that_fails_is_asked_again_and_one_that_never_will_is_no
     quick.free = 10**9
     results = []
     async with Receiver(500, 429).there() as slow, Receiver(404).there() as gone:
-        config = AlertConfig((Hook.parse(slow.url), Hook.parse(gone.url)))
+        config = AlertConfig((Webhook.parse(slow.url), Webhook.parse(gone.url)))
         monkeypatch.setattr("coordinator.metrics.Metrics.delivered", lambda _, result: results.append(result))
         async with running(tmp_path, SPEC, alerts=config):
             await slow.hears(*[("disk", "fired")] * 3)
@@ -213,7 +213,7 @@ async def test_a_fault_of_our_own_does_not_silence_a_webhook(tmp_path, quick, mo
         raise RuntimeError("a fault")
 
     monkeypatch.setattr(watcher, "post", faulty)
-    async with Receiver().there() as hook, running(tmp_path, SPEC, alerts=AlertConfig((Hook.parse(hook.url),))):
+    async with Receiver().there() as hook, running(tmp_path, SPEC, alerts=AlertConfig((Webhook.parse(hook.url),))):
         await hook.hears(("disk", "fired"))
     assert "a fault of the coordinator" in caplog.text
 
@@ -221,7 +221,7 @@ async def test_a_fault_of_our_own_does_not_silence_a_webhook(tmp_path, quick, mo
 async def test_an_event_that_no_one_took_is_told_after_a_restart(tmp_path, quick):
     quick.free = 10**9
     async with Receiver(500).there() as hook:
-        config = AlertConfig((Hook.parse(hook.url),))
+        config = AlertConfig((Webhook.parse(hook.url),))
         async with running(tmp_path, SPEC, alerts=config):
             await hook.hears(("disk", "fired"))
         assert (tmp_path / watcher.FILE).stat().st_mode & 0o077 == 0
@@ -242,8 +242,8 @@ async def test_a_damaged_journal_is_said_and_stops_nothing(tmp_path, quick, capl
 
 async def test_a_redirect_is_not_followed():
     async with Receiver().there() as inside, Receiver(302, headers="Location: " + inside.url + "\r\n").there() as hook:
-        with pytest.raises(HookError, match="not followed") as e:
-            await post(Hook.parse(hook.url), payload(EVENT, "run", ""))
+        with pytest.raises(WebhookError, match="not followed") as e:
+            await post(Webhook.parse(hook.url), payload(EVENT, "run", ""))
         assert e.value.final and not inside.got
 
 
@@ -258,17 +258,17 @@ async def test_silence_noise_and_nobody_are_errors_that_may_pass():
 
     for what, says in ((silent, "did not answer within"), (noise, "could not be reached")):
         server = await asyncio.start_server(what, "127.0.0.1", 0)
-        hook = Hook.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
-        with pytest.raises(HookError, match=says) as e:
+        hook = Webhook.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+        with pytest.raises(WebhookError, match=says) as e:
             await post(hook, b"{}", deadline=0.3)
         assert not e.value.final
         server.close()
-    with pytest.raises(HookError, match="could not be reached"):
-        await post(Hook.parse("http://127.0.0.1:1/"), b"{}")
+    with pytest.raises(WebhookError, match="could not be reached"):
+        await post(Webhook.parse("http://127.0.0.1:1/"), b"{}")
 
 
 def test_what_strangers_chose_makes_no_links_mentions_or_markup():
-    event = replace(EVENT, words="<!channel> @everyone [x](http://evil) *b* `c` &lt; \x1b[2J\n" + "x" * 1000)
+    event = replace(EVENT, message="<!channel> @everyone [x](http://evil) *b* `c` &lt; \x1b[2J\n" + "x" * 1000)
     text = json.loads(payload(event, "run", "http://page/"))["text"]
     assert not set("<>@*`&[]\n\x1b") & set(text) and len(text) < 700
     assert plain("ada 3.1, 5%") == "ada 3.1, 5%"
@@ -296,7 +296,7 @@ def test_the_configuration_is_read_strictly(tmp_path, monkeypatch):
             load_config(tmp_path)
     for bad in ("ftp://x/", "https://", "https://u:p@x/", "http://x:99999/", "http://x/ y", "http://[::1/", "x"):
         with pytest.raises(AlertConfigError):
-            Hook.parse(bad)
+            Webhook.parse(bad)
 
 
 async def test_the_command_posts_a_test_event_and_says_who_did_not_take_it(tmp_path):

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from coordinator.archive import Archive, Archived, read_sheet
+from coordinator.checkpoints.archive import Archive, ArchivedState, read_manifest
+from coordinator.checkpoints.evaluation import load_archived, validation_loss
+from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.errors import CoordinatorError
-from coordinator.evaluation import load_archived, validation_loss
-from coordinator.keeping.policy import Policy
 from protocol.chain import genesis_digest
 from protocol.ids import Digest
 from protocol.layout import MOMENTUM
@@ -32,9 +32,9 @@ class World:
         self.checkpoint, self.tokenizer = folder / "checkpoint", folder / "tokenizer"
         self.checkpoint.write_bytes(b"weights")
         self.tokenizer.write_text("{}")
-        self.archive = Archive(folder / "checkpoints", SPEC, policy=Policy(newest=3))
+        self.archive = Archive(folder / "checkpoints", SPEC, policy=RetentionPolicy(newest=3))
 
-    def add(self, round: int, *, of: Digest | None = None, record: Digest | None = None) -> Archived:
+    def add(self, round: int, *, of: Digest | None = None, record: Digest | None = None) -> ArchivedState:
         return self.archive.add(
             self.checkpoint, self.tokenizer, round=round, state=of or state(round),
             record=record or digest(round), tokens=10 * round,
@@ -48,7 +48,7 @@ def world(tmp_path: Path) -> World:
 
 def test_an_archived_state_says_what_it_is_and_holds_the_checkpoint_itself(world: World):
     made = world.add(5)
-    assert read_sheet(made.folder) == made == world.archive.newest()
+    assert read_manifest(made.folder) == made == world.archive.newest()
     assert {p.name for p in made.folder.iterdir()} == {
         "model.safetensors",
         "config.json",

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.credits import CreditRule, account_for
 from protocol.envelope import seal
 from protocol.errors import BooksError, MalformedError, SignatureError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.books import Books, Posted
+from protocol.ledger.credits import CreditRule, account_for
 from protocol.ledger.entries import (
     MAX_ENTRY,
     Entry,

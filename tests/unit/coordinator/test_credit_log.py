@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 
-from coordinator import treeheads
-from coordinator.credit_log import LedgerLog
-from coordinator.credits import CreditRule, account_for
+from coordinator.credits import tree_heads
+from coordinator.credits.leaderboard import Leaderboard, RecentAverageCredit
+from coordinator.credits.log import CreditLog
+from coordinator.credits.receipts import Receipts, why_not
+from coordinator.credits.tree_heads import TreeHeadSigner
 from coordinator.errors import LedgerConflictError, LedgerError, RefusedError, TooManyError
-from coordinator.ledger import Head, Ledger
+from coordinator.history import RoundHistory
+from coordinator.indexed_chain import IndexedChain
+from coordinator.ledger import Ledger, TreeHeadRow
 from coordinator.ledger_thread import LedgerThread
-from coordinator.receipts import why_not
-from coordinator.standing import Recent, Standings
-from coordinator.swarm import Announced
+from coordinator.swarm import AnnouncedUpdate
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
+from protocol.ledger.credits import CreditRule, account_for
 from protocol.ledger.entries import RoundEntry, decode_entry, decode_line
 from protocol.ledger.statements import bind, open_receipt, open_tree_head
 from protocol.ledger.verdicts import Verdict, seal_verdict
@@ -59,15 +62,36 @@ class World:
         self.clock = [1_700_000_000.0]
         self.swarm = FakeSwarm(SPEC)
         self.ledger = LedgerThread()
-        self.log: LedgerLog = None  # type: ignore[assignment]
 
     async def open(self) -> None:
         self.ledger = LedgerThread()
-        await self.ledger.open(self.place, SPEC, lambda: self.clock[0])
-        admitter: Any = Admitters()
-        self.log = LedgerLog(SPEC, OWNER, self.swarm, self.ledger, admitter, lambda: self.clock[0])
+        await self.ledger.open(self.place, SPEC, self.now)
+        self.chain = IndexedChain()
+        self.heads = TreeHeadSigner(SPEC.run_id, OWNER, self.ledger, self.now)
+        self.receipts_made = Receipts(SPEC, OWNER, self.swarm, self.ledger, self.now)
+        self.board = self.leaderboard()
+        self.log = CreditLog(
+            self.ledger, self.swarm, self.chain, self.heads, self.receipts_made, self.board, asyncio.Event()
+        )
         await self.log.start()
-        await self.log._standings.load_recent()
+        await self.board.load_recent()
+        await self.read_balances()
+
+    def now(self) -> float:
+        return self.clock[0]
+
+    def leaderboard(self) -> Leaderboard:
+        admitters = Admitters()
+        return Leaderboard(SPEC.run_id, self.ledger, self.chain, admitters.name_of, admitters.knows, self.now)
+
+    async def read_balances(self) -> None:
+        """As the chain indexer does after each post."""
+        balances = await self.ledger.read(lambda ledger: ledger.balances())
+        self.chain.restore(None, (), RoundHistory(), {}, balances)
+
+    async def refresh(self) -> None:
+        await self.read_balances()
+        await self.board.refresh()
 
     async def restart(self) -> None:
         await self.ledger.close()
@@ -76,9 +100,9 @@ class World:
     async def post(self, work: dict[int, int]):
         account = account_for(self.swarm.chain.add(work), RULE)
         self.clock[0] += 60
-        await self.log._receipts.note([account])
+        await self.receipts_made.note([account])
         await self.ledger.run(lambda ledger: ledger.post(account))
-        await self.log._standings.refresh()
+        await self.refresh()
         return account
 
     def announce(self, number: int, *, late: bool = False, flaw: str = "", base: Digest | None = None) -> Digest:
@@ -99,7 +123,7 @@ class World:
             b"",  # type: ignore
         )
         signed = KeySigner(peer(number)).sign(header)
-        self.swarm.headers.append(Announced(signed, late, flaw))
+        self.swarm.headers.append(AnnouncedUpdate(signed, late, flaw))
         return signed.digest
 
     async def receipts(self, number: int, before: int | None = None, limit: int = 50):
@@ -147,7 +171,7 @@ async def test_asking_again_gives_the_same_bytes_also_after_a_restart(ledger_pla
         assert [[i.sent for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
         await w.restart()
         assert [[i.sent for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
-        w.log._receipts._signed.clear()
+        w.receipts_made._signed.clear()
         assert [[i.sent for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
 
 
@@ -168,10 +192,10 @@ async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(ledger_place
             assert reason in r.reason and (r.tokens, r.micro_credits) == (0, 0)
         assert len((await w.receipts(1)).items) == 2
         assert (await w.receipts(2)).items[0].status == "pending" and (await w.receipts(7)).items == ()
-        # Received again in the next round, it is not noted again, nor with another reason.
-        await w.log._receipts.note([account])
-        w.log._receipts._noted.clear()
-        await w.log._receipts.note([account])
+        # Heard of again with the next round, it is not noted again, nor with another reason.
+        await w.receipts_made.note([account])
+        w.receipts_made._noted.clear()
+        await w.receipts_made.note([account])
         assert [len((await w.receipts(n)).items) for n in (3, 4)] == [1, 1]
 
 
@@ -182,10 +206,10 @@ async def test_a_refusal_that_could_not_be_written_is_written_the_next_time(ledg
         account = account_for(w.swarm.chain.add({1: 40}), RULE)
         await w.ledger.run(lambda ledger: ledger.post(account))
         with monkeypatch.context() as m:
-            m.setattr(Ledger, "refuse", failing)
+            m.setattr(Ledger, "add_refusal", failing)
             with pytest.raises(LedgerError):
-                await w.log._receipts.note([account])
-        await w.log._receipts.note([account])
+                await w.receipts_made.note([account])
+        await w.receipts_made.note([account])
         assert [len((await w.receipts(n)).items) for n in (3, 4)] == [1, 1]
 
 
@@ -197,7 +221,7 @@ async def test_a_round_that_never_becomes_final_gives_no_receipts(ledger_place):
     async with made(ledger_place) as w:
         w.announce(3)
         lost = account_for(w.swarm.chain.fork(0).add({1: 5}), RULE)
-        await w.log._receipts.note([lost])  # seen at the head once, and left by the chain
+        await w.receipts_made.note([lost])  # seen at the head once, and left by the chain
         await w.post({1: 40})
         assert len((await w.receipts(3)).items) == 1
 
@@ -228,10 +252,10 @@ async def test_a_voided_line_is_said_and_its_receipt_stays(ledger_place):
         line = next(x for x in account.entries if x.peer == peer(1).key)
         verdict = Verdict(SPEC.run_id, account.round, account.record, line.peer, line.update, "a copy")
         await w.ledger.run(lambda ledger: ledger.void(seal_verdict(OWNER, verdict).sent))
-        await w.log._standings.refresh()
+        await w.refresh()
         (after,) = (await w.receipts(1)).items
         assert (after.status, after.sent) == ("voided", before.sent)
-        view = await w.log.standing(peer(1).key)
+        view = await w.log.summary(peer(1).key)
         assert (view.pending, view.settled, view.voided, view.recent) == (0, 0, line.micro_credits, 0)
 
 
@@ -240,7 +264,7 @@ def test_a_long_reason_is_cut_to_what_a_receipt_holds():
         UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
     )
     account = account_for(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
-    reason = why_not(Announced(header, False, "ü" * 400), account, False)
+    reason = why_not(AnnouncedUpdate(header, False, "ü" * 400), account, False)
     assert len(reason.encode()) <= 200 and reason.endswith("...")
 
 
@@ -275,18 +299,18 @@ async def test_unsigned_growth_is_counted_until_it_is_signed(ledger_place, monke
     async with made(ledger_place) as w:
         await w.log.heads(None, 1)
         await w.post({1: 40})
-        await w.log._heads._look()
+        await w.heads._note_unsigned()
         assert w.log.unsigned_seconds == 0
         w.clock[0] += 300
         assert w.log.unsigned_seconds == 300
 
-        def full(ledger: Ledger, head: Head) -> None:
+        def full(ledger: Ledger, head: TreeHeadRow) -> None:
             raise LedgerConflictError("no space left")
 
         with monkeypatch.context() as m:
             m.setattr(Ledger, "add_head", full)
-            monkeypatch.setattr(treeheads, "LOOK", 0.01)
-            signing = asyncio.create_task(w.log._heads.sign_on())
+            monkeypatch.setattr(tree_heads, "POLL_SECONDS", 0.01)
+            signing = asyncio.create_task(w.heads.sign_forever())
             await until(lambda: "no space left" in w.log.problem)
             assert w.log.unsigned_seconds == 300
         await until(lambda: not w.log.problem, "the head is signed")
@@ -321,16 +345,16 @@ async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
         with pytest.raises(LedgerConflictError, match="another root"):
             await log.newest()
         await w.ledger.close()
-        tamper(tmp_path, "UPDATE heads SET size = 99, sent = sent")
+        tamper(tmp_path, "UPDATE heads SET size = 99, encoded = encoded")
         bigger = head.__class__(SPEC.run_id, 99, digest("root"), head.time)
         from protocol.ledger.statements import sign
 
-        tamper(tmp_path, f"UPDATE heads SET sent = x'{sign(OWNER, bigger).sent.hex()}'")
+        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(OWNER, bigger).sent.hex()}'")
         log = await reopened(w)
         with pytest.raises(LedgerConflictError, match="a tree head over 99 was signed"):
             await log.newest()
         await w.ledger.close()
-        tamper(tmp_path, f"UPDATE heads SET sent = x'{sign(identity('forger'), bigger).sent.hex()}'")
+        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(identity('forger'), bigger).sent.hex()}'")
         log = await reopened(w)
         with pytest.raises(LedgerConflictError, match="none of this run's owner"):
             await log.newest()
@@ -364,7 +388,7 @@ async def test_a_log_that_does_not_grow_is_signed_all_the_same(ledger_place):
         assert w.log.head_seconds == 30
 
 
-async def reopened(w: World) -> treeheads.TreeHeads:
+async def reopened(w: World) -> TreeHeadSigner:
     w.clock[0] += 100
 
     class Opened(LedgerThread):
@@ -375,7 +399,7 @@ async def reopened(w: World) -> treeheads.TreeHeads:
     reader = Ledger(w.place, SPEC, reader=True)
     ledger.__dict__.update(reader.__dict__)
     w.ledger._ledger = w.ledger._reader = reader
-    log = treeheads.TreeHeads(SPEC.run_id, OWNER, w.ledger, lambda: w.clock[0])
+    log = TreeHeadSigner(SPEC.run_id, OWNER, w.ledger, lambda: w.clock[0])
     await log.start()
     return log
 
@@ -431,7 +455,7 @@ async def test_certificates_are_given_from_where_one_asks(ledger_place):
             await w.log.certificates(digest("x"), 2)
 
 
-# -- standings -------------------------------------------------------------------------------------------------------
+# -- totals ----------------------------------------------------------------------------------------------------------
 
 
 async def test_totals_follow_the_ledger_and_survive_a_restart(ledger_place):
@@ -439,7 +463,7 @@ async def test_totals_follow_the_ledger_and_survive_a_restart(ledger_place):
         for r in range(5):
             await w.post({1: 40, 2: 30 + r})
         w.clock[0] += 60
-        views = [await w.log.standing(peer(n).key) for n in (1, 2, 9)]
+        views = [await w.log.summary(peer(n).key) for n in (1, 2, 9)]
         one, two, nobody = views
         assert one.settled == 3 * RULE.micro_credits(40) and one.pending == 2 * RULE.micro_credits(40)
         assert (one.tokens, one.rounds, nobody.settled, nobody.recent) == (5 * 640, 5, 0, 0)
@@ -448,7 +472,7 @@ async def test_totals_follow_the_ledger_and_survive_a_restart(ledger_place):
         assert await w.log.leaderboard("peer", 10, board[0].key) == board[1:]
         assert await w.log.leaderboard("peer", 10, "nobody") == []
         await w.restart()
-        again = [await w.log.standing(peer(n).key) for n in (1, 2, 9)]
+        again = [await w.log.summary(peer(n).key) for n in (1, 2, 9)]
         assert [(v.settled, v.pending, v.tokens, v.rounds) for v in again] == [
             (v.settled, v.pending, v.tokens, v.rounds) for v in views
         ]
@@ -457,7 +481,7 @@ async def test_totals_follow_the_ledger_and_survive_a_restart(ledger_place):
 
 
 def test_the_recent_average_is_what_one_earns_a_day_and_halves_in_a_week():
-    recent, key = Recent(), peer(1).key
+    recent, key = RecentAverageCredit(), peer(1).key
     for minute in range(60 * 24 * 70):
         if minute % 30 == 0:
             recent.add(key, 1000, minute * 60)
@@ -469,7 +493,7 @@ def test_the_recent_average_is_what_one_earns_a_day_and_halves_in_a_week():
 
 
 def test_the_order_of_earning_does_not_matter_and_what_is_taken_back_is_gone():
-    a, b, key = Recent(), Recent(), peer(1).key
+    a, b, key = RecentAverageCredit(), RecentAverageCredit(), peer(1).key
     for at in (1.0, 3 * DAY, 5 * DAY):
         a.add(key, 10**9, at)
     for at in (5 * DAY, 1.0, 3 * DAY):
@@ -488,18 +512,18 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
         assert await w.log.bind(bind(peer(1), ada, SPEC.run_id, now, "ada", "engines").sent) == 1
         assert await w.log.bind(bind(peer(2), ada, SPEC.run_id, now, "ada", "engines").sent) == 2
         assert await w.log.bind(bind(peer(3), bob, SPEC.run_id, now, "bob", "engines").sent) == 1
-        view = await w.log.standing(ada.key)
+        view = await w.log.summary(ada.key)
         assert (view.kind, view.name, view.team, len(view.peers)) == ("account", "ada", "engines", 2)
         assert view.pending == RULE.micro_credits(40) + RULE.micro_credits(30)
-        assert (await w.log.standing(peer(1).key)).account == ada.key
+        assert (await w.log.summary(peer(1).key)).account == ada.key
         assert [v.name for v in await w.log.leaderboard("account", 10, "")] == ["ada", "bob"]
         (team,) = await w.log.leaderboard("team", 10, "")
         assert (team.key, team.pending) == ("engines", view.pending + RULE.micro_credits(20))
         # A peer that goes to another account takes what it has earned along; a newer name counts.
         assert await w.log.bind(bind(peer(2), bob, SPEC.run_id, now + 1, "Bob", "").sent) == 2
         await w.restart()
-        assert (await w.log.standing(ada.key)).peers == (peer(1).key,)
-        assert (await w.log.standing(bob.key)).name == "Bob"
+        assert (await w.log.summary(ada.key)).peers == (peer(1).key,)
+        assert (await w.log.summary(bob.key)).name == "Bob"
         assert [v.pending for v in await w.log.leaderboard("team", 10, "")] == [RULE.micro_credits(40)]
 
 
@@ -507,13 +531,13 @@ async def test_a_binding_whose_write_failed_is_written_when_it_comes_again(ledge
     async with made(ledger_place) as w:
         word = bind(peer(1), identity("ada"), SPEC.run_id, int(w.clock[0]), "ada").sent
         with monkeypatch.context() as m:
-            m.setattr(Ledger, "bind", failing)
+            m.setattr(Ledger, "add_binding", failing)
             with pytest.raises(LedgerError):
                 await w.log.bind(word)
         assert await w.log.bind(word) == 1
         assert await w.log.bind(word) == 1
         await w.restart()
-        assert (await w.log.standing(peer(1).key)).account == identity("ada").key
+        assert (await w.log.summary(peer(1).key)).account == identity("ada").key
         assert len(await w.ledger.run(lambda ledger: ledger.bindings())) == 1
 
 
@@ -524,21 +548,21 @@ async def test_what_is_voided_while_recent_credits_are_read_is_taken_out_once(le
         await w.ledger.close()
         w.ledger = LedgerThread()
         await w.ledger.open(w.place, SPEC, lambda: w.clock[0])
-        standings = Standings(SPEC.run_id, w.ledger, Admitters().name_of, Admitters().knows, lambda: w.clock[0])
-        await standings.load()
+        board = w.leaderboard()
+        await board.load()
         verdict = Verdict(SPEC.run_id, account.round, account.record, peer(1).key, account.entries[0].update, "no")
         await w.ledger.run(lambda ledger: ledger.void(seal_verdict(OWNER, verdict).sent))
-        await standings.load_recent()
-        await standings.refresh()
+        await board.load_recent()
+        await board.refresh()
         one = RULE.micro_credits(40) * math.log(2) / 7
-        assert standings.of(peer(1).key).recent == round(one) > 0
+        assert board.of(peer(1).key).recent == round(one) > 0
 
 
 async def test_a_page_that_was_just_full_still_brings_new_totals(ledger_place, monkeypatch):
     async with made(ledger_place) as w:
-        monkeypatch.setattr("coordinator.standing.PAGE", 1)
+        monkeypatch.setattr("coordinator.credits.leaderboard.PAGE", 1)
         await w.post({1: 40})
-        assert (await w.log.standing(peer(1).key)).pending == RULE.micro_credits(40)
+        assert (await w.log.summary(peer(1).key)).pending == RULE.micro_credits(40)
 
 
 async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_it_is_asked_again(
@@ -553,29 +577,29 @@ async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_
         w.announce(3, late=True)
         account = account_for(w.swarm.chain.add({1: 40}), RULE)
         with monkeypatch.context() as m:
-            m.setattr(Ledger, "bind", full)
-            m.setattr(Ledger, "refuse", full)
+            m.setattr(Ledger, "add_binding", full)
+            m.setattr(Ledger, "add_refusal", full)
             for _ in range(2):
                 with pytest.raises(LedgerConflictError):
                     await w.log.bind(word)
                 with pytest.raises(LedgerConflictError):
-                    await w.log._receipts.note([account])
+                    await w.receipts_made.note([account])
         assert await w.log.bind(word) == 1
-        await w.log._receipts.note([account])
+        await w.receipts_made.note([account])
         await w.ledger.run(lambda ledger: ledger.post(account))
         assert [i.status for i in (await w.receipts(3)).items] == ["not accepted"]
         await w.restart()
-        assert (await w.log.standing(ada.key)).peers == (peer(1).key,)
+        assert (await w.log.summary(ada.key)).peers == (peer(1).key,)
 
 
 async def test_standings_are_up_to_date_also_when_a_page_was_just_full(tmp_path, monkeypatch):
-    monkeypatch.setattr("coordinator.standing.PAGE", 2)
+    monkeypatch.setattr("coordinator.credits.leaderboard.PAGE", 2)
     async with made(str(tmp_path / "ledger.sqlite")) as w:
         for _ in range(2):
             account = account_for(w.swarm.chain.add({1: 40}), RULE)
             await w.ledger.run(lambda ledger, a=account: ledger.post(a))
-        await w.log._standings.refresh()
-        assert (await w.log.standing(peer(1).key)).pending == 2 * RULE.micro_credits(40)
+        await w.refresh()
+        assert (await w.log.summary(peer(1).key)).pending == 2 * RULE.micro_credits(40)
 
 
 async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):
@@ -596,10 +620,10 @@ async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):
         stolen = sign(peer(2), BindPeer(SPEC.run_id, bob.key, now)).sent
         with pytest.raises(AdmissionError):
             await w.log.bind(sign(ada, BindAccount(SPEC.run_id, stolen, now, "ada", "")).sent)
-        monkeypatch.setattr("coordinator.standing.MAX_PEERS_OF_ACCOUNT", 1)
+        monkeypatch.setattr("coordinator.credits.leaderboard.MAX_PEERS_OF_ACCOUNT", 1)
         with pytest.raises(TooManyError, match="at most 1 peers"):
             await w.log.bind(bind(peer(2), ada, SPEC.run_id, now, "ada").sent)
-        monkeypatch.setattr("coordinator.standing.MAX_BINDINGS_OF_PEER", 1)
+        monkeypatch.setattr("coordinator.credits.leaderboard.MAX_BINDINGS_OF_PEER", 1)
         with pytest.raises(TooManyError, match="bound 1 times"):
             await w.log.bind(bind(peer(1), ada, SPEC.run_id, now + 1, "ada").sent)
-        assert time.time() > 0 and (await w.log.standing(ada.key)).peers == (peer(1).key,)
+        assert time.time() > 0 and (await w.log.summary(ada.key)).peers == (peer(1).key,)

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tests.support.coordinator_fakes as fakes
 from cairn.checkpoints import find_checkpoint
-from coordinator.archive import Archive
 from coordinator.authoring import ResolvedRun, RunChangedError, load_run, resolve, tokens
 from coordinator.authoring.documents import TextSegment
 from coordinator.authoring.weights import WeightsError, read, read_headers
+from coordinator.checkpoints.archive import Archive
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.store import Store
 from protocol.errors import CairnError

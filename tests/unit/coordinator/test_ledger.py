@@ -10,15 +10,20 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.credits import Balance, CreditRule, account_for, pending
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import Admitted, Binding, Head, Ledger, Refusal
+from coordinator.ledger import AdmissionRow, BindingRow, Ledger, RefusedUpdate, TreeHeadRow
 from coordinator.ledger.database import Database, SqliteDatabase
-from coordinator.ledger.migrating import migrate, migrations
+from coordinator.ledger.schema import migrate, migrations
 from coordinator.ledger.store import connect
 from protocol.ids import Digest
+from protocol.ledger.credits import Balance, CreditRule, account_for, pending
 from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_spec, peer
 from tests.support.ledger_accounts import RULE, SPEC, make_accounts
+
+
+def settled_in(ledger: Ledger):
+    """Return what every peer has settled."""
+    return {peer: b.settled for peer, b in ledger.balances().items() if b.settled.rounds}
 
 
 @pytest.fixture
@@ -58,7 +63,7 @@ def test_a_settled_round_is_read_back_whole(ledger):
     assert ledger.accounts(limit=10) == accounts
     assert ledger.accounts(after=2, limit=1) == accounts[3:4]
     assert ledger.last() == (4, accounts[4].record)
-    assert ledger.balances() == pending(accounts)
+    assert settled_in(ledger) == pending(accounts)
     newest = ledger.history_of(peer(0).key, limit=2)
     assert [e.round for e in newest] == [4, 3]
 
@@ -68,7 +73,7 @@ def test_settling_a_round_again_changes_nothing(ledger):
     for account in accounts + accounts:
         ledger.post(account)
     assert ledger.post(accounts[1]) is False
-    assert ledger.balances() == pending(accounts)
+    assert settled_in(ledger) == pending(accounts)
 
 
 def test_another_record_for_a_settled_round_is_refused_loudly(ledger):
@@ -110,9 +115,9 @@ def filled(ledger) -> None:
     for account in accounts:
         ledger.post(account)
     a, line = accounts[0], accounts[0].entries[0]
-    ledger.refuse(Refusal(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
-    ledger.add_head(Head(ledger.size(), ledger.root(), 5, b"head"))
-    ledger.bind(Binding(line.peer, peer(7).key, 5, b"word"))
+    ledger.add_refusal(RefusedUpdate(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
+    ledger.add_head(TreeHeadRow(ledger.size(), ledger.root(), 5, b"head"))
+    ledger.add_binding(BindingRow(line.peer, peer(7).key, 5, b"word"))
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -121,8 +126,8 @@ def test_the_database_itself_refuses_to_change_what_is_written(ledger, ledger_pl
     with bare(ledger_place) as db:
         before = db.query(f"SELECT * FROM {table}")
         assert before
-        column = {"log": "run", "entries": "time", "nodes": "hash", "rounds": "loss", "peers": "peer", "lines": "sent",
-                  "transfers": "micro_credits", "refusals": "reason"}.get(table, "sent")  # fmt: skip
+        column = {"log": "run", "entries": "time", "nodes": "hash", "rounds": "loss", "peers": "peer",
+                  "transfers": "micro_credits", "refusals": "reason"}.get(table, "encoded")  # fmt: skip
         statements = [f"UPDATE {table} SET {column} = {column}", f"DELETE FROM {table}"]
         if db.dialect == "sqlite":
             statements.append(f"INSERT OR REPLACE INTO {table} SELECT * FROM {table}")
@@ -152,10 +157,10 @@ def db_key(table: str) -> str:
         "INSERT INTO transfers SELECT entry, line, source, target, sequence, 1 FROM transfers WHERE source = 0",
         "INSERT INTO transfers SELECT entry, line, target, 4, sequence, 1 FROM transfers WHERE source = 0",
         "INSERT INTO transfers SELECT entry, line + 70, 0, target, sequence, 1 FROM transfers WHERE source = 0",
-        "INSERT INTO lines SELECT entry, line + 50, peer, sent FROM lines",
+        "INSERT INTO lines SELECT entry, line + 50, peer, encoded FROM lines",
         # A gap, and a link that does not fit.
-        "INSERT INTO entries SELECT sequence + 99, kind, previous, leaf, time, sent FROM entries",
-        "INSERT INTO entries SELECT sequence + 1, kind, previous, leaf, time, sent FROM entries WHERE sequence = 7",
+        "INSERT INTO entries SELECT sequence + 99, kind, previous, leaf, time, encoded FROM entries",
+        "INSERT INTO entries SELECT sequence + 1, kind, previous, leaf, time, encoded FROM entries WHERE sequence = 7",
     ],
 )
 def test_the_database_itself_refuses_what_does_not_follow(ledger, ledger_place, statement):
@@ -236,22 +241,22 @@ def test_a_file_that_is_no_ledger_is_refused_with_the_remedy(tmp_path):
 
 def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
     accounts = make_accounts(2)
-    ledger.saw(accounts[0].record, accounts[0].round, 1000.0)
-    ledger.saw(accounts[0].record, accounts[0].round, 2000.0)
-    assert ledger.sightings() == {accounts[0].record: 1000.0}
+    ledger.note_first_seen(accounts[0].record, accounts[0].round, 1000.0)
+    ledger.note_first_seen(accounts[0].record, accounts[0].round, 2000.0)
+    assert ledger.first_seen() == {accounts[0].record: 1000.0}
     for account in accounts:
         ledger.post(account)
     assert [r.seen_at for r in ledger.rounds()] == [1000.0, None]
-    assert ledger.sightings() == {}
+    assert ledger.first_seen() == {}
 
 
 def test_admissions_of_peers_without_credits_are_forgotten_in_the_end(ledger):
     ledger.post(make_accounts(1)[0])
     for n in (0, 9):
-        ledger.admit(Admitted(peer(n).key, f"p{n}", 1, 1, 10, b"x"))
-    ledger.admit(Admitted(peer(0).key, "new name", 5, 5, 20, b"y"))
+        ledger.add_admission(AdmissionRow(peer(n).key, f"p{n}", 1, 1, 10, b"x"))
+    ledger.add_admission(AdmissionRow(peer(0).key, "new name", 5, 5, 20, b"y"))
     assert ledger.forget_admissions(1000) == 1
-    assert ledger.admissions() == [Admitted(peer(0).key, "new name", 1, 5, 20, b"y")]
+    assert ledger.admissions() == [AdmissionRow(peer(0).key, "new name", 1, 5, 20, b"y")]
 
 
 def test_a_ledger_that_forgets_uniqueness_would_be_caught_by_these_tests():

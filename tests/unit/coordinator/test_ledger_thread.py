@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from coordinator.errors import LedgerConflictError, LedgerError, TooManyError
-from coordinator.ledger import Admitted, Ledger
+from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import MAX_WAITING, LedgerThread
 from tests.support.coordinator_fakes import make_spec, peer
 from tests.support.ledger_accounts import make_accounts
@@ -25,8 +25,8 @@ async def thread(ledger_place):
     await opened.close()
 
 
-def admitted(n: int) -> Admitted:
-    return Admitted(peer(n).key, f"p{n}", 1, 1, 10, b"x")
+def admitted(n: int) -> AdmissionRow:
+    return AdmissionRow(peer(n).key, f"p{n}", 1, 1, 10, b"x")
 
 
 class Held:
@@ -62,7 +62,7 @@ async def test_writes_that_wait_are_one_transaction(thread: LedgerThread):
     ledger._db.begin = counted
     held = Held(thread)
     await held.begun()
-    writes = [asyncio.ensure_future(thread.run(lambda db, n=n: db.admit(admitted(n)))) for n in range(100)]
+    writes = [asyncio.ensure_future(thread.run(lambda db, n=n: db.add_admission(admitted(n)))) for n in range(100)]
     await held.release()
     await asyncio.gather(*writes)
     assert begun == 2  # the one that was held, and all that waited
@@ -97,7 +97,7 @@ async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread):
 
     ledger._db.query = failing
     results = await asyncio.gather(
-        thread.run(lambda db: db.post(make_accounts(1)[0])), thread.run(lambda db: db.admit(admitted(1))),
+        thread.run(lambda db: db.post(make_accounts(1)[0])), thread.run(lambda db: db.add_admission(admitted(1))),
         return_exceptions=True,
     )  # fmt: skip
     assert all(isinstance(r, LedgerError) for r in results)
@@ -109,15 +109,15 @@ async def test_nobody_is_told_of_what_was_not_committed(thread: LedgerThread):
 
 async def test_a_database_that_ends_the_transaction_by_itself_fails_all_of_the_group(thread: LedgerThread):
     def lost(db: Ledger) -> None:
-        db.admit(admitted(2))
+        db.add_admission(admitted(2))
         db._db.query("ROLLBACK")  # as SQLite does when the disk is full
         raise LedgerError("the disk is full")
 
     held = Held(thread)
     jobs = [
-        thread.run(lambda db: db.admit(admitted(1))),
+        thread.run(lambda db: db.add_admission(admitted(1))),
         thread.run(lost),
-        thread.run(lambda db: db.admit(admitted(3))),
+        thread.run(lambda db: db.add_admission(admitted(3))),
     ]
     told = asyncio.ensure_future(asyncio.gather(*jobs, return_exceptions=True))
     await asyncio.gather(held.release(), return_exceptions=True)
@@ -126,12 +126,12 @@ async def test_a_database_that_ends_the_transaction_by_itself_fails_all_of_the_g
 
 
 async def test_a_reader_sees_what_is_committed_and_waits_for_no_write(thread: LedgerThread):
-    await thread.run(lambda db: db.admit(admitted(1)))
+    await thread.run(lambda db: db.add_admission(admitted(1)))
     held = Held(thread)
     assert len(await ended(thread.read(lambda db: db.admissions()))) == 1
     await held.release()
     with pytest.raises(LedgerError):
-        await thread.read(lambda db: db.admit(admitted(2)))
+        await thread.read(lambda db: db.add_admission(admitted(2)))
 
 
 async def test_it_is_not_closed_under_a_read_whose_asker_has_left(ledger_place):
@@ -165,7 +165,7 @@ async def test_too_much_that_waits_is_refused(thread: LedgerThread):
 
 async def test_a_caller_that_is_gone_leaves_the_work_to_be_done(thread: LedgerThread):
     held = Held(thread)
-    gone = asyncio.ensure_future(thread.run(lambda db: db.admit(admitted(1))))
+    gone = asyncio.ensure_future(thread.run(lambda db: db.add_admission(admitted(1))))
     await asyncio.sleep(0)
     gone.cancel()
     await held.release()

@@ -14,15 +14,14 @@ import httpx
 import jsonschema
 import pytest
 
-from coordinator.alerts.journal import Alert
-from coordinator.archive import SHEET
-from coordinator.keeping.shown import Kept
+from coordinator.alerts.tracker import Alert
+from coordinator.checkpoints.archive import MANIFEST
 from coordinator.page import downloads, json_view, openapi, schemas
-from coordinator.page.answers import MAX_KEPT, Answers, Body
+from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
 from coordinator.page.app import make_app
+from coordinator.page.credit_paths import CREDIT_PATHS
 from coordinator.page.endpoints import ENDPOINTS, SORTS
-from coordinator.page.log_paths import LOG_PATHS
-from coordinator.peers import PHASES
+from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
 from tests.page.log_fakes import FakeLog
@@ -37,8 +36,8 @@ ROUNDS = 9
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("run")
-    checkpoint(folder, 5)
     world = World(folder)
+    checkpoint(folder, 5, run=str(world.swarm.spec.run_id))
     world.start()
     world.name_peers()
     world.play(ROUNDS)
@@ -60,7 +59,7 @@ def checkpoint(folder: Path, round_: int, **more) -> bytes:
     (place / "model.safetensors").write_bytes(weights)
     (place / "config.json").write_text("{}")
     names = dict.fromkeys(("run", "state", "record"), str(Digest(bytes(32))))
-    (place / SHEET).write_text(json.dumps(names | {"round": round_, "tokens": 99} | more))
+    (place / MANIFEST).write_text(json.dumps(names | {"round": round_, "tokens": 99} | more))
     return weights
 
 
@@ -120,7 +119,7 @@ def test_peers_and_alerts_of_any_kind_are_what_the_document_says(phase):
     o = replace(o, run="0" * 64, health="paused", alerts=(Alert("loss", 99.5, "the loss is nan"),))
     shown = json_view.status(o, str, 100.0)
     jsonschema.validate(shown, schemas.STATUS)
-    assert shown["alerts"] == [{"name": "loss", "since": 100, "words": "the loss is nan"}]
+    assert shown["alerts"] == [{"name": "loss", "since": 100, "message": "the loss is nan"}]
 
 
 def test_events_are_what_the_document_says(world, get):
@@ -166,18 +165,18 @@ def test_a_round_says_who_was_in_who_was_not_and_why_and_how_long_it_took(get):
     rows = get.get("/api/rounds/newest?limit=100").json()
     assert [r["round"] for r in rows["rounds"]] == list(range(ROUNDS))[::-1] and rows["next"] is None
     missed = {a["reason"] for r in rows["rounds"] for a in r["absent"] or ()}
-    assert missed >= {"late", "syncing", "nothing yet"}
-    seen = [r["seen"] for r in rows["rounds"] if r["seen"]["whole"]]
+    assert missed >= {"late", "syncing", "no window"}
+    seen = [r["observed"] for r in rows["rounds"] if r["observed"]["whole"]]
     assert len(seen) >= ROUNDS - 2
     for s in seen:
         assert s["train"] + s["exchange"] + s["commit"] == pytest.approx(s["whole"], abs=0.05)
     late = next(r for r in rows["rounds"] if any(a["reason"] == "late" for a in r["absent"]))
     whole = get.get(f"/api/rounds/{late['round']}").json()
-    assert len(whole["contributors"]) == late["contributors_in_all"] == 11
+    assert len(whole["contributors"]) == late["contributors_total"] == 11
     assert all(c["announced_seconds"] is not None for c in whole["contributors"])
     absent = whole["absent"][0]
     peer_page = get.get(f"/api/peers/{absent['peer']}").json()
-    assert {r["round"]: r["absence"] for r in peer_page["newest"]}[late["round"]]["words"] == absent["words"]
+    assert {r["round"]: r["absence"] for r in peer_page["newest"]}[late["round"]]["message"] == absent["message"]
 
 
 def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
@@ -197,18 +196,18 @@ def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
 
 async def test_what_is_told_of_credits_is_what_the_document_says(world):
     log = FakeLog()
-    app = make_app(world.coordinator._showing, log.routes(), LOG_PATHS)
-    key, asked = str(peer(1).key), {"/api/log/entries": "?first=3", "/api/log/lines": "?entry=3"}
+    app = make_app(world.coordinator.api, log.routes(), CREDIT_PATHS)
+    key, asked = str(peer(1).key), {"/api/log/entries": "?first=3", "/api/log/lines": "?first=3&limit=1"}
     asked |= {"/api/log/inclusion": "?entry=3&size=21", "/api/receipts": f"?peer={key}&limit=30"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
         document = (await get.get("/api/openapi.json")).json()["paths"]
-        assert document.keys() >= LOG_PATHS.keys() | {e.path for e in ENDPOINTS}
+        assert document.keys() >= CREDIT_PATHS.keys() | {e.path for e in ENDPOINTS}
         for route in log.routes():
             schema = document[route.path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
             path = route.path.replace("{key}", key) + asked.get(route.path, "")
             jsonschema.validate((await get.get(path)).json(), schema)
         human = await get.get("/api")
-        assert all(path in human.text for path in LOG_PATHS)
+        assert all(path in human.text for path in CREDIT_PATHS)
 
 
 # -- kept for a moment --------------------------------------------------------------------------------------------
@@ -226,13 +225,13 @@ def test_what_a_browser_has_is_not_sent_again(get):
 async def test_many_who_ask_the_same_cost_one_making():
     clock, made = [0.0], []
 
-    async def make() -> Body:
+    async def make() -> EncodedBody:
         made.append(1)
         await asyncio.sleep(0.01)
         clock[0] += 0.2
-        return Body.of(b"[]")
+        return EncodedBody.of(b"[]")
 
-    answers = Answers(lambda: clock[0])
+    answers = AnswerCache(lambda: clock[0])
     await asyncio.gather(*(answers.get("x", 1.0, make) for _ in range(50)))
     assert len(made) == 1
     clock[0] += 1.5
@@ -249,12 +248,12 @@ async def test_many_who_ask_the_same_cost_one_making():
 async def test_one_who_leaves_does_not_end_the_making_for_others_and_a_failure_is_not_kept():
     begun, go = asyncio.Event(), asyncio.Event()
 
-    async def make() -> Body:
+    async def make() -> EncodedBody:
         begun.set()
         await go.wait()
-        return Body.of(b"[]")
+        return EncodedBody.of(b"[]")
 
-    answers = Answers()
+    answers = AnswerCache()
     first = asyncio.create_task(answers.get("x", 1.0, make))
     await begun.wait()
     second = asyncio.create_task(answers.get("x", 1.0, make))
@@ -263,7 +262,7 @@ async def test_one_who_leaves_does_not_end_the_making_for_others_and_a_failure_i
     go.set()
     assert await second is not None
 
-    async def fail() -> Body:
+    async def fail() -> EncodedBody:
         raise ValueError("no")
 
     for _ in range(2):
@@ -276,7 +275,7 @@ async def test_one_address_that_asks_too_much_is_told_to_wait_and_others_are_not
     from coordinator.page import app
 
     monkeypatch.setattr(app, "REQUESTS_OF_ONE", Rate(0.1, 3))
-    made = make_app(world.coordinator._showing)
+    made = make_app(world.coordinator.api)
 
     async def asks(host: str) -> int:
         transport = httpx.ASGITransport(app=made, client=(host, 1))
@@ -293,7 +292,7 @@ async def test_one_address_that_asks_too_much_is_told_to_wait_and_others_are_not
 
 def test_a_checkpoint_is_downloaded_whole_or_by_range(get):
     (row,) = get.get("/api/checkpoints").json()
-    assert row["round"] == 5 and {f["name"] for f in row["files"]} == {"model.safetensors", "config.json", SHEET}
+    assert row["round"] == 5 and {f["name"] for f in row["files"]} == {"model.safetensors", "config.json", MANIFEST}
     place, weights = "/checkpoints/round-000005/model.safetensors", bytes(range(256)) * 4000
     whole = get.get(place)
     assert whole.content == weights and whole.headers["accept-ranges"] == "bytes"
@@ -343,12 +342,12 @@ async def serving(source):
         yield get
 
 
-async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world):
-    showing = world.coordinator._showing
+async def test_samples_and_checkpoints_come_from_who_keeps_them(world):
+    api = world.coordinator.api
 
     class Keeper:
         def validation_points(self):
-            return [(0, 0, 10.5), (5, 7, 3.1), (900, 9, 2.0)]
+            return [(0, 10.5), (5, 3.1), (900, 2.0)]
 
         def samples(self, before, limit):
             assert before > 5 and limit == 50
@@ -361,25 +360,20 @@ async def test_standings_samples_and_checkpoints_come_from_who_keeps_them(world)
 
     keeper: Any = Keeper()
 
-    async def standings(by, limit, after):
-        return [{"by": by, "limit": limit, "after": after}]
-
-    showing._model, showing._standings = Kept(keeper), standings
+    before, api._archiver = api._archiver, keeper
     try:
-        async with serving(showing) as get:
+        async with serving(api) as get:
             assert (await get.get("/api/samples")).json()[0]["prompt"] == "Once"
-            row = (await get.get("/api/leaderboard?by=team&after=x")).json()
-            assert row == [{"by": "team", "limit": 25, "after": "x"}]
             charts = (await get.get("/api/charts")).json()
             begin, point, ahead = charts["validation"]
-            assert point["loss"] == 3.1 and point["tokens"] == charts["tokens"][4] and point["seen"]
-            assert begin["tokens"] == 0 and ahead["tokens"] is ahead["seen"] is None
+            assert point["loss"] == 3.1 and point["tokens"] == charts["tokens"][4] and point["seen_at"]
+            assert begin["tokens"] == 0 and ahead["tokens"] is ahead["seen_at"] is None
             document = openapi.document(ENDPOINTS)["paths"]
             for path in ("/api/samples", "/api/checkpoints", "/api/charts"):
                 schema = document[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
                 jsonschema.validate((await get.get(path)).json(), schema)
     finally:
-        showing._model = showing._standings = None
+        api._archiver = before
 
 
 def test_a_swarm_that_has_not_begun_has_all_the_answers(tmp_path):
@@ -391,6 +385,6 @@ def test_a_swarm_that_has_not_begun_has_all_the_answers(tmp_path):
                 if "{" not in e.path:
                     schema = document[e.path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
                     jsonschema.validate(get.get(e.path).json(), schema)
-            assert "no peer is training" in get.get("/api/status").json()["words"]
+            assert "no peer is training" in get.get("/api/status").json()["message"]
     finally:
         world.close()

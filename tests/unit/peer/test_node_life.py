@@ -16,7 +16,7 @@ from peer.node.options import NodeOptions
 from peer.node.snapshot import read_snapshot
 from peer.store import Store, StoreFull
 from protocol.message_codec import MessageDecoder
-from protocol.rounds.events import CertificateHeard
+from protocol.rounds.events import CertificateReceived
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state
 from tests.support.specs import OWNER, identity
 from tests.support.waiting import NEVER, ended, until
@@ -85,7 +85,7 @@ async def test_a_certificate_that_the_disk_does_not_take_ends_the_node_with_that
         monkeypatch.setattr(store, "append_certificate", full)
         running = asyncio.create_task(n.run())
         await ended(n.started(running))
-        n.post(CertificateHeard(ChainMaker(SPEC).add({1: 1}), identity("other").key))
+        n.post(CertificateReceived(ChainMaker(SPEC).add({1: 1}), identity("other").key))
         with pytest.raises(StoreFull, match="no space left"):
             await ended(running)
 

@@ -24,7 +24,7 @@ from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, short_id
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Goodbye, Signed
-from protocol.rounds.events import CertificateHeard, Heard
+from protocol.rounds.events import CertificateReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
 from tests.support.signed import CERTIFICATE, HEADERS, PEERS, RECORD, RUN, SPEC, VOTES, decoder, heartbeat, raw, vote
 from tests.support.specs import admission, identity
@@ -149,8 +149,8 @@ def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by
     packet = wire.Packet(messages=[HEADERS[1].sent, forged, b"rubbish", HEADERS[3].sent])
     packet.certificates.append(encode_certificate(CERTIFICATE))
     found = list(inbox.packet(A, packet, 1e9))
-    assert [f.message.author for f in found if isinstance(f, Heard)] == [HEADERS[1].author, HEADERS[3].author]
-    assert [f.source for f in found if isinstance(f, CertificateHeard)] == [A]
+    assert [f.message.author for f in found if isinstance(f, MessageReceived)] == [HEADERS[1].author, HEADERS[3].author]
+    assert [f.source for f in found if isinstance(f, CertificateReceived)] == [A]
     assert len(inbox.refused) == 2 and A.short in caplog.text
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from peer.node.reducing import AT_ONCE, KEPT_ROUNDS
 from protocol.merkle import CHUNK, blob_digest
-from protocol.rounds.events import BlobBad, BlobHeld, BlobMissing, PartLacking, PartReduced
+from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable, ShardReduced, ShardUnavailable
 from tests.support.coordinator_fakes import peer
 from tests.support.open_files import few_files
 from tests.support.reducing_world import BAD, PART_SIZE, SIZE, World, _replace, _with_blob
@@ -36,7 +36,7 @@ async def test_a_part_is_made_of_the_chunks_that_cover_it_and_of_no_others(world
     w.reducing.reduce(w.record, 1, committee)
     w.reducing.reduce(w.record, 1, committee)  # under way: nothing new
     answer = await w.answer()
-    assert answer == PartReduced(w.record.digest, 1, blob_digest(w.expected(1)))
+    assert answer == ShardReduced(w.record.digest, 1, blob_digest(w.expected(1)))
     assert w.store.read(answer.blob) == w.expected(1)
     assert own not in [asked[0] for asked in w.source.asked] and len(w.source.asked) == 3
     for blob, holders, chunks in w.source.asked:
@@ -84,12 +84,12 @@ async def test_who_gives_nothing_in_time_is_lacking_and_may_be_asked_again(world
     late = w.blobs[peer(2).key]
     w.source.silent.add(late)
     w.reducing.reduce(w.record, 0, ())
-    assert await w.answer() == PartLacking(w.record.digest, 0, (peer(2).key,))
+    assert await w.answer() == ShardUnavailable(w.record.digest, 0, (peer(2).key,))
     assert [asked[0] for asked in w.source.asked].count(late) > 1
     assert w.reducing.undecided() == []
     w.source.silent.clear()
     w.reducing.reduce(w.record, 0, ())
-    assert await w.answer() == PartReduced(w.record.digest, 0, blob_digest(w.expected(0)))
+    assert await w.answer() == ShardReduced(w.record.digest, 0, blob_digest(w.expected(0)))
 
 
 async def test_who_sent_what_breaks_the_rules_is_named_at_once_and_nobody_else(world):
@@ -100,8 +100,8 @@ async def test_who_sent_what_breaks_the_rules_is_named_at_once_and_nobody_else(w
     updates = tuple(_with_blob(u, bad) if u.author == peer(3).key else u for u in w.record.body.updates)
     record = _replace(w.record, body=_replace(w.record.body, updates=updates))
     w.reducing.reduce(record, 1, ())
-    assert await w.answer() == BlobBad(bad, "a value that is not finite")
-    assert await w.answer() == PartLacking(record.digest, 1, (peer(3).key,))
+    assert await w.answer() == BlobInvalid(bad, "a value that is not finite")
+    assert await w.answer() == ShardUnavailable(record.digest, 1, (peer(3).key,))
 
 
 async def test_what_is_dropped_is_not_answered(world):
@@ -117,7 +117,7 @@ async def test_what_is_dropped_is_not_answered(world):
     await asyncio.gather(*w.tasks, return_exceptions=True)
     assert w.answers.empty() and w.reducing.undecided() == [] and w.source.at_once == 0
     w.reducing.reduce(w.record, 0, ())
-    assert isinstance(await w.answer(), PartReduced)
+    assert isinstance(await w.answer(), ShardReduced)
 
 
 async def test_no_more_slices_are_fetched_at_once_than_agreed(world):
@@ -140,11 +140,11 @@ async def test_parts_that_others_made_are_fetched_and_checked_as_parts(world):
     assert await w.answer() == BlobHeld(good)
     assert w.source.asked[-1][1] == (peer(2).key,)
     w.reducing.fetch(bad, w.record, 1, ())
-    assert await w.answer() == BlobBad(bad, "no part")
+    assert await w.answer() == BlobInvalid(bad, "no part")
     w.reducing.fetch(blob_digest(b"nobody's"), w.record, 2, ())
-    assert await w.answer() == BlobMissing(blob_digest(b"nobody's"))
+    assert await w.answer() == BlobUnavailable(blob_digest(b"nobody's"))
     # The blob of an update that was checked as one is not a part for that.
     own = w.store.put(w.data[1])
     w.reducing._updates.trust(own)
     w.reducing.fetch(own, w.record, 0, ())
-    assert isinstance(await w.answer(), BlobBad)
+    assert isinstance(await w.answer(), BlobInvalid)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from peer.channel import Apply as ApplyMessage
+from peer.channel import ApplyRecord as ApplyMessage
 from peer.channel import Load
 from peer.errors import PeerError, TrainerDied
 from peer.node.states import States
@@ -20,8 +20,8 @@ from protocol.chain import genesis_digest
 from protocol.errors import CodecError
 from protocol.ids import Digest, Round
 from protocol.messages import Rollback
-from protocol.rounds.actions import Apply, Resync
-from protocol.rounds.events import ApplyFailed
+from protocol.rounds.actions import ApplyRecord, Resync
+from protocol.rounds.events import MoveFailed
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
 from tests.support.waiting import ended, until
 
@@ -60,7 +60,7 @@ class World:
         self.fetched: list[Digest] = []
         self.asked: list[Any] = []
         self.forgotten: list[Digest] = []
-        self.failed: list[ApplyFailed] = []
+        self.failed: list[MoveFailed] = []
         self.error: Exception | None = None
         self.gate: asyncio.Event | None = None
         self.sent = asyncio.Event()
@@ -82,7 +82,7 @@ class World:
         self.asked.append(message)
         self.sent.set()
 
-    def _failed(self, event: ApplyFailed) -> None:
+    def _failed(self, event: MoveFailed) -> None:
         self.failed.append(event)
         self.sent.set()
 
@@ -217,7 +217,7 @@ async def test_when_a_blob_cannot_be_had_the_others_of_its_round_are_fetched_no_
 async def test_a_checkpoint_is_written_every_so_many_rounds_and_at_the_end_of_the_run():
     async with world() as (w, _):
         for i in (3, 4):
-            w.states.apply(Apply(w.chain.certificates[i], (), 0, 50))
+            w.states.apply(ApplyRecord(w.chain.certificates[i], (), 0, 50))
             await w.next()
         fourth, fifth = w.asked
         assert isinstance(fourth, ApplyMessage) and fourth.write_checkpoint is None
@@ -231,7 +231,7 @@ async def test_a_newer_resync_takes_the_place_of_all_that_was_asked_before_and_n
         w.gate = asyncio.Event()
         w.states.resync(w.resync(11))
         await asyncio.sleep(0.01)
-        w.states.apply(Apply(w.chain.certificates[11], (), 0, 0))
+        w.states.apply(ApplyRecord(w.chain.certificates[11], (), 0, 0))
         w.states.resync(w.resync(3))
         w.gate.set()
         await w.next()
@@ -253,7 +253,7 @@ async def test_what_was_asked_of_a_lost_trainer_is_dropped():
         w.store.held.add(state(0))
         w.gate = asyncio.Event()
         w.states.resync(w.resync(3))
-        w.states.apply(Apply(w.chain.certificates[3], (), 0, 0))
+        w.states.apply(ApplyRecord(w.chain.certificates[3], (), 0, 0))
         await asyncio.sleep(0.01)
         w.states.drop()
         w.gate.set()
@@ -267,11 +267,11 @@ async def test_what_was_asked_of_a_lost_trainer_is_dropped():
 async def test_an_update_that_does_not_come_is_reported_and_a_full_disk_ends_the_node():
     async with world() as (w, running):
         w.error = PeerError("nobody gives it")
-        w.states.apply(Apply(w.chain.certificates[0], (), 0, 0))
+        w.states.apply(ApplyRecord(w.chain.certificates[0], (), 0, 0))
         await w.next()
         assert [f.record for f in w.failed] == [w.chain.certificates[0].record.digest]
         w.error = StoreFull("the disk is full: free some")
-        w.states.apply(Apply(w.chain.certificates[0], (), 0, 0))
+        w.states.apply(ApplyRecord(w.chain.certificates[0], (), 0, 0))
         with pytest.raises(StoreFull):
             await ended(running)
         assert len(w.failed) == 1
@@ -373,7 +373,7 @@ async def test_of_a_round_that_was_reduced_the_trainer_gets_the_parts_and_our_ow
     async with world(3) as (w, _):
         reduce(w, 2)
         w.store.held.add(own(w, 2))
-        w.states.apply(Apply(w.chain.certificates[2], (), 7, 70))
+        w.states.apply(ApplyRecord(w.chain.certificates[2], (), 7, 70))
         await w.next()
         update = w.asked[0].update
         assert [f.name for f in update.parts] == [d.short for d in parts(2)]

@@ -15,7 +15,7 @@ from protocol.ids import Round
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Rollback, RoundChanges
 from protocol.rounds import events
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from tests.support import coordinator_fakes
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
 from tests.support.node_world import TIMERS, NodeWorld
@@ -27,7 +27,9 @@ SPEC = make_spec()
 def machine(epoch: int = 0, **orders) -> Any:
     back = Rollback(epoch, SPEC.run_id, Round(3), state(3)) if epoch else None
     word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 9, rollback=back))
-    held = SimpleNamespace(rests=False, afresh=False, policy=Policy(8, 16), word=word.body, is_banned=lambda key: False)
+    held = SimpleNamespace(
+        rests=False, afresh=False, policy=RoundPolicy(8, 16), word=word.body, is_banned=lambda key: False
+    )
     vars(held).update(orders)
     return cast(Any, SimpleNamespace(orders=held, chain=SimpleNamespace(newest=word)))
 
@@ -98,7 +100,7 @@ async def test_what_a_node_fetches_and_whom_it_knows_goes_by_the_policy_of_the_o
         await w.rounds(["ada"], 1)
         assert node._updates.deadline_seconds == TIMERS["exchange_seconds"]
         changes = RoundChanges(exchange_seconds=9.0, max_members=700, target_tokens=512)
-        node.post(events.Heard(KeySigner(OWNER).sign(Directive(w.spec.run_id, 1, changes=changes))))
+        node.post(events.MessageReceived(KeySigner(OWNER).sign(Directive(w.spec.run_id, 1, changes=changes))))
         await w.until("it is in force", lambda: node.machine.orders.policy.max_members == 700)
         await w.rounds(["ada"], 1)
         assert node._updates.deadline_seconds == node._reducing.exchange_seconds == 9.0

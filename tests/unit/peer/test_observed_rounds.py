@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cairn.swarm_view import ObserverView
-from coordinator.archive import Archive
+from coordinator.checkpoints.archive import Archive
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.node.membership import Membership
 from peer.node.node import Node
@@ -13,6 +13,7 @@ from peer.node.options import NodeOptions
 from peer.store import Store
 from protocol.message_codec import MessageDecoder
 from protocol.spec import sign_spec
+from tests.support.coordinator_fakes import make_archiver
 from tests.support.node_world import TIMERS, NodeWorld, address_of
 from tests.support.specs import OWNER, identity
 from tests.support.trainer_world import BATCH, WINDOW
@@ -44,23 +45,24 @@ async def test_the_observer_sees_how_each_rounds_time_splits_and_who_announced(t
             world.start(name)
         node = observer(world)
         view = ObserverView(node, world.spec, Archive(tmp_path / "archive", world.spec))
+        archiver = make_archiver(world.spec, tmp_path, view)
         config = CoordinatorConfig(tmp_path, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
-        coordinator = Coordinator(config, world.spec, sign_spec(OWNER, world.spec).sent, OWNER, view)
+        coordinator = Coordinator(config, world.spec, sign_spec(OWNER, world.spec).sent, OWNER, view, archiver)
         await coordinator.start()
         made = coordinator
 
         def whole():
-            return [s for s in made._sightings if None not in (s.train, s.exchange, s.commit, s.whole)]
+            return [s for s in made.observations if None not in (s.train, s.exchange, s.commit, s.whole)]
 
         await world.until("two rounds seen whole", lambda: len(whole()) >= 2)
         for seen in whole():
             inside = {u.author for u in node.chain.certificate(seen.record).record.body.updates}
-            assert inside <= set(made._sightings.announcements(seen.record))
-            assert abs(seen.train + seen.exchange + seen.commit - seen.whole) < 1e-6 and seen.working >= len(inside)
+            assert inside <= set(made.observations.announcements(seen.record))
+            assert abs(seen.train + seen.exchange + seen.commit - seen.whole) < 1e-6 and seen.training >= len(inside)
         await world.kill("grace")
         await world.until(
             "it is said that one is missing",
-            lambda: any(a.peer == world.key("grace") for s in made._sightings for a in s.absent or ()),
+            lambda: any(a.peer == world.key("grace") for s in made.observations for a in s.absent or ()),
         )
     finally:
         if coordinator is not None:

@@ -15,7 +15,7 @@ from protocol.errors import AdmissionError, ChainError, MalformedError, RivalOfF
 from protocol.ids import Digest, Round, sha256
 from protocol.message_codec import KeySigner
 from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundChanges, RoundRecord, UpdateHeader
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.chain_blocks import KEYS, LIMITS, RUN, STATE, new
@@ -145,7 +145,7 @@ def test_changes_hold_from_their_round_on_and_those_before_them_until_then():
     with pytest.raises(ChainError, match="too many"):
         chain.add(after(chain, c.digest, {0: 11}))
     assert chain.add(after(chain, c.digest, {0: 10, 1: 10}))
-    assert Policy(8, 100).under(chain.standing(c.digest).changes).max_update_windows == 10
+    assert RoundPolicy(8, 100).under(chain.standing(c.digest).changes).max_update_windows == 10
 
 
 def test_a_record_carries_no_word_that_is_not_newer():

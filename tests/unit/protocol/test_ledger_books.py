@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.credits import CreditRule, account_for, pending
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import Binding, Head, Ledger, Refusal, checking
+from coordinator.ledger import BindingRow, Ledger, RefusedUpdate, TreeHeadRow, integrity
 from coordinator.ledger.store import connect
 from protocol.ids import Digest, Round
 from protocol.ledger.books import Books
+from protocol.ledger.credits import CreditRule, account_for, pending
 from protocol.ledger.entries import decode_entry, decode_line
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
@@ -19,6 +19,11 @@ from tests.support.specs import OWNER, identity
 
 SPEC = make_spec(credit={"hold_rounds": 2})
 RULE = CreditRule.of(SPEC)
+
+
+def settled_in(ledger: Ledger):
+    """Return what every peer has settled."""
+    return {peer: b.settled for peer, b in ledger.balances().items() if b.settled.rounds}
 
 
 def chain_of(rounds: int) -> ChainMaker:
@@ -62,8 +67,8 @@ def test_credit_is_pending_until_enough_rounds_are_posted_after_it(ledger, ledge
         ledger.post(account)
         ledger = again(ledger, ledger_place)
     assert kinds(ledger) == ["round"] * 3 + ["settle", "round", "settle", "round", "settle"]
-    assert ledger.balances() == pending(accounts[:3])
-    standing = ledger.standings()[peer(1).key]
+    assert settled_in(ledger) == pending(accounts[:3])
+    standing = ledger.balances()[peer(1).key]
     assert standing.pending == pending(accounts[3:])[peer(1).key] and not standing.voided.rounds
     assert [e.status for e in ledger.history_of(peer(1).key)] == ["pending"] * 2 + ["settled"] * 3
     assert [e.number for e in ledger.history_of(peer(1).key, limit=2)] == [4, 3]
@@ -86,7 +91,7 @@ def test_a_verdict_voids_a_line_while_it_is_pending_and_never_after(ledger, ledg
     with pytest.raises(LedgerConflictError, match="does not own the run"):
         ledger.void(verdict_on(accounts[3], 1, by=identity("stranger")))
     lost = accounts[1].entries[0]
-    standing = ledger.standings()[lost.peer]
+    standing = ledger.balances()[lost.peer]
     assert (standing.voided.micro_credits, standing.voided.rounds) == (lost.micro_credits, 1)
     assert standing.settled.micro_credits == accounts[0].entries[0].micro_credits
     assert [e.status for e in ledger.history_of(lost.peer)] == ["pending", "pending", "voided", "settled"]
@@ -115,7 +120,7 @@ def test_after_a_rollback_the_chain_goes_on_elsewhere_and_what_was_issued_stays(
     assert ledger.accounts(limit=9) == accounts_of(other)
     assert [r.round for r in ledger.rounds()] == [0, 1, 2, 3, 4]
     # All of the branch that was left settled by the count of rounds, like any other.
-    assert ledger.balances()[peer(0).key] == pending(accounts)[peer(0).key]
+    assert settled_in(ledger)[peer(0).key] == pending(accounts)[peer(0).key]
     with pytest.raises(LedgerConflictError, match="branch has no such round"):
         ledger.rollback(accounts[3].record, Round(3), back_to(SPEC, accounts[3].record, 3, 2))
     with pytest.raises(LedgerConflictError, match="not signed by the run's owner"):
@@ -132,7 +137,7 @@ def test_all_settles_when_the_run_has_its_tokens(tmp_path):
     for c in chain.certificates:
         ledger.post(account_for(c, rule))
     assert kinds(ledger)[-4:] == ["round", "settle", "settle", "settle"]
-    assert not any(s.pending.rounds for s in ledger.standings().values()) and ledger.check() == []
+    assert not any(s.pending.rounds for s in ledger.balances().values()) and ledger.check() == []
     ledger.close()
 
 
@@ -163,7 +168,7 @@ def test_a_stranger_replays_the_log_and_gets_the_same_balances(ledger):
     books = Books.of(SPEC)
     for i, sent in enumerate(ledger.entries(0, 1000)):
         books.replay(sent, ledger.lines(i))
-    assert books.standings == ledger.standings() and books.leaf == ledger.leaf(ledger.size() - 1)
+    assert books.standings == ledger.balances() and books.leaf == ledger.leaf(ledger.size() - 1)
     entry = ledger.entry_of(accounts[2].record)
     assert entry == 2 and [decode_line(x) for x in ledger.lines(entry)] == list(accounts[2].entries)
     assert ledger.entry_of(Digest(bytes(32))) is None and ledger.lines(3) == []
@@ -185,18 +190,18 @@ def test_refusals_heads_and_bindings_are_kept_in_order(ledger):
     for account in accounts:
         ledger.post(account)
     who = peer(8).key
-    first, second = (Refusal(a.round, a.parent, a.record, who, Digest(bytes(32)), "late", 3.5) for a in accounts)
-    assert ledger.refuse(first) and ledger.refuse(second) and not ledger.refuse(first)
+    first, second = (RefusedUpdate(a.round, a.parent, a.record, who, Digest(bytes(32)), "late", 3.5) for a in accounts)
+    assert ledger.add_refusal(first) and ledger.add_refusal(second) and not ledger.add_refusal(first)
     (number, newest), (_, oldest) = ledger.refusals(who)
     assert (newest, oldest) == (second, first) and [r for _, r in ledger.refusals(who, before=number)] == [first]
     assert ledger.refusals(peer(0).key) == []
-    heads = [Head(n, ledger.root(n), 1000 + n, b"sent %d" % n) for n in (1, 2)]
+    heads = [TreeHeadRow(n, ledger.root(n), 1000 + n, b"sent %d" % n) for n in (1, 2)]
     for head in heads:
         ledger.add_head(head)
     assert ledger.heads() == [heads[1]] and ledger.heads(limit=9) == heads[::-1] and ledger.heads(before=2) == heads[:1]
-    words = [Binding(who, peer(n).key, n, b"word") for n in (1, 2)]
+    words = [BindingRow(who, peer(n).key, n, b"word") for n in (1, 2)]
     for word in words:
-        ledger.bind(word)
+        ledger.add_binding(word)
     assert ledger.bindings() == words
 
 
@@ -206,7 +211,7 @@ def test_two_processes_with_one_ledger_do_not_double_a_round(ledger, ledger_plac
     for i, account in enumerate(accounts):
         assert (ledger, second)[i % 2].post(account)
         assert not (second, ledger)[i % 2].post(account)
-    assert second.standings() == ledger.standings() and second.check() == []
+    assert second.balances() == ledger.balances() and second.check() == []
     second.close()
 
 
@@ -236,16 +241,16 @@ def stranger():
 @pytest.mark.parametrize(
     "table, change",
     [
-        ("lines", "UPDATE lines SET sent = (SELECT sent FROM lines WHERE entry = 0 AND line = 0) WHERE line = 1"),
-        ("entries", "UPDATE entries SET sent = (SELECT sent FROM entries WHERE sequence = 0) WHERE sequence = 2"),
+        ("lines", "UPDATE lines SET encoded = (SELECT encoded FROM lines WHERE entry = 0 AND line = 0) WHERE line = 1"),
+        ("entries", "UPDATE entries SET encoded = (SELECT encoded FROM entries WHERE sequence = 0) WHERE sequence = 2"),
         ("entries", "UPDATE entries SET time = 1, kind = 'void' WHERE sequence = 2"),
         ("entries", "UPDATE entries SET time = time + 1 WHERE sequence = 7"),
         ("transfers", "UPDATE transfers SET micro_credits = micro_credits + 1 WHERE entry = 1 AND line = 1"),
         ("nodes", "UPDATE nodes SET hash = (SELECT leaf FROM entries WHERE sequence = 0) WHERE level = 2"),
         ("rounds", "UPDATE rounds SET tokens = tokens + 1 WHERE number = 3"),
         ("transfers", "DELETE FROM transfers WHERE source > 0 AND entry = 1"),
-        ("standings", "UPDATE standings SET settled_micro = settled_micro + 1"),
-        ("standings", "DELETE FROM standings WHERE peer = 1"),
+        ("balances", "UPDATE balances SET settled_micro = settled_micro + 1"),
+        ("balances", "DELETE FROM balances WHERE peer = 1"),
         ("branch", "DELETE FROM branch WHERE round = 4"),
     ],
 )
@@ -258,16 +263,16 @@ def test_what_somebody_altered_behind_the_ledgers_back_is_said_at_the_start(ledg
 @pytest.mark.parametrize(
     "table, change",
     [
-        ("lines", "UPDATE lines SET sent = (SELECT sent FROM lines WHERE entry = 0 AND line = 0) WHERE line = 1"),
-        ("entries", "UPDATE entries SET sent = (SELECT sent FROM entries WHERE sequence = 0) WHERE sequence = 2"),
+        ("lines", "UPDATE lines SET encoded = (SELECT encoded FROM lines WHERE entry = 0 AND line = 0) WHERE line = 1"),
+        ("entries", "UPDATE entries SET encoded = (SELECT encoded FROM entries WHERE sequence = 0) WHERE sequence = 2"),
         ("entries", "UPDATE entries SET leaf = previous WHERE sequence = 7"),
         ("entries", "UPDATE entries SET time = time + 1 WHERE sequence = 7"),
         ("nodes", "UPDATE nodes SET hash = (SELECT leaf FROM entries WHERE sequence = 0) WHERE level = 3"),
-        ("standings", "UPDATE standings SET settled_micro = settled_micro + 1"),
+        ("balances", "UPDATE balances SET settled_micro = settled_micro + 1"),
     ],
 )
 def test_of_a_large_ledger_the_chain_the_sums_and_the_newest_rounds_are_checked(tmp_path, monkeypatch, table, change):
-    monkeypatch.setattr(checking, "CHECKED_LINES", 0)
+    monkeypatch.setattr(integrity, "CHECKED_LINES", 0)
     place = str(tmp_path / "ledger.sqlite")
     ledger = Ledger(place, SPEC)
     for account in accounts_of(chain_of(2)):

@@ -16,15 +16,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.credits import CreditRule, Entry, RoundAccount
 from coordinator.errors import LedgerConflictError
 from coordinator.ledger import Ledger
 from coordinator.ledger.store import connect
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round, sha256
 from protocol.ledger.accounts import Standing
-from protocol.ledger.credits import Balance
-from protocol.ledger.entries import decode_entry, first_previous
+from protocol.ledger.credits import Balance, CreditRule, RoundAccount
+from protocol.ledger.entries import Line, decode_entry, first_previous
 from protocol.ledger.verdicts import Verdict, seal_verdict
 from protocol.merkle import leaf_hash, tree_hash
 from tests.support.coordinator_fakes import back_to, make_spec, peer
@@ -77,7 +76,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.made += 1
         record = Digest(sha256(b"record", self.made.to_bytes(8, "big")))
         lines = tuple(
-            Entry(key, Digest(sha256(record, key)), w, w * self.rule_.window, self.rule_.micro_credits(w))
+            Line(key, Digest(sha256(record, key)), w, w * self.rule_.window, self.rule_.micro_credits(w))
             for key, w in sorted((peer(n).key, w) for n, w in windows.items())
         )
         return RoundAccount(Round(round_), record, parent, Digest(bytes(32)), 3.5, lines)
@@ -211,7 +210,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 kind = "voided" if i in posted.voided else "settled" if self.is_settled(number) else "pending"
                 s = expected.get(line.peer, Standing())
                 expected[line.peer] = replace(s, **{kind: getattr(s, kind).plus(line)})
-        assert self.ledger.standings() == expected
+        assert self.ledger.balances() == expected
         assert self.ledger.accounts(limit=1000) == self.branch
         assert self.ledger.last() == ((self.branch[-1].round, self.tip) if self.branch else None)
         assert Balance() not in [s.settled for s in expected.values() if s.settled.rounds]

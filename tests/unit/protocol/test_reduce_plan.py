@@ -12,7 +12,7 @@ from protocol.layout import Layout
 from protocol.merkle import CHUNK
 from protocol.reduce import Reduction
 from protocol.reduce_plan import ReducePlan, blob_size, committees, mean_size, part_count
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import CodecSpec
 from tests.support.specs import tiny_spec
 
@@ -62,7 +62,7 @@ def test_a_spec_says_how_its_rounds_are_exchanged():
     assert (exchange.kind, exchange.committee) == ("auto", 5)
     assert exchange.update_size == make_codec(spec.codec, spec.model.layout).size
     assert exchange.mean_size == mean_size(spec.codec, spec.model.layout)
-    assert Policy.of(changed).exchange == Policy.of(changed).chain_limits.exchange == exchange
+    assert RoundPolicy.of(changed).exchange == RoundPolicy.of(changed).chain_limits.exchange == exchange
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from protocol.messages import Directive, Heartbeat, Rollback, RoundChanges, Roun
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
-from protocol.rounds.policy import Facts
+from protocol.rounds.policy import LocalStatus
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
 
@@ -27,20 +27,23 @@ def started_again(kept) -> Bench:
     b = Bench()
     b.now, b.chain = 0.0, Chain(RUN, STATE, POLICY.chain_limits)
     b.chain.take(kept)
-    b.machine = RoundMachine(POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9, facts=Facts(admission=b"me"))
+    b.machine = RoundMachine(
+        POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9, status=LocalStatus(admission=b"me")
+    )
     b.actions = b.machine.start(0.0)
+    (b.directives,) = b.of(do.DirectivesChanged)
     return b
 
 
 @pytest.mark.parametrize("orders", [{"order": "ended"}, {"banned": (ME,)}])
 def test_who_starts_again_hears_whether_the_word_that_sent_it_away_still_counts(orders):
     b = started_again(word(1, **orders))
-    assert not b.of(do.Finished) and b.machine.orders.rests
-    b.step(ev.Heard(word(2)), 1.0)
+    assert not b.of(do.Finished) and b.directives.resting
+    b.step(ev.MessageReceived(word(2)), 1.0)
     for t in range(2, 40):
         b.step(ev.Tick(), float(t))
         assert not b.of(do.Finished)
-    assert not b.machine.orders.rests
+    assert not b.directives.resting
 
 
 @pytest.mark.parametrize("orders", [{"order": "ended"}, {"banned": (ME,)}])
@@ -50,43 +53,43 @@ def test_it_leaves_when_nobody_knows_a_newer_word_and_at_once_when_it_is_said_ag
     for t in range(1, 40):
         b.step(ev.Tick(), t / 2)
         if b.of(do.Resync):
-            b.step(ev.Applied(b.chain.genesis, STATE))
-        ends += [b.now] * len(b.of(do.Finished))
+            b.step(ev.StateReached(b.chain.genesis, STATE))
+        ends += [b.now] * len(b.of(do.RunCompleted if "order" in orders else do.Finished))
     assert ends == [POLICY.member_seconds]
     b = started_again(word(1, **orders))
-    b.step(ev.Heard(word(2, **orders)), 1.0)
-    assert b.of(do.Finished)
+    b.step(ev.MessageReceived(word(2, **orders)), 1.0)
+    assert b.of(do.RunCompleted if "order" in orders else do.Finished)
 
 
 def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
     b = Bench()
     b.announce()
-    first = b.of(do.Apply)[0].certificate
-    b.step(ev.Applied(first.digest, NEXT))
+    first = b.of(do.ApplyRecord)[0].certificate
+    b.step(ev.StateReached(first.digest, NEXT))
     theirs = b.header(OTHERS[0], 10, b"2", round=Round(1), parent=first.digest, base_state=NEXT)
     record = FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(1), first.digest, NEXT, 0, (theirs,)))
     gone = certificate(record, [OTHERS[0]])
-    b.step(ev.CertificateHeard(gone, OTHERS[0]))
+    b.step(ev.CertificateReceived(gone, OTHERS[0]))
     b.step(ev.BlobHeld(theirs.body.blob))
-    assert b.of(do.Apply)[0].certificate == gone
+    assert b.of(do.ApplyRecord)[0].certificate == gone
     # The trainer is still at it, or waits for what nobody has any more.
-    b.step(ev.Heard(word(1, rollback=Rollback(1, first.digest, Round(1), NEXT))))
+    b.step(ev.MessageReceived(word(1, rollback=Rollback(1, first.digest, Round(1), NEXT))))
     moves = b.of(do.Resync)
-    assert [(m.start.record, m.afresh) for m in moves] == [(first.digest, True)]
-    b.step(ev.Applied(gone.digest, Digest(sha256(b"late"))))
+    assert [(m.start.record, m.reset) for m in moves] == [(first.digest, True)]
+    b.step(ev.StateReached(gone.digest, Digest(sha256(b"late"))))
     assert not b.of(do.Resync) and b.machine.phase == "syncing"
-    b.step(ev.Applied(first.digest, NEXT))
+    b.step(ev.StateReached(first.digest, NEXT))
     assert b.machine.phase == "training" and b.machine.summary(b.now).round == 1
 
 
 def test_more_members_than_the_spec_says_have_room_everywhere():
     b = Bench()
-    b.step(ev.Heard(word(1, changes=RoundChanges(max_members=1000))))
+    b.step(ev.MessageReceived(word(1, changes=RoundChanges(max_members=1000))))
     b.announce()
-    b.step(ev.Applied(b.of(do.Apply)[0].certificate.digest, NEXT))
-    assert b.machine.orders.policy.max_members == 1000
+    b.step(ev.StateReached(b.of(do.ApplyRecord)[0].certificate.digest, NEXT))
+    assert b.directives.policy.max_members == 1000
     bounds = {name: bound for name, (_, bound) in b.machine.sizes().items()}
-    assert bounds["blobs held"] >= 4000 and bounds["claims"] >= 1000 and bounds["early"] >= 2000
+    assert bounds["blobs held"] >= 4000 and bounds["claims"] >= 1000 and bounds["future messages"] >= 2000
     for i in range(1, 900):  # no more than those of one round
         b.step(ev.BlobHeld(blob_of(ME, i.to_bytes(2, "big"))))
     assert b.machine.sizes()["blobs held"][0] >= 899
@@ -94,14 +97,14 @@ def test_more_members_than_the_spec_says_have_room_everywhere():
 
 def test_a_replayed_heartbeat_is_no_reason_to_tell_its_author_the_word_again():
     b = Bench()
-    b.step(ev.Heard(word(7)))
+    b.step(ev.MessageReceived(word(7)))
 
     def beat(sequence: int, directive_sequence: int, now: float) -> list:
         body = Heartbeat(
             RUN, sequence, Round(0), b.chain.genesis, 0, 0, "training", 1.0, 1.0, 0, 0, (), (), b"a", "",
             directive_sequence=directive_sequence,
         )  # fmt: skip
-        b.step(ev.Heard(FakeSigner(OTHERS[0]).sign(body)), now)
+        b.step(ev.MessageReceived(FakeSigner(OTHERS[0]).sign(body)), now)
         return b.of(do.Send)
 
     assert not beat(1, 0, 0.0) and not beat(2, 7, 1.0)
@@ -119,16 +122,16 @@ def test_who_cannot_follow_a_rollback_because_it_goes_too_far_back_trains_no_mor
         made.append(
             certificate(FakeSigner(OTHERS[0]).sign(RoundRecord(RUN, Round(number), parent, state, 0, (h,))), [h.author])
         )
-        b.step(ev.CertificateHeard(made[-1], OTHERS[0]))
+        b.step(ev.CertificateReceived(made[-1], OTHERS[0]))
         b.step(ev.BlobHeld(h.body.blob))
-        b.step(ev.Applied(made[-1].digest, NEXT))
+        b.step(ev.StateReached(made[-1].digest, NEXT))
     for _ in range(4):
         b.chain._advance_root()
     back = word(1, rollback=Rollback(1, made[1].digest, Round(2), NEXT))
-    b.step(ev.Heard(back))
-    assert [(f.at_once, f.again) for f in b.of(do.Finished)] == [(True, True)] and b.chain.is_stranded
-    b.step(ev.Progress(50, 1.0, 1.0))
-    assert not b.of(do.MakeUpdate)
+    b.step(ev.MessageReceived(back))
+    assert [f.again for f in b.of(do.Finished)] == [True] and b.chain.is_stranded
+    b.step(ev.TrainingProgress(50, 1.0, 1.0))
+    assert not b.of(do.RequestUpdate)
     again = Chain(RUN, STATE, POLICY.chain_limits)
     again.take(back)
     for c in made[:2]:

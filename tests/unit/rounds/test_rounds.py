@@ -9,7 +9,7 @@ from protocol.messages import Finalization, Goodbye, Heartbeat, RoundRecord, Upd
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
-from protocol.rounds.policy import Policy
+from protocol.rounds.policy import RoundPolicy
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
 
@@ -18,38 +18,40 @@ def test_a_lone_peer_certifies_its_own_update_without_a_timer():
     b = Bench()
     b.announce()
     assert b.said(UpdateHeader) and b.said(RoundRecord) and b.said(Vote)
-    assert b.of(do.KeepCertificate) and b.of(do.Apply)[0].next_window == 25 and b.of(do.Apply)[0].missed == ()
-    assert b.actions.index(b.of(do.KeepCertificate)[0]) < b.actions.index(b.of(do.Apply)[0])
-    b.step(ev.Applied(b.chain.head, Digest(sha256(b"next"))))
+    assert (
+        b.of(do.StoreCertificate) and b.of(do.ApplyRecord)[0].next_window == 25 and b.of(do.ApplyRecord)[0].missed == ()
+    )
+    assert b.actions.index(b.of(do.StoreCertificate)[0]) < b.actions.index(b.of(do.ApplyRecord)[0])
+    b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
     assert b.machine.summary(0).round == 1 and b.said(Heartbeat)[-1].weight == 25
 
 
 def test_below_the_target_nobody_announces_until_the_round_has_lasted_long_enough():
     b = Bench()
-    b.step(ev.Progress(3, 1.0, 1.0))
+    b.step(ev.TrainingProgress(3, 1.0, 1.0))
     b.beat(OTHERS[0], windows=16)
-    assert not b.of(do.MakeUpdate)
+    assert not b.of(do.RequestUpdate)
     b.beat(OTHERS[0], windows=17, sequence=2)
-    assert b.of(do.MakeUpdate)
+    assert b.of(do.RequestUpdate)
     b = Bench()
-    b.step(ev.Progress(3, 1.0, 1.0), 99)
-    assert not b.of(do.MakeUpdate)
+    b.step(ev.TrainingProgress(3, 1.0, 1.0), 99)
+    assert not b.of(do.RequestUpdate)
     b.step(ev.Tick(), 100)
-    assert b.of(do.MakeUpdate)
+    assert b.of(do.RequestUpdate)
 
 
 def test_who_has_trained_nothing_does_not_announce():
     b = Bench()
     b.beat(OTHERS[0], windows=50)
-    assert not b.of(do.MakeUpdate)
+    assert not b.of(do.RequestUpdate)
     b.step(ev.Tick(), 200)
-    assert not b.of(do.MakeUpdate)
+    assert not b.of(do.RequestUpdate)
 
 
 def test_blobs_are_fetched_after_announcing_and_served_only_to_those_who_announced():
     b = Bench()
     theirs = b.header(OTHERS[0])
-    b.step(ev.Heard(theirs))
+    b.step(ev.MessageReceived(theirs))
     assert not b.of(do.FetchBlob)
     b.announce()
     assert [a.blob for a in b.of(do.FetchBlob)] == [theirs.body.blob]
@@ -61,7 +63,7 @@ def test_blobs_are_fetched_after_announcing_and_served_only_to_those_who_announc
 def test_a_decided_round_is_served_to_anyone():
     b = Bench()
     b.announce()
-    b.step(ev.Applied(b.chain.head, Digest(sha256(b"next"))))
+    b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
     assert b.machine.may_serve(blob_of(ME), OTHERS[1]) is None
 
 
@@ -71,7 +73,7 @@ def test_a_vote_is_given_only_when_every_blob_is_held():
     b.announce()
     theirs = b.header(OTHERS[0])
     record = b.record(OTHERS[0], [b.mine, theirs])
-    b.step(ev.Heard(record))
+    b.step(ev.MessageReceived(record))
     b.step(ev.Tick(), 2)
     assert not b.said(Vote)
     b.step(ev.BlobHeld(theirs.body.blob))
@@ -83,13 +85,13 @@ def test_no_vote_for_a_record_with_a_bad_update_and_its_author_is_reported():
     b.beat(OTHERS[0])
     b.announce()
     theirs = b.header(OTHERS[0])
-    b.step(ev.Heard(theirs))
-    b.step(ev.BlobBad(theirs.body.blob, "scales"))
-    assert [r.about for r in b.of(do.Report)] == [OTHERS[0]]
+    b.step(ev.MessageReceived(theirs))
+    b.step(ev.BlobInvalid(theirs.body.blob, "scales"))
+    assert [r.about for r in b.of(do.Notice)] == [OTHERS[0]]
     mine_alone = b.said(RoundRecord)
     assert [len(r.updates) for r in mine_alone] == [1]
     record = b.record(OTHERS[0], [b.machine.summary(0).headers[0], theirs])
-    b.step(ev.Heard(record))
+    b.step(ev.MessageReceived(record))
     for t in range(1, 60):
         b.step(ev.Tick(), t)
         assert record.digest not in [v.record for v in b.said(Vote)]
@@ -103,7 +105,7 @@ def test_an_update_whose_author_has_fallen_silent_is_not_waited_for_until_the_de
     b.beat(OTHERS[1])
     b.announce()
     b.hold(theirs)
-    b.step(ev.Heard(third))  # its blob does not come
+    b.step(ev.MessageReceived(third))  # its blob does not come
     ready = None
     for t in range(1, int(POLICY.exchange_seconds)):
         b.beat(OTHERS[0], sequence=1 + t, phase="exchanging")
@@ -125,12 +127,12 @@ def test_another_record_gets_the_vote_only_after_a_pause():
     ranks = sorted((ME, OTHERS[0], OTHERS[1]), key=lambda key: sha256(b.chain.genesis, key))
     turns = [i for i in range(9, 15) if ranks[i % 3] != ME]
     first, later = (b.record(ranks[i % 3], [b.mine, theirs, third], attempt=i) for i in turns[-2:])
-    b.step(ev.Heard(first), 20.0)
+    b.step(ev.MessageReceived(first), 20.0)
     start = b.now if b.said(Vote) else None
     while start is None:
         b.step(ev.Tick(), b.machine.next_tick)
         start = b.now if first.digest in [v.record for v in b.said(Vote)] else None
-    b.step(ev.Heard(later), start + 0.1)
+    b.step(ev.MessageReceived(later), start + 0.1)
     assert not b.said(Vote)
     while not b.said(Vote):
         b.step(ev.Tick(), b.machine.next_tick)
@@ -143,10 +145,10 @@ def test_two_records_at_once_are_reported_and_neither_is_preferred():
     b.beat(OTHERS[2])
     b.announce()
     for h in (theirs, third):
-        b.step(ev.Heard(h))
-    b.step(ev.Heard(b.record(OTHERS[0], [b.mine, theirs, third])))
-    b.step(ev.Heard(b.record(OTHERS[0], [b.mine, theirs])))
-    assert [r.about for r in b.of(do.Report) if r.kind == "equivocation"] == [OTHERS[0]]
+        b.step(ev.MessageReceived(h))
+    b.step(ev.MessageReceived(b.record(OTHERS[0], [b.mine, theirs, third])))
+    b.step(ev.MessageReceived(b.record(OTHERS[0], [b.mine, theirs])))
+    assert [r.about for r in b.of(do.Notice) if r.kind == "equivocation"] == [OTHERS[0]]
     b.step(ev.BlobHeld(theirs.body.blob))
     b.step(ev.BlobHeld(third.body.blob))
     assert not b.said(Vote)
@@ -155,11 +157,11 @@ def test_two_records_at_once_are_reported_and_neither_is_preferred():
 def test_two_headers_of_one_author_are_reported_once_and_the_first_is_kept():
     b = Bench()
     first, second = b.header(OTHERS[0], 5), b.header(OTHERS[0], 6, b"other")
-    b.step(ev.Heard(first))
-    b.step(ev.Heard(second))
-    assert [r.kind for r in b.of(do.Report)] == ["equivocation"]
-    b.step(ev.Heard(second))
-    assert not b.of(do.Report)
+    b.step(ev.MessageReceived(first))
+    b.step(ev.MessageReceived(second))
+    assert [r.kind for r in b.of(do.Notice)] == ["equivocation"]
+    b.step(ev.MessageReceived(second))
+    assert not b.of(do.Notice)
     assert b.machine.summary(0).headers == (first,)
 
 
@@ -168,8 +170,8 @@ def test_two_headers_of_one_author_are_reported_once_and_the_first_is_kept():
 )
 def test_a_header_that_breaks_the_bounds_is_refused_with_a_reason(changes):
     b = Bench()
-    b.step(ev.Heard(b.header(OTHERS[0], **changes)))
-    assert [r.kind for r in b.of(do.Report)] == ["refused"]
+    b.step(ev.MessageReceived(b.header(OTHERS[0], **changes)))
+    assert [r.kind for r in b.of(do.Notice)] == ["refused"]
     assert b.machine.summary(0).headers == ()
 
 
@@ -177,10 +179,10 @@ def test_a_flood_of_new_keys_does_not_evict_contributors_of_the_last_round():
     b = Bench()
     headers = [b.header(k) for k in OTHERS[:3]]
     made = certificate(b.record(OTHERS[0], headers), OTHERS[:3])
-    b.step(ev.CertificateHeard(made, OTHERS[0]))
+    b.step(ev.CertificateReceived(made, OTHERS[0]))
     for h in headers:
         b.step(ev.BlobHeld(h.body.blob))
-    b.step(ev.Applied(made.record.digest, Digest(sha256(b"next"))))
+    b.step(ev.StateReached(made.record.digest, Digest(sha256(b"next"))))
     for key in OTHERS[3:]:
         b.beat(key)
     for key in OTHERS[:3]:
@@ -195,15 +197,15 @@ def test_a_missed_update_goes_back_and_returns_when_its_chain_does():
     b.announce()
     theirs = b.header(OTHERS[0], 30)
     without_us = certificate(b.record(OTHERS[0], [theirs]), [OTHERS[0]])
-    b.step(ev.CertificateHeard(without_us, OTHERS[0]))
+    b.step(ev.CertificateReceived(without_us, OTHERS[0]))
     b.step(ev.BlobHeld(theirs.body.blob))
-    assert b.of(do.Apply)[0].missed == (blob_of(ME),) and b.of(do.Apply)[0].next_window == 0
-    b.step(ev.Applied(without_us.record.digest, Digest(sha256(b"next"))))
+    assert b.of(do.ApplyRecord)[0].missed == (blob_of(ME),) and b.of(do.ApplyRecord)[0].next_window == 0
+    b.step(ev.StateReached(without_us.record.digest, Digest(sha256(b"next"))))
     other = b.header(OTHERS[1], 40)
     mine = FakeSigner(ME).sign(b.header(ME, 25).body)
     mine = b.header(ME, 25, blob=blob_of(ME))
     with_us = certificate(b.record(OTHERS[1], [mine, other]), [ME, OTHERS[1]])
-    b.step(ev.CertificateHeard(with_us, OTHERS[1]))
+    b.step(ev.CertificateReceived(with_us, OTHERS[1]))
     b.step(ev.BlobHeld(other.body.blob))
     moves = b.of(do.Resync)
     assert moves and moves[0].regained == (blob_of(ME),) and moves[0].missed == () and moves[0].next_window == 25
@@ -218,23 +220,23 @@ def test_a_certificate_with_little_of_what_was_announced_is_held_back_for_the_pa
     small = b.header(OTHERS[0], 10)
     b.hold(small, *big)
     light = certificate(b.record(OTHERS[0], [small]), [OTHERS[0]])
-    b.step(ev.CertificateHeard(light, OTHERS[0]))
-    assert b.of(do.KeepCertificate) and not b.of(do.Apply)
+    b.step(ev.CertificateReceived(light, OTHERS[0]))
+    assert b.of(do.StoreCertificate) and not b.of(do.ApplyRecord)
     applied = []
     for t in range(1, 80):
         b.step(ev.Tick(), t / 2)
-        applied += [(b.now, a) for a in b.of(do.Apply)]
+        applied += [(b.now, a) for a in b.of(do.ApplyRecord)]
     assert applied and applied[0][0] >= POLICY.patience_seconds
 
 
 def test_a_drifted_state_is_loud_and_loaded_anew():
     b = Bench()
     other = Digest(sha256(b"other state"))
-    b.step(ev.Progress(5, 1.0, 1.0))
+    b.step(ev.TrainingProgress(5, 1.0, 1.0))
     reports = []
     for key in OTHERS[:2]:
-        b.step(ev.Heard(b.header(key, base_state=other)))
-        reports += [r.level for r in b.of(do.Report) if r.kind == "drift"]
+        b.step(ev.MessageReceived(b.header(key, base_state=other)))
+        reports += [r.level for r in b.of(do.Notice) if r.kind == "drift"]
     assert reports == ["error"]
     b.step(ev.UpdateReady(b.chain.genesis, 0, 5, 5, blob_of(ME), 9, 1.0))
     assert b.of(do.Resync) and not b.said(UpdateHeader)
@@ -246,14 +248,16 @@ def test_a_final_may_cut_off_the_record_that_the_trainer_is_being_moved_to():
         b.step(ev.Tick(), t)
     (ours, theirs) = (b.header(key, windows) for key, windows in ((OTHERS[0], 30), (OTHERS[1], 20)))
     heavy, light = (certificate(b.record(h.author, [h]), [h.author]) for h in (ours, theirs))
-    b.step(ev.Applied(b.chain.genesis, STATE))
+    b.step(ev.StateReached(b.chain.genesis, STATE))
     for made in (heavy, light):
-        b.step(ev.CertificateHeard(made, OTHERS[0]))
+        b.step(ev.CertificateReceived(made, OTHERS[0]))
     b.step(ev.BlobHeld(ours.body.blob))
-    assert b.of(do.Apply)[0].certificate == heavy
-    b.step(ev.Heard(FakeSigner(PeerKey(sha256(b"owner"))).sign(Finalization(RUN, Round(0), light.record.digest))))
+    assert b.of(do.ApplyRecord)[0].certificate == heavy
+    b.step(
+        ev.MessageReceived(FakeSigner(PeerKey(sha256(b"owner"))).sign(Finalization(RUN, Round(0), light.record.digest)))
+    )
     assert heavy.record.digest not in b.chain
-    b.step(ev.Applied(heavy.record.digest, Digest(sha256(b"cut off"))))
+    b.step(ev.StateReached(heavy.record.digest, Digest(sha256(b"cut off"))))
     assert [a.path[-1] for a in b.of(do.Resync)] == [light]
 
 
@@ -267,7 +271,7 @@ def test_a_newcomer_hears_the_others_chain_before_it_loads_a_state():
     made = certificate(other.record(OTHERS[0], headers), [OTHERS[0]])
     b.beat(OTHERS[0], head=made.record.digest, weight=10)
     assert [a.to for a in b.of(do.RequestChain)] == [OTHERS[0]]
-    b.step(ev.ChainHeard((made,), None, OTHERS[0], False), 0.5)
+    b.step(ev.ChainReceived((made,), None, OTHERS[0], False), 0.5)
     assert [a.path for a in b.of(do.Resync)] == [(made,)]
 
 
@@ -281,7 +285,7 @@ def test_a_newcomer_loads_no_state_while_more_of_a_long_chain_still_comes():
     seconds = 2 * POLICY.heartbeat_seconds + POLICY.member_seconds
     b.now = seconds - 0.2
     b.beat(OTHERS[0], sequence=2, head=Digest(sha256(b"far on")), weight=1000)
-    b.step(ev.ChainHeard((made,), None, OTHERS[0], True), seconds - 0.1)
+    b.step(ev.ChainReceived((made,), None, OTHERS[0], True), seconds - 0.1)
     b.step(ev.Tick(), seconds + 0.1)
     assert not b.of(do.Resync)
     b.now = seconds + POLICY.member_seconds - 0.5
@@ -298,7 +302,7 @@ def test_a_source_that_claims_much_and_gives_nothing_is_asked_less_and_less():
         b.beat(OTHERS[0], sequence=t, head=Digest(sha256(b"nothing")), weight=2**50)
         if b.of(do.RequestChain):
             asked.append(b.now)
-            b.step(ev.ChainHeard((), None, OTHERS[0], True))
+            b.step(ev.ChainReceived((), None, OTHERS[0], True))
             assert not b.of(do.RequestChain)
     gaps = [y - x for x, y in zip(asked, asked[1:], strict=False)]
     assert 3 <= len(asked) <= 9 and gaps == sorted(gaps)
@@ -306,12 +310,12 @@ def test_a_source_that_claims_much_and_gives_nothing_is_asked_less_and_less():
 
 def test_leaving_announces_what_is_done_then_says_goodbye():
     b = Bench()
-    b.step(ev.Progress(3, 1.0, 1.0))
+    b.step(ev.TrainingProgress(3, 1.0, 1.0))
     b.step(ev.Leave(), 1.0)
-    assert b.of(do.MakeUpdate) and not b.of(do.Finished)
+    assert b.of(do.RequestUpdate) and not b.of(do.Finished)
     b.step(ev.UpdateReady(b.chain.genesis, 0, 3, 1, blob_of(ME), 9, 1.0))
-    assert b.of(do.Apply) and not b.of(do.Finished)
-    b.step(ev.Applied(b.chain.head, Digest(sha256(b"next"))))
+    assert b.of(do.ApplyRecord) and not b.of(do.Finished)
+    b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
     assert b.said(Goodbye) and b.of(do.Finished)
     assert b.step(ev.Tick(), 50.0) == []
 
@@ -333,13 +337,13 @@ def test_an_observer_follows_and_says_nothing_but_heartbeats():
     b = Bench(observer=True)
     headers = [b.header(k) for k in OTHERS[:3]]
     for h in headers:
-        b.step(ev.Heard(h))
+        b.step(ev.MessageReceived(h))
     made = certificate(b.record(OTHERS[0], headers), OTHERS[:3])
-    b.step(ev.Heard(made.record))
+    b.step(ev.MessageReceived(made.record))
     for vote in made.votes:
-        b.step(ev.Heard(vote))
-    assert b.of(do.KeepCertificate) and b.chain.head == made.record.digest
-    assert not b.of(do.FetchBlob) and not b.of(do.Apply)
+        b.step(ev.MessageReceived(vote))
+    assert b.of(do.StoreCertificate) and b.chain.head == made.record.digest
+    assert not b.of(do.FetchBlob) and not b.of(do.ApplyRecord)
     assert b.said(Heartbeat)[-1].phase == "observing" and b.said(Heartbeat)[-1].admission == b""
 
 
@@ -348,25 +352,27 @@ def test_messages_of_the_next_round_that_come_early_are_kept():
     b.announce()
     head = b.chain.head
     early = b.header(OTHERS[0], round=Round(1), parent=head)
-    b.step(ev.Heard(early))
-    b.step(ev.Applied(head, STATE))
+    b.step(ev.MessageReceived(early))
+    b.step(ev.StateReached(head, STATE))
     assert b.machine.summary(0).headers == (early,)
 
 
 def test_the_run_ends_at_its_total():
-    b = Bench(policy=Policy(**{**{f: getattr(POLICY, f) for f in POLICY.__dataclass_fields__}, "total_windows": 25}))
+    b = Bench(
+        policy=RoundPolicy(**{**{f: getattr(POLICY, f) for f in POLICY.__dataclass_fields__}, "total_windows": 25})
+    )
     b.announce()
-    b.step(ev.Applied(b.chain.head, Digest(sha256(b"next"))))
-    assert [a.reason for a in b.of(do.Finished)]
-    b.step(ev.Progress(50, 1.0, 1.0))
-    assert not b.of(do.MakeUpdate)
+    b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
+    assert [a.reason for a in b.of(do.RunCompleted)] and not b.of(do.Finished)
+    b.step(ev.TrainingProgress(50, 1.0, 1.0))
+    assert not b.of(do.RequestUpdate)
 
 
 def test_a_lost_trainer_is_given_its_state_again():
     b = Bench()
     b.announce(25)
-    b.step(ev.Applied(b.chain.head, STATE))
-    b.step(ev.ApplyFailed(b.chain.head, "the trainer died"), 1.0)
+    b.step(ev.StateReached(b.chain.head, STATE))
+    b.step(ev.MoveFailed(b.chain.head, "the trainer died"), 1.0)
     assert not b.of(do.Resync)
     resyncs = []
     while not resyncs and b.now < 20:
@@ -381,12 +387,12 @@ def test_people_hear_that_nobody_gives_a_final_update_only_after_a_long_wait_and
     b = Bench()
     record = certificate(b.record(OTHERS[0], [b.header(OTHERS[0], 5)]), [OTHERS[0]])
     final = FakeSigner(PeerKey(sha256(b"owner"))).sign(Finalization(RUN, Round(0), record.record.digest))
-    b.step(ev.CertificateHeard(record, OTHERS[0]))
-    b.step(ev.Heard(final))
+    b.step(ev.CertificateReceived(record, OTHERS[0]))
+    b.step(ev.MessageReceived(final))
     heard = []
     while b.now < 30 * POLICY.patience_seconds:
         b.step(ev.Tick(), b.machine.next_tick)
-        heard += [b.now for r in b.of(do.Report) if r.kind == "unavailable"]
+        heard += [b.now for r in b.of(do.Notice) if r.kind == "unavailable"]
     assert len(heard) == 1 and heard[0] >= 10 * POLICY.patience_seconds
 
 
@@ -397,15 +403,15 @@ def test_who_is_on_a_rival_of_what_is_final_is_told_and_asks_for_it_however_ligh
     final_record = certificate(b.record(OTHERS[0], [light]), [OTHERS[0]])
     rival = certificate(b.record(OTHERS[1], [heavy]), [OTHERS[1]])
     final = owner.sign(Finalization(RUN, Round(0), final_record.record.digest))
-    b.step(ev.CertificateHeard(final_record, OTHERS[0]))
-    b.step(ev.Heard(final))
-    assert [a.message for a in b.of(do.KeepFinal)] == [final]
-    b.step(ev.CertificateHeard(rival, OTHERS[1]))
+    b.step(ev.CertificateReceived(final_record, OTHERS[0]))
+    b.step(ev.MessageReceived(final))
+    assert [a.message for a in b.of(do.StoreFinalization)] == [final]
+    b.step(ev.CertificateReceived(rival, OTHERS[1]))
     assert [(a.to, a.messages) for a in b.of(do.Send)] == [(OTHERS[1], (final,))]
     told = Bench()
-    told.step(ev.CertificateHeard(rival, OTHERS[1]))
+    told.step(ev.CertificateReceived(rival, OTHERS[1]))
     told.beat(OTHERS[0], head=final_record.record.digest, weight=5)
-    told.step(ev.Heard(final), 2.0)
+    told.step(ev.MessageReceived(final), 2.0)
     assert [a.to for a in told.of(do.RequestChain)] == [OTHERS[0]]
-    told.step(ev.ChainHeard((final_record,), final, OTHERS[0], False))
+    told.step(ev.ChainReceived((final_record,), final, OTHERS[0], False))
     assert told.chain.head == final_record.record.digest

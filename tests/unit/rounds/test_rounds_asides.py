@@ -37,7 +37,7 @@ class Split(Second):
             )  # fmt: skip
         record = RoundRecord(RUN, Round(number), at, base, 0, tuple(sorted(headers, key=lambda h: h.author)))
         made = certificate(FakeSigner(by[0]).sign(record), by)
-        self.step(ev.CertificateHeard(made, by[0]))
+        self.step(ev.CertificateReceived(made, by[0]))
         return made
 
     def passes(self, seconds: float) -> list[do.Action]:
@@ -49,7 +49,7 @@ class Split(Second):
 
     @property
     def tip(self) -> Digest | None:
-        return self.machine._position.tip
+        return self.machine._sync.retried_tip
 
 
 def blobs(made: Certificate) -> set[Digest]:
@@ -103,11 +103,11 @@ def test_a_branch_that_has_become_final_is_aside_no_more():
     b = Split()
     made = b.hears(b"a")
     b.passes(PATIENCE + 1)
-    b.step(ev.Heard(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
     assert b.chain.head == made.digest
     b.chain.limits = replace(b.chain.limits, keep_at_least=1, max_records=1)
     b.hears(b"b", parent=made)
-    assert b.chain.root == made.digest and not len(b.machine._position._asides)
+    assert b.chain.root == made.digest and not len(b.machine._sync._quarantine)
     b.passes(4 * PATIENCE)
 
 
@@ -117,11 +117,11 @@ def test_who_is_on_the_way_from_a_branch_that_is_gone_does_not_say_that_it_train
     for blob in blobs(made):
         b.step(ev.BlobHeld(blob))
     b.passes(1)
-    assert b.machine._position.target == made.digest and b.machine.phase == "training"
-    b.step(ev.Heard(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
+    assert b.machine._sync.sync_target == made.digest and b.machine.phase == "training"
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
     b.chain.limits = replace(b.chain.limits, keep_at_least=1, max_records=1)
     b.hears(b"b", parent=made)
-    assert b.first not in b.chain and b.machine._position.applied == b.first
+    assert b.first not in b.chain and b.machine._sync.applied == b.first
     assert b.machine.phase == "syncing"
 
 
@@ -134,7 +134,7 @@ def test_a_move_that_fails_though_all_is_held_is_tried_less_and_less():
     while b.now < 60 * PATIENCE:
         if b.of(do.Resync):
             tried.append(b.now)
-            b.step(ev.ApplyFailed(made.digest, "nobody has a checkpoint", kept=True))
+            b.step(ev.MoveFailed(made.digest, "nobody has a checkpoint", kept=True))
             assert b.chain.head == b.first
         b.step(ev.Tick(), b.now + 0.5)
     pauses = [later - earlier for earlier, later in zip(tried, tried[1:], strict=False)]
@@ -146,6 +146,6 @@ def test_a_bad_update_that_is_given_when_it_is_asked_for_again_drops_its_record(
     made = b.hears(b"a")
     b.passes(2 * PATIENCE + 1)
     assert b.tip == made.digest
-    b.step(ev.BlobBad(next(iter(blobs(made))), "chunk 3: a scale that is not finite"))
+    b.step(ev.BlobInvalid(next(iter(blobs(made))), "chunk 3: a scale that is not finite"))
     assert made.digest not in b.chain and b.tip is None
-    assert [r for r in b.of(do.Report) if r.kind == "bad-record"]
+    assert [r for r in b.of(do.Notice) if r.kind == "bad-record"]

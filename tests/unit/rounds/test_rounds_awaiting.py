@@ -43,7 +43,7 @@ def test_who_is_a_round_behind_and_comes_is_waited_for_as_anybody():
     b.say(SLOW, *b.slow)
     b.step(ev.Tick(), LASTED + 3)
     late = b.header(SLOW, label=b"2", round=Round(1), parent=b.first, base_state=NEXT, first_window=10, end_window=20)
-    b.step(ev.Heard(late))
+    b.step(ev.MessageReceived(late))
     b.slow = (b.first, 5)
     assert b.machine.summary(b.now).awaited == (SLOW,) and not len(b.machine._c.members.lagging)
     b.step(ev.BlobHeld(late.body.blob))
@@ -65,32 +65,32 @@ def test_one_who_sent_a_bad_update_does_not_end_rounds_by_what_it_claims(how):
         b.beat(key)
     b.announce()
     bad, *good = b.header(liar), b.header(BUSY), b.header(SLOW)
-    b.step(ev.Heard(bad))
-    b.step(ev.BlobBad(bad.body.blob, "chunk 3: a scale that is not finite"))
+    b.step(ev.MessageReceived(bad))
+    b.step(ev.BlobInvalid(bad.body.blob, "chunk 3: a scale that is not finite"))
     b.hold(*good)
-    b.step(ev.CertificateHeard(certificate(b.record(BUSY, [b.mine, *good]), [BUSY, SLOW, ME]), BUSY))
+    b.step(ev.CertificateReceived(certificate(b.record(BUSY, [b.mine, *good]), [BUSY, SLOW, ME]), BUSY))
     first = b.chain.head
-    b.step(ev.Applied(first, NEXT))
-    b.step(ev.Progress(3, 1.0, 1.0))
+    b.step(ev.StateReached(first, NEXT))
+    b.step(ev.TrainingProgress(3, 1.0, 1.0))
     if how == "by its header":
-        b.step(ev.Heard(b.header(liar, round=Round(1), parent=first, base_state=NEXT, windows=50)))
+        b.step(ev.MessageReceived(b.header(liar, round=Round(1), parent=first, base_state=NEXT, windows=50)))
     else:
         b.beat(liar, windows=50, sequence=9, head=first, weight=45)
-    assert not b.of(do.MakeUpdate)
+    assert not b.of(do.RequestUpdate)
     b.beat(BUSY, windows=17, sequence=9, head=first, weight=45)
-    assert b.of(do.MakeUpdate)
+    assert b.of(do.RequestUpdate)
 
 
 def test_what_one_announces_who_was_late_before_counts_for_the_target():
     b = Second()
     for key in (BUSY, SLOW):
-        b.machine._c.members.strike(key, 1)
+        b.machine._c.members.penalise(key, 1)
         b.say(key, b.first, 8)
-    b.step(ev.Progress(3, 1.0, 1.0))
-    assert not b.of(do.MakeUpdate)
+    b.step(ev.TrainingProgress(3, 1.0, 1.0))
+    assert not b.of(do.RequestUpdate)
     ours = dict(round=Round(1), parent=b.first, base_state=NEXT, first_window=10)
-    b.step(ev.Heard(b.header(BUSY, label=b"2", end_window=27, **ours)))
-    assert b.of(do.MakeUpdate)
+    b.step(ev.MessageReceived(b.header(BUSY, label=b"2", end_window=27, **ours)))
+    assert b.of(do.RequestUpdate)
 
 
 def test_who_is_in_an_applied_record_is_forgiven_however_late_it_came():
@@ -100,12 +100,12 @@ def test_who_is_in_an_applied_record_is_forgiven_however_late_it_came():
         b.beat(key)
     b.announce()
     for key in (BUSY, SLOW):
-        members.strike(key, 3)
-        members.lagging.strike(key, 3)
+        members.penalise(key, 3)
+        members.lagging.penalise(key, 3)
     theirs = b.header(BUSY)
-    b.step(ev.CertificateHeard(certificate(b.record(BUSY, [b.mine, theirs]), [BUSY, ME]), BUSY))
+    b.step(ev.CertificateReceived(certificate(b.record(BUSY, [b.mine, theirs]), [BUSY, ME]), BUSY))
     b.step(ev.BlobHeld(theirs.body.blob))
-    b.step(ev.Applied(b.chain.head, NEXT))
+    b.step(ev.StateReached(b.chain.head, NEXT))
     assert members.is_waited_for(BUSY, 1) and not members.lagging.holds(BUSY, 1)
     assert not members.is_waited_for(SLOW, 1) and members.lagging.holds(SLOW, 1)
 
@@ -126,8 +126,8 @@ def test_strangers_do_not_make_a_record_that_most_announced():
     b.beat(BUSY)
     b.announce()
     stranger = b.header(OTHERS[3], 1)
-    b.step(ev.CertificateHeard(certificate(b.record(OTHERS[3], [stranger]), [OTHERS[3]]), OTHERS[3]))
-    assert b.of(do.KeepCertificate) and b.chain.head == b.chain.genesis  # nobody had heard that it announced
+    b.step(ev.CertificateReceived(certificate(b.record(OTHERS[3], [stranger]), [OTHERS[3]]), OTHERS[3]))
+    assert b.of(do.StoreCertificate) and b.chain.head == b.chain.genesis  # nobody had heard that it announced
 
 
 def test_a_record_of_most_who_announced_is_followed_at_once_though_others_announced_more_work():
@@ -139,11 +139,11 @@ def test_a_record_of_most_who_announced_is_followed_at_once_though_others_announ
     b.announce()
     b.hold(*small, *big)
     few = certificate(b.record(OTHERS[0], small[:3]), OTHERS[:3])
-    b.step(ev.CertificateHeard(few, OTHERS[0]))
-    assert b.of(do.KeepCertificate) and not b.of(do.Apply)  # three of seven
+    b.step(ev.CertificateReceived(few, OTHERS[0]))
+    assert b.of(do.StoreCertificate) and not b.of(do.ApplyRecord)  # three of seven
     most = certificate(b.record(OTHERS[0], small), OTHERS[:4])
-    b.step(ev.CertificateHeard(most, OTHERS[0]))
-    assert b.of(do.Apply)[0].certificate is most
+    b.step(ev.CertificateReceived(most, OTHERS[0]))
+    assert b.of(do.ApplyRecord)[0].certificate is most
 
 
 class Far(Node):

@@ -8,7 +8,7 @@ from protocol.ids import Digest, Round, sha256
 from protocol.messages import RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
-from protocol.rounds.blobs import contents
+from protocol.rounds.blobs import applied_blobs
 from tests.simulation.checkers import check_counted_once, disagreement
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
@@ -55,7 +55,7 @@ class HalfServed(Node):
     that archives states."""
 
     def fetch(self, incarnation, action, deadline):
-        rounds = [c.record.body.round for c in self.world.records.values() if action.blob in contents(c)]
+        rounds = [c.record.body.round for c in self.world.records.values() if action.blob in applied_blobs(c)]
         if any(number % self.world.policy.checkpoint_every == 0 for number in rounds):
             self.world.clock.after(0.1, self.fetched, incarnation, action.blob)
         else:
@@ -81,7 +81,7 @@ def test_after_a_split_the_heavier_branch_is_followed_at_once_though_it_was_set_
 def _away(b: Second) -> None:
     """A heavier branch beside the first record, whose updates nobody gives."""
     rivals = [b.header(key, 50) for key in OTHERS[3:5]]
-    b.step(ev.CertificateHeard(certificate(b.record(OTHERS[3], rivals), OTHERS[3:5]), OTHERS[3]))
+    b.step(ev.CertificateReceived(certificate(b.record(OTHERS[3], rivals), OTHERS[3:5]), OTHERS[3]))
 
 
 def _next(b: Second, by, label: bytes, end: int, parent=None, number: int = 1, base=NEXT, first: int = 10):
@@ -93,7 +93,7 @@ def _next(b: Second, by, label: bytes, end: int, parent=None, number: int = 1, b
     b.hold(theirs)
     b.step(ev.BlobHeld(theirs.body.blob))
     made = certificate(record, [by])
-    b.step(ev.CertificateHeard(made, by))
+    b.step(ev.CertificateReceived(made, by))
     return made
 
 
@@ -101,9 +101,9 @@ def test_while_the_heavier_branch_cannot_be_had_its_own_is_gone_along():
     b = Second()
     _away(b)
     made = _next(b, BUSY, b"2", 15)
-    assert b.chain.weight(b.chain.head) == 100 and not b.of(do.Apply)
+    assert b.chain.weight(b.chain.head) == 100 and not b.of(do.ApplyRecord)
     b.step(ev.Tick(), b.now + 2 * POLICY.heartbeat_seconds)
-    assert [a.certificate for a in b.of(do.Apply)] == [made]
+    assert [a.certificate for a in b.of(do.ApplyRecord)] == [made]
     assert b.chain.weight(b.chain.head) == 100  # nothing was set aside: its updates may still come
 
 
@@ -117,9 +117,9 @@ def test_going_along_the_own_branch_does_not_put_off_that_the_other_is_set_aside
         made = _next(b, BUSY, bytes([i]), 12 + 2 * i, parent, 1 + i, state, 10 + 2 * i)
         if b.of(do.Resync):
             break
-        assert [a.certificate for a in b.of(do.Apply)] == [made]
+        assert [a.certificate for a in b.of(do.ApplyRecord)] == [made]
         parent, state = made.digest, Digest(sha256(b"state", bytes([i])))
-        b.step(ev.Applied(parent, state))
+        b.step(ev.StateReached(parent, state))
         if rival is None:
             rival = _next(b, SLOW, b"rival", 50)  # beside our second record, and heavier than all that follows
         b.step(ev.Tick(), b.now + 4.0)

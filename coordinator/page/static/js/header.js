@@ -1,4 +1,4 @@
-// What everybody wants to know first: how the run is, in words.
+// The state of the run, as a sentence and in numbers.
 
 import { byId, el, say } from "./dom.js";
 import { duration, short } from "./format.js";
@@ -8,7 +8,7 @@ export function showHeader(s) {
   say("name", s.name);
   byId("state").dataset.health = s.health;
   say("health", s.health);
-  say("words", s.words);
+  say("message", s.message);
   showAlerts(s.alerts);
   byId("lost").hidden = true;
   byId("goal").hidden = !s.total_tokens;
@@ -16,7 +16,7 @@ export function showHeader(s) {
     const share = Math.min(1, s.tokens / s.total_tokens), left = s.total_tokens - s.tokens;
     byId("progress").value = share;
     const when = s.health === "healthy" && s.tokens_per_second && left > 0 ? `, about ${duration(left / s.tokens_per_second)} to go` : "";
-    say("progress-words", `${short(s.tokens)} of ${short(s.total_tokens)} tokens (${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%)${when}`);
+    say("progress-text", `${short(s.tokens)} of ${short(s.total_tokens)} tokens (${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%)${when}`);
   }
   say("run", s.run);
   say("digest", `${s.state.slice(0, 16)}…`);
@@ -25,7 +25,7 @@ export function showHeader(s) {
 function showAlerts(alerts) {
   const list = byId("alerts"), now = Date.now() / 1000;
   list.hidden = !alerts.length;
-  list.replaceChildren(...alerts.map((a) => el("li", {}, el("strong", {}, `Alert, ${a.name}:`), ` ${a.words} (for ${duration(Math.max(0, now - a.since))})`)));
+  list.replaceChildren(...alerts.map((a) => el("li", {}, el("strong", {}, `Alert, ${a.name}:`), ` ${a.message} (for ${duration(Math.max(0, now - a.since))})`)));
 }
 
 export function showLost(heardAt) {

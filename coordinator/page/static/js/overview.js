@@ -42,7 +42,7 @@ export class Overview {
   }
 
   status(s) {
-    const training = s.peers_in_all > s.training ? `${s.training} of ${s.peers_in_all}` : String(s.training);
+    const training = s.peers_total > s.training ? `${s.training} of ${s.peers_total}` : String(s.training);
     this.facts.replaceChildren(facts([
       ["Training", training], ["Round", String(s.round)], ["Loss", loss(s.loss)], ["Tokens/s", short(s.tokens_per_second)],
       ["Tokens", short(s.tokens)], ["Credits", credits(s.micro_credits_settled + s.micro_credits_pending)],
@@ -62,8 +62,8 @@ export class Overview {
     if (!c) return;
     const known = (p) => p.tokens !== null;
     this.charts.loss.show(merge(c.tokens, c.loss, c.validation.filter(known).map((v) => [v.tokens, v.loss])));
-    const seen = c.seen.map((t, i) => [t, c.loss[i]]).filter(([t]) => t !== null);
-    this.charts.lossTime.show(merge(seen.map(([t]) => t), seen.map(([, y]) => y), c.validation.filter((v) => v.seen !== null).map((v) => [v.seen, v.loss])));
+    const observed = c.seen_at.map((t, i) => [t, c.loss[i]]).filter(([t]) => t !== null);
+    this.charts.lossTime.show(merge(observed.map(([t]) => t), observed.map(([, y]) => y), c.validation.filter((v) => v.seen_at !== null).map((v) => [v.seen_at, v.loss])));
     this.charts.rate.show([c.times, c.rates]);
     const r = c.by_round;
     this.charts.peers.show([r.times, r.peers]);

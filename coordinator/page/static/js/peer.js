@@ -82,17 +82,17 @@ export class Peer {
     if (this.closed) return;
     const p = found.peer, away = isAway(p);
     const newest = found.newest[0];
-    const inWords = newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.words}. Its work goes into a later round.` : `It is in round ${newest.round}.`;
+    const sentence = newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.message}. Its work is part of a later round.` : `It is in round ${newest.round}.`;
     this.body.replaceChildren(
       el("h2", {}, p.name || `Peer ${shortKey(p.peer)}`),
-      el("p", { class: "words" }, phase(p), p.since === null ? "" : ` for ${duration(Math.max(0, now - p.since))}. `, inWords),
+      el("p", { class: "message" }, phase(p), p.since === null ? "" : ` for ${duration(Math.max(0, now - p.since))}. `, sentence),
       facts([["Tokens/s", away ? "–" : short(p.tokens_per_second)], ["Loss", loss(p.loss)], ["Rounds in", String(found.rounds)], ["Tokens", short(found.tokens)],
         ["Credits", credits(p.micro_credits_settled)], ["Not final", credits(p.micro_credits_pending)], ["Sent", bytes(p.bytes_up)], ["Received", bytes(p.bytes_down)]]),
       el("dl", { class: "digests" }, el("dt", {}, "Key"), el("dd", {}, el("code", {}, p.peer)), el("dt", {}, "Device"), el("dd", {}, p.device || "–"),
-        el("dt", {}, "Link"), el("dd", {}, p.up_per_second === null ? "–" : `${bytes(p.up_per_second)}/s up, ${bytes(p.down_per_second)}/s down; ${p.unheard ? `hears ${p.unheard} peers through others` : "hears everybody directly"}`)),
+        el("dt", {}, "Link"), el("dd", {}, p.up_per_second === null ? "–" : `${bytes(p.up_per_second)}/s up, ${bytes(p.down_per_second)}/s down; ${p.relayed_peers ? `reaches ${p.relayed_peers} peers through others` : "reaches every peer directly"}`)),
       el("h3", {}, "Newest rounds"),
       table("Newest rounds of this peer", [["Round"], "Was it in?", ["Tokens"], ["Credits"], "Record"], found.newest.map((r) => el("tr", {}, el("td", { class: "n" }, roundLink(r.round)),
-        el("td", { class: r.absence ? "why missed" : "why" }, r.absence ? `no: ${r.absence.words}` : "yes"), number(r.tokens ? short(r.tokens) : "–"), number(r.micro_credits ? credits(r.micro_credits) : "–"),
+        el("td", { class: r.absence ? "why missed" : "why" }, r.absence ? `no: ${r.absence.message}` : "yes"), number(r.tokens ? short(r.tokens) : "–"), number(r.micro_credits ? credits(r.micro_credits) : "–"),
         el("td", { class: r.final ? "digest" : "digest pending", title: r.record }, r.record.slice(0, 8), r.final ? " final" : " not final"))), "in none of the newest rounds"),
     );
   }

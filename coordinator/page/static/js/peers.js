@@ -28,7 +28,7 @@ function traffic(total, perSecond) {
 
 function peerRow(p, now) {
   const away = isAway(p);
-  const why = p.absence ? p.absence.words : p.last_round === null ? "in no round lately" : "";
+  const why = p.absence ? p.absence.message : p.last_round === null ? "in no round lately" : "";
   return el("tr", { class: away ? "away" : null },
     el("td", { class: "name" }, peerLink(p)), el("td", {}, phase(p)),
     number(p.since === null ? "–" : duration(Math.max(0, now - p.since)), { title: p.since === null ? null : moment(p.since) }),
@@ -44,12 +44,12 @@ export class Peers {
   constructor(root) {
     this.asked = { sort: "state", order: "up", q: "", offset: 0, limit: PAGE };
     this.filter = el("input", { type: "search", placeholder: "name, device, key or state", "aria-label": "Filter peers", maxlength: "64", oninput: () => this.filtered() });
-    this.words = el("small", { role: "status" });
+    this.count = el("small", { role: "status" });
     this.body = el("div");
     this.before = el("button", { class: "secondary outline", onclick: () => this.turn(-PAGE) }, "Previous");
     this.after = el("button", { class: "secondary outline", onclick: () => this.turn(PAGE) }, "Next");
     root.append(
-      el("div", { class: "bar" }, el("h2", {}, "Peers ", this.words), this.filter),
+      el("div", { class: "bar" }, el("h2", {}, "Peers ", this.count), this.filter),
       this.body, el("div", { class: "pages" }, this.before, this.after),
       el("p", { class: "note" }, "State, loss, speed and traffic are what each peer says of itself. Credits come from the chain; those in ",
         el("span", { class: "pending" }, "italics"), " are not final yet. A peer that is not in a round loses nothing: its work goes into a later one."),
@@ -112,7 +112,7 @@ export class Peers {
     const focused = document.activeElement?.dataset?.sort, left = this.body.querySelector(".wide")?.scrollLeft ?? 0;
     const last = offset + peers.length;
     const range = matching > PAGE ? `${peers.length ? offset + 1 : 0} to ${last} of ` : "";
-    this.words.textContent = this.asked.q ? `${range}${matching} that match, of ${total}` : `${range}${total}`;
+    this.count.textContent = this.asked.q ? `${range}${matching} that match, of ${total}` : `${range}${total}`;
     this.body.replaceChildren(table("Peers", COLUMNS.map((c) => this.heading(c)), peers.map((p) => peerRow(p, this.now)), this.asked.q ? "no peer matches" : "nobody yet"));
     if (focused) this.body.querySelector(`[data-sort="${focused}"]`)?.focus({ preventScroll: true });
     this.body.querySelector(".wide").scrollLeft = left;

@@ -73,7 +73,7 @@ export async function rootBy(path, start, index, size) {
 
 export const possible = () => Boolean(globalThis.crypto?.subtle);
 
-// Resolves with words when all holds; throws with words when something does not.
+// Resolves with a sentence when all holds; throws an error with a sentence when something does not.
 export async function checkReceipt(receipt, peer) {
   const { heads } = await ask("/api/log/head");
   const head = fields(fields(bytesOf(heads[0])).get(2));
@@ -86,7 +86,8 @@ export async function checkReceipt(receipt, peer) {
   const reached = await rootBy(hashes.map(fromHex), await leaf(entry), receipt.entry, size);
   if (!same(reached, root)) throw new Error("the proof does not lead to the signed head's root");
   if (!receipt.accepted) return `the entry is number ${receipt.entry} of ${size} under the signed root ${hexOf(root).slice(0, 16)}…; the update is not in it`;
-  const lines = (await ask("/api/log/lines", { entry: receipt.entry })).lines.map(bytesOf);
+  const { groups } = await ask("/api/log/lines", { first: receipt.entry, limit: 1 });
+  const lines = (groups[0]?.lines ?? []).map(bytesOf);
   if (!same(await rootOf(await Promise.all(lines.map(leaf))), round.get(4))) throw new Error("the round's lines are not those that the entry names");
   const line = fields(lines[receipt.line]);
   if (hexOf(line.get(1)) !== peer || hexOf(line.get(2)) !== receipt.update || (line.get(5) ?? 0) !== receipt.micro_credits) throw new Error("the line in the log is not what the receipt says");

@@ -7,10 +7,10 @@ import { bytes, credits, duration, loss, moment, short } from "./format.js";
 const PAGE = 25;
 
 // Train, exchange, commit as one bar, with the seconds for those who cannot see it.
-export function split(seen) {
-  if (!seen || seen.whole === null) return el("span", { class: "none" }, "not observed");
-  const parts = [["train", seen.train], ["exchange", seen.exchange], ["commit", seen.commit]].filter(([, t]) => t !== null);
-  const words = parts.map(([name, t]) => `${name} ${duration(t)}`).join(", ");
+export function split(observed) {
+  if (!observed || observed.whole === null) return el("span", { class: "none" }, "not observed");
+  const parts = [["train", observed.train], ["exchange", observed.exchange], ["commit", observed.commit]].filter(([, t]) => t !== null);
+  const text = parts.map(([name, t]) => `${name} ${duration(t)}`).join(", ");
   const bar = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   bar.setAttribute("viewBox", "0 0 100 6");
   bar.setAttribute("preserveAspectRatio", "none");
@@ -19,28 +19,28 @@ export function split(seen) {
   let at = 0;
   for (const [name, t] of parts) {
     const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    const wide = seen.whole ? (100 * t) / seen.whole : 0;
+    const wide = observed.whole ? (100 * t) / observed.whole : 0;
     for (const [k, v] of Object.entries({ x: at, y: 0, width: wide, height: 6, class: name })) rect.setAttribute(k, v);
     bar.append(rect);
     at += wide;
   }
-  return el("span", { class: "took", title: words || null }, duration(seen.whole), bar, el("span", { class: "hidden-text" }, words));
+  return el("span", { class: "took", title: text || null }, duration(observed.whole), bar, el("span", { class: "hidden-text" }, text));
 }
 
 // Those who were not in, with the reason; the same reason is said once.
 export function missed(absent, inAll, most = 3) {
   if (absent === null) return el("span", { class: "none" }, "not observed");
   if (!inAll) return "–";
-  const byWords = new Map();
-  for (const a of absent) byWords.set(a.words, [...(byWords.get(a.words) || []), a]);
+  const byMessage = new Map();
+  for (const a of absent) byMessage.set(a.message, [...(byMessage.get(a.message) || []), a]);
   const cell = el("span", { class: "missed" });
   let shown = 0;
-  for (const [words, those] of [...byWords].slice(0, most)) {
+  for (const [message, those] of [...byMessage].slice(0, most)) {
     const named = those.slice(0, most);
     if (shown) cell.append("; ");
     named.forEach((a, i) => cell.append(i ? ", " : "", peerLink(a)));
     const others = those.length - named.length;
-    cell.append(`${others ? ` and ${others} more` : ""}: ${words}`);
+    cell.append(`${others ? ` and ${others} more` : ""}: ${message}`);
     shown += those.length;
   }
   if (inAll > shown) cell.append(`; and ${inAll - shown} more`);
@@ -48,13 +48,13 @@ export function missed(absent, inAll, most = 3) {
 }
 
 function roundRow(r) {
-  const more = r.contributors_in_all - r.contributors.length;
+  const more = r.contributors_total - r.contributors.length;
   const names = el("td", { class: "names" });
   r.contributors.forEach((c, i) => names.append(i ? ", " : "", peerLink(c)));
   if (more > 0) names.append(` and ${more} more`);
   return el("tr", {},
-    el("td", { class: "n" }, roundLink(r.round)), number(loss(r.loss)), number(short(r.tokens)), number(split(r.seen)),
-    number(String(r.contributors_in_all)), names, el("td", { class: "names" }, missed(r.absent, r.absent_in_all)),
+    el("td", { class: "n" }, roundLink(r.round)), number(loss(r.loss)), number(short(r.tokens)), number(split(r.observed)),
+    number(String(r.contributors_total)), names, el("td", { class: "names" }, missed(r.absent, r.absent_total)),
     el("td", { title: r.record, class: r.final ? "digest" : "digest pending" }, r.record.slice(0, 8), r.final ? " final" : " not final"));
 }
 
@@ -74,7 +74,7 @@ export class Rounds {
     root.append(
       el("div", { class: "bar" }, el("h2", {}, "Rounds"), el("ul", { class: "legend" }, ...[["good", "train"], ["accent", "exchange"], ["warn", "commit"]].map(([c, name]) => el("li", { "data-color": c }, name)))),
       this.body, el("div", { class: "pages" }, this.newer, this.older),
-      el("p", { class: "note" }, "What is seen of a round (times, who was not in and why) is what this coordinator heard at first hand. The rest is the chain's."),
+      el("p", { class: "note" }, "Times, absent peers and reasons are observations of this coordinator. Everything else is from the chain."),
     );
     this.head = null;
   }
@@ -126,19 +126,19 @@ export class Round {
     }
     if (this.closed) return;
     this.final = r.final;
-    const seen = r.seen;
-    const times = seen ? [["Train", duration(seen.train)], ["Exchange", duration(seen.exchange)], ["Commit", duration(seen.commit)], ["Sent", bytes(seen.sent)]] : [];
+    const observed = r.observed;
+    const times = observed ? [["Train", duration(observed.train)], ["Exchange", duration(observed.exchange)], ["Commit", duration(observed.commit)], ["Sent", bytes(observed.sent)]] : [];
     const named = [["Record", r.record], ["Record before", r.parent], ["State it began from", r.base_state]];
     this.body.replaceChildren(
-      el("h2", {}, `Round ${r.round} `, el("small", {}, seen ? `certified ${moment(seen.certified)}` : "not seen at first hand", r.final ? ", final" : ", not final yet")),
-      facts([["In", String(r.contributors_in_all)], ["Not in", r.absent === null ? "–" : String(r.absent_in_all)], ["Loss", loss(r.loss)], ["Tokens", short(r.tokens)], ["Credits", credits(r.micro_credits)], ...times]),
+      el("h2", {}, `Round ${r.round} `, el("small", {}, observed ? `certified ${moment(observed.certified)}` : "not observed", r.final ? ", final" : ", not final yet")),
+      facts([["In", String(r.contributors_total)], ["Not in", r.absent === null ? "–" : String(r.absent_total)], ["Loss", loss(r.loss)], ["Tokens", short(r.tokens)], ["Credits", credits(r.micro_credits)], ...times]),
       el("h3", {}, "In"),
       table(`In round ${r.round}`, ["Peer", ["Windows"], ["Tokens"], ["Credits"], ["Announced"]], r.contributors.map((c) => el("tr", {},
         el("td", { class: "name" }, peerLink(c)), number(String(c.windows)), number(short(c.tokens)), number(credits(c.micro_credits)),
         number(c.announced_seconds === null ? "–" : `+${duration(c.announced_seconds)}`)))),
       el("h3", {}, "Not in, and why"),
       r.absent === null ? el("p", { class: "none" }, "Nobody looked: the coordinator was away, or it is long ago.")
-        : table(`Not in round ${r.round}`, ["Peer", "Why"], r.absent.map((a) => el("tr", {}, el("td", { class: "name" }, peerLink(a)), el("td", { class: "why" }, a.words))), "everybody was in"),
+        : table(`Not in round ${r.round}`, ["Peer", "Why"], r.absent.map((a) => el("tr", {}, el("td", { class: "name" }, peerLink(a)), el("td", { class: "why" }, a.message))), "everybody was in"),
       el("h3", {}, "Check it yourself"),
       el("dl", { class: "digests" }, ...named.flatMap(([name, d]) => [el("dt", {}, name), el("dd", {}, el("code", {}, d))])),
       el("p", {}, el("a", { href: `/api/rounds/${r.round}/certificate` }, "The certificate"), ": the signed record and the votes for it. The credits follow from it."),

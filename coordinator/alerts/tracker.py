@@ -1,0 +1,147 @@
+"""Tracks active alerts, and the events that each webhook has still to receive. Pure; stored as one JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from coordinator.alerts.rules import RULES, AlertInput, AlertRule, Memory
+
+FORM = 1
+REPEAT_SECONDS = 6 * 3600.0
+MAX_WAITING = 64
+"""Maximum number of undelivered events for a webhook; the oldest is dropped first."""
+
+KEEP_SECONDS = 86_400.0
+"""Seconds after which an undelivered event is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An active alert; `since` in unix seconds."""
+
+    name: str
+    since: float
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class AlertEvent:
+    """An event to deliver: `kind` is "fired", "ongoing", "resolved" or "test". The same id marks the same event."""
+
+    id: str
+    name: str
+    kind: str
+    message: str
+    since: float
+    time: float
+
+
+@dataclass(slots=True)
+class _State:
+    """The state of one rule; times in unix seconds.
+
+    `wrong_since` and `right_since` begin the unbroken judgement, `sent_at` is the time of the last event.
+    """
+
+    wrong_since: float | None = None
+    right_since: float | None = None
+    since: float | None = None
+    sent_at: float = 0.0
+    message: str = ""
+    memory: Memory = field(default_factory=dict)
+
+
+class AlertTracker:
+    """Tracks the alerts. `hooks` are the webhooks' names, `saved` is the `to_json` of before the restart."""
+
+    def __init__(
+        self, hooks: Sequence[str], saved: Mapping[str, Any] | None = None, *, rules: Sequence[AlertRule] = RULES,
+        repeat: float = REPEAT_SECONDS,
+    ):  # fmt: skip
+        self._rules = rules
+        self._repeat = repeat
+        self._states = {r.name: _State() for r in rules}
+        self._waiting: dict[str, list[AlertEvent]] = {hook: [] for hook in hooks}
+        self.lost = 0
+        """Number of events that were never delivered."""
+
+        if saved and saved.get("form") == FORM:
+            for name, state in saved["rules"].items():
+                if name in self._states:
+                    self._states[name] = _State(**state)
+            for hook, events in saved["waiting"].items():
+                if hook in self._waiting:
+                    self._waiting[hook] = [AlertEvent(**e) for e in events]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole state."""
+        return {
+            "form": FORM,
+            "rules": {name: asdict(s) for name, s in self._states.items()},
+            "waiting": {hook: [asdict(e) for e in events] for hook, events in self._waiting.items()},
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all rules."""
+        return tuple(self._states)
+
+    @property
+    def active(self) -> tuple[Alert, ...]:
+        """The active alerts, oldest first."""
+        alerts = [Alert(n, s.since, s.message) for n, s in self._states.items() if s.since is not None]
+        return tuple(sorted(alerts, key=lambda a: a.since))
+
+    def update(self, seen: AlertInput) -> list[AlertEvent]:
+        """Apply all rules to an input, and return the new events; each waits for every webhook from now on."""
+        events = [e for rule in self._rules for e in self._judge(rule, self._states[rule.name], seen)]
+        for waiting in self._waiting.values():
+            waiting += events
+            fresh = [e for e in waiting if seen.time - e.time <= KEEP_SECONDS][-MAX_WAITING:]
+            self.lost += len(waiting) - len(fresh)
+            waiting[:] = fresh
+        return events
+
+    def _judge(self, rule: AlertRule, s: _State, seen: AlertInput) -> Iterator[AlertEvent]:
+        now, message = seen.time, rule.judge(s.memory, seen)
+        if message is None:
+            return
+        s.wrong_since = (now if s.wrong_since is None else s.wrong_since) if message else None
+        s.right_since = (now if s.right_since is None else s.right_since) if not message else None
+
+        def event(kind: str) -> AlertEvent:
+            return AlertEvent(
+                f"{rule.name}-{s.since:.0f}-{kind}-{now:.0f}", rule.name, kind, s.message, s.since or now, now
+            )
+
+        if message:
+            s.message = message
+            if s.since is None and now - (s.wrong_since or now) >= rule.after:
+                s.since, s.sent_at = s.wrong_since, now
+                yield event("fired")
+            elif s.since is not None and not 0 <= now - s.sent_at < self._repeat:
+                s.sent_at = now
+                yield event("ongoing")
+        elif s.since is not None and now - (s.right_since or now) >= rule.clear:
+            yield event("resolved")
+            s.since, s.sent_at, s.message = None, 0.0, ""
+
+    # -- telling ---------------------------------------------------------------------------------------------
+
+    def next_for(self, hook: str) -> AlertEvent | None:
+        """Return the oldest event that this webhook has not received."""
+        return next(iter(self._waiting[hook]), None)
+
+    def done(self, hook: str, event: AlertEvent, *, taken: bool) -> None:
+        """Remove an event: it was received (`taken`), or never will be."""
+        if event in self._waiting[hook]:
+            self._waiting[hook].remove(event)
+            self.lost += not taken
+
+
+def back_off(failures: int) -> float:
+    """Return the seconds to wait after a number of failures in a row: 1, 2, 4, ... up to five minutes."""
+    return min(300.0, math.ldexp(1.0, min(failures, 10) - 1))

@@ -1,0 +1,287 @@
+"""Copies of archived states at another address, any that fsspec knows; runs as a separate process.
+
+ADDRESS/round-000030-1a2b3c4d/...   the first digits of the state: an existing copy is never overwritten
+
+The manifest (cairn.json) is written last, with the name, bytes and digest of each file, when all others were read back
+and compared. A folder without one is no checkpoint, and the next attempt continues with it.
+
+Job: address, run, folders, policy ([newest, every, best, bytes, waiting]), losses (by state), left (states that the
+chain has left), mbits. Rows: {"present": [states]}, {"copied": state, "bytes"}, {"skipped": state} (the policy would
+not keep it), {"removed": state}; in between {"step": bytes}.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+from coordinator.checkpoints.archive import FILES, MANIFEST, MAX_MANIFEST, ArchivedState, parse_manifest, read_manifest
+from coordinator.checkpoints.job import Row, serve_job
+from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, to_delete
+from coordinator.checkpoints.verification import Open
+from coordinator.errors import CoordinatorError
+from protocol.ids import Digest, RunId
+from protocol.merkle import CHUNK, leaf_hash, tree_hash
+
+PART = 8 * 1024 * 1024
+PARTS = 9000
+"""Stores that accept a file in parts accept at most 10,000, of at least 5 MiB each."""
+
+
+class CopyError(CoordinatorError):
+    """An address that does not accept or return files as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCopy:
+    """A whole copy at the address: its folder there, what its manifest says, and its bytes."""
+
+    path: str
+    archived: ArchivedState
+    size: int
+
+
+def main() -> None:
+    """Run the process."""
+    serve_job(_work)
+
+
+def _work(job: Row, say: Callable[[Row], None]) -> None:
+    place = CopyStore(str(job["address"]), RunId.parse(job["run"]), say, float(job["mbits"]))
+    place.keep(
+        [Path(f) for f in job["folders"]],
+        RetentionPolicy(*job["policy"]),
+        job["losses"],
+        {Digest.parse(s) for s in job["left"]},
+    )
+
+
+class CopyStore:
+    """An address for the copies of one run. Every method raises CopyError, in one line with the remedy."""
+
+    def __init__(self, address: str, run: RunId, say: Callable[[Row], None] = lambda _: None, mbits: float = 0.0):
+        self.address = address.rstrip("/")
+        self._run = run
+        self._say = say
+        self._mbits = mbits
+        self._fs, self._root = file_system(self.address)
+        self._reported, self._steps = 0.0, 0
+
+    def keep(self, folders: list[Path], policy: RetentionPolicy, losses: dict[str, float], left: set[Digest]) -> None:
+        """Copy missing states, oldest first; delete those that the policy does not keep, or that the chain has left."""
+        there = self.list()
+        self._say({"present": [str(t.archived.state) for t in there]})
+        for t in [t for t in there if t.archived.state in left]:
+            there.remove(t)
+            self.remove(t)
+        states = {t.archived.state for t in there}
+        for a in [a for folder in folders if (a := read_manifest(folder)) is not None and a.state not in states]:
+            if a.state in _to_delete([*there, StoredCopy("", a, a.size)], policy, losses):
+                self._say({"skipped": str(a.state)})  # it would be deleted as soon as it was copied
+            else:
+                there.append(self.copy(a))
+        gone = _to_delete(there, policy, losses)
+        for t in [t for t in there if t.archived.state in gone]:
+            self.remove(t)
+
+    def list(self) -> list[StoredCopy]:
+        """Return the whole copies of this run at the address, oldest first."""
+        found = []
+        with self._explained("listing"):
+            self._fs.invalidate_cache()
+            try:
+                names = [str(n) for n in self._fs.ls(self._root, detail=False)]
+            except FileNotFoundError:
+                return []
+        for name in names:
+            path = name.rstrip("/")
+            if path.rsplit("/", 1)[-1].startswith("round-") and (t := self._whole_copy(path)) is not None:
+                found.append(t)
+        return sorted(found, key=lambda t: t.archived.round)
+
+    def copy(self, archived: ArchivedState) -> StoredCopy:
+        """Copy one state; files that an earlier attempt sent completely are not sent again."""
+        path = f"{self._root}/round-{archived.round:06d}-{archived.state.short}"
+        files = [(name, size) for name, size in archived.files() if name != MANIFEST]
+        with self._explained("writing to"):
+            self._fs.makedirs(path, exist_ok=True)
+        listed = []
+        for name, size in files:
+            digest = self._digest(archived.folder / name)
+            if not self._is(f"{path}/{name}", size, digest):
+                self._send(archived.folder / name, f"{path}/{name}", size)
+                if not self._is(f"{path}/{name}", size, digest):
+                    raise CopyError(
+                        f"{self.address}: {name} reads back otherwise than it was written: it is sent again"
+                    )
+            listed.append({"name": name, "bytes": size, "digest": str(digest)})
+        try:
+            manifest = json.loads((archived.folder / MANIFEST).read_bytes()) | {"files": listed}
+        except (OSError, ValueError) as e:
+            raise CopyError(f"{archived.folder / MANIFEST} cannot be read: {e}") from None
+        with self._explained("writing to"):
+            self._fs.pipe_file(f"{path}/{MANIFEST}", (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
+        made = self._whole_copy(path)
+        if made is None:
+            raise CopyError(f"{self.address}: {MANIFEST} does not read back: the copy is begun again")
+        self._say({"copied": str(archived.state), "bytes": made.size})
+        return made
+
+    def remove(self, there: StoredCopy) -> None:
+        """Delete a copy, its manifest first: the rest of an interrupted deletion is no checkpoint."""
+        with self._explained("removing from"):
+            self._fs.rm_file(f"{there.path}/{MANIFEST}")
+            self._fs.rm(there.path, recursive=True)
+        self._say({"removed": str(there.archived.state)})
+
+    def _whole_copy(self, path: str) -> StoredCopy | None:
+        """Return the whole copy in this folder; None for half of one, or one of another run."""
+        with self._explained("reading from"):
+            try:
+                data = self._fs.cat_file(f"{path}/{MANIFEST}", start=0, end=MAX_MANIFEST)
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                return None
+        archived = parse_manifest(Path(path), data)
+        if archived is None or archived.run != self._run:
+            return None
+        try:
+            size = sum(int(f["bytes"]) for f in json.loads(data)["files"] if f["name"] in FILES)
+        except (KeyError, TypeError, ValueError):
+            return None
+        return StoredCopy(path, archived, size + len(data))
+
+    def _is(self, path: str, size: int, digest: Digest) -> bool:
+        """Return whether this file exists with these bytes: all of it is read back."""
+        with self._explained("reading from"):
+            try:
+                self._fs.invalidate_cache()
+                if self._fs.size(path) != size:
+                    return False
+                leaves = []
+                with self._fs.open(path, "rb", block_size=PART) as file:
+                    while chunk := file.read(CHUNK):
+                        leaves.append(leaf_hash(chunk))
+                        self._step(len(chunk))
+            except FileNotFoundError:
+                return False
+        return tree_hash(leaves) == digest
+
+    def _send(self, source: Path, path: str, size: int) -> None:
+        began, sent = time.monotonic(), 0
+        with self._explained("writing to"), source.open("rb") as file:
+            with self._fs.open(path, "wb", block_size=max(PART, -(-size // PARTS))) as to:
+                while chunk := file.read(CHUNK):
+                    to.write(chunk)
+                    sent += len(chunk)
+                    self._step(len(chunk))
+                    if self._mbits:
+                        time.sleep(max(0.0, began + sent * 8e-6 / self._mbits - time.monotonic()))
+
+    def _digest(self, path: Path) -> Digest:
+        leaves = []
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK):
+                    leaves.append(leaf_hash(chunk))
+                    self._step(0)
+        except OSError as e:
+            raise CopyError(f"{path} cannot be read: {e.strerror or e}") from None
+        return tree_hash(leaves)
+
+    def _step(self, size: int) -> None:
+        """Report a sign of life each second."""
+        self._steps += size
+        if (now := time.monotonic()) > self._reported + 1:
+            self._say({"step": self._steps})
+            self._reported = now
+
+    @contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except CoordinatorError:
+            raise
+        except Exception as e:  # noqa: BLE001 - any file system, any error: told in one line
+            why = " ".join(str(e).split())[:300] or type(e).__name__
+            raise CopyError(
+                f"{doing} {self.address}: {why}: is the address right, may this account write there, and is there room?"
+            ) from None
+
+
+def _to_delete(there: list[StoredCopy], policy: RetentionPolicy, losses: dict[str, float]) -> set[Digest]:
+    kept = [
+        RetentionCandidate(t, t.archived.round, t.size, bool(t.archived.final), losses.get(str(t.archived.state)))
+        for t in there
+    ]
+    return {k.key.archived.state for k in to_delete(kept, policy)}
+
+
+def file_opener(address: str) -> Open:
+    """Return a function that opens the files of a folder, to be read once from the beginning. Raises CopyError."""
+    fs, root = file_system(address.rstrip("/"))
+    # A web server need not serve ranges: a file that is read once comes as one stream.
+    size = 0 if address.startswith(("http://", "https://")) else PART
+
+    def open_file(name: str) -> BufferedIOBase:
+        with _explained(address, name):
+            return _ExplainedFile(fs.open(f"{root}/{name}", "rb", block_size=size), address, name)
+
+    return open_file
+
+
+class _ExplainedFile(BufferedIOBase):
+    """A file whose errors, of any kind, become CopyErrors of one line."""
+
+    def __init__(self, file: Any, address: str, name: str):
+        self._file, self._of = file, (address, name)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        with _explained(*self._of):
+            return self._file.read(size)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._file.close()
+
+
+@contextmanager
+def _explained(address: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as e:  # noqa: BLE001 - any file system, any error
+        cause = e.__cause__ if isinstance(e.__cause__, OSError) else e  # a web server that is down is "not found" too
+        if isinstance(cause, FileNotFoundError):
+            raise CopyError(f"{address}: {name} is not there: not a whole copy of an archived state") from None
+        why = " ".join(str(cause).split())[:300] or type(cause).__name__
+        raise CopyError(f"{address}/{name}: cannot be read: {why}") from None
+
+
+def file_system(address: str) -> tuple[Any, str]:
+    """Return the file system of an address, and the path on it. Raises CopyError."""
+    import fsspec.core
+
+    try:
+        options: dict[str, Any] = {"skip_instance_cache": True}
+        if address.startswith(("http://", "https://")):
+            import aiohttp
+
+            options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)}
+        return fsspec.core.url_to_fs(address, **options)
+    except ImportError as e:
+        scheme = address.split("://", 1)[0]
+        raise CopyError(
+            f"{address}: {' '.join(str(e).split())}: install the package for {scheme}:// beside Cairn"
+        ) from None
+    except (ValueError, OSError) as e:
+        raise CopyError(f"{address} is not an address: {e}: write a folder, or such as s3://bucket/runs") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Evaluates an archived checkpoint: its validation loss, and texts that it generates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coordinator.errors import CoordinatorError
+from coordinator.logging_filters import quiet_transformers
+from protocol.layout import MOMENTUM
+from protocol.spec import DataSpec, windows_in
+
+LOGITS_BYTES = 256 * 1024 * 1024
+"""Approximate maximum of memory for the logits of a batch."""
+
+
+def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
+    """Load the model in an archived folder, in evaluation mode. Raises CoordinatorError for anything else."""
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
+        raise CoordinatorError(
+            f"{folder} is not an archived checkpoint: it has no config.json and model.safetensors; "
+            "name a folder like checkpoints/round-000030 of a coordinator"
+        )
+    try:
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError) as e:
+        raise CoordinatorError(f"{folder} does not load: {' '.join(str(e).split())[:300]}") from None
+    model, said = loaded
+    # A state has the outer momentum beside the model.
+    strange = sorted(k for k in said["unexpected_keys"] if not k.startswith(MOMENTUM))
+    if missing := sorted(said["missing_keys"]) + strange:
+        raise CoordinatorError(f"{folder}: its tensors are not its config's: {', '.join(missing)[:300]}")
+    model.to(torch.device(device))
+    return model.eval()
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationResult:
+    """Mean cross-entropy in nats per token (not finite if the model's output is not), and the number of windows."""
+
+    loss: float
+    windows: int
+
+
+def validation_loss(
+    model: torch.nn.Module,
+    data: DataSpec,
+    shards: Sequence[Path],
+    *,
+    max_windows: int = 512,
+    batch: int = 16,
+) -> float:
+    """Return the mean cross-entropy in nats per token over at most `max_windows` evenly spaced validation windows.
+
+    `shards` are files of `data.dtype` tokens, little endian, in the order of `data.validation`. Raises
+    CoordinatorError.
+    """
+    return measure(model, data, shards, max_windows=max_windows, batch=batch).loss
+
+
+def measure(
+    model: torch.nn.Module,
+    data: DataSpec,
+    shards: Sequence[Path],
+    *,
+    max_windows: int = 512,
+    batch: int = 16,
+    most: int | None = None,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> ValidationResult:
+    """Return the same as `validation_loss` with the number of windows.
+
+    `most` limits the number of the chosen windows, `seconds` the time (at least one batch is done). With either, any
+    first part of the order of windows is spread evenly too. The order is the same each time, so that a slow machine
+    judges all states by the same few windows. Raises CoordinatorError.
+    """
+    held = ValidationWindows(data, shards)
+    n = min(max_windows, len(held))
+    order = list(range(n)) if most is None and seconds is None else sorted(range(n), key=_reversed_bits)[:most]
+    device = next(model.parameters()).device
+    total, done, until = 0.0, 0, None if seconds is None else clock() + seconds
+    batch = max(1, min(batch, LOGITS_BYTES // (4 * data.window * _vocabulary(model))))
+    with torch.inference_mode():
+        for i in range(0, n, batch):
+            block = torch.from_numpy(np.stack([held[j * len(held) // n] for j in order[i : i + batch]])).to(device)
+            logits = model(input_ids=block[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), block[:, 1:].flatten())
+            total += float(loss) * len(block)
+            done += len(block)
+            if done == len(order) or (until is not None and clock() > until):
+                break
+    return ValidationResult(total / done, done)
+
+
+class ValidationWindows:
+    """The windows of the validation shards, each of `data.window` + 1 tokens (int64). Raises CoordinatorError."""
+
+    def __init__(self, data: DataSpec, shards: Sequence[Path]):
+        dtype = np.dtype(data.dtype).newbyteorder("<")
+        self._window = data.window
+        try:
+            self._tokens = [np.memmap(path, dtype=dtype, mode="r") for path in shards if path.stat().st_size]
+        except (OSError, ValueError) as e:
+            raise CoordinatorError(f"a validation shard cannot be read ({e}): prepare the data again") from None
+        self._starts = np.cumsum([0, *(windows_in(len(t), data.window) for t in self._tokens)])
+        if not len(self):
+            raise CoordinatorError("the run has no validation data: hold some out in run.toml ([data] validation)")
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        at = (index - int(self._starts[shard])) * self._window
+        return self._tokens[shard][at : at + self._window + 1].astype(np.int64)
+
+
+def continue_prompt(
+    model: torch.nn.Module, prompt: Sequence[int], *, tokens: int, temperature: float, seed: int
+) -> list[int]:
+    """Return the prompt and `tokens` tokens that the model adds. `temperature` 0 is greedy."""
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
+    with torch.inference_mode():
+        ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+        out = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            pad_token_id=0,
+            eos_token_id=None,
+            **sampling,
+        )
+    return out[0].tolist()
+
+
+def _vocabulary(model: torch.nn.Module) -> int:
+    return int(getattr(getattr(model, "config", None), "vocab_size", 0) or 1024)
+
+
+def _reversed_bits(index: int) -> int:
+    return int(f"{index:040b}"[::-1], 2)

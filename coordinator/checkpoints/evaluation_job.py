@@ -1,0 +1,165 @@
+"""The evaluation of one archived state, as a separate process: its validation loss, then a few texts.
+
+Job: spec (canonical JSON), folder, shards, windows, most (or null), seconds, threads, memory (bytes), device, prompts,
+sample_tokens, temperature, seed. Rows: {"loss": number or null (not finite), "windows", "seconds", "device"}, then
+{"prompt", "text", "temperature"} for each text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coordinator.checkpoints.job import Row, bound_memory, serve_job
+from coordinator.errors import CoordinatorError
+from protocol.spec import DataSpec, RunSpec, parse_spec
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+PROMPT_TOKENS = 16
+PROMPTS = 3
+"""Number of validation windows whose beginnings are continued if the owner names no prompts."""
+
+FREE_SHARE = 0.8
+"""A GPU with a smaller share of free memory has other work."""
+
+MAX_TEXT = 1000
+"""Maximum number of characters of a text."""
+
+
+def main() -> None:
+    """Run the process."""
+    serve_job(_work)
+
+
+def _work(job: Row, say: Callable[[Row], None]) -> None:
+    threads = max(1, int(job["threads"]))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    torch.set_num_threads(threads)
+    spec = parse_spec(str(job["spec"]).encode())
+    device = free_device(str(job["device"]), 4 * spec.model.layout.numel)
+    if device == "cpu":
+        bound_memory(int(job["memory"]))
+    try:
+        _evaluate(job, spec, device, say)
+    except RuntimeError as e:
+        # OutOfMemoryError is one, and so is torch's error when the system gives it no memory.
+        if "memory" not in str(e).lower():
+            raise
+        where = f"of {device}" if device != "cpu" else f"({int(job['memory']) / 1e9:.1f} GB)"
+        raise CoordinatorError(
+            f"the memory {where} does not suffice for it: allow more ([evaluation] memory)"
+        ) from None
+
+
+def _evaluate(job: Row, spec: RunSpec, device: str, say: Callable[[Row], None]) -> None:
+    from coordinator.checkpoints.evaluation import load_archived, measure
+
+    began = time.monotonic()
+    folder = Path(job["folder"])
+    shards = [Path(p) for p in job["shards"]]
+    model = load_archived(folder, device)
+    if shards:
+        most = None if job["most"] is None else int(job["most"])
+        seconds = float(job["seconds"])
+        found = measure(model, spec.data, shards, max_windows=int(job["windows"]), most=most, seconds=seconds)
+        say(
+            {
+                "loss": found.loss if math.isfinite(found.loss) else None,
+                "windows": found.windows,
+                "seconds": round(time.monotonic() - began, 1),
+                "device": device,
+            }
+        )
+    if int(job["sample_tokens"]) > 0:
+        for row in _samples(job, model, spec.data, folder, shards):
+            say(row)
+
+
+def free_device(name: str, size: int) -> str:
+    """Return the device: "auto" is an unused GPU with room for a model of `size` bytes, else the CPU."""
+    import torch
+
+    if name != "auto" or not torch.cuda.is_available():
+        return "cpu" if name == "auto" else name
+    found = []
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        if free >= max(FREE_SHARE * total, 2 * size + 2 * 2**30):
+            found.append((free, f"cuda:{i}"))
+    return max(found)[1] if found else "cpu"
+
+
+# -- what the model writes ----------------------------------------------------------------------------------------
+
+
+def _samples(job: Row, model: torch.nn.Module, data: DataSpec, folder: Path, shards: list[Path]) -> Iterator[Row]:
+    """Yield each prompt continued twice: greedily, and sampled at a temperature from a fixed seed."""
+    from tokenizers import Tokenizer
+
+    from coordinator.checkpoints.evaluation import continue_prompt
+
+    tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = min(int(job["sample_tokens"]), data.window // 2)
+    for prompt in _prompts(job["prompts"], tokenizer, data, shards):
+        prompt = prompt[-(data.window - tokens) :]
+        for temperature in (0.0, float(job["temperature"])):
+            ids = continue_prompt(model, prompt, tokens=tokens, temperature=temperature, seed=int(job["seed"]))
+            begun, text = tokenizer.decode(prompt), tokenizer.decode(ids)
+            # Decoded together: a token may be half a character.
+            after = text[len(begun) :] if text.startswith(begun) else tokenizer.decode(ids[len(prompt) :])
+            yield {"prompt": plain(begun), "text": plain(after), "temperature": temperature}
+
+
+def _prompts(given: list[str], tokenizer: Tokenizer, data: DataSpec, shards: list[Path]) -> Iterator[list[int]]:
+    from coordinator.checkpoints.evaluation import ValidationWindows
+
+    if given:
+        for text in given:
+            if ids := tokenizer.encode(text).ids:
+                yield ids
+    elif shards:
+        held = ValidationWindows(data, shards)
+        for i in range(min(PROMPTS, len(held))):
+            window = held[(2 * i + 1) * len(held) // (2 * PROMPTS) if len(held) >= PROMPTS else i]
+            yield window[: min(PROMPT_TOKENS, data.window // 2)].tolist()
+
+
+def plain(text: str, limit: int = MAX_TEXT) -> str:
+    """Return text that strangers may have influenced without harmful characters, at most `limit` characters long.
+
+    Control, format (for example those that change the direction) and private characters are removed; white space
+    becomes single blanks and line ends.
+    """
+    kept: list[str] = []
+    for c in text:
+        kind = unicodedata.category(c)
+        if c in "\n\t" or kind in ("Zs", "Zl", "Zp"):
+            kept.append("\n" if c == "\n" else " ")
+        elif kind[0] == "C":
+            continue
+        elif kind == "Mn" and len(kept) >= 4 and all(unicodedata.category(k) == "Mn" for k in kept[-4:]):
+            continue  # piled-up accents would cover the lines around them
+        else:
+            kept.append(c)
+    whole = "".join(kept)
+    return whole if len(whole) <= limit else whole[: limit - 1] + "…"
+
+
+def result_of(rows: list[dict[str, Any]]) -> tuple[Row | None, list[Row]]:
+    """Return the measurement, if that was reached, and the texts of an evaluation's rows."""
+    measured = next((r for r in rows if "loss" in r and "windows" in r), None)
+    return measured, [r for r in rows if "text" in r and "prompt" in r]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The settings of checkpoints in coordinator.toml. They are not in the spec, since no peer needs them.
+
+[archive]
+newest = 5                  # number of newest states to keep
+every = 0                   # keep the first state in each interval of this many rounds, for ever
+best = 0                    # number of states with the lowest validation loss to keep
+bytes = "0"                 # maximum of all together: "200G"; 0: no limit
+reserve = "1G"              # disk space to leave free
+address = ""                # copies: a folder or any fsspec address, such as "s3://bucket/runs"
+mbits = 0                   # maximum megabits a second of a copy; 0: no limit
+copies = { newest = 50 }    # a policy of the copies' own (newest, every, best, bytes); none: the same
+
+[evaluation]
+every = 1                   # rounds between two evaluated states; 0: never
+windows = 512               # of the validation shards
+device = "auto"             # an unused GPU, else the CPU; or cpu, cuda:0
+threads = 0                 # CPU threads; 0: a quarter of the cores
+memory = "0"                # CPU memory; 0: as the model needs
+seconds = 1800              # time limit
+
+[samples]
+prompts = []                # texts to continue; none: beginnings of validation windows
+tokens = 48                 # length of a continuation; 0: no samples
+temperature = 0.8
+seed = 1
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from coordinator.checkpoints.retention import RetentionPolicy
+from coordinator.errors import CoordinatorError
+from protocol.spec import explain
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+FILE = "coordinator.toml"
+OTHERS = ("alerts", "ledger", "page")
+"""Tables of the file that other modules read."""
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+MAX_FILE = 1024 * 1024
+
+
+class SettingsError(CoordinatorError):
+    """A wrong coordinator.toml or option."""
+
+
+def parse_bytes(value: Any) -> int:
+    """Return the bytes of 200, "800M" or "50G". Raises ValueError."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)([KMGT]?)", str(value).strip().upper())
+    if found is None:
+        raise ValueError('write bytes, or a number with K, M, G or T such as "50G"')
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PolicyTable(_Table):
+    """A retention policy: see `checkpoints.retention`."""
+
+    newest: Annotated[int, Field(ge=1, le=10**6)] = 5
+    every: Count = 0
+    best: Count = 0
+    bytes: Bytes = 0
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        return RetentionPolicy(self.newest, self.every, self.best, self.bytes)
+
+
+class ArchiveTable(PolicyTable):
+    """[archive]."""
+
+    reserve: Bytes = 10**9
+    address: Annotated[str, Field(max_length=4096)] = ""
+    mbits: Annotated[float, Field(ge=0)] = 0.0
+    copies: PolicyTable | None = None
+
+    @property
+    def policy_of_copies(self) -> RetentionPolicy:
+        return (self.copies or self).policy
+
+
+class EvaluationTable(_Table):
+    """[evaluation]."""
+
+    every: Count = 1
+    windows: Annotated[int, Field(ge=1, le=10**6)] = 512
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    memory: Bytes = 0
+    seconds: Annotated[float, Field(ge=1, le=10**6)] = 1800.0
+
+
+class SamplesTable(_Table):
+    """[samples]."""
+
+    prompts: Annotated[list[Annotated[str, Field(min_length=1, max_length=2000)]], Field(max_length=16)] = []
+    tokens: Annotated[int, Field(ge=0, le=1000)] = 48
+    temperature: Annotated[float, Field(gt=0, le=10)] = 0.8
+    seed: Count = 1
+
+
+class CheckpointSettings(_Table):
+    """All tables."""
+
+    archive: ArchiveTable = ArchiveTable()
+    evaluation: EvaluationTable = EvaluationTable()
+    samples: SamplesTable = SamplesTable()
+
+
+def load_settings(
+    file: Path | None = None, *, address: str | None = None, keep: str | None = None, evaluate_every: int | None = None
+) -> CheckpointSettings:
+    """Return the settings of the file, overridden by the options. Raises SettingsError.
+
+    `keep` is such as "newest=5,every=100,best=3,bytes=200G".
+    """
+    tables: dict[str, Any] = {} if file is None else _read(file)
+    where = "the options" if file is None else str(file)
+    tables = {k: v for k, v in tables.items() if k not in OTHERS}
+    archive = tables.get("archive", {})
+    if isinstance(archive, dict):
+        given = {} if keep is None else _parse_keep(keep)
+        tables["archive"] = archive | given | ({} if address is None else {"address": address})
+    if evaluate_every is not None and isinstance(tables.setdefault("evaluation", {}), dict):
+        tables["evaluation"] = tables["evaluation"] | {"every": evaluate_every}
+    try:
+        return CheckpointSettings.model_validate(tables)
+    except ValidationError as e:
+        raise SettingsError(explain(e, where).replace("a field of the spec", "a setting")) from None
+
+
+def check_address(address: str, folder: Path) -> None:
+    """Raise SettingsError for an address that cannot hold copies: within the run's own folder, or read-only."""
+    if address.startswith(("http://", "https://")):
+        raise SettingsError(f"{address}: a web address is only read from: name a folder, or such as s3://bucket/runs")
+    local = address.removeprefix("file://").removeprefix("local://")
+    if address and "://" not in local and "::" not in local:
+        there = Path(local).expanduser().resolve()
+        if folder.resolve() in (there, *there.parents):
+            raise SettingsError(f"{address}: copies need a place of their own: name one outside {folder}")
+
+
+def _parse_keep(text: str) -> dict[str, str]:
+    found = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals or name not in ("newest", "every", "best", "bytes"):
+            raise SettingsError(f"--keep {text}: write such as newest=5,every=100,best=3,bytes=200G, or some of it")
+        found[name] = value.strip()
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        data = file.read_bytes()
+        if len(data) > MAX_FILE:
+            raise SettingsError(f"{file}: larger than {MAX_FILE} bytes: name a coordinator.toml")
+        return tomllib.loads(data.decode())
+    except OSError as e:
+        raise SettingsError(f"{file}: cannot be read: {e.strerror or e}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise SettingsError(f"{file}: not TOML: {e}") from None

@@ -1,0 +1,227 @@
+"""Verifies an archived checkpoint, wherever a copy of it is: folder -> state digest -> record -> finalization.
+
+    run id     = digest of the spec in spec.signed, which names the owner's key
+    state      = digest of model.safetensors = `base_state` of the record in certificate.bin
+    record     = the one in the finalization in cairn.json, signed with the owner's key
+
+The spec names the state of round 0, and no record names a run's last state. For that one, certificate.bin is the last
+record, and the finalization is of it. witnesses.json has signed heartbeats of more than two thirds of its contributors
+that name this state after that record.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BufferedIOBase
+from pathlib import Path
+
+from coordinator.checkpoints.archive import (
+    CERTIFICATE,
+    CONFIG,
+    MANIFEST,
+    MAX_MANIFEST,
+    MODEL,
+    SPEC,
+    TOKENIZER,
+    WITNESSES,
+    ArchivedState,
+    parse_manifest,
+)
+from coordinator.errors import CoordinatorError
+from protocol.chain import genesis_digest
+from protocol.envelope import open_envelope
+from protocol.errors import CairnError, ProtocolError
+from protocol.ids import Digest, PeerKey, RunId
+from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
+from protocol.message_codec import MessageDecoder
+from protocol.messages import MAX_CERTIFICATE, Certificate, Finalization, Heartbeat, votes_needed
+from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec
+
+MAX_CONFIG = 1024 * 1024
+MAX_WITNESSES = 64 * 1024 * 1024
+
+Open = Callable[[str], BufferedIOBase]
+"""Opens a file of the folder by its name. Raises CoordinatorError."""
+
+
+class VerificationError(CoordinatorError):
+    """A folder that is not proved to be a state that the run's owner finalized."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedCheckpoint:
+    """The verified facts.
+
+    `signed` is the finalized record, None for the run's first state; `contributors` and `votes` are of that record.
+    `witnesses` counts the contributors that confirm the last state (0: a record names it).
+    """
+
+    spec: RunSpec
+    archived: ArchivedState
+    signed: Digest | None = None
+    contributors: int = 0
+    votes: int = 0
+    witnesses: int = 0
+
+
+def names_state(certificate: Certificate, archived: ArchivedState) -> bool:
+    """Return whether this record names the state: it is of the round that begins with it."""
+    body = certificate.record.body
+    return (body.round, body.parent, body.base_state) == (archived.round, archived.record, archived.state)
+
+
+def ends_with_state(certificate: Certificate, archived: ArchivedState) -> bool:
+    """Return whether this is the record after which the state comes."""
+    return certificate.digest == archived.record and certificate.record.body.round == archived.round - 1
+
+
+def verify_checkpoint(
+    open_file: Open, *, run: RunId | None = None, owner: PeerKey | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> VerifiedCheckpoint:  # fmt: skip
+    """Check an archived state against the run id, or the owner's key, that the caller trusts.
+
+    `report` is called with one line for each finding. Raises VerificationError, which says what does not hold.
+    """
+    archived = parse_manifest(Path(), _read(open_file, MANIFEST, MAX_MANIFEST))
+    if archived is None:
+        raise VerificationError(
+            f"{MANIFEST} is not that of an archived state: name a folder like checkpoints/round-000030"
+        )
+    spec = _spec(_read(open_file, SPEC, MAX_SPEC + 1024), archived, run, owner)
+    layout = spec.model.layout.with_momentum() if spec.outer.optimiser == "nesterov" else spec.model.layout
+    report(f"run      {spec.name} ({spec.run_id}), owner's key {spec.owner}")
+    _check_small(open_file, spec)
+    state = _digest(open_file, layout.checkpoint_size)
+    if state != archived.state:
+        raise VerificationError(
+            f"{MODEL} is not the state that {MANIFEST} names: its digest is {state.short}, not {archived.state.short}: "
+            "it was damaged or exchanged: take another copy"
+        )
+    report(f"state    {state}, round {archived.round}, {archived.tokens:,} tokens; config and tokenizer are the run's")
+    if archived.round == 0:
+        if (state, archived.record) != (spec.genesis.name, genesis_digest(spec.run_id)):
+            raise VerificationError(f"state {state.short} is not the one that the run's spec begins with")
+        report("final    the spec, signed by the owner, names this state as the run's first")
+        return VerifiedCheckpoint(spec, archived)
+    return _signed(open_file, spec, archived, report)
+
+
+def _spec(sent: bytes, archived: ArchivedState, run: RunId | None, owner: PeerKey | None) -> RunSpec:
+    try:
+        found = RunId(blob_digest(open_envelope(sent, KIND, limit=MAX_SPEC + 1024).payload))
+        spec = open_spec(sent, found)
+    except CairnError as e:
+        raise VerificationError(f"{SPEC} is not a signed run spec: {e}") from None
+    if run is not None and found != run:
+        raise VerificationError(f"a checkpoint of another run: {found.short}, not {run.short} as the invite says")
+    if owner is not None and spec.owner_key != owner:
+        raise VerificationError(f"a checkpoint of a run of another owner: {spec.owner[:16]}, not {str(owner)[:16]}")
+    if archived.run != found:
+        raise VerificationError(f"{MANIFEST} names run {archived.run.short}, and {SPEC} is of run {found.short}")
+    return spec
+
+
+def _signed(
+    open_file: Open, spec: RunSpec, archived: ArchivedState, report: Callable[[str], None]
+) -> VerifiedCheckpoint:
+    if not archived.final:
+        raise VerificationError(
+            f"round {archived.round} was not final when this copy was made: nothing is signed. Take a later copy, or "
+            "an older checkpoint"
+        )
+    decoder = MessageDecoder(spec.run_id, spec.owner_key)
+    try:
+        certificate = decoder.certificate(_read(open_file, CERTIFICATE, MAX_CERTIFICATE))
+        final = decoder.open(archived.final, Finalization).body
+    except ProtocolError as e:
+        raise VerificationError(f"the signatures do not hold: {e}") from None
+    body = certificate.record.body
+    if (final.record, final.round) != (certificate.digest, body.round):
+        raise VerificationError(
+            f"the owner signed record {final.record.short}, and {CERTIFICATE} is {certificate.digest.short}"
+        )
+    proved = VerifiedCheckpoint(spec, archived, final.record, len(body.contributors), len(certificate.votes))
+    voted = f"{proved.votes} of {proved.contributors} contributors voted for it"
+    if names_state(certificate, archived):
+        report(f"record   {certificate.digest}, round {body.round}, names this state as its base; {voted}")
+    elif ends_with_state(certificate, archived):
+        sent = _witnesses(_read(open_file, WITNESSES, MAX_WITNESSES))
+        count = _count(sent, certificate, archived, decoder)
+        report(f"record   {certificate.digest}, round {body.round}, the run's last; {voted}")
+        report(f"state    {count} of {proved.contributors} contributors sign that they hold it after that record")
+        proved = VerifiedCheckpoint(spec, archived, final.record, proved.contributors, proved.votes, count)
+    else:
+        raise VerificationError(
+            f"the record in {CERTIFICATE} does not name state {archived.state.short}: it is another's"
+        )
+    report("final    the owner's key signs this record as final")
+    return proved
+
+
+def _count(sent: Sequence[bytes], certificate: Certificate, archived: ArchivedState, decoder: MessageDecoder) -> int:
+    contributors, found = set(certificate.record.body.contributors), set()
+    for encoded in sent:
+        try:
+            heartbeat = decoder.open(encoded, Heartbeat)
+        except ProtocolError as e:
+            raise VerificationError(f"{WITNESSES}: a signature does not hold: {e}") from None
+        if (heartbeat.body.head, heartbeat.body.state) == (archived.record, archived.state):
+            found.add(heartbeat.author)
+    count = len(found & contributors)
+    if count < votes_needed(len(contributors)):
+        raise VerificationError(f"{WITNESSES}: {count} of {len(contributors)} contributors hold this state: too few")
+    return count
+
+
+def _witnesses(data: bytes) -> list[bytes]:
+    try:
+        return [base64.b64decode(w, validate=True) for w in json.loads(data)]
+    except (ValueError, TypeError, binascii.Error):
+        raise VerificationError(f"{WITNESSES} cannot be read: take another copy") from None
+
+
+def _check_small(open_file: Open, spec: RunSpec) -> None:
+    try:
+        config = json.loads(_read(open_file, CONFIG, MAX_CONFIG))
+    except ValueError:
+        config = None
+    if config != spec.model.config:
+        raise VerificationError(f"{CONFIG} is not the run's: take it from the spec, or another copy")
+    text = _read(open_file, TOKENIZER, spec.tokenizer.size)
+    if blob_digest(text) != spec.tokenizer.name:
+        raise VerificationError(f"{TOKENIZER} is not the run's: take another copy")
+
+
+def _digest(open_file: Open, size: int) -> Digest:
+    """Return the blob digest of the model's file, read once in chunks. Raises VerificationError for a wrong size."""
+    leaves, had = [], 0
+    with open_file(MODEL) as file:
+        while had <= size and (chunk := _whole(file, CHUNK)):
+            leaves.append(leaf_hash(chunk))
+            had += len(chunk)
+    if had != size:
+        raise VerificationError(
+            f"{MODEL} has {'more than ' if had > size else ''}{had:,} bytes, not {size:,}: take another copy"
+        )
+    return tree_hash(leaves)
+
+
+def _whole(file: BufferedIOBase, size: int) -> bytes:
+    """Read `size` bytes, or all that are left: one read of a remote file may give fewer."""
+    data = file.read(size)
+    while 0 < len(data) < size and (more := file.read(size - len(data))):
+        data += more
+    return data
+
+
+def _read(open_file: Open, name: str, limit: int) -> bytes:
+    with open_file(name) as file:
+        data = _whole(file, limit + 1)
+    if len(data) > limit:
+        raise VerificationError(f"{name} is larger than {limit:,} bytes: not that of an archived state")
+    return data

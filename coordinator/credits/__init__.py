@@ -1,0 +1,1 @@
+"""Credits: the log and its signed heads, receipts, plausibility, the leaderboard, exports."""

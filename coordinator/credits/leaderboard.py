@@ -1,0 +1,291 @@
+"""Totals and recent averages of peers, accounts and teams, kept up to date as the log grows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from coordinator.credits.views import CreditSummary, Grouping
+from coordinator.errors import RefusedError, TooManyError
+from coordinator.indexed_chain import IndexedChain
+from coordinator.ledger import BindingRow as BindingRow
+from coordinator.ledger import Ledger
+from coordinator.ledger_thread import LedgerThread
+from protocol.errors import ProtocolError
+from protocol.ids import PeerKey, RunId
+from protocol.ledger.accounts import Standing as AccountBalance
+from protocol.ledger.entries import RoundEntry, VoidEntry, decode_entry, decode_line
+from protocol.ledger.statements import Binding, open_binding
+
+log = logging.getLogger(__name__)
+
+HALF_LIFE = 7 * 86_400.0
+"""Seconds in which a recent average halves when nothing is earned."""
+
+FORGET = 10 * HALF_LIFE
+"""Seconds from which recent averages are read at a start: older credits weigh less than a thousandth."""
+
+PAGE = 500
+MAX_PEERS_OF_ACCOUNT = 1000
+MAX_BINDINGS_OF_PEER = 50
+CLOCK_TOLERANCE = 600
+
+
+class RecentAverageCredit:
+    """Exponential means of credits a day, by key, like BOINC's recent average credit.
+
+    See https://github.com/BOINC/boinc, lib/util.cpp `update_average`, and
+    https://boinc.berkeley.edu/wiki/Computation_credit. With the half-life h, credit that was earned a time t ago weighs
+
+        ln 2 / h * 2**(-t / h)
+
+    The integral of this weight is 1: a constant c credits a day have the average c. BOINC spreads an amount over the
+    time since the previous one, which is the same for intervals much shorter than h (it uses this form itself for the
+    shortest ones). Here an amount counts at the time of its ledger entry. So the order of adding does not matter, and
+    anyone with the log computes the same.
+    """
+
+    def __init__(self):
+        self._means: dict[PeerKey, tuple[float, float]] = {}  # key -> micro-credits a day, at a time (unix seconds)
+
+    def add(self, key: PeerKey, micro_credits: int, at: float) -> None:
+        """Add an amount (negative: taken back) at a time in unix seconds, which may be in the past."""
+        mean, then = self._means.get(key, (0.0, at))
+        gain = micro_credits * math.log(2) / (HALF_LIFE / 86_400)
+        if at >= then:
+            self._means[key] = (mean * 0.5 ** ((at - then) / HALF_LIFE) + gain, at)
+        else:
+            self._means[key] = (mean + gain * 0.5 ** ((then - at) / HALF_LIFE), then)
+
+    def of(self, key: PeerKey, now: float) -> float:
+        """Return micro-credits a day at a time (unix seconds)."""
+        mean, at = self._means.get(key, (0.0, now))
+        return max(0.0, mean * 0.5 ** (max(0.0, now - at) / HALF_LIFE))
+
+
+@dataclass(slots=True)
+class _Account:
+    name: str
+    team: str
+    time: int
+    peers: set[PeerKey]
+
+
+class Leaderboard:
+    """The leaderboard. `load`, then `load_recent` in the background, and `refresh` when the ledger has grown.
+
+    Totals are those of `IndexedChain.balances`; only names, teams and recent averages are kept here. Used on the event
+    loop.
+    """
+
+    def __init__(
+        self,
+        run: RunId,
+        ledger: LedgerThread,
+        chain: IndexedChain,
+        name_of: Callable[[PeerKey], str],
+        is_admitted: Callable[[PeerKey], bool],
+        now: Callable[[], float],
+    ):
+        """Prepare; only peers for which `is_admitted` returns True are bound."""
+        self._run = run
+        self._ledger = ledger
+        self._name_of = name_of
+        self._chain = chain
+        self._is_admitted = is_admitted
+        self._now = now
+        self._size = 0
+        self._loaded = 0
+        """Entries from this one on are read by `refresh`, with what they void of earlier ones."""
+        self._unread = 0
+        """Entries before this one are not in the recent averages yet."""
+        self._recent = RecentAverageCredit()
+        self._bound: dict[PeerKey, Binding] = {}
+        self._accounts: dict[PeerKey, _Account] = {}
+        self._binding_counts: dict[PeerKey, int] = {}
+        self._teams: dict[str, list[PeerKey]] | None = None
+        self._ranked: dict[Grouping, tuple[list[str], dict[str, int]]] = {}
+        self._ranked_for: Mapping[PeerKey, AccountBalance] = {}
+        """The balances by which `_ranked` was sorted."""
+
+        self._binding = asyncio.Lock()
+        self.rounds = 0
+        """Round entries in the log."""
+
+    async def load(self) -> None:
+        """Read the bindings of peers to accounts. Raises LedgerError."""
+
+        def read(ledger: Ledger) -> tuple:
+            return ledger.size(), ledger.posted(), ledger.bindings()
+
+        self._size, self.rounds, rows = await self._ledger.read(read)
+        self._unread = self._loaded = self._size
+        for row in rows:
+            try:
+                self._accept(open_binding(row.sent, self._run))
+            except ProtocolError as e:
+                log.error(
+                    "a binding of peer %s in the database does not verify, and is left out: %s", row.peer.short, e
+                )
+
+    async def load_recent(self) -> None:
+        """Read the credits of recent weeks, up to where `load` read. Raises LedgerError.
+
+        It reads in pieces, newest first, so that a long run delays nobody.
+        """
+        since = int((self._now() - FORGET) * 1000)
+        first = await self._ledger.read(lambda ledger: ledger.first_since(since))
+        while self._unread > first:
+            start, end = max(first, self._unread - PAGE), self._unread
+            earned = await self._ledger.read(lambda ledger, a=start, b=end: ledger.earned(a, b, self._loaded))
+            for peer, at, micro_credits in earned:
+                self._recent.add(peer, micro_credits, at)
+            self._unread = start
+
+    async def refresh(self) -> None:
+        """Read the new entries of the log. Raises LedgerError."""
+        first = self._size
+
+        def read(ledger: Ledger) -> tuple:
+            entries = [decode_entry(sent) for sent in ledger.entries(first, PAGE)]
+            moved: list[tuple[PeerKey, float, int]] = []
+            for entry in entries:
+                if isinstance(entry.what, RoundEntry):
+                    lines = [decode_line(sent) for sent in ledger.lines(entry.sequence)]
+                    moved += [(line.peer, entry.time / 1000, line.micro_credits) for line in lines]
+                elif isinstance(entry.what, VoidEntry):
+                    of = decode_entry(ledger.entries(entry.what.entry, 1)[0])
+                    line = decode_line(ledger.lines(entry.what.entry)[entry.what.line])
+                    moved.append((line.peer, of.time / 1000, -line.micro_credits))
+            return len(entries), moved, ledger.posted()
+
+        while True:
+            count, moved, rounds = await self._ledger.read(read)
+            for peer, at, micro_credits in moved:
+                self._recent.add(peer, micro_credits, at)
+            first = self._size = self._size + count
+            self.rounds = rounds
+            if count < PAGE:
+                return
+
+    # -- accounts --------------------------------------------------------------------------------------------
+
+    async def bind(self, sent: bytes) -> int:
+        """Store a binding that both signed; return how many peers the account has then. It may be repeated.
+
+        Raises MalformedError, SignatureError, AdmissionError, RefusedError, TooManyError, LedgerError.
+        """
+        b = open_binding(sent, self._run)
+        async with self._binding:
+            self._check(b)
+            known = self._bound.get(b.peer)
+            if known is None or known.sent != b.sent:
+                row = BindingRow(b.peer, b.account, b.peer_time, b.sent)
+                await self._ledger.run(lambda ledger: ledger.add_binding(row))
+                self._accept(b)  # only when it is on disk: a repetition would be answered as if it were
+            return len(self._accounts[b.account].peers)
+
+    def _check(self, b: Binding) -> None:
+        """Raise RefusedError or TooManyError if a binding must not be stored."""
+        now = self._now()
+        if max(b.order) > now + CLOCK_TOLERANCE:
+            ahead = max(b.order) - now
+            raise RefusedError(f"your clock is {ahead:.0f} s ahead of the coordinator's: set it, then bind again")
+        known = self._bound.get(b.peer)
+        if known is not None and known.sent == b.sent:
+            return
+        if not self._is_admitted(b.peer):
+            raise RefusedError(f"peer {b.peer.short} was never admitted to this run: join it first, then bind")
+        if known is not None and b.order <= known.order:
+            raise RefusedError(f"peer {b.peer.short} has said something newer: sign anew, by a clock that is right")
+        account = self._accounts.get(b.account)
+        if account is not None and b.peer not in account.peers and len(account.peers) >= MAX_PEERS_OF_ACCOUNT:
+            raise TooManyError(f"an account has at most {MAX_PEERS_OF_ACCOUNT} peers: make another")
+        if self._binding_counts.get(b.peer, 0) >= MAX_BINDINGS_OF_PEER:
+            raise TooManyError(f"peer {b.peer.short} was bound {MAX_BINDINGS_OF_PEER} times: that is all it can be")
+
+    def _accept(self, b: Binding) -> None:
+        self._binding_counts[b.peer] = self._binding_counts.get(b.peer, 0) + 1
+        old = self._bound.get(b.peer)
+        if old is not None and b.order <= old.order:
+            return
+        if old is not None and old.account != b.account:
+            self._accounts[old.account].peers.discard(b.peer)
+        self._bound[b.peer] = b
+        account = self._accounts.setdefault(b.account, _Account(b.name, b.team, b.account_time, set()))
+        account.peers.add(b.peer)
+        if b.account_time >= account.time:
+            account.name, account.team, account.time = b.name, b.team, b.account_time
+        self._ranked, self._teams = {}, None
+
+    # -- totals ----------------------------------------------------------------------------------------------
+
+    def of(self, key: PeerKey) -> CreditSummary:
+        """Return the totals of an account or a peer with this key; all zero for a key that is unknown."""
+        return self._account_view(key) if key in self._accounts else self._peer_view(key)
+
+    def leaderboard(self, by: Grouping, limit: int, after: str = "") -> list[CreditSummary]:
+        """Return those with most credits first, after the row of a key; none after a key that is unknown."""
+        if self._ranked_for is not self._chain.balances:
+            self._ranked, self._ranked_for = {}, self._chain.balances
+        if by not in self._ranked:
+            views = sorted(self._all(by), key=lambda v: (-(v.settled + v.pending), v.key))
+            keys = [v.key for v in views]
+            self._ranked[by] = (keys, {key: i for i, key in enumerate(keys)})
+        keys, places = self._ranked[by]
+        start = 0 if not after else places.get(after, len(keys)) + 1
+        return [self._view(by, key) for key in keys[start : start + limit]]
+
+    def _all(self, by: Grouping) -> Iterable[CreditSummary]:
+        if by == "peer":
+            return (self._peer_view(peer) for peer in self._chain.balances)
+        if by == "account":
+            return (self._account_view(key) for key in self._accounts)
+        return (self._team_view(team) for team in self._in_teams())
+
+    def _view(self, by: Grouping, key: str) -> CreditSummary:
+        if by == "team":
+            return self._team_view(key)
+        return self._peer_view(PeerKey.parse(key)) if by == "peer" else self._account_view(PeerKey.parse(key))
+
+    def _in_teams(self) -> dict[str, list[PeerKey]]:
+        """Return the peers of each team, collected once for all teams."""
+        if self._teams is None:
+            self._teams = {}
+            for a in self._accounts.values():
+                if a.team and a.peers:
+                    self._teams.setdefault(a.team, []).extend(a.peers)
+        return self._teams
+
+    def _peer_view(self, peer: PeerKey) -> CreditSummary:
+        bound = self._bound.get(peer)
+        account = None if bound is None else bound.account
+        team = self._accounts[account].team if account is not None else ""
+        return self._sum(str(peer), "peer", self._name_of(peer), team, (peer,), account)
+
+    def _account_view(self, key: PeerKey) -> CreditSummary:
+        a = self._accounts[key]
+        return self._sum(str(key), "account", a.name or key.short, a.team, sorted(a.peers))
+
+    def _team_view(self, team: str) -> CreditSummary:
+        return self._sum(team, "team", team, team, self._in_teams()[team])
+
+    def _sum(
+        self, key: str, kind: Grouping, name: str, team: str, peers: Iterable[PeerKey], account: PeerKey | None = None
+    ) -> CreditSummary:
+        peers, now, nothing = tuple(peers), self._now(), AccountBalance()
+        found = [self._chain.balances.get(p, nothing) for p in peers]
+        return CreditSummary(
+            key, kind, name, team,
+            settled=sum(s.settled.micro_credits for s in found),
+            pending=sum(s.pending.micro_credits for s in found),
+            voided=sum(s.voided.micro_credits for s in found),
+            recent=round(sum(self._recent.of(p, now) for p in peers)),
+            tokens=sum(s.settled.tokens + s.pending.tokens for s in found),
+            rounds=sum(s.settled.rounds + s.pending.rounds for s in found),
+            account=account,
+            peers=peers if kind == "account" else (),
+        )  # fmt: skip

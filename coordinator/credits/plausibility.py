@@ -1,0 +1,58 @@
+"""Checks whether a peer can have trained what its update claims, in the time that it had as observed here."""
+
+from __future__ import annotations
+
+from protocol.identity import Identity
+from protocol.ids import PeerKey
+from protocol.ledger.credits import RoundAccount
+from protocol.ledger.entries import Line
+from protocol.ledger.verdicts import Verdict, seal_verdict
+from protocol.spec import RoundSpec, RunSpec
+
+CLOCK_SLACK = 60.0
+"""Seconds granted to every peer: messages about records and admissions take time."""
+
+
+class PlausibilityCheck:
+    """Judges updates by the run's `credit.max_teraflops_per_second`, and signs verdicts."""
+
+    def __init__(self, spec: RunSpec, owner: Identity):
+        self._run = spec.run_id
+        self._owner = owner
+        self._limit = spec.credit.max_teraflops_per_second
+        self._flops_per_token = spec.credit.flops_per_parameter_token * spec.model.layout.numel
+        # Training continues during an exchange, so an update may hold work from before the record was seen.
+        self._slack = 0.0
+        self.update_rules(spec.round)
+
+    def update_rules(self, rules: RoundSpec) -> None:
+        """Apply the round policy in force. The slack only grows: a change never costs earlier credit."""
+        self._slack = max(self._slack, rules.exchange_seconds + rules.patience_seconds + CLOCK_SLACK)
+
+    def problem(self, line: Line, seconds: float) -> str:
+        """Return why a credit line cannot be true of a peer that had this time (seconds); "" if it can."""
+        milliseconds = max(1, int((max(0.0, seconds) + self._slack) * 1000))
+        flops = line.tokens * self._flops_per_token
+        if flops * 1000 <= self._limit * 10**12 * milliseconds:
+            return ""
+        rate = flops / (milliseconds * 10**9)
+        return (
+            f"{line.tokens} tokens in {milliseconds / 1000:.0f} s ({self._slack:.0f} s of them slack) are {rate:.3g} "
+            f"teraflops a second; this run believes at most {self._limit} of one peer"
+        )
+
+    def verdicts(self, account: RoundAccount, seen_at: float, since: dict[PeerKey, float]) -> list[bytes]:
+        """Return signed verdicts on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
+
+        `since` is the time (unix seconds) from which each peer can have worked at its update; peers without one are not
+        judged.
+        """
+        found = []
+        for line in account.entries:
+            # A start after this record was seen means that the clock was set back: nothing is known.
+            if (start := since.get(line.peer)) is None or start > seen_at:
+                continue
+            if reason := self.problem(line, seen_at - start):
+                verdict = Verdict(self._run, account.round, account.record, line.peer, line.update, reason)
+                found.append(seal_verdict(self._owner, verdict).sent)
+        return found

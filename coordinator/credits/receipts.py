@@ -1,0 +1,127 @@
+"""Receipts: the owner's signature on the fate of each update of a final round, accepted or not, and why.
+
+A receipt is derived from the ledger by a deterministic signature: a repeated request, also after a restart, gets the
+same bytes. Announced updates that a round left out are stored when its record is seen.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from coordinator.credits.views import ReceiptItem, ReceiptPage, ReceiptStatus
+from coordinator.ledger import CreditedLine, Ledger, RefusedUpdate
+from coordinator.ledger_thread import LedgerThread
+from coordinator.swarm import AnnouncedUpdate, SwarmView
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey
+from protocol.ledger.credits import RoundAccount
+from protocol.ledger.statements import MAX_REASON, Receipt, sign
+from protocol.spec import RunSpec
+
+LOOK_BACK = 8
+"""Newest rounds whose announced updates are checked: late ones arrive during the next round."""
+
+AT_ONCE = 100
+"""Refused updates written in one transaction."""
+
+REMEMBERED = 20_000
+"""Signed receipts kept in memory: about 8 MB."""
+
+
+class Receipts:
+    """Stores what rounds leave out, and makes receipts on request."""
+
+    def __init__(self, spec: RunSpec, owner: Identity, view: SwarmView, ledger: LedgerThread, now: Callable[[], float]):
+        self._run = spec.run_id
+        self._hold = spec.credit.hold_rounds
+        self._owner = owner
+        self._view = view
+        self._ledger = ledger
+        self._now = now
+        self._noted: OrderedDict[tuple[Digest, Digest], None] = OrderedDict()
+        self._signed: OrderedDict[tuple[Digest, Digest], tuple[Receipt, bytes]] = OrderedDict()
+
+    async def note(self, newest: Sequence[RoundAccount]) -> None:
+        """Store which announced updates these rounds (newest first) left out. Raises LedgerError."""
+        refusals: list[RefusedUpdate] = []
+        for account in newest[:LOOK_BACK]:
+            accepted = {line.peer: line.update for line in account.entries}
+            for announced in self._view.announced(account.parent):
+                header = announced.header
+                key = (account.record, header.digest)
+                if accepted.get(header.author) == header.digest or key in self._noted:
+                    continue
+                reason = why_not(announced, account, header.author in accepted)
+                refusals.append(
+                    RefusedUpdate(account.round, account.parent, account.record, header.author, header.digest, reason,
+                            self._now())
+                )  # fmt: skip
+        for i in range(0, len(refusals), AT_ONCE):
+            some = refusals[i : i + AT_ONCE]
+            await self._ledger.run(lambda ledger, some=some: [ledger.add_refusal(r) for r in some])
+            self._noted.update(((r.record, r.update), None) for r in some)  # only now: a failed write is tried again
+        while len(self._noted) > REMEMBERED:
+            self._noted.popitem(last=False)
+
+    async def page(self, peer: PeerKey, before: int | None, limit: int) -> ReceiptPage:
+        """Return a peer's receipts, newest first, of round entries before `before`. Raises LedgerError."""
+
+        def read(ledger: Ledger) -> tuple[list[CreditedLine], list[tuple[int, RefusedUpdate]]]:
+            return ledger.history_of(peer, before, limit + 1), ledger.refused(peer, before, limit + 1)
+
+        earned, refused = await self._ledger.read(read)
+        found: list[tuple[int, CreditedLine | RefusedUpdate]] = [(e.entry, e) for e in earned]
+        found += refused
+        found.sort(key=lambda pair: (-pair[0], isinstance(pair[1], RefusedUpdate), pair[1].update))
+        # The receipts of one entry are never split between two pages.
+        taken = found[:limit]
+        if len(found) > limit and found[limit][0] == taken[-1][0]:
+            kept = [f for f in taken if f[0] != taken[-1][0]]
+            taken = kept or [f for f in found if f[0] == taken[-1][0]]
+        more = len(found) > len(taken)
+        items = tuple(self._item(peer, entry, what) for entry, what in taken)
+        return ReceiptPage(items, taken[-1][0] if more and taken and taken[-1][0] > 0 else None)
+
+    def _item(self, peer: PeerKey, entry: int, what: CreditedLine | RefusedUpdate) -> ReceiptItem:
+        key = (what.record, what.update)
+        made = self._signed.pop(key, None)
+        if made is None:
+            receipt = self._receipt(peer, entry, what)
+            made = (receipt, sign(self._owner, receipt).sent)
+        self._signed[key] = made
+        if len(self._signed) > REMEMBERED:
+            self._signed.popitem(last=False)
+        status: ReceiptStatus = what.status if isinstance(what, CreditedLine) else "not accepted"
+        return ReceiptItem(*made, status)
+
+    def _receipt(self, peer: PeerKey, entry: int, what: CreditedLine | RefusedUpdate) -> Receipt:
+        if isinstance(what, RefusedUpdate):
+            return Receipt(
+                self._run, peer, what.round, what.record, what.update, False, what.reason, 0, 0, 0, entry, 0, 0
+            )
+        return Receipt(
+            self._run, peer, what.round, what.record, what.update, True, "", what.windows, what.tokens,
+            what.micro_credits, entry, what.line, what.number + self._hold,
+        )  # fmt: skip
+
+
+def why_not(announced: AnnouncedUpdate, account: RoundAccount, has_another: bool) -> str:
+    """Return the reason in a receipt, for people: at most MAX_REASON bytes."""
+    if announced.flaw:
+        return _cut(f"it breaks a rule of the chain: {announced.flaw}")
+    if has_another:
+        return "another update of this peer was accepted in this round"
+    if announced.header.body.base_state != account.base_state:
+        return "it starts from another state than the round's: this peer's state had drifted"
+    if announced.late:
+        return "it was announced when the round was decided already; its work goes into this peer's next update"
+    return (
+        "the round was certified without it: too few of the contributors held all of its bytes in time; its work goes "
+        "into this peer's next update"
+    )
+
+
+def _cut(text: str) -> str:
+    data = text.encode()
+    return text if len(data) <= MAX_REASON else data[: MAX_REASON - 3].decode(errors="ignore") + "..."

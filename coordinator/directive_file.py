@@ -1,0 +1,72 @@
+"""The owner's directives in the run's folder: a file of lines that only grows."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from pathlib import Path
+
+from coordinator.durable import LineFile
+from coordinator.errors import CoordinatorError
+from protocol.errors import MalformedError, ProtocolError
+from protocol.message_codec import MessageDecoder
+from protocol.messages import Directive, Signed
+
+log = logging.getLogger(__name__)
+
+FILE = "directives"
+"""In the run's folder:
+
+one line for each directive, base64 of its envelope; and "done N" once the ledger has followed the N-th rollback.
+"""
+
+MAX_LINE = 128 * 1024
+MAX_FILE = 256 * 1024 * 1024
+
+
+class DirectiveFile:
+    """The directives of one run, in the order in which they were stored. Blocking; raises CoordinatorError."""
+
+    def __init__(self, folder: Path, decoder: MessageDecoder):
+        self._file = LineFile(folder / FILE, mode=0o600)
+        self._decoder = decoder
+
+    def read(self) -> tuple[list[Signed[Directive]], set[int]]:
+        """Return the directives, oldest first, and the epochs of the rollbacks that the ledger has followed.
+
+        A line that a kill has torn is skipped: its directive was not acknowledged.
+        """
+        directives: list[Signed[Directive]] = []
+        done: set[int] = set()
+        try:
+            lines = self._file.read(MAX_FILE)
+        except OSError as e:
+            raise CoordinatorError(
+                f"{self._file.path} cannot be read: {(e.strerror or str(e)).lower()}; mend its permissions"
+            ) from None
+        for line in lines:
+            if line.startswith(b"done ") and line[5:].isdigit():
+                done.add(int(line[5:]))
+                continue
+            try:
+                if not line.strip() or len(line) > MAX_LINE:
+                    continue
+                directives.append(self._decoder.open(base64.b64decode(line, validate=True), Directive))
+            except (ValueError, MalformedError, ProtocolError) as e:
+                log.warning("%s: a line is skipped: %s", self._file.path, e)
+        return directives, done
+
+    def append(self, directive: Signed[Directive]) -> None:
+        """Store a directive; it is on disk when this returns."""
+        self._append(base64.b64encode(directive.sent))
+
+    def mark_done(self, epoch: int) -> None:
+        """Store that the ledger has followed this rollback."""
+        self._append(b"done %d" % epoch)
+
+    def _append(self, line: bytes) -> None:
+        try:
+            self._file.append([line])
+        except OSError as e:
+            why = (e.strerror or str(e)).lower()
+            raise CoordinatorError(f"{self._file.path} cannot be written: {why}; the directive was not given") from None

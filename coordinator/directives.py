@@ -1,0 +1,56 @@
+"""The effects of the owner's newest directive at the coordinator (docs/control.md)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from coordinator.indexed_chain import IndexedChain
+from protocol.ids import PeerKey
+from protocol.messages import Directive, RoundChanges
+from protocol.spec import RoundSpec
+
+
+class EffectiveRoundPolicy:
+    """The round policy of the spec with the owner's changes: when rounds are late, peers silent."""
+
+    def __init__(self, spec: RoundSpec):
+        self._spec = spec
+        self._before, self._after = spec, spec
+        self._from = 0
+
+    def change(self, changes: RoundChanges, from_round: int, training_round: int) -> None:
+        """Apply the changes of the newest directive, which are relative to the spec."""
+        self._before = self.at(training_round)
+        new = {name: value for name, value in asdict(changes).items() if value is not None}
+        self._after, self._from = self._spec.model_copy(update=new), from_round
+
+    def at(self, training_round: int) -> RoundSpec:
+        """Return the policy that holds while this round is trained."""
+        return self._after if training_round >= self._from else self._before
+
+
+class DirectiveEffects:
+    """The round policy in force, the owner's order, and the banned keys."""
+
+    def __init__(self, spec: RoundSpec, chain: IndexedChain):
+        self._policy = EffectiveRoundPolicy(spec)
+        self._chain = chain
+        self.order: tuple[str, str] | None = None
+        """The run is "paused" or "ended" by its owner, and that as a message; None while it runs."""
+
+        self.banned: frozenset[PeerKey] = frozenset()
+
+    @property
+    def round_policy(self) -> RoundSpec:
+        """The round policy in the round that is being trained."""
+        return self._policy.at(self._chain.training_round)
+
+    def apply(self, directive: Directive) -> None:
+        """Follow the newest directive."""
+        self._policy.change(directive.changes, directive.from_round, self._chain.training_round)
+        self.banned, self.order = frozenset(directive.banned), None
+        if directive.order != "running":
+            since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(directive.since))
+            why = f": {directive.reason}" if directive.reason else ""
+            self.order = (directive.order, f"{directive.order} by the run's owner since {since}{why}")

@@ -1,0 +1,101 @@
+"""Finalizations: which records are final, and the only place where the owner's key signs that.
+
+The ledger only grows along the chain, and a finalization is published after its rounds are posted. So two finalizations
+of this coordinator never contradict each other, whenever it is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.errors import LedgerConflictError
+from coordinator.indexed_chain import IndexedChain
+from coordinator.ledger_thread import LedgerThread
+from coordinator.swarm import SwarmView
+from protocol.identity import Identity
+from protocol.ids import Digest, Round
+from protocol.ledger.credits import RoundAccount
+from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.messages import Finalization, Signed
+from protocol.spec import RunSpec
+
+
+class Finalizer:
+    """The finalizations of one run."""
+
+    def __init__(self, spec: RunSpec, owner: Identity, view: SwarmView, ledger: LedgerThread, chain: IndexedChain):
+        self._spec = spec
+        self._signer = KeySigner(owner)
+        self._decoder = MessageDecoder(spec.run_id, owner.key, remember=16)
+        self._view = view
+        self._ledger = ledger
+        self._chain = chain
+        self._newest: Signed[Finalization] | None = None
+        self._published: Digest | None = None
+        self.epoch = 0
+        """Rollbacks on the branch that is followed: finalizations name it."""
+
+    def restore(self, encoded: bytes | None) -> None:
+        """Continue from the newest finalization in the ledger (an envelope; None: there is none)."""
+        self._newest = self._decoder.open(encoded, Finalization) if encoded else None
+        self._published = None
+
+    def final_count(self, accounts: Sequence[RoundAccount]) -> int:
+        """Return how many of these rounds, the first after the newest posted one, are final now."""
+        held = self._view.held_state()
+        # Depth alone is not enough: alone with a peer that withholds its updates, an owner would bind the swarm to a
+        # branch that nobody can have. The state after a final record must be in hand, for everyone.
+        count = len(accounts) - (0 if self._ends_run(accounts) else self._spec.checkpoint.final_depth)
+        count = min(count, sum(a.round < held for a in accounts))
+        theirs = self._view.final
+        for i, account in enumerate(accounts):
+            if theirs is not None and account.record == theirs.body.record:
+                count = max(count, i + 1)
+        return max(0, count)
+
+    def _ends_run(self, accounts: Sequence[RoundAccount]) -> bool:
+        """Return whether these rounds end the run: nothing will be built on them."""
+        total = self._spec.total_tokens
+        at_head = bool(accounts) and accounts[-1].record == self._view.head
+        return at_head and 0 < total <= self._chain.history.tokens + sum(a.tokens for a in accounts)
+
+    def sign(self, round_: Round, record: Digest) -> Signed[Finalization]:
+        """Return the finalization of a record: the swarm's if it names this record, else one signed here."""
+        theirs = self._view.final
+        if theirs is not None and theirs.body.record == record:
+            return theirs
+        return self._signer.sign(Finalization(self._spec.run_id, round_, record, self.epoch))
+
+    async def of_posted(self, round_: Round, record: Digest) -> Signed[Finalization] | None:
+        """Return the finalization of a record that the ledger has posted; None if it has not. Raises LedgerError."""
+        if not self._chain.is_final(round_):
+            return None
+        rows = await self._ledger.read(lambda ledger: ledger.rounds(after=round_ - 1, limit=1))
+        is_posted = bool(rows) and (rows[0].round, rows[0].record) == (round_, record)
+        return self.sign(round_, record) if is_posted else None
+
+    def adopt(self, finalization: Signed[Finalization]) -> None:
+        """Make a finalization, which is in the ledger, the one to publish."""
+        self._newest = finalization
+
+    async def publish(self, *, again: bool = False) -> None:
+        """Publish the newest finalization, if that was not done yet; `again`: also if it was."""
+        newest = self._newest
+        if newest is not None and (again or newest.digest != self._published):
+            await self._view.publish_final(newest)
+            self._published = newest.digest
+
+    async def check_swarm(self) -> None:
+        """Raise LedgerConflictError if the swarm holds a finalization that contradicts the ledger."""
+        theirs = self._view.final
+        if theirs is None or theirs.body.epoch != self.epoch or not self._chain.is_final(theirs.body.round):
+            return
+        body = theirs.body
+        rows = await self._ledger.run(lambda ledger: ledger.rounds(after=body.round - 1, limit=1))
+        if not rows or rows[0].record != body.record:
+            ours = rows[0].record.short if rows else "none"
+            raise LedgerConflictError(
+                f"the swarm holds a finalization of round {body.round}, record {body.record.short}, signed with this "
+                f"run's key, but the ledger has posted {ours}: is the key used by another coordinator? Credits stay "
+                "as they are; stop the other one before going on"
+            )

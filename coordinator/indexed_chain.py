@@ -1,0 +1,111 @@
+"""The chain as the coordinator has indexed it: posted rounds, open rounds, balances, history.
+
+Only the chain indexer changes it; everything else reads it on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from coordinator.history import RoundHistory, RoundPoint
+from protocol.ids import Digest, PeerKey, Round
+from protocol.ledger.accounts import Standing as AccountBalance
+from protocol.ledger.credits import Balance, RoundAccount, pending
+
+MAX_REMEMBERED = 64
+"""Newest posted rounds whose credit lines are kept in memory."""
+
+
+class IndexedChain:
+    """The chain of one run: posted rounds are final and in the ledger, open ones are beyond them."""
+
+    def __init__(self):
+        self.posted: tuple[Round, Digest] | None = None
+        """The newest final round and its record."""
+
+        self.recent: deque[RoundAccount] = deque(maxlen=MAX_REMEMBERED)
+        """The newest posted rounds, oldest first."""
+
+        self.open: tuple[RoundAccount, ...] = ()
+        """The chain beyond the newest posted round, oldest first."""
+
+        self.history = RoundHistory()
+        """All posted rounds."""
+
+        self.first_seen: dict[Digest, float] = {}
+        """Unix seconds at which open records were first seen, for those that were seen at first hand."""
+
+        self.balances: Mapping[PeerKey, AccountBalance] = {}
+        """The ledger's balances after the newest posted round: the one copy on the event loop."""
+
+        self.settled: Mapping[PeerKey, Balance] = {}
+        """Credits of each peer past the hold, from `balances`."""
+
+        self.pending: Mapping[PeerKey, Balance] = {}
+        """Credits of each peer in open rounds, and in posted rounds within the hold."""
+
+        self.voided: Mapping[PeerKey, Balance] = {}
+        """Credits that each peer lost by a verdict of the owner, from `balances`."""
+
+    @property
+    def head(self) -> tuple[Round, Digest] | None:
+        """The newest round of the chain and its record."""
+        return (self.open[-1].round, self.open[-1].record) if self.open else self.posted
+
+    @property
+    def training_round(self) -> int:
+        """The round that is being trained."""
+        return self.head[0] + 1 if self.head else 0
+
+    def is_final(self, round_: int) -> bool:
+        """Return whether a round of this chain is posted."""
+        return self.posted is not None and round_ <= self.posted[0]
+
+    def newest(self, count: int) -> list[RoundAccount]:
+        """Return at most `count` newest rounds, final or not, newest first."""
+        return [*self.recent, *self.open][: -count - 1 : -1]
+
+    def points(self, last: int | None = None) -> list[RoundPoint]:
+        """Return the last `last` posted rounds (None: all) and the open ones, for charts."""
+        points, tokens = self.history.points(last), self.history.tokens
+        for account in self.open:
+            tokens += account.tokens
+            points.append(RoundPoint(account.round, tokens, account.loss, self.first_seen.get(account.record)))
+        return points
+
+    def restore(
+        self, posted: tuple[Round, Digest] | None, recent: Iterable[RoundAccount], history: RoundHistory,
+        first_seen: dict[Digest, float], balances: Mapping[PeerKey, AccountBalance],
+    ) -> None:  # fmt: skip
+        """Take over what the ledger holds; open rounds are forgotten."""
+        self.posted, self.history, self.first_seen = posted, history, first_seen
+        self.recent.clear()
+        self.recent.extend(recent)
+        self._set(balances, ())
+
+    def post(
+        self, added: Iterable[RoundAccount], posted: tuple[Round, Digest],
+        balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundAccount],
+    ) -> None:  # fmt: skip
+        """Append rounds that the ledger has posted; `beyond` are the open rounds after them."""
+        for account in added:
+            self.recent.append(account)
+            seen_at = self.first_seen.pop(account.record, None)
+            self.history.append(account.round, account.tokens, account.loss, seen_at)
+        self.posted = posted
+        self._set(balances, beyond)
+
+    def set_open(self, accounts: Sequence[RoundAccount]) -> None:
+        """Replace the open rounds."""
+        self._set(self.balances, accounts)
+
+    def _set(self, balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundAccount]) -> None:
+        """Change all balances at once: no reader may see a round both settled and pending."""
+        self.balances, self.open = balances, tuple(beyond)
+        self.settled = {p: b.settled for p, b in balances.items() if b.settled.rounds}
+        self.voided = {p: b.voided for p, b in balances.items() if b.voided.rounds}
+        held = {p: b.pending for p, b in balances.items() if b.pending.rounds}
+        for peer, balance in pending(self.open).items():
+            held[peer] = held[peer].and_(balance) if peer in held else balance
+        self.pending = held

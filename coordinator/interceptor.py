@@ -1,0 +1,231 @@
+"""The interceptor of every gRPC method: call rates, deadlines, and requests that are none.
+
+It wraps each method of the server. Limits by address come first, before a byte of the message is waited for. gRPC
+itself waits for ever for a message that does not come, and for a caller that does not read the answer. Hundreds of
+such calls would leave no room for honest ones. Here these calls end in time, and so do messages that do not parse. To
+that end unary methods are registered as streams of bytes, which look the same on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from typing import Any, TypeVar
+
+import async_timeout
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from coordinator.errors import TooManyError
+from coordinator.limits import Rate, RateLimit, caller_of
+from protocol.errors import MalformedError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CALLS = Rate(per_second=40, burst=400)
+"""Calls of one address, of any method; a method may allow fewer. Messages of a stream count as calls."""
+
+CALLS_OF_ONE = 64
+"""Concurrent calls of one address."""
+
+READ_SECONDS = 5.0
+"""Seconds for a request to arrive completely."""
+
+CALL_SECONDS = 15.0
+"""Seconds for a unary call and everything that it waits for; a method's own deadline is shorter."""
+
+STREAMS = 64
+STREAMS_OF_ONE = 4
+STREAM_SECONDS = 600.0
+"""Lifetime of a stream (the client opens another); a silent one ends after IDLE_SECONDS."""
+
+IDLE_SECONDS = 60.0
+
+_BUG = "the coordinator has a fault of its own: its operator finds the reason in its log"
+
+
+class ConcurrencyLimit:
+    """Limits the calls in progress, of all callers together and of each one."""
+
+    def __init__(self, in_all: int, of_one: int):
+        self._in_all = in_all
+        self._of_one = of_one
+        self._held: Counter[Hashable] = Counter()
+        self._sum = 0
+
+    def take(self, caller: Hashable) -> Callable[[], None]:
+        """Count a call, and return the function that ends it (once). Raises TooManyError."""
+        if self._held[caller] >= self._of_one or self._sum >= self._in_all:
+            if not self._held[caller]:
+                del self._held[caller]
+            raise TooManyError("too many calls at once: try again in 5 s")
+        self._held[caller] += 1
+        self._sum += 1
+        free = [True]
+
+        def give_back() -> None:
+            if free:
+                free.clear()
+                self._sum -= 1
+                self._held[caller] -= 1
+                if not self._held[caller]:
+                    del self._held[caller]
+
+        return give_back
+
+    def __len__(self) -> int:
+        return self._sum
+
+
+class LimitsInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps each method of a server.
+
+    `counted(method, code, seconds)` is called for calls that the interceptor ends; methods in `counts_itself` count the
+    others themselves.
+    """
+
+    def __init__(self, counted: Callable[[str, str, float], None], counts_itself: frozenset[str], max_calls: int):
+        self._counted = counted
+        self._counts_itself = counts_itself
+        self._rate = RateLimit(CALLS)
+        self._calls = ConcurrencyLimit(max_calls, CALLS_OF_ONE)
+        self._streams = ConcurrencyLimit(STREAMS, STREAMS_OF_ONE)
+        self._handlers: dict[str, grpc.RpcMethodHandler] = {}
+        self._unknown = grpc.stream_stream_rpc_method_handler(self._no_such)
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        """Return the limited handler of the called method."""
+        method = handler_call_details.method
+        if (known := self._handlers.get(method)) is not None:
+            return known
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return self._unknown
+        short = method.rpartition("/")[2]
+        if handler.request_streaming or handler.response_streaming:
+            guarded = self._stream(short, handler)
+        else:
+            guarded = self._unary(short, handler)
+        # As many as the server has methods: unknown names are not kept.
+        self._handlers[method] = grpc.stream_stream_rpc_method_handler(guarded)
+        return self._handlers[method]
+
+    async def _no_such(self, _: Any, context: Any) -> None:
+        async def work(_: str) -> None:
+            raise _Ended(grpc.StatusCode.UNIMPLEMENTED, "the coordinator has no such method: update Cairn")
+
+        await self._within("unknown", context, self._calls, work, 1.0)
+
+    def _unary(self, method: str, handler: Any) -> Callable[[Any, Any], Awaitable[None]]:
+        async def answer(_: Any, context: Any) -> None:
+            async def work(_: str) -> None:
+                sent = await _in_time(context.read(), READ_SECONDS, "the request did not come")
+                request = _parsed(handler.request_deserializer, sent)
+                reply = await handler.unary_unary(request, context)
+                await context.write(handler.response_serializer(reply))
+
+            await self._within(method, context, self._calls, work, CALL_SECONDS)
+
+        return answer
+
+    def _stream(self, method: str, handler: Any) -> Callable[[Any, Any], Awaitable[None]]:
+        async def answer(_: Any, context: Any) -> None:
+            async def work(caller: str) -> None:
+                requests = self._requests(context, caller, handler.request_deserializer)
+                if handler.request_streaming:
+                    replies = handler.stream_stream(requests, context)
+                else:
+                    first = await next_or_none(requests)
+                    if first is None:
+                        raise MalformedError("the call carries no request")
+                    replies = handler.unary_stream(first, context)
+                async for reply in replies:
+                    await _in_time(context.write(handler.response_serializer(reply)), READ_SECONDS, "nobody reads")
+
+            await self._within(method, context, self._streams, work, STREAM_SECONDS)
+
+        return answer
+
+    async def _requests(self, context: Any, caller: str, parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+        """Yield the messages of a stream, each of which counts as a call."""
+        while True:
+            sent = await _in_time(context.read(), IDLE_SECONDS, "the stream was silent for too long")
+            if not isinstance(sent, bytes):  # the end of the stream
+                return
+            self._rate.take(caller, time.monotonic())
+            yield _parsed(parse, sent)
+
+    async def _within(
+        self,
+        method: str,
+        context: Any,
+        places: ConcurrencyLimit,
+        work: Callable[[str], Awaitable[None]],
+        seconds: float,
+    ) -> None:
+        """Do the work, or end the call with the status and message that say why."""
+        began, caller = time.monotonic(), caller_of(context.peer())
+        code, message = grpc.StatusCode.OK, ""
+        try:
+            self._rate.take(caller, began)
+            # Freed only when the call is over: a caller that does not read its answer keeps its place.
+            free = places.take(caller)
+            context.add_done_callback(lambda _: free())
+            async with async_timeout.timeout(seconds):
+                await work(caller)
+        except asyncio.TimeoutError:
+            code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the call took too long and was ended: call again"
+        except _Ended as e:
+            code, message = e.code, str(e)
+        except TooManyError as e:
+            code, message = grpc.StatusCode.RESOURCE_EXHAUSTED, str(e)
+        except MalformedError as e:
+            code, message = grpc.StatusCode.INVALID_ARGUMENT, str(e)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise  # the client left, or the method has reported the error and counted it
+        except Exception:  # a bug: logged here; strangers learn nothing of the inside
+            log.exception("%s failed", method)
+            code, message = grpc.StatusCode.INTERNAL, _BUG
+        if code is not grpc.StatusCode.OK or method not in self._counts_itself:
+            self._counted(method, code.name, time.monotonic() - began)
+        if code is not grpc.StatusCode.OK:
+            await context.abort(code, message)
+
+
+class _Ended(Exception):
+    """An end of a call by the interceptor's own checks."""
+
+    def __init__(self, code: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+def _parsed(parse: Callable[[bytes], T], sent: Any) -> T:
+    if not isinstance(sent, bytes):  # the end of the stream
+        raise MalformedError("the call carries no request")
+    try:
+        return parse(sent)
+    except DecodeError:
+        raise MalformedError("the request is no message of this method: update Cairn") from None
+
+
+async def _in_time(work: Awaitable[T], seconds: float, otherwise: str) -> T:
+    try:
+        async with async_timeout.timeout(seconds):
+            return await work
+    except asyncio.TimeoutError:
+        raise _Ended(grpc.StatusCode.DEADLINE_EXCEEDED, f"{otherwise} within {seconds:.0f} s") from None
+
+
+async def next_or_none(items: AsyncIterator[T]) -> T | None:
+    """Return the next item, or None at the end."""
+    async for item in items:
+        return item
+    return None

@@ -1,0 +1,104 @@
+"""Why a peer's work is not in a record, from the coordinator's observations. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coordinator.swarm import ReceivedHeartbeat
+from protocol.ids import PeerKey
+from protocol.ledger.credits import RoundAccount
+
+_PRESENT = ("training", "exchanging", "joining", "syncing")
+
+
+@dataclass(frozen=True, slots=True)
+class NonParticipation:
+    """A peer that is not in a round; `reason` is a key of REASONS, `message` says it with its numbers."""
+
+    peer: PeerKey
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedUpdate:
+    """A peer's announced update: when it was received (unix seconds), and its windows."""
+
+    at: float
+    windows: int
+
+
+REASONS = {
+    "late": "it announced after the record was proposed",
+    "not fetched": "it announced in time, and the others could not fetch or use its update before they went on",
+    "silent": "nothing was members of it",
+    "left": "it has left",
+    "syncing": "it was fetching the state",
+    "behind": "it was rounds behind",
+    "other branch": "it was on another branch of the chain",
+    "not received": "it says that it announced; the announcement did not come here",
+    "no window": "it had no window done",
+    "no announcement": "it did not announce before the others went on",
+}
+
+
+def non_participants(
+    account: RoundAccount,
+    inside: frozenset[PeerKey],
+    before: frozenset[PeerKey],
+    announced: Mapping[PeerKey, ReceivedUpdate],
+    proposed: float | None,
+    members: Mapping[PeerKey, ReceivedHeartbeat],
+    member_seconds: float,
+) -> list[NonParticipation]:
+    """Return every peer that could have been in a round and is not, those that announced first.
+
+    `inside` are the contributors of the round, `before` those of the round before it: a peer that fell silent since is
+    reported once. `announced` are the updates received for this round. `proposed` is when the record was (unix
+    seconds), None if that was not observed.
+    """
+    found = [
+        NonParticipation(peer, *_of_update(a, proposed)) for peer, a in sorted(announced.items()) if peer not in inside
+    ]  # fmt: skip
+    for peer in sorted(members.keys() | before):
+        if peer in inside or peer in announced:
+            continue
+        why = _of_peer(members.get(peer), account, peer in before, member_seconds)
+        if why is not None:
+            found.append(NonParticipation(peer, *why))
+    return found
+
+
+def _of_update(a: ReceivedUpdate, proposed: float | None) -> tuple[str, str]:
+    if proposed is not None and a.at > proposed:
+        return "late", f"announced {a.at - proposed:.1f} s after the record was proposed"
+    return "not fetched", "announced in time; the others could not fetch or use its update before they went on"
+
+
+def _of_peer(
+    h: ReceivedHeartbeat | None, account: RoundAccount, missed: bool, member_seconds: float
+) -> tuple[str, str] | None:
+    if h is None:
+        return ("left", "left, or fell silent, after the round before")
+    beat = h.heartbeat
+    if beat.phase == "leaving":
+        return ("left", "left") if missed else None
+    if h.seconds_since > member_seconds:
+        return ("silent", f"nothing was members of it for {h.seconds_since:.0f} s") if missed else None
+    if beat.phase not in _PRESENT:
+        return None
+    if beat.phase in ("joining", "syncing"):
+        return "syncing", "was fetching the state of the run"
+    if beat.round < account.round:
+        back = account.round - beat.round
+        return "behind", f"was {back} round{'s' * (back != 1)} behind"
+    if beat.round == account.round:
+        if beat.head != account.parent:
+            return "other branch", "was on another branch of the chain"
+        if beat.phase == "exchanging":
+            return "not received", "says that it announced; the announcement did not come here"
+        if not beat.windows:
+            return "no window", "had no window done yet"
+        return "no announcement", f"had {beat.windows} windows done, and did not announce before the others went on"
+    return "no announcement", "did not announce before the others went on"

@@ -1,0 +1,90 @@
+"""The peers of the swarm: each with its newest heartbeat, and since when it has been silent."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from coordinator.swarm import ReceivedHeartbeat
+from protocol.ids import PeerKey
+from protocol.messages import PHASES as SAID
+from protocol.messages import Heartbeat
+
+MAX_PEERS = 10_000
+GONE_AFTER = 15
+"""A silent peer is gone after this number of times `round.member_seconds`."""
+
+PHASES = (*(p for p in SAID if p != "leaving"), "silent", "gone", "banned")
+"""The phases that are shown: the peer's own reports; or that it is silent, gone, or banned by the owner."""
+
+RATE_SECONDS = 30.0
+"""Seconds over which bytes are counted: exchanges come in bursts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedPeer:
+    """A peer's newest heartbeat, when it came, and how fast its counters grow.
+
+    `since` is when it entered this phase; training and exchanging count as one. Times are unix seconds. Rates are bytes
+    a second over about half a minute, by the peer's own counters.
+    """
+
+    heartbeat: Heartbeat
+    heard_at: float
+    since: float = 0.0
+    up_per_second: float = 0.0
+    down_per_second: float = 0.0
+    counted_at: float = 0.0
+    counted: tuple[int, int] = (0, 0)
+
+
+class PeerRegistry:
+    """The newest heartbeat of every peer; if there are too many, the one silent for longest is forgotten."""
+
+    def __init__(self, member_seconds: float):
+        self.member_seconds = member_seconds
+        self._known: dict[PeerKey, TrackedPeer] = {}
+
+    def update(self, heartbeats: Mapping[PeerKey, ReceivedHeartbeat], now: float) -> None:
+        """Take in the observer's heartbeats."""
+        for peer, h in heartbeats.items():
+            self._known[peer] = self._next(self._known.get(peer), h.heartbeat, now - h.seconds_since)
+        if (many := len(self._known) - MAX_PEERS) > 0:
+            for peer in heapq.nsmallest(many, self._known, key=lambda p: self._known[p].heard_at):
+                del self._known[peer]
+
+    def _next(self, before: TrackedPeer | None, heartbeat: Heartbeat, heard_at: float) -> TrackedPeer:
+        counted = (heartbeat.bytes_up, heartbeat.bytes_down)
+        if before is None or heard_at - before.heard_at > self.member_seconds:  # it was away: start from scratch
+            return TrackedPeer(heartbeat, heard_at, heard_at, counted_at=heard_at, counted=counted)
+        same = _kind(before.heartbeat.phase) == _kind(heartbeat.phase)
+        since = before.since if same else heard_at
+        up, down, at, last = before.up_per_second, before.down_per_second, before.counted_at, before.counted
+        if counted < last or heard_at - at >= RATE_SECONDS:
+            elapsed = heard_at - at
+            if elapsed > 0 and counted[0] >= last[0] and counted[1] >= last[1]:
+                up, down = (counted[0] - last[0]) / elapsed, (counted[1] - last[1]) / elapsed
+            at, last = heard_at, counted
+        return TrackedPeer(heartbeat, heard_at, since, up, down, at, last)
+
+    def get(self, peer: PeerKey) -> TrackedPeer | None:
+        """Return a peer, or None."""
+        return self._known.get(peer)
+
+    def keys(self) -> Iterable[PeerKey]:
+        """Return the keys of all peers."""
+        return self._known.keys()
+
+    def phase(self, known: TrackedPeer | None, now: float) -> str:
+        """Return the phase of the heartbeat; or "silent", "gone"."""
+        if known is None or known.heartbeat.phase == "leaving":
+            return "gone"
+        silence = now - known.heard_at
+        if silence > GONE_AFTER * self.member_seconds:
+            return "gone"
+        return "silent" if silence > self.member_seconds else known.heartbeat.phase
+
+
+def _kind(phase: str) -> str:
+    return "training" if phase == "exchanging" else phase

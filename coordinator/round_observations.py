@@ -1,0 +1,257 @@
+"""Observations of each round at first hand: times, training peers, and absent peers with reasons.
+
+They are for people: no credit and no decision depends on them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+from coordinator.non_participation import NonParticipation, ReceivedUpdate, non_participants
+from coordinator.swarm import TRAINING_PHASES, ReceivedHeartbeat
+from protocol.ids import Digest, PeerKey
+from protocol.ledger.credits import RoundAccount
+from protocol.messages import RoundRecord, Signed, UpdateHeader
+
+MAX_ROUNDS = 20_000
+MAX_WITH_ABSENCES = 1_000
+"""Older rounds keep their times, and lose their absent peers."""
+
+MAX_ANNOUNCED = 64
+"""Rounds whose times of announcement are kept."""
+
+MAX_AUTHORS = 10_000
+MAX_PROPOSALS = 64
+TYPICAL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RoundObservation:
+    """One decided round; times in unix seconds of this coordinator's clock, None for what was not observed.
+
+    `began` is when the record before was certified, `announced` when the first update was, `proposed` when the winning
+    record was. `training` counts the peers that trained when it was certified; `sent` and `received` are bytes by the
+    peers' own counters.
+    """
+
+    round: int
+    record: Digest
+    began: float | None
+    announced: float | None
+    proposed: float | None
+    certified: float
+    training: int
+    sent: int | None
+    received: int | None
+    absent: tuple[NonParticipation, ...] | None
+    absent_total: int
+
+    @property
+    def train(self) -> float | None:
+        """Seconds until the first update was announced."""
+        return _between(self.began, self.announced)
+
+    @property
+    def exchange(self) -> float | None:
+        """Seconds from then until the record was proposed: updates are transferred and checked."""
+        return _between(self.announced, self.proposed)
+
+    @property
+    def commit(self) -> float | None:
+        """Seconds from then until it was certified: votes, and in a reduced round the reduced shards."""
+        return _between(self.proposed, self.certified)
+
+    @property
+    def whole(self) -> float | None:
+        """Seconds from the record before to this one."""
+        return _between(self.began, self.certified)
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalDurations:
+    """Medians of the last rounds, in seconds: the whole round, and the time after the first announcement."""
+
+    whole: float
+    after: float
+
+
+class RoundObservations:
+    """Collects what the observer receives (`receive`), and each record as it becomes the newest (`decide`).
+
+    It is bounded: one early announcement and proposal of each author, MAX_PROPOSALS of a round, MAX_ROUNDS rounds.
+    """
+
+    def __init__(self, member_seconds: float, now: Callable[[], float]):
+        self.member_seconds = member_seconds
+        self._now = now
+        self._rounds: OrderedDict[Digest, RoundObservation] = OrderedDict()
+        self._head: Digest | None = None
+        self._began: float | None = None
+        self._announced: dict[PeerKey, ReceivedUpdate] = {}
+        self._proposed: dict[Digest, tuple[float, frozenset[PeerKey]]] = {}
+        self._early: OrderedDict[tuple[PeerKey, type], tuple[Signed, float]] = OrderedDict()
+        self._announcements: OrderedDict[Digest, Mapping[PeerKey, float]] = OrderedDict()
+        self._before: frozenset[PeerKey] = frozenset()
+        self._bytes: dict[PeerKey, tuple[int, int]] = {}
+        self._unsaved: deque[RoundObservation] = deque(maxlen=MAX_WITH_ABSENCES)
+
+    # -- what is known ---------------------------------------------------------------------------------------
+
+    def get(self, record: Digest) -> RoundObservation | None:
+        """Return the observation of the round that this record ended."""
+        return self._rounds.get(record)
+
+    def __iter__(self) -> Iterator[RoundObservation]:
+        """Iterate over every round, in the order of observation."""
+        return iter(self._rounds.values())
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def announcements(self, record: Digest) -> Mapping[PeerKey, float]:
+        """Return the seconds from the round's first announcement to each peer's, of a recent round."""
+        return self._announcements.get(record, {})
+
+    @property
+    def began(self) -> float | None:
+        """When the round that is being trained began (unix seconds)."""
+        return self._began
+
+    @property
+    def first_announced(self) -> float | None:
+        """When the first update of the round that is being trained was announced (unix seconds)."""
+        return min((a.at for a in self._announced.values()), default=None)
+
+    def typical(self) -> TypicalDurations | None:
+        """Return the typical durations; None before a whole round was observed."""
+        newest = [s for s in list(self._rounds.values())[-TYPICAL:] if s.whole is not None]
+        if not newest:
+            return None
+        after = [s.certified - s.announced for s in newest if s.announced is not None]
+        return TypicalDurations(median(s.whole or 0.0 for s in newest), median(after) if after else 0.0)
+
+    # -- what happens ----------------------------------------------------------------------------------------
+
+    def restore(self, seen: list[RoundObservation]) -> None:
+        """Take over the observations of an earlier process, oldest first; to be called before anything else."""
+        for s in seen[-MAX_ROUNDS:]:
+            self._rounds[s.record] = s
+        for s in list(self._rounds.values())[:-MAX_WITH_ABSENCES]:
+            self._rounds[s.record] = replace(s, absent=None)
+
+    def take_unsaved(self) -> list[RoundObservation]:
+        """Return the observations since the last call, to be stored."""
+        taken = list(self._unsaved)
+        self._unsaved.clear()
+        return taken
+
+    def rest(self) -> None:
+        """Note that the run is paused.
+
+        A round without an announcement begins when the run resumes, as it does for its peers.
+        """
+        if self._began is not None and not self._announced:
+            self._began = self._now()
+
+    def receive(self, message: Signed) -> None:
+        """Take in a verified announcement or proposal; other messages are ignored."""
+        if not isinstance(message.body, UpdateHeader | RoundRecord):
+            return
+        now = self._now()
+        if message.body.parent == self._head:
+            self._accept(message, now)
+            return
+        # Its round has not begun here, or it is of another branch: the newest of each author waits for its turn.
+        key = (message.author, type(message.body))
+        if key not in self._early and len(self._early) >= MAX_AUTHORS:
+            self._early.popitem(last=False)
+        self._early[key] = (message, now)
+
+    def _accept(self, message: Signed, at: float) -> None:
+        if isinstance(message.body, UpdateHeader):
+            if message.author in self._announced or len(self._announced) >= MAX_AUTHORS:
+                return
+            self._announced[message.author] = ReceivedUpdate(at, message.body.windows)
+        elif message.digest not in self._proposed and len(self._proposed) < MAX_PROPOSALS:
+            self._proposed[message.digest] = (at, frozenset(message.body.contributors))
+
+    def decide(self, account: RoundAccount, members: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
+        """Note that a record became the newest, and return the observation; `members` are the present members."""
+        now = self._now()
+        if account.parent != self._head:
+            self._turn_to(account.parent, None if (p := self._rounds.get(account.parent)) is None else p.certified)
+        inside = frozenset(e.peer for e in account.entries)
+        first = self.first_announced
+        # A reduced record changes while it gets its shards, so it is identified by the peers that it lists.
+        proposed = min((at for at, who in self._proposed.values() if who == inside), default=None)
+        if proposed is not None and first is not None:
+            proposed = max(proposed, first)
+        came = first is not None or proposed is not None  # else it was decided before this coordinator was there
+        training = sum(_works(h, self.member_seconds) for h in members.values())
+        found = non_participants(account, inside, self._before, self._announced, proposed, members, self.member_seconds)
+        sent, received = self._traffic(members)
+        seen = RoundObservation(
+            account.round, account.record, self._began if came else None, first, proposed, now, training, sent,
+            received, tuple(found[:MAX_LISTED]), len(found),
+        )  # fmt: skip
+        self._rounds[seen.record] = seen
+        self._rounds.move_to_end(seen.record)
+        if first is not None:
+            self._announcements[seen.record] = {p: a.at - first for p, a in self._announced.items()}
+        self._unsaved.append(seen)
+        self._forget()
+        self._before = inside
+        self._turn_to(account.record, now)
+        return seen
+
+    def _turn_to(self, head: Digest, began: float | None) -> None:
+        self._head, self._began = head, began
+        self._announced, self._proposed = {}, {}
+        for key, (message, at) in list(self._early.items()):
+            if message.body.parent == head:
+                del self._early[key]
+                self._accept(message, at)
+
+    def _traffic(self, members: Mapping[PeerKey, ReceivedHeartbeat]) -> tuple[int | None, int | None]:
+        """Return bytes sent and received since the last round; None if that was not observed.
+
+        A counter that has become smaller was restarted.
+        """
+        known = bool(self._bytes)
+        sent = received = 0
+        counters = {}
+        for peer, h in members.items():
+            up, down = h.heartbeat.bytes_up, h.heartbeat.bytes_down
+            before = self._bytes.get(peer)
+            if before is not None:
+                sent += up - before[0] if up >= before[0] else up
+                received += down - before[1] if down >= before[1] else down
+            counters[peer] = (up, down)
+        self._bytes = counters
+        return (sent, received) if known else (None, None)
+
+    def _forget(self) -> None:
+        while len(self._rounds) > MAX_ROUNDS:
+            self._rounds.popitem(last=False)
+        while len(self._announcements) > MAX_ANNOUNCED:
+            self._announcements.popitem(last=False)
+        if len(self._rounds) > MAX_WITH_ABSENCES:
+            for back, s in enumerate(reversed(self._rounds.values())):
+                if back == MAX_WITH_ABSENCES:
+                    self._rounds[s.record] = replace(s, absent=None)
+                    break
+
+
+MAX_LISTED = 100
+"""Maximum number of absent peers that are kept of a round."""
+
+
+def _works(h: ReceivedHeartbeat, member_seconds: float) -> bool:
+    return h.heartbeat.phase in TRAINING_PHASES and h.seconds_since <= member_seconds
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else max(0.0, end - start)

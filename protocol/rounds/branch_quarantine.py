@@ -1,0 +1,188 @@
+"""Branches that the fork choice ignores for a while: they are underweight, or their blobs are unavailable.
+
+A branch whose blobs were unavailable returns only with them: when its time is over they are requested again. Until they
+are here, the branch draws nobody away from what is available.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protocol.ids import Digest, PeerKey
+from protocol.rounds.context import Context
+
+MAX_QUARANTINED = 64
+MAX_EARLY_FAILURES = 2
+"""After this number of failed moves, a branch stays quarantined for the full time even if a contributor reappears: each
+attempt can take minutes."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    since: float
+    until: float
+    tries: int
+    underweight: bool
+    failures: int
+    """Moves there that failed though all blobs were held."""
+
+    absent: frozenset[PeerKey]
+    """Contributors of its record that were no members then: the blobs may be available once one of them is back."""
+
+    contributors: int
+    active: bool = True
+    retried_since: float | None = None
+    """The time from which its blobs are to be requested again."""
+
+    turns: int = 0
+
+
+class BranchQuarantine:
+    """Those of one machine's chain, by the first record of each branch."""
+
+    def __init__(self, context: Context):
+        self._c = context
+        self._entries: dict[Digest, _Entry] = {}
+        self.tip: Digest | None = None
+        """The tip of the branch whose blobs are requested again; None when there is none."""
+
+        self._turn: Digest | None = None
+        """The branch whose turn it is, since `_turn_since`."""
+
+        self._turn_since = 0.0
+        self._next_check = 0.0
+        self._tips: dict[Digest, Digest] = {}
+        self._tips_for: tuple | None = None
+
+    def add_underweight(self, record: Digest, until: float) -> None:
+        """Quarantine a branch until a time."""
+        self._add(record, until, underweight=True, failures=0)
+
+    def add(self, record: Digest, *, failed: bool = False) -> bool:
+        """Quarantine a branch for `patience_seconds`, or until an absent peer is back; then until its blobs are here.
+
+        `failed`: a move failed though they were here; the time is twice as long after each such failure. Return False
+        when there is no other branch.
+        """
+        old = self._entries.get(record)
+        failures = failed + (0 if old is None else old.failures)
+        return self._add(record, self._end_of(failures), underweight=False, failures=failures)
+
+    def _end_of(self, failures: int) -> float:
+        return self._c.now + self._c.policy.patience_seconds * 2 ** min(max(0, failures - 1), 6)
+
+    def _add(self, record: Digest, until: float, *, underweight: bool, failures: int) -> bool:
+        c = self._c
+        if c.chain.floor is not None and c.chain.is_ancestor(record, c.chain.floor):
+            return False
+        old = self._entries.pop(record, None)
+        tries = 0 if old is None else old.tries + 1
+        absent = frozenset() if underweight else self._absent(record)
+        number = len(c.chain.certificate(record).record.body.updates)
+        self._entries[record] = _Entry(c.now, until, tries, underweight, failures, absent, number)
+        c.chain.set_aside(record)
+        while len(self._entries) > MAX_QUARANTINED:
+            oldest = next(iter(self._entries))
+            c.chain.take_back(oldest)
+            del self._entries[oldest]
+        return True
+
+    def _absent(self, record: Digest) -> frozenset[PeerKey]:
+        c = self._c
+        authors = c.chain.certificate(record).record.body.contributors
+        return frozenset(k for k in authors if k != c.me and k not in c.members and not c.members.has_left(k))
+
+    # -- release ---------------------------------------------------------------------------------------------
+
+    def reconsider(self, record: Digest) -> None:
+        """End the time of branches that are quarantined for the first time and that this record extends."""
+        for branch, entry in self._entries.items():
+            if entry.active and entry.tries == 0 and self._c.chain.is_ancestor(branch, record):
+                entry.until = self._c.now
+
+    def member_at(self, head: Digest, since: float) -> None:
+        """Note the head of a member that we have heard from since a time.
+
+        If it came after a branch up to there was quarantined, the branch's blobs may be available again.
+        """
+        chain = self._c.chain
+        for branch, entry in self._entries.items():
+            waits = entry.active and not entry.underweight and entry.retried_since is None
+            news = waits and entry.since < since and entry.failures <= MAX_EARLY_FAILURES
+            if news and branch in chain and chain.is_ancestor(branch, head):
+                entry.until = self._c.now
+
+    def advance(self, is_here: Callable[[Digest], bool]) -> None:
+        """Release what is over. `is_here(tip)`: whether all blobs are held that a move to a record needs."""
+        c = self._c
+        check = c.now >= self._next_check
+        if check:
+            # A returned contributor is no reason to search at each message.
+            self._next_check = c.now + c.policy.heartbeat_seconds / 2
+        for record, entry in list(self._entries.items()):
+            if entry.active and not c.chain.is_aside(record) or record not in c.chain:
+                del self._entries[record]  # finalized, or gone
+            elif not entry.active or entry.retried_since is not None:
+                continue
+            elif entry.underweight:
+                if c.deadlines.due("quarantine", entry.until):
+                    self._release(record)
+            elif c.deadlines.due("quarantine", entry.until) or check and self._is_somebody_back(entry):
+                # Back from a split: most likely nobody withheld anything.
+                entry.retried_since = c.now
+        while self._take_turn():
+            record = self._turn
+            if record is None or self.tip is None:
+                return
+            if is_here(self.tip):
+                self._release(record)
+            elif c.deadlines.due("quarantine turn", self._turn_since + c.policy.patience_seconds):
+                self._prolong(record)
+            else:
+                return
+
+    def _is_somebody_back(self, entry: _Entry) -> bool:
+        return entry.failures <= MAX_EARLY_FAILURES and any(self._is_back(k) for k in entry.absent)
+
+    def _take_turn(self) -> bool:
+        """Choose the branch whose blobs are requested: one at a time, or one could hide another behind itself.
+
+        A branch with few contributors comes last: one peer alone can make any number of branches.
+        """
+        c = self._c
+        due = [r for r, e in self._entries.items() if e.active and e.retried_since is not None]
+        key = (frozenset(due), c.chain.head, len(c.chain))
+        if key != self._tips_for or any(tip not in c.chain for tip in self._tips.values()):
+            self._tips_for = key
+            self._tips = {r: tip for r in due if (tip := c.chain.head_with(r)) is not None}
+        if self._turn not in self._tips:
+            # Branches that are lighter than the head are no candidates: nobody would move there.
+            entries = {r: self._entries[r] for r in self._tips}
+            order = {r: (-e.contributors, e.turns, e.retried_since) for r, e in entries.items()}
+            self._turn = min(order, key=lambda r: order[r], default=None)
+            self._turn_since = c.now
+            if self._turn is not None:
+                self._entries[self._turn].turns += 1
+        self.tip = None if self._turn is None else self._tips[self._turn]
+        return self._turn is not None
+
+    def _prolong(self, record: Digest) -> None:
+        entry = self._entries[record]
+        entry.tries += 1
+        entry.since, entry.until, entry.retried_since = self._c.now, self._end_of(entry.failures), None
+        self._c.deadlines.due("quarantine", entry.until)
+        entry.absent = self._absent(record)
+
+    def _release(self, record: Digest) -> None:
+        entry = self._entries[record]
+        entry.active, entry.retried_since = False, None
+        self._c.chain.take_back(record)
+
+    def _is_back(self, key: PeerKey) -> bool:
+        """Return whether a member was heard from more than once: one heartbeat can come from behind a split."""
+        member = self._c.members.get(key)
+        return member is not None and member.heard - member.since >= self._c.policy.heartbeat_seconds
+
+    def __len__(self) -> int:
+        return len(self._entries)

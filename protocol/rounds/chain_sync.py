@@ -1,0 +1,160 @@
+"""The next source of missing certificates: one request at a time, sources in turn, longer pauses after failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey
+from protocol.rounds.deadlines import Deadlines
+
+MAX_PAUSE = 60.0
+
+STRANGERS = 8
+"""Maximum number of claims of peers that are no members (the coordinator's observer is one): anybody can make keys."""
+
+SAFETY = 1e-6
+"""Seconds beyond the time for an answer before the request counts as failed."""
+
+
+@dataclass(slots=True)
+class _Claim:
+    head: Digest
+    weight: int
+    since: float
+    member: bool
+    renewed: float
+
+
+class ChainSync:
+    """The claims of others, by their heartbeats, and the request under way."""
+
+    def __init__(self, bound: int, heartbeat_seconds: float):
+        self._bound = bound
+        self._pause = heartbeat_seconds
+        self._grace = min(0.5, heartbeat_seconds / 2)
+        """Seconds in which a record that is just being certified reaches us without a request."""
+
+        self._answer_within = max(30.0, 10 * heartbeat_seconds)
+        self._claims: dict[PeerKey, _Claim] = {}
+        self._failures: dict[PeerKey, tuple[int, float]] = {}
+        """Failed requests in a row, and the time until which the source is not asked."""
+
+        self._last_asked: dict[PeerKey, float] = {}
+        self.asked: PeerKey | None = None
+        """The peer of the request under way."""
+
+        self._asked_at = 0.0
+
+    def grow(self, bound: int) -> None:
+        """Make room for more sources."""
+        self._bound = max(self._bound, bound)
+
+    def claim(self, source: PeerKey, head: Digest, weight: int, chain: Chain, now: float, *, member: bool) -> None:
+        """Note the head and weight that a peer claims, as long as the head is not in the tree."""
+        if head in chain:
+            self._claims.pop(source, None)
+            return
+        old = self._claims.get(source)
+        if old is not None and old.head == head:
+            old.weight, old.member, old.renewed = weight, member, now
+            return
+        if old is None and not (self._has_room(now) if member else self._has_room_for_a_stranger(now)):
+            return
+        # A source that was ahead and still is has been ahead since then.
+        self._claims[source] = _Claim(head, weight, now if old is None else old.since, member, now)
+
+    def _has_room(self, now: float) -> bool:
+        return len(self._claims) < self._bound or self._drop_a_stranger(now)
+
+    def _has_room_for_a_stranger(self, now: float) -> bool:
+        if sum(not c.member for c in self._claims.values()) < STRANGERS:
+            return len(self._claims) < self._bound
+        return self._drop_a_stranger(now - self._answer_within)
+
+    def _drop_a_stranger(self, silent_since: float) -> bool:
+        """Drop the stranger that has been silent the longest, of those silent since then, or asked in vain."""
+        strangers = [
+            s for s, c in self._claims.items() if not c.member and (c.renewed <= silent_since or s in self._failures)
+        ]
+        if strangers:
+            self.forget(min(strangers, key=lambda s: self._claims[s].renewed))
+        return bool(strangers)
+
+    def forget(self, source: PeerKey) -> None:
+        """Forget a source that is gone."""
+        self._claims.pop(source, None)
+        self._failures.pop(source, None)
+        self._last_asked.pop(source, None)
+        if self.asked == source:
+            self.asked = None
+
+    def wanted(self, chain: Chain) -> list[PeerKey]:
+        """Return the sources that claim a better head that is not in the tree.
+
+        Any other head counts when the record that the owner finalized, or rolled back to, is on none of our branches.
+        """
+        if not self._claims:
+            return []
+        for source in [s for s, c in self._claims.items() if c.head in chain]:
+            del self._claims[source]
+        if chain.is_seeking:
+            return list(self._claims)
+        weight, head = chain.weight(chain.head), chain.head
+        return [s for s, c in self._claims.items() if c.weight > weight or (c.weight == weight and c.head < head)]
+
+    def next_request(self, chain: Chain, deadlines: Deadlines, *, eager: bool) -> PeerKey | None:
+        """Return the peer to ask now, and mark it as asked: members first, then the one asked longest ago.
+
+        `eager`: do not wait for records that may arrive without a request.
+        """
+        if self.asked is not None:
+            if not deadlines.due("chain answer", self._asked_at + self._answer_within + SAFETY):
+                return None
+            self.failed(self.asked, deadlines.now)
+        due = [s for s in self.wanted(chain) if deadlines.due("chain request", self._earliest(s, eager))]
+        if not due:
+            return None
+        source = min(due, key=lambda s: (not self._claims[s].member, self._last_asked.get(s, -1.0), s))
+        self.ask(source, deadlines.now)
+        deadlines.due("chain answer", self._asked_at + self._answer_within + SAFETY)
+        return source
+
+    def ask(self, source: PeerKey, now: float) -> None:
+        """Mark a request as under way."""
+        self.asked = source
+        self._asked_at = now
+        self._last_asked.pop(source, None)
+        self._last_asked[source] = now
+        while len(self._last_asked) > self._bound:
+            del self._last_asked[next(iter(self._last_asked))]
+
+    def answered(self, source: PeerKey, *, useful: bool, now: float) -> None:
+        """Note an answer; one that brought nothing new counts as a failure."""
+        if not useful:
+            self.failed(source, now)
+            return
+        self._failures.pop(source, None)
+        if self.asked == source:
+            self.asked = None
+
+    def failed(self, source: PeerKey, now: float) -> None:
+        """Note that a source gave no answer, or a malformed one: pause twice as long each time."""
+        if self.asked == source:
+            self.asked = None
+        count = min(10, self._failures.pop(source, (0, 0.0))[0] + 1)
+        self._failures[source] = (count, now + min(MAX_PAUSE, self._pause * 2**count))
+        while len(self._failures) > self._bound:
+            del self._failures[next(iter(self._failures))]
+
+    def _earliest(self, source: PeerKey, eager: bool) -> float:
+        since = 0.0 if eager else self._claims[source].since + self._grace
+        return max(since, self._failures.get(source, (0, 0.0))[1])
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the size and the bound of each container."""
+        return {
+            "claims": (len(self._claims), self._bound),
+            "failures": (len(self._failures), self._bound),
+            "asked": (len(self._last_asked), self._bound),
+        }

@@ -1,0 +1,164 @@
+"""The end of a machine's part in the run: its user leaves, the run is over, or the owner has banned this peer."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from protocol.messages import Goodbye
+from protocol.rounds.actions import Broadcast, Finished, RunCompleted
+from protocol.rounds.context import Context
+from protocol.rounds.governance import because
+
+QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
+"""After the run's last round a peer stays until it has sent less than this in that time, and nobody is behind."""
+
+MAX_STAY_SECONDS = 600.0
+"""The longest time that it stays for those who are behind."""
+
+
+class LeaveStep(Enum):
+    """The next step of a leaver."""
+
+    STAY = "stay"
+    ANNOUNCE = "announce"
+    """Announce the work that no update covers."""
+
+    GO = "go"
+
+
+class Departure:
+    """When this peer stops taking part, and when its driver may stop."""
+
+    def __init__(self, context: Context):
+        self._c = context
+        self.is_over = False
+        """The run is over for us: no update is made, and no vote cast."""
+
+        self.has_left = False
+        """Goodbye is said: the machine is silent."""
+
+        self.is_hurrying = False
+        """A leaver announces its last update as soon as possible."""
+
+        self._reached_total = False
+        self._leave_at: float | None = None
+        """The time at which a leaver goes, whatever is undecided."""
+
+        self._last_round: int | None = None
+        """The round of the leaver's last update."""
+
+        self._ordered_from = 0.0
+        """The earliest time to stop by a directive: one that was stored in an earlier life may not be the newest."""
+
+        self._ordered_at: float | None = None
+        """The time at which a directive to stop took effect."""
+
+        self._completed: tuple[str, float] | None = None
+        """Why the run is over, and since when; None when it is not, or we need not stay."""
+
+        self._check_at = 0.0
+        self._sent = 0
+        """Bytes that had been sent at the last check."""
+
+    # -- the user leaves -------------------------------------------------------------------------------------
+
+    @property
+    def is_leaving(self) -> bool:
+        """True when the user wants to stop."""
+        return self._leave_at is not None
+
+    def leave(self, seconds: float) -> None:
+        """Note that the user wants to stop, within this time."""
+        if self._leave_at is None:
+            self._leave_at = self._c.now + seconds
+
+    def next_step(self, number: int | None, *, busy: bool, announced: bool, has_work: bool) -> LeaveStep:
+        """Return what a leaver does now. It stays until the round of its last update is decided, or its time is over.
+
+        `number`: the open round; `busy`: the trainer owes an answer; `announced`: our update of the open round is.
+        """
+        if self._leave_at is None:
+            return LeaveStep.STAY
+        if self._c.deadlines.due("leave", self._leave_at) or number is None or self._c.observer or self.is_over:
+            return LeaveStep.GO
+        undecided = self._last_round is None or number <= self._last_round
+        if busy or (announced and undecided):
+            self._last_round = number if self._last_round is None else self._last_round
+            return LeaveStep.STAY
+        if self._last_round is None and has_work:
+            self._last_round = number
+            self.is_hurrying = True
+            return LeaveStep.ANNOUNCE
+        return LeaveStep.GO
+
+    def say_goodbye(self, sequence: int) -> None:
+        """Leave."""
+        c = self._c
+        c.emit(Broadcast(c.signer.sign(Goodbye(c.run, sequence))))
+        c.emit(Finished("left the swarm"))
+        self.has_left = True
+
+    # -- the run is over, or we are banned --------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start: a stored directive to stop counts once nobody knew a newer one for `member_seconds`."""
+        self._ordered_from = self._c.now + self._c.policy.member_seconds
+
+    def directive_changed(self) -> None:
+        """Note a newer directive: it counts at once, and may end an order to stop."""
+        self._ordered_from = 0.0
+        if not self._c.resting:
+            self._ordered_at, self.is_over = None, self._reached_total or self._c.chain.is_stranded
+
+    def reached_total(self, weight: int) -> None:
+        """Complete the run when this weight is its total."""
+        total = self._c.policy.total_windows
+        if total and weight >= total and not self.is_over:
+            self._reached_total = True
+            self._complete(f"the run has reached its {total} windows")
+
+    def follow_order(self, *, announced: bool, busy: bool) -> None:
+        """Stop when a directive says so, but not before the open round that we announced in is decided."""
+        c, directive = self._c, self._c.directive
+        banned = c.is_banned(c.me)
+        if self.is_over or not (directive.order == "ended" or banned) or not c.deadlines.due("order", self._ordered_from):
+            return
+        self._ordered_at = c.now if self._ordered_at is None else self._ordered_at
+        longest = c.policy.exchange_seconds + c.policy.patience_seconds
+        if (announced or busy) and not c.deadlines.due("order", self._ordered_at + longest):
+            return
+        reason = "the run has been ended by its owner" if directive.order == "ended" else "banned by the run's owner"
+        if banned:
+            self._stop(reason + because(directive))
+        else:
+            self._complete(reason + because(directive))
+
+    def strand(self, reason: str) -> None:
+        """Stop because a rollback is further back than is remembered here: a new start from the store follows it."""
+        self._stop(reason, again=True)
+
+    def _stop(self, reason: str, *, again: bool = False) -> None:
+        """Stop at once: nobody wants to receive our messages any more."""
+        self.is_over = True
+        self._c.emit(RunCompleted(reason) if self._c.observer else Finished(reason, again))
+
+    def _complete(self, reason: str) -> None:
+        """Stop training, and stay for those who need the last state."""
+        self.is_over = True
+        self._c.emit(RunCompleted(reason))
+        if not self._c.observer and self._completed is None:
+            self._completed = (reason, self._c.now)
+            self._check_at, self._sent = self._c.now + QUIET_SECONDS, -QUIET_BYTES
+
+    def stay(self, *, anybody_behind: bool, bytes_up: int) -> None:
+        """Finish once nobody needs the last state any more: nobody is behind, and little was sent lately."""
+        if self._completed is None or self.has_left or not self._c.deadlines.due("stay", self._check_at):
+            return
+        reason, since = self._completed
+        busy, self._sent = bytes_up - self._sent > QUIET_BYTES, bytes_up
+        self._check_at = self._c.now + QUIET_SECONDS
+        if (anybody_behind or busy) and self._c.now < since + MAX_STAY_SECONDS:
+            self._c.deadlines.due("stay", self._check_at)
+            return
+        self._completed = None
+        self._c.emit(Finished(reason))

@@ -1,0 +1,84 @@
+"""The attribution of faults: a blob that breaks the codec's rules, and two means of one record."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate
+from protocol.rounds.blobs import BlobOrigin, applied_blobs
+from protocol.rounds.consensus import Consensus
+from protocol.rounds.context import Context
+
+REPLAYED = 64
+"""Records before the head, for each checkpoint kept, among which the record of an invalid blob is searched for."""
+
+
+def blob_invalid(c: Context, consensus: Consensus, tip: Digest | None, blob: Digest, reason: str) -> None:
+    """Leave the author of an invalid update out of the round, and the signers of an invalid shard.
+
+    Nobody here votes for their record. A certified record that is applied with the blob is dropped; also one on the way
+    to `tip`, a branch whose blobs are requested. A reduced record stands although it lists an invalid update: its
+    shards are applied, and only the committee of some shard saw what is wrong.
+    """
+    r, x = consensus.round, consensus.exchange
+    signers = set() if r is None or x is None else x.signers_of(blob)
+    announced = None if r is None else next((h for h in r.headers.values() if h.body.blob == blob), None)
+    certified, origin = _certified_with(c, blob, tip)
+    if origin is not None and origin.is_contradicted(announced=announced is not None, attested=bool(signers)):
+        certified = origin = None  # that record is as good as before
+    else:
+        c.blobs.reject(blob)
+    header = announced or (None if origin is None else origin.header)
+    if r is not None and x is not None:
+        r.reject(blob)
+        if header is not None and r.headers.get(header.author) is header:
+            r.exclude(header.author)
+        x.blob_invalid(blob, sorted(signers))
+    if header is not None:
+        number = 0 if r is None else r.number
+        c.members.penalise(header.author, number)
+        c.members.distrusted.penalise(header.author, number)
+    author = None if header is None else header.author
+    phrase = "an update" if origin is None else origin.phrase
+    c.notify("warning", "bad-blob", f"{phrase} breaks the codec's rules: {reason}", author)
+    if certified is not None and origin is not None:
+        text = f"record {certified.short} was certified with a bad {origin.kind}: dropped"
+        c.notify("error", "bad-record", text, author)
+        c.chain.condemn(certified)
+
+
+def two_means(chain: Chain, certificate: Certificate) -> tuple[str, PeerKey] | None:
+    """Return a notice on those who voted for two sets of shards of one record, before its certificate is added.
+
+    The two are branches of the chain like any others; the notice is for people.
+    """
+    rival = chain.on_main(certificate.record.body.round + 1)
+    if certificate.digest in chain or rival is None or rival == chain.root:
+        return None
+    other = chain.certificate(rival)
+    if other.record.digest != certificate.record.digest or other.parts == certificate.parts:
+        return None
+    first = {v.author for v in other.votes}
+    twice = [v.author for v in certificate.votes if v.author in first]
+    text = f"record {certificate.record.digest.short} was certified with two means: {len(twice)} of its "
+    text += f"{len(certificate.record.body.updates)} contributors voted for both, the first is {twice[0].short}"
+    return text, twice[0]
+
+
+def _certified_with(c: Context, blob: Digest, tip: Digest | None) -> tuple[Digest | None, BlobOrigin | None]:
+    """Return the record that is applied with a blob, of those that a member may still have to apply.
+
+    They are on the path of the head, or on the way to another tip.
+    """
+    chain, policy = c.chain, c.policy
+    for branch in (chain.head, tip):
+        if branch is None or branch not in chain:
+            continue
+        top = chain.height(branch)
+        last = max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * REPLAYED)
+        for record in islice(chain.ancestors(branch), top - last):
+            if (origin := applied_blobs(chain.certificate(record)).get(blob)) is not None:
+                return record, origin
+    return None, None

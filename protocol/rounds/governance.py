@@ -1,0 +1,83 @@
+"""The owner's directives (docs/control.md): accepted from any source, passed on, and stored.
+
+The decisions that all peers share (the banned, the policy of a round, the branch that counts) follow from the chain's
+records. For the rest each peer follows the newest directive that it knows. It rests while the run is paused, stops when
+the run has ended or it is banned itself, and ignores the messages of banned peers.
+"""
+
+from __future__ import annotations
+
+from protocol.errors import ChainError
+from protocol.ids import PeerKey
+from protocol.messages import Directive, Heartbeat, Signed
+from protocol.rounds.actions import Broadcast, Send, StoreDirective
+from protocol.rounds.context import Context
+
+FEW = 32
+"""Number of members up to which everyone passes a newer directive on; among more, about eight of them do."""
+
+
+class Governance:
+    """The owner's newest directive at one machine. The machine passes its consequences to the other parts."""
+
+    def __init__(self, context: Context):
+        self._c = context
+        self._due: dict[PeerKey, float] = {}
+        """The time at which a peer that knows another directive than we do is sent ours."""
+
+    def accept(self, directive: Signed[Directive], source: PeerKey | None) -> bool:
+        """Accept the owner's directive from anybody. Return whether it is newer than what was known."""
+        try:
+            return self._c.chain.take(directive)
+        except ChainError as e:
+            self._c.notify("error", "directive", str(e), source)
+            return False
+
+    def publish(self, directive: Signed[Directive]) -> None:
+        """Store a newer directive, and pass it on."""
+        c = self._c
+        c.emit(StoreDirective(directive))
+        if len(c.members) <= FEW or c.members.is_my_turn(directive.digest, 0):
+            c.emit(Broadcast(directive))
+
+    def dismiss_banned(self, directive: Directive) -> None:
+        """Remove the banned from the members."""
+        c = self._c
+        for key in [m.key for m in c.members if c.is_banned(m.key)]:
+            c.members.dismiss(key)
+            c.notify("info", "banned", f"the run's owner has banned {key.short}{because(directive)}", key)
+
+    def notify_pause(self, before: Directive | None, now: Directive) -> None:
+        """Notify people when the run is paused or resumed."""
+        was_running = before is None or before.order == "running"
+        if was_running and now.order == "paused":
+            text = f"paused by the run's owner{because(now)}: nothing is trained until the run goes on"
+            self._c.notify("warning", "paused", text)
+        elif not was_running and now.order == "running":
+            self._c.notify("info", "resumed", "the run goes on: its owner has said so")
+
+    def inform(self, source: PeerKey, beat: Heartbeat) -> None:
+        """Send our directive to a peer whose heartbeats show for a while that it does not have it."""
+        c, directive, member = self._c, self._c.chain.newest, self._c.members.get(source)
+        if member is not None and beat.sequence <= member.beat.sequence:
+            return  # a replay: anybody could have the directive sent to its author again and again
+        if directive is None or beat.directive_sequence == directive.body.sequence:
+            self._due.pop(source, None)
+            return
+        due = self._due.get(source)
+        if due is None:
+            while len(self._due) >= 2 * c.policy.max_members:
+                del self._due[next(iter(self._due))]
+            self._due[source] = c.now + c.policy.heartbeat_seconds
+        elif due <= c.now and (len(c.members) <= FEW or c.members.is_my_turn(directive.digest, beat.sequence)):
+            self._due[source] = c.now + 4 * c.policy.heartbeat_seconds
+            c.emit(Send(source, (directive,)))
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the size and the bound of each container."""
+        return {"informed": (len(self._due), 2 * max(self._c.policy.max_members, self._c.base.max_members))}
+
+
+def because(directive: Directive) -> str:
+    """Return the owner's reason as a suffix for a message; empty where none was given."""
+    return f" ({directive.reason})" if directive.reason else ""

@@ -1,0 +1,44 @@
+"""Headers that a member misses are passed on to it by those who hold them."""
+
+from __future__ import annotations
+
+from protocol.ids import Digest, PeerKey, short_id
+from protocol.messages import Heartbeat
+from protocol.rounds.actions import Send
+from protocol.rounds.context import Context
+from protocol.rounds.phase import Phase
+from protocol.rounds.round_state import RoundState
+
+MAX_PASSED_ON = 16
+"""Maximum number of headers sent at a time to a member whose heartbeat shows that it misses them."""
+
+LIST_ALWAYS, LIST_EVERY = 64, 8
+"""An announced peer lists the headers that it knows in each heartbeat while they are few, else in each eighth. For a
+thousand peers, 8 bytes for each header to each of them would fill a third of a link of 100 Mbit/s."""
+
+
+def known_headers(r: RoundState | None, head: Digest, phase: Phase, beats: int) -> tuple[int, ...]:
+    """Return what our heartbeat of this number lists of the headers that we hold."""
+    known = () if r is None or r.parent != head else tuple(short_id(h.digest) for h in r.headers.values())
+    if len(known) > LIST_ALWAYS and beats % LIST_EVERY and phase is Phase.EXCHANGING:
+        # An announced peer knows its own header at least, so an empty list means "not stated", not "none".
+        return ()
+    return known
+
+
+def pass_on_headers(c: Context, r: RoundState, to: PeerKey, beat: Heartbeat) -> None:
+    """Send the headers that a member of the same round misses: each by its author, and by a few others of us."""
+    if not r.headers or (not beat.known and beat.phase == Phase.EXCHANGING):
+        return
+    known = set(beat.known)
+    every = max(1, len(c.members) // 3)
+    missing = [
+        h
+        for h in r.headers.values()
+        if h.author != to
+        and short_id(h.digest) not in known
+        and c.now - r.received_at[h.author] > c.policy.heartbeat_seconds
+        and (h.author == c.me or (c.me[0] + h.digest[0] + beat.sequence) % every == 0)
+    ]
+    if missing:
+        c.emit(Send(to, tuple(missing[:MAX_PASSED_ON])))

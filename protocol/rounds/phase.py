@@ -1,0 +1,114 @@
+"""The phases of the round machine, and every transition between them: data that docs/rounds.md draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from protocol.rounds.errors import InvariantError
+
+
+class Phase(str, Enum):
+    """The phase of a machine. Heartbeats carry the value, except for `LEFT`."""
+
+    JOINING = "joining"
+    """It collects what the other members have. The trainer holds no state."""
+
+    SYNCING = "syncing"
+    """The trainer holds no state of the chain: a `Resync` is due or under way."""
+
+    TRAINING = "training"
+    """The trainer holds the state that the open round starts from. Nothing is announced yet."""
+
+    PAUSED = "paused"
+    """As `TRAINING`, but the owner wants no update: the trainer rests."""
+
+    EXCHANGING = "exchanging"
+    """The own update of the open round is announced."""
+
+    LEAVING = "leaving"
+    """The user wants to stop: the round of the last update is awaited for a short time."""
+
+    LEFT = "left"
+    """Goodbye is said. The machine is silent."""
+
+    OBSERVING = "observing"
+    """It follows certificates and never trains."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+JOINED = "a member whose head we know, or the time for joining is over"
+STATE_REACHED = "`StateReached`"
+STATE_LOST = "`MoveFailed`, a contradicted state, or the record of the state left the chain"
+ANNOUNCED = "own header broadcast, or received from before a crash"
+DECIDED = "the next round begins, or the open round begins again on another branch"
+PAUSE = "a directive pauses or ends the run, or bans this peer"
+RESUMED = "a directive ends the pause"
+LEAVE = "`Leave`"
+GOODBYE = "the last update is decided, or the time for leaving is over"
+
+TRANSITIONS: Mapping[Phase, Mapping[Phase, str]] = {
+    Phase.JOINING: {
+        Phase.SYNCING: JOINED,
+        Phase.LEAVING: LEAVE,
+    },
+    Phase.SYNCING: {
+        Phase.TRAINING: STATE_REACHED,
+        Phase.PAUSED: STATE_REACHED,
+        Phase.EXCHANGING: STATE_REACHED,
+        Phase.LEAVING: LEAVE,
+    },
+    Phase.TRAINING: {
+        Phase.EXCHANGING: ANNOUNCED,
+        Phase.PAUSED: PAUSE,
+        Phase.SYNCING: STATE_LOST,
+        Phase.LEAVING: LEAVE,
+    },
+    Phase.PAUSED: {
+        Phase.TRAINING: RESUMED,
+        Phase.EXCHANGING: ANNOUNCED,
+        Phase.SYNCING: STATE_LOST,
+        Phase.LEAVING: LEAVE,
+    },
+    Phase.EXCHANGING: {
+        Phase.TRAINING: DECIDED,
+        Phase.PAUSED: DECIDED,
+        Phase.SYNCING: STATE_LOST,
+        Phase.LEAVING: LEAVE,
+    },
+    Phase.LEAVING: {
+        Phase.LEFT: GOODBYE,
+    },
+    Phase.OBSERVING: {
+        Phase.LEFT: LEAVE,
+    },
+    Phase.LEFT: {},
+}
+"""The only transitions that there are: from, to, and the cause of each."""
+
+
+def phase_of(
+    *, observer: bool, left: bool, leaving: bool, joined: bool, holds_state: bool, announced: bool, resting: bool
+) -> Phase:
+    """Return the phase that these facts give; earlier arguments take precedence over later ones."""
+    if left:
+        return Phase.LEFT
+    if observer:
+        return Phase.OBSERVING
+    if leaving:
+        return Phase.LEAVING
+    if not joined:
+        return Phase.JOINING
+    if not holds_state:
+        return Phase.SYNCING
+    if announced:
+        return Phase.EXCHANGING
+    return Phase.PAUSED if resting else Phase.TRAINING
+
+
+def check_transition(before: Phase, after: Phase) -> None:
+    """Raise `InvariantError` when the table has no such transition. To stay in a phase is none."""
+    if before is not after and after not in TRANSITIONS[before]:
+        raise InvariantError(f"the round machine went from {before} to {after}, which its table does not have")

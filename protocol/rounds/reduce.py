@@ -1,0 +1,404 @@
+"""Rounds that are reduced: committees make the mean of a proposal's updates in shards, and attest their digests.
+
+One proposal at a time is worked on: its shards are made and fetched until it is voted for and certified. Work also ends
+when the proposal is deadlocked, or its time (`exchange_seconds` from its arrival) is over. Then the next proposer has
+its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from protocol.ids import Digest, PeerKey
+from protocol.messages import MAX_LACKING, RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote
+from protocol.rounds.actions import Broadcast, CancelReduce, ReduceShard
+from protocol.rounds.blobs import BlobOrigin, ShardBlob
+from protocol.rounds.context import Context
+from protocol.rounds.exchange import Slice
+from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR, Proposal, RoundState
+from protocol.rounds.shard_tally import ShardTally
+
+MAX_REPEATED_ATTESTATIONS = 64
+MAX_ATTESTATION_BYTES = 64 * 1024 * 1024
+
+
+class Reduce:
+    """The exchange of one reduced round."""
+
+    leave_seconds = 6.0
+    """Longer than in a gathered round: an update is fetched only once a proposal lists it."""
+
+    def __init__(self, context: Context, round_state: RoundState):
+        self._c = context
+        self._r = round_state
+        self._tallies: dict[Digest, ShardTally] = {}
+        """Of each proposal of the round."""
+
+        self._abandoned: set[Digest] = set()
+        """Proposals that were worked on in vain."""
+
+        self._current: Proposal | None = None
+        """The proposal that is worked on."""
+
+        self._early: dict[PeerKey, dict[tuple[Digest, int], Signed[ShardAttestation]]] = {}
+        """Attestations of records that are not here yet."""
+
+        self._bytes = 0
+        """Size of all attestations that are held."""
+
+        self._left_out: set[PeerKey] = set()
+        """Contributors that no record of ours lists any more in this round: their slices are unavailable, or their
+        attestations were wrong."""
+
+        self._unavailable: set[PeerKey] = set()
+        """Contributors that more than half of a committee could not get: another's record that lists them gets no vote
+        of ours either."""
+
+        self._penalised: set[PeerKey] = set()
+        """Those of `_unavailable` who were reported."""
+
+        self._silent: set[PeerKey] = set()
+        """Committee members that attested nothing before the last proposal ran out of time."""
+
+        self._late = False
+        """Others were faster with the current proposal's shards that we make, so those are fetched too."""
+
+        self._in_vain = 0
+        """Number of proposals that were worked on in vain."""
+
+        self._evidence: tuple[Signed, ...] = ()
+        """Why the last of them was deadlocked, for those who still work on it."""
+
+    # -- proposals and votes ---------------------------------------------------------------------------------
+
+    def listable(self) -> list[Signed[UpdateHeader]]:
+        """Return the candidates that should be available: nobody holds others' updates."""
+        return [h for h in self._r.candidates() if h.author == self._c.me or self.believed(h)]
+
+    def believed(self, header: Signed[UpdateHeader]) -> bool:
+        """Return whether nothing is known against the author or the update."""
+        c, author = self._c, header.author
+        known_bad = c.blobs.is_invalid(header.body.blob) or author in self._left_out or author in self._silent
+        return not known_bad and not c.members.withheld.holds(author, self._r.number)
+
+    def awaits(self, header: Signed[UpdateHeader]) -> bool:
+        """Return False: an update is fetched only once a proposal lists it."""
+        return False
+
+    def is_delivered(self, header: Signed[UpdateHeader]) -> bool:
+        """Return True: the announcement is all that the first proposer waits for."""
+        return True
+
+    def attempts_in_vain(self, attempt: int) -> int:
+        """Return the number of abandoned proposals at most: attempts pass while one is worked on."""
+        return min(attempt, 1 + self._in_vain)
+
+    def missing_for(self, record: RoundRecord) -> set[Digest]:
+        """Return nothing: the shards are not made yet."""
+        return set()
+
+    def proposals_changed(self, added: Proposal | None) -> None:
+        """Open the tally of a new proposal with the attestations that came before it; drop those of evicted ones."""
+        current = None if self._current is None else self._current.record.digest
+        for digest in [d for d in self._tallies if d not in self._r.proposals and d != current]:
+            self._bytes -= sum(len(a.sent) for a in self._tallies.pop(digest).all())
+        self._abandoned &= self._r.proposals.keys()
+        if added is None:
+            return
+        record = added.record
+        self._tallies[record.digest] = ShardTally(self._c.policy.exchange.committees(record.body))
+        for author, attestations in list(self._early.items()):
+            for key in [key for key in attestations if key[0] == record.digest]:
+                attestation = attestations.pop(key)
+                self._bytes -= len(attestation.sent)
+                self._add(added, attestation)
+            if not attestations:
+                del self._early[author]
+        self._report_unavailable()
+
+    def is_votable(self, p: Proposal) -> bool:
+        """Return whether work on a proposal can start: nothing is known yet that makes it fail."""
+        hindered = any(a in self._unavailable and a != self._c.me for a in p.record.body.contributors)
+        return p.record.digest not in self._abandoned and not hindered and self._is_open(p)
+
+    @property
+    def is_occupied(self) -> bool:
+        """True while a proposal is worked on: others may still finish it, and so may we."""
+        return self._current is not None
+
+    def refresh(self, best: Callable[[], Proposal | None]) -> None:
+        """Abandon the current proposal if it is over, and start the best one if there is none."""
+        self._continue_with(best)
+        p = self._current
+        late = p is not None and self._c.deadlines.due("own shards", p.seen + self._c.policy.propose_seconds)
+        if late is not self._late:
+            self._late = late
+            self._r.changed()
+
+    def _continue_with(self, best: Callable[[], Proposal | None]) -> None:
+        p = self._current
+        if p is not None and (p.record.digest not in self._r.proposals or not self._is_open(p)):
+            self._abandon(p)
+            p = None
+        if p is None and (p := best()) is not None:
+            self._current = p
+            self._r.changed()
+            tally = self._tallies[p.record.digest]
+            for shard in tally.duties(self._c.me):
+                self._c.emit(ReduceShard(p.record, shard, tally.committees[shard]))
+
+    def choose(self, best: Callable[[], Proposal | None]) -> Proposal | None:
+        """Return the current proposal once all its shards are agreed and held."""
+        self.refresh(best)
+        p = self._current
+        return None if p is None or self._tallies[p.record.digest].open or p.missing else p
+
+    def accepts(self, vote: Vote) -> bool:
+        """Return whether a vote names shards."""
+        return vote.parts is not None
+
+    def shards(self, p: Proposal) -> tuple[Digest, ...] | None:
+        """Return the digests of all its shards; None while one is not agreed."""
+        return self._tallies[p.record.digest].digests
+
+    def _is_open(self, p: Proposal) -> bool:
+        if p.bad or p.equivocal or self._tallies[p.record.digest].deadlocked is not None:
+            return False
+        return not self._c.deadlines.due("proposal", p.seen + self._c.policy.exchange_seconds)
+
+    def _abandon(self, p: Proposal) -> None:
+        """Leave those who let a proposal fail out of our own records of this round."""
+        r, tally = self._r, self._tallies.get(p.record.digest)
+        self.stop()
+        self._abandoned.add(p.record.digest)
+        self._in_vain += 1
+        if tally is None:
+            return
+        self._evidence = ()
+        if tally.deadlocked is not None:
+            self._evidence = tuple(tally.attestations[tally.deadlocked].values())
+        elif p.equivocal:
+            self._evidence = tuple(q.record for q in r.proposals.values() if q.record.author == p.record.author)
+        self._left_out |= tally.unavailable_to(self._c.me) & r.headers.keys()
+        if not p.bad and not p.equivocal and tally.deadlocked is None:
+            self._silent = (tally.silent() & r.headers.keys()) - {self._c.me}
+
+    # -- blobs -----------------------------------------------------------------------------------------------
+
+    def needed(self) -> dict[Digest, BlobOrigin]:
+        """Return the agreed shards of the current proposal that we do not make ourselves in a moment."""
+        p = self._current
+        if p is None:
+            return {}
+        tally = self._tallies[p.record.digest]
+        mine = set() if self._late else set(tally.duties(self._c.me))
+        agreed = enumerate(tally.agreed)
+        return {d: ShardBlob(p.record, i) for i, d in agreed if d is not None and d in p.missing and i not in mine}
+
+    def shard_holders(self, record: Signed[RoundRecord], shard: int, blob: Digest) -> tuple[PeerKey, ...]:
+        """Return the peers that have signed a shard's digest, then those that voted for its record."""
+        tally = self._tallies.get(record.digest)
+        if tally is None:
+            return ()
+        return (*tally.signers(shard, blob), *(v.author for v in self._r.votes_for(record)))
+
+    def signers_of(self, blob: Digest) -> set[PeerKey]:
+        """Return the peers that attested a blob as a shard."""
+        return {a.author for tally in self._tallies.values() for a in tally.all() if a.body.blob == blob}
+
+    def shard_blobs(self) -> set[Digest]:
+        """Return the blobs of all shards that somebody attested."""
+        return {a.body.blob for tally in self._tallies.values() for a in tally.all() if a.body.blob is not None}
+
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[Slice]:
+        """Return the shards that a member is to make with an update, of the proposals that list it."""
+        found = []
+        for digest, p in self._r.proposals.items():
+            if digest not in self._abandoned and any(u.body.blob == blob for u in p.record.body.updates):
+                seated = enumerate(self._tallies[digest].committees)
+                found += [(p.record, shard, committee) for shard, committee in seated if member in committee]
+        return found
+
+    # -- own attestations ------------------------------------------------------------------------------------
+
+    def shard_reduced(self, record: Digest, shard: int, blob: Digest) -> None:
+        """Attest a shard that our driver has made."""
+        if self._has_duty(record, shard):
+            self._c.blobs.hold(blob)
+            self._r.hold(blob)
+            self._attest(ShardAttestation(self._c.run, self._r.number, record, shard, blob))
+
+    def shard_unavailable(self, record: Digest, shard: int, authors: Iterable[PeerKey]) -> None:
+        """Attest that our driver cannot make a shard, because these authors' slices are unavailable."""
+        if not self._has_duty(record, shard):
+            return
+        listed = self._r.proposals[record].record.body.contributors
+        named = sorted({a for a in authors if a in listed and a != self._c.me})[:MAX_LACKING]
+        if named:
+            self._attest(ShardAttestation(self._c.run, self._r.number, record, shard, None, tuple(named)))
+
+    def blob_invalid(self, blob: Digest, signers: Iterable[PeerKey]) -> None:
+        """Attest an invalid update as unavailable, for those who see another slice of it; accuse a shard's signers."""
+        for digest, p in list(self._r.proposals.items()):
+            for author in [u.author for u in p.record.body.updates if u.body.blob == blob]:
+                for shard in self._tallies[digest].duties(self._c.me):
+                    self.shard_unavailable(digest, shard, (author,))
+        for author in signers:
+            self._accuse(author, "bad-part", f"peer {author.short} signed a shard that breaks the rules")
+
+    def _has_duty(self, record: Digest, shard: int) -> bool:
+        tally = self._tallies.get(record)
+        return tally is not None and tally.seats(self._c.me, shard) and self._c.me not in tally.attestations[shard]
+
+    def _attest(self, body: ShardAttestation) -> None:
+        attestation = self._c.signer.sign(body)
+        self.receive(attestation)
+        self._c.emit(Broadcast(attestation))
+
+    # -- others' attestations --------------------------------------------------------------------------------
+
+    def receive(self, attestation: Signed[ShardAttestation]) -> bool:
+        """Add an attestation, our own too, also of a record that is not here yet. Return False when it does not count.
+
+        It does not when its author has attested the shard before, has no seat in the committee, or there is no room.
+        """
+        p = self._r.proposals.get(attestation.body.record)
+        if self._bytes + len(attestation.sent) > MAX_ATTESTATION_BYTES:
+            added = False
+        else:
+            added = self._add_early(attestation) if p is None else self._add(p, attestation)
+        if not added:
+            self._check_second(p, attestation)
+            return False
+        if p is not None:
+            if p is self._current and self._tallies[p.record.digest].agreed[attestation.body.part] is not None:
+                self._r.changed()
+            self._compare(p, attestation.body.part)
+            self._report_unavailable()
+        return True
+
+    def _add_early(self, attestation: Signed[ShardAttestation]) -> bool:
+        r, author = self._r, attestation.author
+        mine = self._early.get(author)
+        if mine is None:
+            if author not in r.headers and not self._c.members.has_room_for(author):
+                return False
+            if len(self._early) >= 2 * r.policy.max_members:
+                return False
+            mine = self._early[author] = {}
+        key = (attestation.body.record, attestation.body.part)
+        if key in mine:
+            return False
+        if len(mine) >= self._per_author:
+            self._bytes -= len(mine.pop(next(iter(mine))).sent)
+        mine[key] = attestation
+        self._bytes += len(attestation.sent)
+        return True
+
+    @property
+    def _per_author(self) -> int:
+        return RECORDS_PER_AUTHOR * self._r.policy.exchange.committee
+
+    def _add(self, p: Proposal, attestation: Signed[ShardAttestation]) -> bool:
+        c, tally, shard = self._c, self._tallies[p.record.digest], attestation.body.part
+        if not tally.seats(attestation.author, shard) or attestation.author in tally.attestations[shard]:
+            return False
+        self._bytes += len(attestation.sent)
+        if tally.add(attestation) and (blob := tally.agreed[shard]) is not None:
+            self._r.require(p, blob, held=c.blobs.holds(blob), invalid=c.blobs.is_invalid(blob))
+        listed = p.record.body.contributors
+        # A proposal that leaves out most does not count: its author could have filled the committees with its own.
+        if attestation.body.lacking and 2 * len(listed) > len(self._r.headers):
+            self._unavailable |= tally.unavailable(shard) & set(listed) & self._r.headers.keys()
+        return True
+
+    def _report_unavailable(self) -> None:
+        """Report authors that a committee could not get; records of ours do not list them for a while."""
+        c = self._c
+        for author in sorted(self._unavailable - self._penalised - {c.me}):
+            self._penalised.add(author)
+            self._left_out.add(author)
+            c.members.withheld.penalise(author, self._r.number)
+            text = f"a committee cannot get, or use, the update of {author.short}: the round goes on without it"
+            c.notify("warning", "withheld", text, author)
+
+    def _check_second(self, p: Proposal | None, attestation: Signed[ShardAttestation]) -> None:
+        author, body = attestation.author, attestation.body
+        tally = None if p is None else self._tallies[p.record.digest]
+        if tally is None or not tally.seats(author, body.part):
+            return
+        first = tally.attestations[body.part].get(author)
+        # A member that missed slices at first and got them later has not lied.
+        if first is not None and None not in (first.body.blob, body.blob) and first.body.blob != body.blob:
+            self._accuse(author, "equivocation", f"peer {author.short} signed two digests of one shard")
+
+    def _compare(self, p: Proposal, shard: int) -> None:
+        """Accuse members whose digest is not ours, or not the majority's: the same updates give the same bytes."""
+        c, tally = self._c, self._tallies[p.record.digest]
+        mine = tally.attestations[shard].get(c.me)
+        truth = tally.agreed[shard] if mine is None or mine.body.blob is None else mine.body.blob
+        if truth is None:
+            return
+        if tally.agreed[shard] not in (None, truth) and self._r.report_once(c.me):
+            text = (
+                f"shard {shard} of record {p.record.digest.short} came out otherwise than for most of its committee: "
+            )
+            c.notify("error", "part-differs", text + "they lie, or this device computes wrongly")
+        for author, attestation in tally.attestations[shard].items():
+            if author != c.me and attestation.body.blob not in (None, truth):
+                text = f"peer {author.short} signed a digest of a shard that is not what its updates give"
+                self._accuse(author, "part-differs", text)
+
+    def _accuse(self, author: PeerKey, kind: str, text: str) -> None:
+        """Report a peer for what it signed, and leave it out of our own records of this round."""
+        if author in self._r.headers and author != self._c.me:
+            self._left_out.add(author)
+        if self._r.report_once(author):
+            self._c.notify("warning", kind, text, author)
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def repeat(self, count: int) -> None:
+        """Broadcast the proposal, our attestations of it, and the evidence against the one before again.
+
+        Once we have voted, some of the others' attestations too: not everyone receives everyone.
+        """
+        c, r, p = self._c, self._r, self._current
+        for message in self._evidence:
+            if message.author == c.me or r.proposed is not None:
+                c.emit(Broadcast(message))
+        if p is None:
+            return
+        every = max(1, len(c.members) // 3)
+        voted = r.last_vote is not None and r.last_vote.body.record == p.record.digest
+        if not voted and (p.record.author == c.me or (c.me[0] + p.record.digest[0] + count) % every == 0):
+            c.emit(Broadcast(p.record))
+        attestations = list(self._tallies[p.record.digest].all())
+        for attestation in attestations:
+            if attestation.author == c.me:
+                c.emit(Broadcast(attestation))
+        if voted and c.members.is_my_turn(p.record.digest, count):
+            others = [a for a in attestations if a.author != c.me]
+            first = count * MAX_REPEATED_ATTESTATIONS % max(1, len(others))
+            for attestation in (*others[first:], *others[:first])[:MAX_REPEATED_ATTESTATIONS]:
+                c.emit(Broadcast(attestation))
+
+    def stop(self) -> None:
+        """Cancel the work on the current proposal."""
+        c, p = self._c, self._current
+        if p is not None:
+            c.emit(CancelReduce(p.record.digest))
+            tally = self._tallies.get(p.record.digest)
+            c.blobs.request_again([] if tally is None else [d for d in tally.agreed if d is not None], c.now)
+            self._current = None
+            self._r.changed()
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the size and the bound of each container."""
+        top = self._r.policy.max_members
+        return {
+            "early attestations": (sum(len(a) for a in self._early.values()), 2 * top * self._per_author),
+            "attestation bytes": (self._bytes, MAX_ATTESTATION_BYTES),
+            "left out": (len(self._left_out | self._unavailable | self._silent), 2 * top),
+            "abandoned": (len(self._abandoned), MAX_RECORDS + RECORDS_PER_AUTHOR + 1),
+        }

@@ -1,0 +1,361 @@
+"""The undecided round: headers announced for one parent, proposals and votes. Data and pure rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.messages import RoundRecord, Signed, UpdateHeader, Vote
+from protocol.rounds.policy import RoundPolicy
+
+RECORDS_PER_AUTHOR = 4
+MAX_RECORDS = 64
+MAX_RECORD_BYTES = 128 * 1024 * 1024
+VOTES_PER_AUTHOR = 4
+MAX_ATTEMPT = 2**20
+MAX_JUMP = 1024
+
+
+class Proposal:
+    """A record that was proposed, and what is known of it."""
+
+    __slots__ = ("record", "seen", "blobs", "missing", "bad", "equivocal")
+
+    def __init__(self, record: Signed[RoundRecord], seen: float, missing: set[Digest], bad: bool):
+        self.record = record
+        self.seen = seen
+        """The time of its arrival."""
+
+        self.blobs = {u.body.blob for u in record.body.updates}
+        """The blobs that make it bad if they are invalid: its updates, and the agreed shards of their mean."""
+
+        self.missing = missing
+        """Blobs that a vote for it waits for."""
+
+        self.bad = bad
+        self.equivocal = False
+        """Its author signed another one of the same attempt."""
+
+
+class RoundState:
+    """One undecided round, bounded by the policy's `max_members` and the constants above.
+
+    `revision` grows with every change of the blobs that the round may need.
+    """
+
+    def __init__(
+        self, policy: RoundPolicy, chain: Chain, parent: Digest, state: Digest | None, now: float, revision: int = 0
+    ):
+        self.policy = policy
+        self.chain = chain
+        self.parent = parent
+        self.state = state
+        """Own state after the parent; None for an observer."""
+
+        self.revision = revision
+        self.number: Round = chain.height(parent)
+        self.epoch = chain.epoch(parent)
+        self.began = now
+        self.headers: dict[PeerKey, Signed[UpdateHeader]] = {}
+        self.received_at: dict[PeerKey, float] = {}
+        """The time of each header's arrival."""
+
+        self.excluded: set[PeerKey] = set()
+        """Authors whose blob broke the codec's rules, and banned ones."""
+
+        self.proposals: dict[Digest, Proposal] = {}
+        self.votes: dict[PeerKey, dict[Digest, Signed[Vote]]] = {}
+        self.first_header_at: float | None = None
+        self.announced_at: float | None = None
+        """The time of our own announcement."""
+
+        self.ready_at: float | None = None
+        """The time from which nobody else is awaited."""
+
+        self.last_vote: Signed[Vote] | None = None
+        self.voted_at = 0.0
+        self.voted_for: tuple[Digest, ...] = ()
+        """The last three records that we voted for."""
+
+        self.proposed: Signed[RoundRecord] | None = None
+        self.proposed_attempt = -1
+        self.reported: set[PeerKey] = set()
+        """Authors of whom an equivocation or a wrong digest was reported."""
+
+        self._order: tuple[PeerKey, ...] | None = None
+        self._record_bytes = 0
+        self._jumped: tuple[int, float] | None = None
+        self._jumps: dict[PeerKey, float] = {}
+        """Authors whose record made us skip attempts, and when; at most as many as there are headers."""
+
+    def changed(self) -> None:
+        """Note a change of the blobs that the round may need."""
+        self.revision += 1
+
+    # -- headers ---------------------------------------------------------------------------------------------
+
+    def why_invalid(self, header: Signed[UpdateHeader], size_ok: Callable[[int], bool]) -> str | None:
+        """Return why this header can be in no record of this round; None when it can."""
+        body = header.body
+        if body.round != self.number or body.parent != self.parent:
+            return "it is of another round"
+        if body.windows > self.policy.max_update_windows:
+            return f"it claims {body.windows} windows: at most {self.policy.max_update_windows} fit one update"
+        if body.first_window < self.chain.next_window(header.author, self.parent):
+            return f"it claims windows from {body.first_window} on, which the chain has accepted already"
+        if body.epoch != self.epoch:
+            return "it is from before the run was rolled back, or from after it"
+        if header.author in self.chain.standing(self.parent).banned:
+            return "the run's owner has banned its author"
+        if not size_ok(body.blob_size):
+            return f"a blob of {body.blob_size} bytes is no update of this run"
+        return None
+
+    def add_header(self, header: Signed[UpdateHeader], now: float, has_room: Callable[[PeerKey], bool]) -> bool:
+        """Add a valid header. Return False when its author has one already, or there is no room."""
+        if header.author in self.headers:
+            return False
+        if len(self.headers) >= self.policy.max_members:
+            spare = [a for a in self.headers if not has_room(a)]
+            if not has_room(header.author) or not spare:
+                return False
+            del self.headers[spare[-1]]
+            self.received_at.pop(spare[-1], None)
+            self._jumps.pop(spare[-1], None)
+        self.headers[header.author] = header
+        self.received_at[header.author] = now
+        if self.first_header_at is None:
+            self.first_header_at = now
+        self._order = None
+        self.changed()
+        return True
+
+    def exclude(self, author: PeerKey) -> None:
+        """Leave an author out of the round."""
+        self.excluded.add(author)
+        self._order = None
+        self.changed()
+
+    def candidates(self) -> list[Signed[UpdateHeader]]:
+        """Return the headers that a record of ours may list: same base as ours, and no invalid blob."""
+        return [h for h in self.headers.values() if self.is_candidate(h)]
+
+    def is_candidate(self, header: Signed[UpdateHeader]) -> bool:
+        """Return whether a record of ours may list a header."""
+        return header.author not in self.excluded and self.state in (None, header.body.base_state)
+
+    @property
+    def proposer_order(self) -> tuple[PeerKey, ...]:
+        """Candidates' authors in the order in which they propose: by SHA-256 of the parent and the key."""
+        if self._order is None:
+            self._order = tuple(sorted((h.author for h in self.candidates()), key=lambda a: sha256(self.parent, a)))
+        return self._order
+
+    def contradicting_state(self) -> Digest | None:
+        """Return the base state that more than two thirds of the contributors share, if it is not ours."""
+        counts = Counter(h.body.base_state for h in self.headers.values())
+        for state, count in counts.items():
+            if state != self.state and count * 3 > len(self.headers) * 2:
+                return state
+        return None
+
+    def rebase(self, state: Digest | None) -> None:
+        """Correct our own state after the parent."""
+        self.state = state
+        self._order = None
+        self.changed()
+
+    def restart_clock(self, now: float) -> None:
+        """Start the round's time from now: a pause was no part of it."""
+        self.began = now
+
+    def mark_announced(self, now: float) -> None:
+        """Note that our own header is announced."""
+        self.announced_at = now
+        self.changed()
+
+    def mark_ready(self, now: float) -> None:
+        """Note that nobody else is awaited."""
+        self.ready_at = now
+
+    def report_once(self, author: PeerKey) -> bool:
+        """Return True the first time that an author is to be reported in this round."""
+        if author in self.reported:
+            return False
+        self.reported.add(author)
+        return True
+
+    # -- proposals and votes ---------------------------------------------------------------------------------
+
+    def add_record(
+        self, record: Signed[RoundRecord], now: float, missing: set[Digest], is_invalid: Callable[[Digest], bool]
+    ) -> Proposal | None:
+        """Add a valid record of this round. Return None when it is known, or there is no room."""
+        if record.digest in self.proposals:
+            return None
+        by_author = [p for p in self.proposals.values() if p.record.author == record.author]
+        if len(by_author) >= RECORDS_PER_AUTHOR or len(self.proposals) >= MAX_RECORDS:
+            evicted = self._to_evict(by_author, record)
+            if evicted is None:
+                return None
+            self._forget_record(evicted)
+        if self._record_bytes + len(record.sent) > MAX_RECORD_BYTES:
+            return None
+        p = Proposal(record, now, missing, any(is_invalid(u.body.blob) for u in record.body.updates))
+        for other in by_author:
+            if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
+                other.equivocal = p.equivocal = True
+        self.proposals[record.digest] = p
+        self._record_bytes += len(record.sent)
+        self.changed()
+        return p
+
+    def _to_evict(self, by_author: list[Proposal], record: Signed[RoundRecord]) -> Digest | None:
+        """Return the record to evict for a new one; None when the new one must not come in.
+
+        The same author's oldest goes first. Otherwise the author with the most records loses the one that lists the
+        fewest updates, so a few authors cannot crowd out the current proposer.
+        """
+        voted = self.last_vote.body.record if self.last_vote is not None else None
+        for p in by_author:
+            if p.record.digest != voted:
+                return p.record.digest
+        kept = (voted, self.proposed.digest if self.proposed is not None else None)
+        counts = Counter(p.record.author for p in self.proposals.values())
+        others = [p for p in self.proposals.values() if p.record.digest not in kept]
+        weakest = min(
+            others, key=lambda p: (-counts[p.record.author], len(p.record.body.updates), p.seen), default=None
+        )
+        if weakest is None:
+            return None
+        better = len(record.body.updates) > len(weakest.record.body.updates)
+        return weakest.record.digest if better or counts[weakest.record.author] > 1 else None
+
+    def _forget_record(self, record: Digest) -> None:
+        evicted = self.proposals.pop(record, None)
+        if evicted is not None:
+            self._record_bytes -= len(evicted.record.sent)
+            self.changed()
+
+    def require(self, p: Proposal, blob: Digest, *, held: bool, invalid: bool) -> None:
+        """Note that a vote for a proposal needs one more blob."""
+        p.blobs.add(blob)
+        p.bad = p.bad or invalid
+        if not held:
+            p.missing.add(blob)
+        self.changed()
+
+    def lists(self, blob: Digest) -> bool:
+        """Return whether a blob is an update of this round."""
+        if any(h.body.blob == blob for h in self.headers.values()):
+            return True
+        return any(u.body.blob == blob for p in self.proposals.values() for u in p.record.body.updates)
+
+    def update_blobs(self) -> set[Digest]:
+        """Return the blobs of all updates of this round."""
+        found = {h.body.blob for h in self.headers.values()}
+        return found | {u.body.blob for p in self.proposals.values() for u in p.record.body.updates}
+
+    def add_vote(self, vote: Signed[Vote], has_room: Callable[[PeerKey], bool]) -> bool:
+        """Add a vote, also for a record that is not here yet. Return False when it is known, or there is no room."""
+        mine = self.votes.get(vote.author)
+        if mine is None:
+            if vote.author not in self.headers and not has_room(vote.author):
+                return False
+            if len(self.votes) >= 2 * self.policy.max_members:
+                return False
+            mine = self.votes[vote.author] = {}
+        if (old := mine.get(vote.body.record)) is not None:
+            if old.body.parts == vote.body.parts:
+                return False
+            del mine[vote.body.record]
+        if len(mine) >= VOTES_PER_AUTHOR:
+            del mine[next(iter(mine))]
+        mine[vote.body.record] = vote
+        return True
+
+    def votes_for(self, record: Signed[RoundRecord], payload: Digest | None = None) -> list[Signed[Vote]]:
+        """Return the votes by its contributors, by ascending key; only those with this payload, if one is given."""
+        found = []
+        for author in record.body.contributors:
+            vote = self.votes.get(author, {}).get(record.digest)
+            if vote is not None and payload in (None, vote.body.parts):
+                found.append(vote)
+        return found
+
+    def cast(self, vote: Signed[Vote], now: float) -> None:
+        """Note our own vote."""
+        self.last_vote = vote
+        self.voted_at = now
+        self.voted_for = (*self.voted_for[-2:], vote.body.record)
+
+    def propose(self, record: Signed[RoundRecord]) -> None:
+        """Note our own proposal."""
+        self.proposed = record
+
+    def hold(self, blob: Digest) -> None:
+        """Note that a blob is held."""
+        for p in self.proposals.values():
+            p.missing.discard(blob)
+
+    def reject(self, blob: Digest) -> None:
+        """Note that a blob is invalid: no proposal with it gets our vote."""
+        for p in self.proposals.values():
+            p.bad = p.bad or blob in p.blobs
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    @property
+    def starts_at(self) -> float | None:
+        """The time of the first attempt: all is there, or the exchange lasted long enough. None before announcing."""
+        if self.announced_at is None:
+            return None
+        late = self.announced_at + self.policy.exchange_seconds
+        return late if self.ready_at is None else min(self.ready_at, late)
+
+    def attempt(self, now: float) -> int:
+        """Return the attempt whose time it is; -1 before the first."""
+        base, since = self._jumped or (0, self.starts_at)
+        if since is None or now < since:
+            return -1
+        return min(MAX_ATTEMPT, base + int((now - since + 1e-9) / self.policy.propose_seconds))
+
+    def next_attempt_at(self, now: float) -> float | None:
+        """Return the time of the next attempt; None before we have announced."""
+        base, since = self._jumped or (0, self.starts_at)
+        if since is None or now < since:
+            return since
+        return since + (self.attempt(now) - base + 1) * self.policy.propose_seconds
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Note that our turn of an attempt has been used."""
+        self.proposed_attempt = attempt
+
+    def jump(self, author: PeerKey, attempt: int, now: float) -> None:
+        """Move to a later attempt because a record names it: else peers would never consider one record at one time.
+
+        One author can do so only once in the time of everybody's turns. Else an author that always skips to its own
+        turn would be the only one to propose.
+        """
+        if self.announced_at is None or not max(0, self.attempt(now)) < attempt <= self.attempt(now) + MAX_JUMP:
+            return
+        if author not in self.headers:
+            return
+        before = self._jumps.get(author)
+        if before is None or now - before >= len(self.proposer_order) * self.policy.propose_seconds:
+            self._jumps[author] = now
+            self._jumped = (attempt, now)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the size and the bound of each container."""
+        top = self.policy.max_members
+        return {
+            "headers": (len(self.headers), top),
+            "proposals": (len(self.proposals), MAX_RECORDS + RECORDS_PER_AUTHOR),
+            "record bytes": (self._record_bytes, MAX_RECORD_BYTES),
+            "voters": (len(self.votes), 2 * top),
+            "votes": (sum(len(v) for v in self.votes.values()), 2 * top * VOTES_PER_AUTHOR),
+            "excluded": (len(self.excluded), 2 * top),
+        }

@@ -1,0 +1,416 @@
+"""The record whose state the own trainer holds, and the moves that lead it to the chain's head.
+
+One thing at a time is requested of the trainer: an update, or a move to another state.
+"""
+
+from __future__ import annotations
+
+from protocol.ids import Digest, Round
+from protocol.messages import Certificate, Rollback
+from protocol.rounds.actions import ApplyRecord, RequestUpdate, Resync
+from protocol.rounds.blobs import BlobOrigin, applied_blobs
+from protocol.rounds.branch_quarantine import MAX_QUARANTINED, BranchQuarantine
+from protocol.rounds.context import MAX_SYNC_PATH, Context
+from protocol.rounds.events import UpdateReady
+from protocol.rounds.retention import is_checkpoint, starts
+
+MAX_PAUSE = 60.0
+TRIES = 3
+"""Failed moves to the same head before another branch is tried."""
+
+UNAVAILABLE = 10
+"""Times the policy's patience: after that, people are notified that nobody gives an update of a finalized record."""
+
+MAX_UNAVAILABLE_SECONDS = 600.0
+"""The longest time before that notice."""
+
+REMEMBERED_PATHS = 3
+"""Number of goals for which the blobs that a move needs are remembered."""
+
+
+class StateSync:
+    """The trainer's place. `advance` moves it towards the head by one step at a time."""
+
+    def __init__(self, context: Context):
+        self._c = context
+        self.applied: Digest | None = None
+        """The record whose state the trainer holds."""
+
+        self.state: Digest | None = None
+        """The digest of that state."""
+
+        self.sync_target: Digest | None = None
+        """The record to which the trainer is moving."""
+
+        self.joined = False
+        """The time in which a newcomer only collects what others have is over."""
+
+        self.reset = False
+        """The trainer's next state is one that the run was rolled back to: it must forget what it has learnt since."""
+
+        self._making: Digest | None = None
+        """The parent for whose round the trainer makes an update."""
+
+        self._making_round = Round(0)
+        self._last_good: Digest | None = None
+        """The last record whose state was reached."""
+
+        self._failures = 0
+        self._retry_at = 0.0
+        self._quarantine = BranchQuarantine(context)
+        self._waiting: tuple[Digest, float] | None = None
+        """The head whose blobs are missing, and the time since which some are."""
+
+        self._reported_unavailable: Digest | None = None
+        self._needed: dict[tuple, dict[Digest, BlobOrigin]] = {}
+        self._missing: Digest | None = None
+        """One blob that was missing a moment ago, and most often still is."""
+
+    @property
+    def is_moving(self) -> bool:
+        """True while the trainer is on its way to another state."""
+        return self.sync_target is not None
+
+    @property
+    def is_making(self) -> bool:
+        """True while the trainer makes an update."""
+        return self._making is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """True while the trainer owes us an answer."""
+        return self.is_moving or self.is_making
+
+    @property
+    def is_behind(self) -> bool:
+        """True when the round after `applied` is decided already."""
+        chain, applied = self._c.chain, self.applied
+        return (
+            applied is None
+            or applied not in chain
+            or (applied != chain.head and chain.is_ancestor(applied, chain.head))
+        )
+
+    @property
+    def holds_state(self) -> bool:
+        """True when the trainer holds a state of the chain."""
+        return self.applied is not None and self.applied in self._c.chain
+
+    @property
+    def best_record(self) -> Digest:
+        """The record that this peer stands at, for others: of the trainer's state, else the chain's head."""
+        applied, chain = self.applied, self._c.chain
+        return applied if applied is not None and applied in chain else chain.head
+
+    @property
+    def retried_tip(self) -> Digest | None:
+        """The tip of the quarantined branch whose blobs are requested again."""
+        tip = self._quarantine.tip
+        return tip if tip in self._c.chain else None
+
+    @property
+    def quarantined(self) -> int:
+        """Number of quarantined branches."""
+        return len(self._quarantine)
+
+    def join(self) -> None:
+        """Note that the time of joining is over: the trainer may be moved."""
+        self.joined = True
+
+    # -- what is needed --------------------------------------------------------------------------------------
+
+    def needed(self) -> dict[Digest, BlobOrigin]:
+        """Return the blobs to hold before the trainer moves to the head.
+
+        They are of the records since the trainer's state, or since the newest checkpoint on another branch.
+        """
+        return self._blobs_to(self._c.chain.head)
+
+    def needed_again(self) -> dict[Digest, BlobOrigin]:
+        """Return the same for the tip of the quarantined branch whose blobs are requested again."""
+        return {} if self.retried_tip is None else self._blobs_to(self.retried_tip)
+
+    def _blobs_to(self, head: Digest) -> dict[Digest, BlobOrigin]:
+        key = (self.applied, head, self._failures, self.joined)
+        if key not in self._needed:
+            if len(self._needed) >= REMEMBERED_PATHS:
+                self._needed.clear()
+            path = self._sync_path(head)
+            self._needed[key] = {blob: origin for c in path for blob, origin in applied_blobs(c).items()}
+        return self._needed[key]
+
+    def _is_here(self, head: Digest) -> bool:
+        """Return whether all of them are held."""
+        needed, holds = self._blobs_to(head), self._c.blobs.holds
+        if self._missing is not None and self._missing in needed and not holds(self._missing):
+            return False
+        self._missing = next((blob for blob in needed if not holds(blob)), None)
+        return self._missing is None
+
+    def _sync_path(self, head: Digest) -> tuple[Certificate, ...]:
+        """Return the certificates whose blobs must be held before a move to a record."""
+        chain, applied, every = self._c.chain, self.applied, self._c.policy.checkpoint_every
+        if self._c.observer or applied == head or head == chain.root:
+            return ()
+        boundary = max((chain.height(head) - 1) // every * every, chain.height(head) - MAX_SYNC_PATH)
+        if applied is None or applied not in chain:
+            # Nothing to lose: the driver fetches during the move. After a failure, fetch what is missing first.
+            boundary = boundary if (start := self._start(head)) is None else max(boundary, start.round)
+            after = chain.ancestor_at(head, max(chain.height(chain.root), boundary))
+            return chain.path(after or chain.root, head) if self._failures and self.joined else ()
+        if (start := self._start(head)) is not None and chain.height(applied) < start.round:
+            return chain.path(start.record, head)
+        fork = chain.common_ancestor(applied, head)
+        if fork != applied or chain.height(head) - chain.height(applied) > every:
+            after = chain.ancestor_at(head, max(chain.height(fork), boundary))
+            return chain.path(after or fork, head)
+        return chain.path(applied, head)
+
+    def _start(self, head: Digest) -> Rollback | None:
+        """Return the owner's last rollback if it is on the way to a record.
+
+        The state there is available, and the rounds before it need not be.
+        """
+        chain, back = self._c.chain, self._c.chain.rollback
+        if back is None or back.record == chain.genesis or not chain.is_ancestor(back.record, head):
+            return None
+        return back
+
+    def rolled_back(self) -> None:
+        """Leave the trainer's place, or its goal, if the owner has rolled it back."""
+        places = (self.applied, self.sync_target, self._making, self._last_good)
+        if any(record is not None and record not in self._c.chain for record in places):
+            self.reset = True
+        if self.sync_target is not None and self.sync_target not in self._c.chain:
+            # Not awaited: it may need blobs that nobody keeps any more.
+            self.sync_target = self.applied = None
+        self._failures, self._retry_at, self._waiting = 0, 0.0, None
+
+    # -- updates ---------------------------------------------------------------------------------------------
+
+    def request_update(self, number: Round, parent: Digest) -> None:
+        """Request an update for a round of the trainer."""
+        self._making, self._making_round = parent, number
+        self._c.emit(RequestUpdate(number, parent))
+
+    def update_ready(self, event: UpdateReady) -> Digest | None:
+        """Note the trainer's answer. Return the parent for which an update was requested, if one was."""
+        requested, self._making = self._making, None
+        if event.blob is not None:
+            self._c.blobs.hold(event.blob)
+            if not self.reset:
+                self._c.own.made(event.blob, event.parent, self._making_round)
+        return requested
+
+    # -- moves -----------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Take one step towards the head, if one is due and possible. Return whether something changed."""
+        c, chain = self._c, self._c.chain
+        self._quarantine.advance(self._is_here)
+        head = chain.head
+        if c.observer:
+            changed = self.applied != head
+            self.applied = head
+            return changed
+        if self.applied == head:
+            self._waiting = None
+            return False
+        if self.is_busy or not self.joined or not c.deadlines.due("retry", self._retry_at):
+            return False
+        if self.applied is not None and self.applied not in chain:
+            self.applied = None
+        path = self._sync_path(head)
+        if not path and self.applied is not None:
+            return self._resync(head)
+        if self.applied is None:
+            if self._is_here(head):
+                return self._resync(head)
+        elif path[0].record.body.parent == self.applied:
+            first = path[0].record.body
+            if first.base_state != self.state:
+                return self.contradicted(first.base_state)
+            if all(c.blobs.holds(blob) for blob in applied_blobs(path[0])):
+                return self._apply(path[0])
+        elif self._is_here(head):
+            if chain.is_ancestor(self.applied, head):
+                behind = chain.height(head) - chain.height(self.applied)
+                c.notify("info", "behind", f"{behind} rounds behind: loading a checkpoint and replaying the rest")
+            else:
+                text = f"leaving record {self.applied.short} for the heavier branch of {head.short}"
+                c.notify("warning", "fork", text)
+            return self._resync(head)
+        return self._wait_for_blobs(path, head) or self._step_meanwhile()
+
+    def _apply(self, certificate: Certificate) -> bool:
+        c, record = self._c, certificate.digest
+        if self.applied is None:
+            return False
+        missed, regained = c.own.plan_move(c.chain, self.applied, record)
+        self.sync_target = record
+        next_window, weight = c.chain.next_window(c.me, record), c.chain.weight(record)
+        keep = is_checkpoint(c.base, c.chain.height(record), weight)
+        c.emit(ApplyRecord(certificate, missed, next_window, weight, regained, keep))
+        return True
+
+    def _resync(self, head: Digest) -> bool:
+        c, chain = self._c, self._c.chain
+        every, keep = c.policy.checkpoint_every, c.policy.checkpoint_keep
+        start = chain.height(chain.root)
+        if self._failures == 0:
+            start = max(start, ((chain.height(head) - 1) // every - keep + 1) * every)
+        back = self._start(head) if self._failures % 2 == 0 else None
+        if back is not None and back.round >= start:
+            after = back.record
+        else:
+            after, back = chain.ancestor_at(head, min(start, chain.height(head))) or chain.root, None
+        if self.reset:
+            c.own.forget_all()
+        missed, regained = c.own.plan_move(chain, after, head)
+        self.sync_target = head
+        path, weight = chain.path(after, head), chain.weight(head)
+        c.emit(
+            Resync(
+                path, missed, chain.next_window(c.me, head), weight, regained, back, self.reset,
+                starts(c.base, path), is_checkpoint(c.base, chain.height(head), weight),
+            )
+        )  # fmt: skip
+        return True
+
+    def _wait_for_blobs(self, path: tuple[Certificate, ...], head: Digest) -> bool:
+        """Wait while blobs of the path are fetched; quarantine a branch whose blobs stay unavailable.
+
+        Return whether a branch was quarantined.
+        """
+        c = self._c
+        if self._waiting is None or self._waiting[0] != head:
+            self._waiting = (head, c.now if self._waiting is None else self._waiting[1])
+        since = self._waiting[1]
+        if not c.deadlines.due("blobs", since + 2 * c.policy.heartbeat_seconds):
+            return False
+        missing = ((x, origin) for x in path for blob, origin in applied_blobs(x).items() if not c.blobs.holds(blob))
+        certificate, origin = next(missing, (None, None))
+        if certificate is None or origin is None:
+            return False
+        # An author that let us wait in vain before gets little time.
+        author, number = origin.responsible, certificate.record.body.round
+        if not c.deadlines.due("missing blobs", since + c.policy.patience_seconds):
+            if c.members.is_waited_for(author, number):
+                return False
+        record = certificate.digest
+        floor = c.chain.floor
+        if floor is not None and c.chain.is_ancestor(record, floor):
+            # Links that broke a moment ago need time to carry again: no reason to alarm people yet.
+            patience = min(UNAVAILABLE * c.policy.patience_seconds, MAX_UNAVAILABLE_SECONDS)
+            if c.deadlines.due("unavailable", since + patience):
+                self._report_unavailable(record)
+            return False
+        c.members.penalise(author, number)
+        text = f"nobody gives {origin.describe(record)}: going on without that branch for a while"
+        c.notify("warning", "withheld", text, author)
+        self._quarantine.add(record)
+        self._waiting = None
+        return True
+
+    def _step_meanwhile(self) -> bool:
+        """Apply the next record of our own branch, if it has one, while the head cannot be reached yet."""
+        c, chain, applied = self._c, self._c.chain, self.applied
+        if applied is None or self._waiting is None:
+            return False
+        if not c.deadlines.due("blobs", self._waiting[1] + 2 * c.policy.heartbeat_seconds):
+            return False
+        tip = chain.best_after(applied)
+        if tip == applied:
+            return False
+        following = chain.path(applied, tip)[0]
+        if following.record.body.base_state != self.state:
+            return False
+        return all(c.blobs.holds(blob) for blob in applied_blobs(following)) and self._apply(following)
+
+    def _report_unavailable(self, record: Digest) -> None:
+        """Report that there is no other branch to go to: a member with the blobs is awaited."""
+        if self._reported_unavailable != record:
+            self._reported_unavailable = record
+            text = (
+                f"record {record.short} is final, and nobody gives the updates that it lists: waiting for a member who "
+            )
+            self._c.notify("error", "unavailable", text + "has them. Tell the run's owner")
+
+    def contradicted(self, vouched: Digest) -> bool:
+        """Give the trainer's state up: the chain vouches for another one of the same record. Return True."""
+        mine = "none" if self.state is None else self.state.short
+        text = f"our state {mine} is not the state {vouched.short} that the chain vouches for: loading it again. "
+        remedy = "If this repeats, the device computes wrongly or the software differs from the others'"
+        self._c.notify("error", "drift", text + remedy)
+        self.applied = None
+        return True
+
+    # -- the trainer's answers -------------------------------------------------------------------------------
+
+    def reached(self, record: Digest, state: Digest) -> bool:
+        """Note that the trainer holds the state after `record`. Return False when that was not requested."""
+        if record != self.sync_target:
+            return False
+        self.sync_target = None
+        self._failures = 0
+        if record not in self._c.chain or self._c.chain.is_ancestor(record, self._c.chain.head):
+            self._waiting = None  # else it was a step on our own branch, and the head is awaited all the same
+        self.reset = self.reset and record not in self._c.chain
+        self.applied = self._last_good = record
+        self.state = state
+        self._c.own.moved()
+        return True
+
+    def failed(self, record: Digest, reason: str, kept: bool) -> None:
+        """Note that a move failed. Unless the trainer `kept` its state, it holds nothing that can be relied on."""
+        c, chain = self._c, self._c.chain
+        if kept and record != self.sync_target:
+            return  # another move has been requested meanwhile
+        head = self.sync_target or chain.head
+        self.sync_target = None
+        if not kept or self.reset:
+            self._making = self.applied = None
+        self._failures += 1
+        pause = min(MAX_PAUSE, c.policy.heartbeat_seconds * 2 ** (self._failures - 1))
+        self._retry_at = c.now + pause
+        text = f"the state after record {head.short} was not reached: {reason}; again in {pause:.0f} s"
+        c.notify("warning", "apply-failed", text)
+        if head not in chain or head == chain.root:
+            return
+        culprit, tries, good = head, TRIES, self._last_good
+        if good is not None and good in chain and good != head:
+            # There is a place to return to: at once when that is another branch, which may be a liar's.
+            fork = chain.common_ancestor(good, head)
+            culprit = chain.ancestor_at(head, min(chain.height(head), chain.height(fork) + 1)) or head
+            tries = TRIES if fork == good else 1
+        if self._failures % tries == 0 and self._quarantine.add(culprit, failed=True):
+            self._waiting = None
+            if self.applied is not None:
+                self._retry_at = c.now  # there is a branch to continue on at once
+
+    # -- branches that are not followed for a while ----------------------------------------------------------
+
+    def hold_back(self, record: Digest, until: float) -> None:
+        """Quarantine an underweight record until a time."""
+        self._quarantine.add_underweight(record, until)
+        self._waiting = None
+
+    def reconsider(self, record: Digest, weight: int) -> None:
+        """Release an underweight branch when the records built on it have this weight."""
+        chain, at = self._c.chain, self.applied
+        if at is not None and at in chain and chain.weight(record) - chain.weight(at) >= weight:
+            self._quarantine.reconsider(record)
+
+    def member_at(self, head: Digest, since: float) -> None:
+        """Note the head of a member that we have heard from since a time."""
+        self._quarantine.member_at(head, since)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the size and the bound of each container."""
+        top = self._c.policy.max_members * self._c.policy.checkpoint_every
+        needed = max((len(blobs) for blobs in self._needed.values()), default=0)
+        return {
+            "quarantined": (len(self._quarantine), MAX_QUARANTINED),
+            "needed": (needed, top),
+            "paths": (len(self._needed), REMEMBERED_PATHS),
+        }

@@ -1,0 +1,114 @@
+"""The members that the first proposer waits for, and the time from which there are none."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from protocol.ids import Digest, PeerKey
+from protocol.rounds.context import Context
+from protocol.rounds.exchange import Exchange
+from protocol.rounds.members import Member
+from protocol.rounds.round_state import RoundState
+
+MAX_LAG = 8
+"""A member that is this number of rounds behind, or more, is not awaited."""
+
+
+class Stragglers:
+    """Those of one round."""
+
+    def __init__(self, context: Context, round_state: RoundState, exchange: Exchange, lasted: float):
+        """`lasted`: seconds that the round before took; 0 when that is not known."""
+        self._c = context
+        self._r = round_state
+        self._x = exchange
+        self._lasted = lasted
+        self._penalised = False
+        self._blocker: PeerKey | None = None
+        """One of those that are awaited: as long as it is, nobody else needs to be examined."""
+
+        self._lagged = False
+        """The blocker was lagging when nobody else was awaited."""
+
+        self._before: frozenset[Digest] = frozenset(islice(context.chain.ancestors(round_state.parent), 1, 1 + MAX_LAG))
+        """Ancestors of the round's parent. A member whose state is one of these is lagging."""
+
+    def awaited(self) -> list[PeerKey]:
+        """Return the members that the first proposer still waits for, lagging ones last."""
+        headers = self._r.headers
+        keys = [*headers, *(m.key for m in self._c.members if m.key not in headers)]
+        return sorted((key for key in keys if self._is_awaited(key)), key=self._lags)
+
+    def _is_awaited(self, key: PeerKey) -> bool:
+        c, r = self._c, self._r
+        if not c.members.is_waited_for(key, r.number):
+            return False
+        header, member = r.headers.get(key), c.members.get(key)
+        if header is not None:
+            # A peer that announced and has fallen silent since sends no more of its update.
+            silent = member is None and c.now > r.received_at[key] + c.policy.member_seconds
+            return self._x.awaits(header) and not silent
+        if member is None:
+            return False
+        if self._lags(key):
+            may_come = self._is_fresh(member) and not c.members.lagging.holds(key, r.number)
+            return may_come and not self._is_patience_over(is_behind=member.beat.head in self._before)
+        if member.heard >= r.began:
+            return member.trains_in(r.parent)
+        # Not heard from in this round yet: it was with us a moment ago, and most likely still is.
+        return self._is_fresh(member) and member.beat.phase in ("training", "exchanging")
+
+    def _is_fresh(self, member: Member) -> bool:
+        return self._c.now - member.heard <= 2 * self._c.policy.heartbeat_seconds
+
+    def _lags(self, key: PeerKey) -> bool:
+        """Return whether a member said in this round that it holds an earlier state, or has nothing to announce yet."""
+        member = self._c.members.get(key)
+        if member is None or key in self._r.headers or member.heard < self._r.began:
+            return False
+        if member.beat.head in self._before:
+            return member.beat.phase in ("training", "exchanging")
+        return member.trains_in(self._r.parent) and not member.beat.windows
+
+    def update(self) -> None:
+        """Note when nobody is awaited any more, and penalise those that were awaited in vain."""
+        c, r = self._c, self._r
+        if r.ready_at is not None or self._penalised or r.announced_at is None:
+            return
+        late = c.deadlines.due("exchange", r.announced_at + c.policy.exchange_seconds)
+        if not late and self._blocker is not None and self._is_awaited(self._blocker):
+            return
+        if self._lagged:
+            self._penalise_lagging()
+        awaited = self.awaited()
+        self._blocker = awaited[0] if awaited else None
+        self._lagged = self._blocker is not None and self._lags(self._blocker)
+        if not awaited:
+            r.mark_ready(c.now)
+            for author, header in r.headers.items():
+                if self._x.is_delivered(header):
+                    c.members.forgive(author)
+        elif late:
+            self._penalised = True
+            for key in awaited:
+                c.members.penalise(key, r.number)
+                text = f"peer {key.short} kept the round waiting: the next ones do not wait for it"
+                c.notify("info", "late", text, key)
+
+    def _penalise_lagging(self) -> None:
+        """Penalise the members that the round awaited last and in vain, whatever they say of themselves by now."""
+        members, number = self._c.members, self._r.number
+        lagging = {m.key for m in members if self._lags(m.key) and not self._is_awaited(m.key)}
+        for key in sorted({*lagging} if self._blocker is None else {self._blocker, *lagging}):
+            if key not in self._r.headers and not members.lagging.holds(key, number):
+                members.lagging.penalise(key, number)
+
+    def _is_patience_over(self, *, is_behind: bool) -> bool:
+        """Return whether lagging members were awaited for long enough since the round's beginning.
+
+        If training takes as long as that, waiting costs nothing. A member that is behind gets as long as the round
+        before took, but at least two heartbeats.
+        """
+        policy = self._c.policy
+        seconds = max(self._lasted, 2 * policy.heartbeat_seconds) if is_behind else policy.heartbeat_seconds
+        return self._c.deadlines.due("stragglers", self._r.began + min(seconds, policy.exchange_seconds))

@@ -1,0 +1,108 @@
+"""The archive within the coordinator: what its overview says, and a state that goes back into the swarm."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cairn.swarm_view import ObserverView
+from coordinator.errors import CoordinatorError
+from coordinator.service import Coordinator, CoordinatorConfig
+from peer.store import Store
+from protocol.errors import MalformedError
+from protocol.ids import Digest
+from tests.support.archives import Observed
+from tests.support.checkpoint_world import CheckpointWorld
+from tests.support.command_line import refused
+from tests.support.specs import OWNER
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWorld:
+    return CheckpointWorld(tmp_path, monkeypatch)
+
+
+async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgement(world: CheckpointWorld):
+    world.rounds(12)
+    world.add(0), world.add(5), world.add(10)
+    keeper = world.keeper()
+    keeper.evaluations.add(world.archive.all()[1], {"loss": 4.5, "windows": 3, "seconds": 1.0, "device": "cpu"}, [])
+    config = CoordinatorConfig(world.folder / "run", "127.0.0.1", 0, "127.0.0.1", 0)
+    coordinator = Coordinator(config, world.spec, world.envelope, OWNER, world.swarm, keeper)
+    await coordinator.start()
+    try:
+        newest = await until(world.archive.newest_final, "a checkpoint is final")
+        assert newest is not None and newest.round == 5  # 12 rounds, three of depth: 8 is final, 10 is not
+        coordinator._overview = None
+        o = coordinator.overview()
+        assert (o.final_round, o.validation_round, o.validation_loss, o.archive_problem) == (8, 5, 4.5, "")
+        shown = keeper.checkpoints()
+        assert [(c["round"], c["final"], c["validation_loss"]) for c in shown] == [
+            (10, False, None), (5, True, 4.5), (0, True, None),
+        ]  # fmt: skip
+        assert {f["name"] for f in shown[1]["files"]} >= {"model.safetensors", "cairn.json", "certificate.bin"}
+        assert keeper.samples(None, 10) == []
+    finally:
+        await coordinator.stop()
+
+
+async def test_an_archived_state_goes_back_into_the_store_when_it_is_what_it_should_be(world: CheckpointWorld):
+    made = world.final(5)
+    held: list[Digest] = []
+
+    async def hold(state: Digest) -> None:
+        held.append(state)
+
+    with Store(world.folder / "store", 10**9) as store:
+        network = SimpleNamespace(listeners=[])
+        node = SimpleNamespace(store=store, hold=hold, on_change=None, chain=None, network=network)
+        view = ObserverView(cast(Any, node), world.spec, world.archive)
+        await view.offer(made)
+        assert store.has(made.state) and held == [made.state] and made.size
+        assert store.verify(made.state)
+        store.remove(made.state)
+        assert (made.folder / "model.safetensors").exists()  # linked, not moved
+        (made.folder / "model.safetensors").unlink()
+        shutil.copyfile(world.files[0], made.folder / "model.safetensors")
+        with pytest.raises(MalformedError, match="is not blob"):
+            await view.offer(made)
+        assert not store.has(made.state) and list(store.scratch.iterdir()) == []
+
+
+async def test_a_full_disk_is_said_once_with_what_it_means_and_the_chain_is_followed(tmp_path, monkeypatch, caplog):
+    o = Observed(tmp_path)
+    o.rounds(7, {1: 2})
+    tries = []
+
+    def full(*a, **k):
+        tries.append(1)
+        raise CoordinatorError("the disk of checkpoints is full: 0.00 GB are free: free some disk space")
+
+    monkeypatch.setattr(o.archive, "free_space", full)
+    o.node.store.has = lambda d: False
+    monkeypatch.setattr("cairn.swarm_view.wait_at_most", lambda event, seconds: asyncio.sleep(0.01))
+    monkeypatch.setattr("cairn.swarm_view.RETRY_SECONDS", 0.01)
+    keeping = asyncio.create_task(o.view.keep_archive())
+    try:
+        await until(lambda: len(tries) >= 3, "it has tried three times")
+        said = [r.getMessage() for r in caplog.records if "not archived" in r.getMessage()]
+        assert len(said) == 1 and "free some disk space" in said[0] and "no round becomes final" in said[0]
+        assert "is full" in o.view.archive_problem and o.view.held_state() == 0
+        o.node.store.has = lambda d: True
+        await until(lambda: o.view.held_state() == 5 and o.view.archive_problem == "", "the newest state is archived")
+    finally:
+        keeping.cancel()
+
+
+def test_settings_that_are_wrong_are_refused_before_anything_starts(tmp_path: Path):
+    (tmp_path / "run.toml").write_text("")
+    (tmp_path / "coordinator.toml").write_text("[archive]\nnewst = 3\n")
+    serve = ("coordinator", "serve", tmp_path / "run.toml", "--home", tmp_path)
+    assert "coordinator.toml: archive.newst: is not a setting" in refused(*serve)
+    assert "no such file" in refused(*serve, "--settings", "x")

@@ -1,0 +1,349 @@
+"""Following the chain: finals are signed once and in order, credits settle when final, a restart loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from coordinator.chain_indexer import ChainIndexer
+from coordinator.credits.plausibility import PlausibilityCheck
+from coordinator.directives import DirectiveEffects
+from coordinator.errors import LedgerConflictError
+from coordinator.finalizer import Finalizer
+from coordinator.history import RoundPoint, charts, tokens_per_second
+from coordinator.indexed_chain import IndexedChain
+from coordinator.ledger import AdmissionRow, Ledger
+from coordinator.ledger_thread import LedgerThread
+from protocol.ids import Round
+from protocol.ledger.credits import CreditRule, account_for, pending
+from protocol.ledger.entries import VoidEntry, decode_entry
+from protocol.ledger.verdicts import open_verdict
+from protocol.message_codec import KeySigner
+from protocol.messages import Finalization
+from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer
+from tests.support.specs import OWNER
+from tests.support.waiting import ended
+
+SPEC = make_spec()
+RULE = CreditRule.of(SPEC)
+DEPTH = SPEC.checkpoint.final_depth
+
+
+class Indexed:
+    """A chain that an indexer keeps up to date, with what else tests read."""
+
+    def __init__(self, swarm, ledger, now, on_pass):
+        self.chain = IndexedChain()
+        self.finalizer = Finalizer(swarm.spec, OWNER, swarm, ledger, self.chain)
+        directives = DirectiveEffects(swarm.spec.round, self.chain)
+        self.indexer = ChainIndexer(
+            swarm.spec, swarm, ledger, self.chain, self.finalizer, PlausibilityCheck(swarm.spec, OWNER), directives,
+            now, on_pass=on_pass,
+        )  # fmt: skip
+
+    def __getattr__(self, name):
+        return getattr(self.chain if hasattr(self.chain, name) else self.indexer, name)
+
+
+@asynccontextmanager
+async def following(swarm, tmp_path, now=lambda: 1000.0):
+    ledger = LedgerThread()
+    await ledger.open(tmp_path / "ledger.sqlite", swarm.spec, now)
+    passes = asyncio.Semaphore(0)
+    indexed = Indexed(swarm, ledger, now, passes.release)
+    await indexed.indexer.start()
+    await ended(passes.acquire())
+
+    async def until(done):
+        async def wait():
+            while not done():
+                await passes.acquire()
+
+        await ended(wait())
+
+    try:
+        yield indexed, until
+    finally:
+        await indexed.indexer.stop()
+        await ledger.close()
+
+
+def rounds(swarm, count, **how):
+    for _ in range(count):
+        swarm.round({0: 600, 1: 700}, **how)
+
+
+async def test_a_round_is_final_when_enough_are_built_on_it(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH)
+        await until(lambda: len(f.open) == DEPTH)
+        assert f.posted is None and not swarm.finals
+        rounds(swarm, 2)
+        await until(lambda: f.posted and f.posted[0] == 1)
+        final = swarm.finals[-1]
+        assert (final.author, final.body.round) == (OWNER.key, 1)
+        assert final.body.record == swarm.chain.certificates[1].record.digest
+        accounts = [account_for(c, RULE) for c in swarm.chain.certificates]
+        assert f.settled == pending(accounts[:2])
+        assert f.pending == pending(accounts[2:])
+
+
+async def test_pending_credits_follow_the_chain_when_it_turns_and_settled_ones_stay(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 1)
+        await until(lambda: f.posted is not None)
+        settled = dict(f.settled)
+        other = swarm.chain.fork(1)
+        for _ in range(DEPTH):
+            other.add({5: 5000})
+        swarm.turn_to(other)
+        await until(lambda: peer(5).key in f.pending)
+        assert set(f.pending) == {peer(5).key}
+        assert f.settled == settled
+
+
+async def test_a_coordinator_that_was_away_catches_up_and_counts_every_round_once(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    for away in (0, 7, 400):  # 400: more than a page
+        rounds(swarm, away)
+        async with following(swarm, tmp_path) as (f, until):
+            rounds(swarm, 2)
+            total = len(swarm.chain.certificates)
+            await until(lambda total=total: f.head and f.head[0] == total - 1)
+            accounts = [account_for(c, RULE) for c in swarm.chain.certificates]
+            cut = max(0, total - DEPTH)
+            assert f.settled == pending(accounts[:cut])
+            assert f.pending == pending(accounts[cut:])
+            assert f.history.tokens == sum(a.tokens for a in accounts[:cut])
+    finals = [s.body.round for s in swarm.finals]
+    assert finals == sorted(finals)
+
+
+async def test_killed_between_settling_and_publishing_the_final_is_published_after_the_restart(tmp_path):
+    swarm = FakeSwarm(SPEC)
+
+    async def lost(final):
+        raise OSError("no network")
+
+    publish, swarm.publish_final = swarm.publish_final, lost
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 1)
+        await until(lambda: f.posted is not None)
+    assert not swarm.finals
+    swarm.publish_final = publish
+    async with following(swarm, tmp_path) as (f, until):
+        await until(lambda: swarm.finals)
+        assert swarm.finals[-1].body.record == f.posted[1]
+
+
+async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    rounds(swarm, 10)
+    deep = swarm.chain.certificates[8].record
+    swarm.finals.append(KeySigner(OWNER).sign(Finalization(SPEC.run_id, deep.body.round, deep.digest)))
+    async with following(swarm, tmp_path) as (f, until):
+        await until(lambda: f.posted)
+        assert f.posted == (8, deep.digest)
+        assert swarm.finals == [swarm.finals[0]] * len(swarm.finals)
+
+
+async def test_a_final_that_contradicts_the_ledger_is_said_loudly_and_nothing_is_settled(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 1)
+        await until(lambda: f.posted is not None)
+        before = dict(f.settled)
+        other = FakeSwarm(SPEC)
+        other.round({8: 9})
+        record = other.chain.certificates[0].record
+        swarm.finals.append(KeySigner(OWNER).sign(Finalization(SPEC.run_id, Round(0), record.digest)))
+        rounds(swarm, 3)
+        await until(lambda: f.problem)
+        assert "another coordinator" in f.problem
+        assert f.settled == before
+
+
+async def test_a_chain_that_does_not_lead_on_from_the_ledger_is_waited_for(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 1)
+        await until(lambda: f.posted is not None)
+        good, stranger = swarm.chain, FakeSwarm(SPEC)
+        rounds(stranger, 9, attempt=1)
+        swarm.turn_to(stranger.chain)
+        await until(lambda: f.problem)
+        assert "waiting for the chain after round 0" in f.problem and not f.caught_up
+        swarm.turn_to(good)
+        await until(lambda: not f.problem)
+
+
+async def test_a_view_that_gives_no_chain_settles_nothing(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        whole = swarm.certificates_after
+
+        async def holes(record, limit):
+            got = await whole(record, limit)
+            return got[1:] if got else got
+
+        swarm.certificates_after = holes
+        rounds(swarm, DEPTH + 2)
+        await until(lambda: f.problem)
+        assert "not a chain" in f.problem and f.posted is None
+
+
+async def test_the_times_of_rounds_survive_a_restart(tmp_path):
+    swarm, clock = FakeSwarm(SPEC), [1000.0]
+    async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
+        for _ in range(DEPTH + 3):
+            clock[0] += 10
+            rounds(swarm, 1)
+            await until(lambda: f.head and f.head[1] == swarm.head)
+        before = f.points()
+    clock[0] = 9000.0
+    async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
+        assert f.points() == before
+        assert all(p.seen_at is not None for p in before)
+
+
+def test_the_rate_is_of_accepted_tokens_and_falls_when_no_round_comes():
+    points = [RoundPoint(r, 1000 * (r + 1), 5.0, 100.0 + 10 * r) for r in range(10)]
+    assert tokens_per_second(points, 190.0) == pytest.approx(100)
+    assert tokens_per_second(points, 195.0) == pytest.approx(100)
+    assert tokens_per_second(points, 600.0) < 20
+    assert tokens_per_second(points[:1], 100.0) == 0
+    assert tokens_per_second([RoundPoint(0, 1, 1.0, None)] * 3, 1.0) == 0
+
+
+def test_charts_are_thinned_and_keep_the_mean_by_tokens():
+    points = [RoundPoint(r, 10 * (r + 1), float(r), None if r == 5 else float(r)) for r in range(5000)]
+    c = charts(points, limit=100)
+    assert len(c.tokens) == len(c.loss) == 100 and len(c.times) == len(c.rates) <= 100
+    assert c.tokens[-1] == 50_000
+    assert sum(c.loss) / 100 == pytest.approx(4999 / 2)
+    assert all(r == pytest.approx(10) for r in c.rates)
+    assert charts([]).tokens == []
+
+
+async def test_nothing_is_final_whose_state_the_observer_does_not_hold(tmp_path):
+    """Else an owner, split off with a peer that withholds its updates, would bind the swarm to what nobody can have."""
+    swarm = FakeSwarm(SPEC)
+    swarm.held = 1
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 4)
+        await until(lambda: len(f.open) == DEPTH + 3)
+        assert f.posted is not None and f.posted[0] == 0
+        swarm.held = 3
+        swarm.changed()
+        await until(lambda: f.posted and f.posted[0] == 2)
+        assert swarm.finals[-1].body.round == 2
+
+
+async def test_the_last_rounds_of_a_run_that_is_over_become_final(tmp_path):
+    swarm = FakeSwarm(make_spec(total_tokens=5 * 1300 * SPEC.data.window))
+    async with following(swarm, tmp_path) as (f, until):
+        swarm.held = 4
+        rounds(swarm, 5)
+        await until(lambda: len(f.open) + (f.posted[0] + 1 if f.posted else 0) == 5)
+        assert f.open
+        swarm.held = 5
+        swarm.changed()
+        await until(lambda: f.posted and f.posted[0] == 4)
+        assert not f.open and not f.pending
+
+
+# -- settling, verdicts, rollback ----------------------------------------------------------------------------
+
+HOLDING = make_spec(credit={"hold_rounds": 2})
+
+
+async def test_final_rounds_are_pending_until_they_were_held_long_enough(tmp_path):
+    swarm = FakeSwarm(HOLDING)
+    accounts = []
+    for rounds_more in (DEPTH + 4, 3):  # the second time after a restart
+        rounds(swarm, rounds_more)
+        accounts = [account_for(c, RULE) for c in swarm.chain.certificates]
+        async with following(swarm, tmp_path) as (f, until):
+            await until(lambda: f.head and f.head[1] == swarm.head)
+            posted = len(accounts) - DEPTH
+            assert f.posted == (posted - 1, accounts[posted - 1].record)
+            assert f.settled == pending(accounts[: posted - 2])
+            assert f.pending == pending(accounts[posted - 2 :])
+            assert not f.voided
+
+
+def test_when_the_clock_was_set_back_nobody_is_judged_by_it():
+    spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
+    swarm = FakeSwarm(spec)
+    swarm.round({0: 900_000_000 // spec.data.window})
+    account, who = account_for(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
+    judge = PlausibilityCheck(spec, OWNER)
+    assert len(judge.verdicts(account, 10_000.0, {who: 9_990.0})) == 1
+    assert judge.verdicts(account, 10_000.0, {who: 13_000.0}) == []
+
+
+async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_first_hand(tmp_path):
+    # A peer of 28,832 parameters and 6 FLOPs: 10^12 FLOPs a second are 5.8 million tokens.
+    spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
+    swarm, clock = FakeSwarm(spec), [10_000.0]
+    too_much = 900_000_000 // spec.data.window
+    swarm.round({0: too_much, 1: 600})  # before this coordinator was there: not judged
+    ledger = LedgerThread()
+    await ledger.open(tmp_path / "ledger.sqlite", spec)
+    for n, at in ((2, 9_000), (3, 9_990)):
+        await ledger.run(lambda db, n=n, at=at: db.add_admission(AdmissionRow(peer(n).key, "", at, at, 2 * at, b"")))
+    await ledger.close()
+    async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
+
+        async def one(work):
+            clock[0] += 20
+            swarm.round(work)
+            await until(lambda: f.head and f.head[1] == swarm.head)
+
+        # 2 was admitted long ago, 3 just now, of 4 nothing is known: it cannot be judged.
+        await one({0: 600, 2: too_much, 3: too_much, 4: too_much})
+        await one({0: 600, 4: too_much})
+        await one({0: 600, 4: 600})
+        for _ in range(DEPTH):
+            await one({0: 600})
+        assert {p: b.rounds for p, b in f.voided.items()} == {peer(3).key: 1, peer(4).key: 1}
+        assert f.pending[peer(2).key].rounds == 1 and f.pending[peer(4).key].rounds == 2
+    read = Ledger(tmp_path / "ledger.sqlite", spec)
+    voids = [e.what for e in map(decode_entry, read.entries(0, 100)) if isinstance(e.what, VoidEntry)]
+    reasons = [open_verdict(v.verdict, spec.run_id, OWNER.key).reason for v in voids]
+    assert (
+        "900000000 tokens in 110 s (80 s of them slack) are 1.42 teraflops a second" in reasons[0]
+        and "at most 1 of one peer" in reasons[0]
+    )
+    assert "900000000 tokens in 100 s" in reasons[1] and read.check() == []
+    read.close()
+
+
+async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what_was_issued(tmp_path):
+    swarm = FakeSwarm(HOLDING)
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 4)
+        await until(lambda: f.posted and f.posted[0] == 3)
+        old = [account_for(c, RULE) for c in swarm.chain.certificates]
+        swarm.finals.clear()
+        directive = back_to(HOLDING, old[1].record, 1)
+        assert await f.rollback(old[1].record, Round(1), directive)
+        assert await f.rollback(old[1].record, Round(1), directive) is False
+        assert f.posted == (1, old[1].record) and len(f.history) == 2
+        other = swarm.chain.fork(2)
+        for r in range(DEPTH + 2):
+            other.add({5: 800 + r}, attempt=1)
+        swarm.turn_to(other)
+        await until(lambda: f.posted and f.posted[0] == 3)
+        new = [account_for(c, RULE) for c in other.certificates]
+        assert f.posted[1] == new[3].record and not f.problem
+        assert f.settled == pending(old[:4])
+        assert f.pending == pending(new[2:])
+        with pytest.raises(LedgerConflictError, match="has no such round"):
+            await f.rollback(old[3].record, Round(3), back_to(HOLDING, old[3].record, 3, 2))
+    async with following(swarm, tmp_path) as (f, until):
+        assert f.posted == (3, new[3].record) and f.settled == pending(old[:4])

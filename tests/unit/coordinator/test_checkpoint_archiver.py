@@ -1,0 +1,427 @@
+"""The archiver: final states are signed, copied and evaluated, and failures delay nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cairn.checkpoints import verify_checkpoint
+from coordinator.checkpoints import archiver as keeping
+from coordinator.checkpoints import evaluation_job
+from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.copies import CopyStore
+from coordinator.checkpoints.evaluation import measure
+from coordinator.checkpoints.evaluation_job import free_device, plain
+from coordinator.checkpoints.evaluations import EvaluationLog
+from coordinator.checkpoints.job import JobError, run_job
+from coordinator.errors import CoordinatorError
+from protocol.errors import CairnError
+from tests.support.archives import SPEC, Uniform, shards
+from tests.support.checkpoint_world import CheckpointWorld, nan
+from tests.support.waiting import LIMIT, NEVER, until
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWorld:
+    monkeypatch.setattr(keeping, "POLL_SECONDS", 0.05)
+    return CheckpointWorld(tmp_path, monkeypatch)
+
+
+class Kept:
+    """A keeper at work."""
+
+    def __init__(self, world: CheckpointWorld, **settings: Any):
+        self.world = world
+        self.keeper = world.keeper(**settings)
+
+    async def __aenter__(self) -> CheckpointArchiver:
+        self.keeper.start(self.world.finalization_of)
+        return self.keeper
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.keeper.stop()
+
+
+# -- final ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_names_it(world: CheckpointWorld):
+    world.rounds(7)
+    made = world.add(5)
+    world.posted = 4
+    async with Kept(world) as keeper:
+        await asyncio.sleep(0.3)
+        assert world.archive.newest_final() is None
+        world.posted = 5
+        await until(world.archive.newest_final)
+        assert keeper.checkpoints()[0]["final"] is True
+    assert verify_checkpoint(str(made.folder), world.spec.owner).signed == world.swarm.chain.certificates[5].digest
+
+
+async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(world: CheckpointWorld):
+    world.rounds(7)
+    world.state(99)
+    world.files[5], world.digests[5] = world.files[99], world.digests[99]
+    world.add(5)
+    world.posted = 6
+    async with Kept(world) as keeper:
+        await until(lambda: "is not the one that the chain names" in keeper.problem)
+        assert world.archive.newest_final() is None
+        assert dict((n, v) for n, _, v in keeper.gauges())["cairn_archive_problem"] == 1
+
+
+def test_the_newest_final_state_and_an_open_one_outlive_the_policy(world: CheckpointWorld):
+    world.archive.policy = replace(world.archive.policy, newest=1)
+    opened = world.final(5)
+    assert world.archive.state_for(world.swarm.chain.certificates[4].digest) == opened
+    with world.archive.reading(opened):
+        for r in range(10, 45, 5):
+            world.rounds(5)
+            world.add(r)
+        assert [a.round for a in world.archive.all()] == [5, 35, 40]
+        world.mark_final(world.archive.all()[1])
+        world.archive.prune()
+        assert [a.round for a in world.archive.all()] == [5, 35, 40]
+    world.archive.prune()
+    assert [a.round for a in world.archive.all()] == [35, 40]
+
+
+def test_a_removal_that_was_cut_off_leaves_nothing_that_looks_whole(world: CheckpointWorld, monkeypatch):
+    made = world.final(5)
+    with monkeypatch.context() as m:
+        m.setattr("shutil.rmtree", lambda *a, **k: None)  # killed just before the files go
+        world.archive.drop([made])
+    assert world.archive.all() == []
+    world.final(10)
+    assert [p.name for p in world.archive.folder.iterdir()] == ["round-000010"]
+
+
+def test_a_full_disk_takes_what_is_merely_new_and_then_says_so(world: CheckpointWorld, monkeypatch):
+    for r in (0, 5, 10, 15):
+        world.final(r)
+    free = {"bytes": 0}
+
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=free["bytes"] + 100 * (4 - len(list(world.archive.folder.glob("round-*")))))
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    world.archive.free_space(100)
+    assert [a.round for a in world.archive.all()] == [0, 10, 15]
+    with pytest.raises(CoordinatorError, match=r"the disk of .* is full.*free some disk space, or keep fewer"):
+        world.archive.free_space(10**6)
+    assert [a.round for a in world.archive.all()] == [0, 15]  # the first and the newest final one
+
+
+# -- copies -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_final_is_copied_and_verifies_there(world: CheckpointWorld):
+    address = world.folder / "copies"
+    world.rounds(12)
+    world.add(0), world.add(5), world.add(10)
+    world.posted = 5
+    async with Kept(world, archive={"address": str(address)}) as keeper:
+        await until(lambda: len(list(address.glob("round-*/cairn.json"))) == 2)
+        assert sorted(p.name[:12] for p in address.iterdir()) == ["round-000000", "round-000005"]
+        world.posted = 11
+        world.swarm.changed()
+        await until(lambda: len(list(address.glob("round-*/cairn.json"))) == 3)
+        await until(lambda: not keeper.to_copy())
+        assert all(c["copied"] for c in keeper.checkpoints()) and keeper.problem == ""
+    for folder in address.iterdir():
+        verify_checkpoint(str(folder), world.spec.owner)
+
+
+async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothing(
+    world: CheckpointWorld, monkeypatch, caplog
+):
+    monkeypatch.setattr(keeping, "RETRY_SECONDS", (0.05,))
+    blocked = world.folder / "copies"
+    blocked.write_text("a file, where a folder should be")
+    world.rounds(12)
+    world.add(5)
+    world.posted = 5
+    async with Kept(world, archive={"address": str(blocked / "there")}) as keeper:
+        await until(lambda: keeper._counts["copies_failed"] >= 2)
+        assert "checkpoints are not copied" in keeper.problem and "the local ones are whole" in keeper.problem
+        assert sum("are not copied" in r.message for r in caplog.records) == 1
+        world.add(10)
+        world.posted = 11
+        await until(lambda: all(a.final for a in world.archive.all()))  # signing goes on meanwhile
+        blocked.unlink()
+        await until(lambda: not keeper.to_copy() and keeper.problem == "")
+    assert len(list((blocked / "there").glob("round-*/cairn.json"))) == 2
+
+
+async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_ends_it(world: CheckpointWorld):
+    made, address = world.final(5), world.folder / "copies"
+    job = world.keeper(archive={"address": str(address), "mbits": 0.2})._copy_job([made], set())
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coordinator.checkpoints.copies", stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(job).encode())
+    process.stdin.close()
+    await until(
+        lambda: (
+            any(p.stat().st_size for p in address.glob("round-*/model.safetensors"))
+            or any(address.glob("round-*/model.safetensors"))
+        )
+    )
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    place = CopyStore(str(address), world.spec.run_id)
+    assert place.list() == []
+    with pytest.raises(CairnError, match="cairn.json is not there"):
+        verify_checkpoint(str(next(address.iterdir())), world.spec.owner)
+    place.keep([made.folder], world.archive.policy, {}, set())
+    verify_checkpoint(str(next(address.iterdir())), world.spec.owner)
+
+
+def test_a_process_killed_at_any_step_of_archiving_leaves_whole_states_only(world: CheckpointWorld, monkeypatch):
+    """Power goes at each durable step in turn: what has a name is whole and verifies."""
+    from coordinator import durable
+
+    world.rounds(7)
+
+    class Power(BaseException):
+        pass
+
+    steps = {"sync": durable.sync, "write": durable.write}
+    for step in range(1, 12):
+        left = [step]
+
+        def cut(name: str, left=left) -> Callable[..., None]:
+            def counted(*arguments: Any) -> None:
+                left[0] -= 1
+                if not left[0]:
+                    raise Power
+                steps[name](*arguments)
+
+            return counted
+
+        with monkeypatch.context() as m:
+            for name in steps:
+                m.setattr(durable, name, cut(name))
+            try:
+                world.mark_final(world.add(5))
+            except Power:
+                pass
+        for found in world.archive.all():
+            assert found.state == world.digests[5]
+            if found.final:
+                verify_checkpoint(str(found.folder), world.spec.owner)
+            else:
+                with pytest.raises(CairnError, match="not final when"):
+                    verify_checkpoint(str(found.folder), world.spec.owner)
+        if left[0] > 0:
+            break
+        world.archive.drop(world.archive.all())
+    else:
+        raise AssertionError("there are more steps than were tried")
+    assert step > 4
+
+
+# -- evaluation and texts -----------------------------------------------------------------------------------------
+
+
+async def _here(module: str, job: dict, heard: Callable[[dict], None], **limits: Any) -> None:
+    """Evaluate without a process."""
+    await asyncio.to_thread(evaluation_job._work, job, heard)
+
+
+async def test_each_archived_state_is_judged_and_writes(world: CheckpointWorld, monkeypatch):
+    monkeypatch.setattr(keeping, "run_job", _here)
+    monkeypatch.setattr(evaluation_job, "bound_memory", lambda size: None)
+    world.rounds(7)
+    world.add(0)
+    async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 6}) as keeper:
+        await until(lambda: keeper.validation)
+        world.add(5)
+        world.swarm.changed()
+        await until(lambda: len(keeper.newest_losses()) == 2 and len(keeper.samples(None, 100)) == 12)
+        losses = keeper.newest_losses()
+        found = keeper.samples(None, 100)
+        assert keeper.samples(5, 100) == [s for s in found if s["round"] == 0]
+        assert keeper.checkpoints()[0]["validation_loss"] == losses[0]
+        assert [p[0] for p in keeper.validation_points()] == [0, 5]
+    assert all(abs(loss - math.log(256)) < 1 for loss in losses)
+    assert len(found) == 12 and found[0]["round"] == 5
+    assert all(1 <= len(s["prompt"]) <= 16 for s in found)
+    again = EvaluationLog(world.folder / "run")
+    assert again.rows() == keeper.evaluations.rows()
+    assert again.samples(None, 100) == keeper.evaluations.samples(None, 100)
+    row = again.rows()[0]
+    assert (row["windows"], row["device"]) == (20, free_device("auto", 0))
+    assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    again.leave([world.digests[5]])
+    assert [r["round"] for r in again.rows()] == [0] and {s["round"] for s in again.samples(None, 100)} == {0}
+    assert EvaluationLog(world.folder / "run").newest() == row
+
+
+async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: CheckpointWorld, caplog):
+    world.rounds(7)
+    world.state(5, nan)
+    world.add(5)
+    async with Kept(world, evaluation={"threads": 1}, samples={"tokens": 0}) as keeper:
+        await until(keeper.newest_losses)
+        assert (
+            math.isnan(keeper.newest_losses()[0])
+            and keeper.validation == (5, None)
+            and keeper.validation_points() == []
+        )
+        assert math.isnan(dict((n, v) for n, _, v in keeper.gauges())["cairn_validation_loss"])
+    assert "the run has diverged" in caplog.text
+
+
+async def test_rounds_between_are_skipped_and_failures_are_tried_twice(world: CheckpointWorld, monkeypatch, caplog):
+    asked: list[str] = []
+
+    async def fails(module, job, heard, **limits):
+        asked.append(Path(job["folder"]).name)
+        if len(asked) <= 2:
+            raise JobError("its process was killed: most likely memory ran out")
+        heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+
+    monkeypatch.setattr(keeping, "run_job", fails)
+    world.rounds(22)
+    world.add(0)
+    async with Kept(world, evaluation={"every": 10}) as keeper:
+        await until(lambda: len(asked) == 2)
+        await asyncio.sleep(0.2)
+        assert len(asked) == 2 and "memory ran out; the next one is tried" in keeper.problem
+        for r, many in ((5, 3), (10, 3), (15, 4), (20, 4)):
+            world.add(r)
+            await until(lambda many=many: len(asked) == many)
+            await asyncio.sleep(0.2)  # time for what must be passed over
+        assert asked[2:] == ["round-000005", "round-000015"]
+        await until(lambda: keeper.problem == "")
+        assert keeper._evaluation_job(world.archive.all()[-1])["most"] == 4  # the same few windows each time
+
+
+async def test_without_validation_data_a_state_writes_once_from_the_owners_prompts(world: CheckpointWorld, monkeypatch):
+    asked: list[dict] = []
+
+    async def writes(module, job, heard, **limits):
+        asked.append(job)
+        heard({"prompt": "Hello", "text": " world", "temperature": 0.0})
+
+    monkeypatch.setattr(keeping, "run_job", writes)
+    world.rounds(7)
+    world.add(5)
+    kept = Kept(world, evaluation={}, samples={"prompts": ["Hello"]})
+    kept.keeper._shards = []
+    async with kept as keeper:
+        await until(lambda: keeper.samples(None, 9))
+        await asyncio.sleep(0.3)
+    assert len(asked) == 1 and asked[0]["prompts"] == ["Hello"] and keeper.validation is None
+
+
+def test_the_same_few_windows_judge_on_a_slow_machine(tmp_path):
+    first, second = Uniform(), Uniform()
+    ticks = iter(range(100))
+    found = measure(first, SPEC.data, shards(tmp_path, 64), batch=4, seconds=2.5, clock=lambda: float(next(ticks)))
+    assert found.windows == 12 and sorted(first.firsts)[:3] != [0, 1, 2]
+    assert max(b - a for a, b in zip(sorted(first.firsts), sorted(first.firsts)[1:], strict=False)) <= 8
+    assert measure(second, SPEC.data, shards(tmp_path, 64), batch=4, most=12).windows == 12
+    assert first.firsts == second.firsts
+
+
+def test_text_of_strangers_is_plain_and_short():
+    assert plain("a\x00b\x1b[31m\u202ec\r\n\td\u2028e\ud800") == "ab[31mc\n d e"
+    assert plain("x" * 5000) == "x" * 999 + "…"
+    assert plain("e" + "\u0301" * 50) == "e" + "\u0301" * 4
+    assert plain("<script>") == "<script>"
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_free_is_taken_and_a_busy_one_is_left():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    free, total = torch.cuda.mem_get_info(0)
+    assert free_device("auto", 10**6).startswith("cuda") == (free >= 0.8 * total)
+    assert free_device("auto", total) == "cpu"
+
+
+# -- jobs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A module that does this work."""
+
+    def write(body: str) -> str:
+        text = (
+            "from coordinator.checkpoints.job import *\nimport os, time, signal\n" + f"def work(job, say):\n {body}\n"
+        )
+        (tmp_path / "a_job.py").write_text(text + "serve_job(work)\n")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", os.getcwd())]))
+        return "a_job"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ("time.sleep(3600)", "longer than 3 s"),
+        ("raise CoordinatorError('the disk is full')", "the disk is full"),
+        ("raise KeyError('spam')", "code 1.*spam"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "memory ran out"),
+        ("print('x' * 10**7); say({'a': 'x' * 2 * 10**6})", "more in a line"),
+        ("bound_memory(10**9); bytearray(2 * 10**9)", "memory did not suffice"),
+    ],
+)
+async def test_a_job_that_fails_says_why(make_job, body, said):
+    with pytest.raises(JobError, match=said):
+        await run_job(make_job(body), {}, lambda row: None, deadline=3 if "sleep" in body else LIMIT)
+
+
+async def test_a_job_answers_line_by_line_at_low_priority_and_ends_with_the_one_who_asked(make_job):
+    rows: list[dict] = []
+    work = "print('noise'); say({'pid': os.getpid(), 'nice': os.nice(0), 'got': job['x']}); time.sleep(3600)"
+    running = asyncio.create_task(run_job(make_job(work), {"x": 7}, rows.append, deadline=NEVER))
+    await until(lambda: rows)
+    assert rows[0]["nice"] == 19 and rows[0]["got"] == 7
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await until(lambda: not _runs(rows[0]["pid"]))
+
+
+async def test_a_job_dies_with_a_coordinator_that_is_killed(make_job, tmp_path):
+    work = "open(job['file'], 'w').write(str(os.getpid())); time.sleep(3600)"
+    file, module = tmp_path / "pid", make_job(work)
+    ask = "import asyncio, sys; from coordinator.checkpoints.job import run_job; "
+    ask += "asyncio.run(run_job(sys.argv[1], {'file': sys.argv[2]}, print, deadline=3600))"
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", ask, module, str(file))
+    await until(lambda: file.exists() and file.read_text())
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not _runs(int(file.read_text())))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_silence_is_taken_for_a_hang(make_job):
+    rows: list[dict] = []
+    with pytest.raises(JobError, match="nothing came of it for 2 s"):
+        await run_job(make_job("say({'a': 1}); time.sleep(3600)"), {}, rows.append, deadline=NEVER, silence=2)
+    assert rows == [{"a": 1}]
