@@ -39,7 +39,7 @@ def tokenizer_json() -> bytes:
 
 
 def checkpoint(spec: RunSpec, seed: int, change: Any = None) -> bytes:
-    """The canonical file of a state."""
+    """Write the canonical file of a state."""
     tensors = {n: p.detach().clone() for n, p in parameters_of(build_model(TINY_LLAMA, seed=seed)).items()}
     if change is not None:
         change(tensors)
@@ -117,7 +117,7 @@ class CheckpointWorld:
         return self.archive.mark_final(archived, final.sent, encode_certificate(c))
 
     def final(self, round_: int) -> ArchivedState:
-        """An archived state that is final; round 0 is by the spec."""
+        """Archive a finalized state; the spec finalizes round 0."""
         while len(self.swarm.chain.certificates) <= round_:
             self.rounds(1)
         archived = self.add(round_)
@@ -129,7 +129,7 @@ class CheckpointWorld:
         return KeySigner(OWNER).sign(Finalization(self.spec.run_id, round_, record))
 
     def keeper(self, **settings: Any) -> CheckpointArchiver:
-        """With evaluation off unless it is asked for."""
+        """Make an archiver, by default without evaluation."""
         wanted = CheckpointSettings.model_validate({"evaluation": {"every": 0}} | settings)
         return CheckpointArchiver(self.archive, self.evaluations, self.spec, self.swarm, wanted, shards=[self.shard])
 

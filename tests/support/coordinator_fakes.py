@@ -40,24 +40,25 @@ PARAMETERS = 28_832
 
 
 def make_spec(**changes) -> RunSpec:
-    """The tiny run with rounds that become final soon and settle at once; `changes` replace whole top-level fields."""
+    """Return the tiny run with rounds that are finalized soon and settle at once; `changes` replace top-level
+    fields."""
     return tiny_spec(**({"checkpoint": {"final_depth": 3, "every": 5}, "credit": {"hold_rounds": 0}} | changes))
 
 
 def peer(number: int) -> Identity:
-    """The same key for the same number, always."""
+    """Return the peer key of a number."""
     return Identity(sha256(b"peer", number.to_bytes(8, "big")))
 
 
 def state(round_: int) -> Digest:
-    """The digest of state[round] in these tests."""
+    """Return the digest of state[round] in these tests."""
     return Digest(sha256(b"state", round_.to_bytes(8, "big")))
 
 
 def back_to(
     spec: RunSpec, record: Digest, round_: int, epoch: int = 1, *, sequence: int = 1, by: Identity = OWNER
 ) -> bytes:
-    """The owner's word that rolls the run back to the record of a round, for the `epoch`-th time."""
+    """Return the owner's directive that rolls the run back to the record of a round, for the `epoch`-th time."""
     back = Rollback(epoch, record, Round(round_ + 1), state(round_ + 1))
     return KeySigner(by).sign(Directive(spec.run_id, sequence, rollback=back)).sent
 
@@ -83,7 +84,7 @@ class ChainMaker:
         return other
 
     def carry(self, directive: Signed[Directive]) -> None:
-        """The next record does."""
+        """Let the next record carry a directive."""
         self.directive, self._carries = directive, len(self.certificates)
 
     def _take(self, certificate: Certificate) -> None:
@@ -93,7 +94,7 @@ class ChainMaker:
             self.next_windows[u.author] = u.body.end_window
 
     def add(self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0) -> Certificate:
-        """The next round: windows by the number of the peer."""
+        """Add the next round, with windows by the number of the peer."""
         round_ = Round(len(self.certificates))
         identities = sorted((peer(n) for n in work), key=lambda i: i.key)
         windows = {peer(n).key: w for n, w in work.items()}
@@ -228,13 +229,13 @@ class FakeSwarm:
         return certificate
 
     def hear(self, *messages: Signed[Any]) -> None:
-        """The observer hears these."""
+        """Let the observer receive these messages."""
         for message in messages:
             for listener in self._listeners:
                 listener(message)
 
     def announced_round(self, work: Mapping[int, int], **how) -> Certificate:
-        """A round that the observer hears all of: the updates announced, the record proposed, the certificate."""
+        """Let the observer receive a whole round: the announced updates, the proposed record, the certificate."""
         certificate = self.chain.add(work, **how)
         self.hear(*certificate.record.body.updates, certificate.record)
         self.changed()
@@ -245,7 +246,7 @@ class FakeSwarm:
         self.changed()
 
     def beat(self, number: int, *, seconds_since: float = 0.0, **fields) -> None:
-        """A heartbeat of a peer, heard so long ago."""
+        """Add a heartbeat of a peer, received some seconds ago."""
         heartbeat = Heartbeat(
             self.chain.run, 1, Round(len(self.chain.certificates)), self.chain.head, 0, 0, "training", 2000.0, 5.0,
             10_000, 20_000, (), (), b"", "cpu",

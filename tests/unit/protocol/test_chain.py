@@ -27,7 +27,7 @@ def make(
     parts=0,
     label=b"",
 ) -> Certificate:
-    """A certificate whose contributors claim these windows."""
+    """Return a certificate whose contributors claim these windows."""
     updates = []
     for i, (first, end) in sorted(claims.items()):
         blob = Digest(sha256(b"blob", KEYS[i], parent, bytes([first % 251, end % 251])))

@@ -32,7 +32,7 @@ kept = st.one_of(st.integers(256, 4096), st.sampled_from([256, 1024, 4096]))
 
 
 def read_chunk(record: bytes, m: int, k: int) -> tuple[dict[int, float], bytes]:
-    """What a record of m coordinates says, of which k are kept, and what comes after it."""
+    """Return the values in a record of m coordinates of which k are kept, and the bytes after it."""
     scale, at = read_bf16(record[:2]), 2
     positions = list(range(m))
     if k < m:

@@ -103,7 +103,7 @@ def word(sequence: int, **fields):
 
 
 def after(chain: Chain, parent: Digest, claims: dict[int, int], *, carry=None, epoch=None, state=STATE) -> Certificate:
-    """The next record after one: windows by contributor."""
+    """Return the next record after one, with windows by contributor."""
     number = chain.height(parent)
     epoch = chain.standing(parent).epoch if epoch is None else epoch
     if carry is not None:

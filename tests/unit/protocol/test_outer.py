@@ -31,7 +31,7 @@ def after(codec, outer, updates, **options) -> dict[str, torch.Tensor]:
 
 
 def plain_apply(state, updates, codec: Codec, outer: OuterSpec) -> None:
-    """The same step in numpy, whole tensors at a time: another implementation that must give the same bits."""
+    """Apply the same step in numpy, on whole tensors: an independent implementation that must give the same bits."""
     updates = sorted(updates, key=lambda c: bytes(c.author))
     weights = shares([c.windows for c in updates], outer.weight_cap)
     f = np.float32

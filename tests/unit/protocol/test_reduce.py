@@ -35,7 +35,7 @@ def stepped(reduction: Reduction, sums: list[bytes], outer: OuterSpec, **options
 
 
 def means(codec: Codec, updates: list[Contribution], outer: OuterSpec) -> dict[str, Tensor]:
-    """What `apply` steps by: the step of a state of zeros."""
+    """Return the step of `apply` from a state of zeros."""
     plain = outer.model_copy(update={"optimiser": "plain", "lr": 1.0})
     state = {t.name: torch.zeros(t.shape) for t in codec.layout.tensors}
     apply(state, updates, codec, plain)

@@ -1,4 +1,4 @@
-"""What a reduced round leaves out of an update goes back to its author: no value is lost, and none counts twice."""
+"""Values that a reduced round does not use return to their author: none is lost, and none counts twice."""
 
 from __future__ import annotations
 
