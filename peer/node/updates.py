@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peer.mapped import mapped_file
-from peer.store import BlobUnavailable as NotInStore
+from peer.store import BlobMissing as NotInStore
 from peer.store import Store, StoreFull
 from protocol.codec import Codec
 from protocol.codec.interface import Blob
@@ -150,7 +150,7 @@ def _check(path: Path, kind: Kind) -> None:
 
 
 def map_file(path: Path) -> memoryview:
-    """A file's bytes. Raises BlobUnavailable: it is gone, or cannot be read."""
+    """Return the bytes of a file. Raises BlobMissing: it is gone, or cannot be read."""
     try:
         return mapped_file(path)
     except OSError as e:
