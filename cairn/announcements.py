@@ -9,8 +9,8 @@ from coordinator.swarm import AnnouncedUpdate
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Signed, UpdateHeader
-from protocol.rounds.round_state import RoundState
 from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.round_state import RoundState
 
 PER_AUTHOR = 8
 """Rounds remembered for each author; an author that floods pushes out its own headers only."""
@@ -48,7 +48,7 @@ class Announcements:
         received = [mine[parent] for mine in self._headers.values() if parent in mine]
         if not received or parent not in self._chain:
             return ()
-        policy = self._policy.under(self._chain.standing(parent).changes)
+        policy = self._policy.under(self._chain.directives(parent).changes)
         state = RoundState(policy, self._chain, parent, None, 0.0)
         found = [AnnouncedUpdate(header, late, state.flaw(header, self._size_ok) or "") for header, late in received]
         return sorted(found, key=lambda a: a.header.author)
@@ -59,4 +59,4 @@ class Announcements:
         if parent not in chain:
             return False
         height = chain.height(parent)
-        return chain.on_main(height) == parent and chain.on_main(height + 1) is not None
+        return chain.main_chain_at(height) == parent and chain.main_chain_at(height + 1) is not None

@@ -28,7 +28,7 @@ from protocol.envelope import seal
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId, sha256
-from protocol.invite import TLS_NAME, Endpoint, Invite
+from protocol.invite import TLS_NAME, HostPort, Invite
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Signed
 from protocol.spec import RunSpec, open_spec
@@ -182,7 +182,7 @@ class Account:
 class _Place:
     """Where a coordinator may be, and the certificate that it must show there."""
 
-    endpoint: Endpoint
+    endpoint: HostPort
     fingerprint: Digest
 
 
@@ -237,7 +237,7 @@ class CoordinatorClient:
             # Signed anew for every attempt: the time in it is compared with the coordinator's clock.
             body = wire.AdmitBody(run=bytes(self._invite.run), time=int(time.time()), code=code, name=name)
             request = wire.AdmitRequest(
-                request=seal(identity, "admit", body.SerializeToString(deterministic=True)).sent
+                request=seal(identity, "admit", body.SerializeToString(deterministic=True)).encoded
             )
             return stub.Admit(request, timeout=seconds)
 
@@ -245,8 +245,8 @@ class CoordinatorClient:
         decoder = MessageDecoder(self._invite.run, spec.owner_key, remember=1)
         ahead = time.time() - reply.time
         # By the coordinator's clock, which the admission was made by; this one may be off.
-        decoder.admission_at(reply.admission, identity.key, float(reply.time))
-        return Admitted(decoder.open(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
+        decoder.decode_admission_at(reply.admission, identity.key, float(reply.time))
+        return Admitted(decoder.decode(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
 
     async def status(self) -> Status:
         """How the swarm is. Raises CairnError."""
@@ -366,7 +366,7 @@ class CoordinatorClient:
             await channel.close(self._timeout)
 
 
-def _certificate_of(endpoint: Endpoint) -> bytes:
+def _certificate_of(endpoint: HostPort) -> bytes:
     """The certificate (DER) that is shown at an address: not trusted, only compared. Raises CoordinatorUnreachable."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -392,7 +392,7 @@ def _certificate_of(endpoint: Endpoint) -> bytes:
     return der
 
 
-def _silent(endpoint: Endpoint, why: str) -> CoordinatorUnreachable:
+def _silent(endpoint: HostPort, why: str) -> CoordinatorUnreachable:
     return CoordinatorUnreachable(
         f"the coordinator at {endpoint} does not answer ({why or 'no reason given'}): is it running, and does "
         "a firewall let you through? Training among peers goes on without it"

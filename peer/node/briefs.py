@@ -15,11 +15,11 @@ from typing import Any
 from peer.node.outbox import NETWORK_ERRORS
 from protocol.compact_record import (
     CompactRecord,
-    check_headers,
-    check_names,
+    check_header_ids,
+    check_requested_headers,
     compact,
+    header_id,
     is_compact_record,
-    name_of,
     parse_compact_record,
 )
 from protocol.errors import MalformedError
@@ -56,13 +56,13 @@ class Held:
 
     def add(self, header: Signed[UpdateHeader]) -> None:
         """Hold a verified header."""
-        name = name_of(header.sent)
+        name = header_id(header.encoded)
         if name in self._sent:
             return
         mine = self._by_author.setdefault(header.author, [])
         self._by_author.move_to_end(header.author)
         mine.append((header.body.round, name))
-        self._sent[name] = header.sent
+        self._sent[name] = header.encoded
         if len(mine) > PER_AUTHOR:
             oldest = min(mine, key=lambda held: held[0])
             mine.remove(oldest)
@@ -104,21 +104,21 @@ class Briefs:
 
     def encode(self, message: Signed) -> bytes:
         """A message as it goes out: itself, or the brief of a large record."""
-        if not isinstance(message.body, RoundRecord) or len(message.sent) < BRIEF_FROM:
-            return message.sent
+        if not isinstance(message.body, RoundRecord) or len(message.encoded) < BRIEF_FROM:
+            return message.encoded
         made = self._made.get(message.digest)
         if made is None:
             brief = compact(message)
-            headers = {} if brief is None else {name_of(u.sent): u.sent for u in message.body.updates}
+            headers = {} if brief is None else {header_id(u.encoded): u.encoded for u in message.body.updates}
             made = self._made[message.digest] = (brief, headers)
             if len(self._made) > RECORDS:
                 self._made.popitem(last=False)
         self._made.move_to_end(message.digest)  # what is sent again is asked for again
-        return message.sent if made[0] is None else made[0]
+        return message.encoded if made[0] is None else made[0]
 
     def answer(self, request: wire.Packet) -> wire.Packet:
         """The headers that somebody asks for, of the records that went out from here. Raises MalformedError."""
-        names = check_names([bytes(n) for n in request.messages])
+        names = check_header_ids([bytes(n) for n in request.messages])
         found: list[bytes] = []
         for name in dict.fromkeys(names):
             header = next((h for _, hs in self._made.values() if (h := hs.get(name)) is not None), None)
@@ -160,9 +160,9 @@ class Briefs:
         except MalformedError as e:
             log.warning("refused a brief from %s: %s", sender.short, e)
             return None
-        found = self._known(brief.names)
-        if len(found) == len(brief.names):
-            record = brief.complete([found[n] for n in brief.names])
+        found = self._known(brief.header_ids)
+        if len(found) == len(brief.header_ids):
+            record = brief.reconstruct([found[n] for n in brief.header_ids])
             self._charge(sender, len(record))
             return record
         if sender not in self._asking and len(self._asking) < ASKED:
@@ -176,14 +176,14 @@ class Briefs:
     async def _fill(self, sender: PeerKey, brief: CompactRecord) -> None:
         """Ask the sender for what we lack, and take the record."""
         try:
-            found = self._known(brief.names)
-            lacking = [n for n in brief.names if n not in found]
+            found = self._known(brief.header_ids)
+            lacking = [n for n in brief.header_ids if n not in found]
             reply = await self._ask(sender, wire.Packet(messages=lacking))
-            found |= check_headers(lacking, [bytes(h) for h in reply.messages])
-            if len(found) < len(brief.names):
+            found |= check_requested_headers(lacking, [bytes(h) for h in reply.messages])
+            if len(found) < len(brief.header_ids):
                 log.info("%s names headers in a record that it does not give", sender.short)
                 return
-            record = brief.complete([found[n] for n in brief.names])
+            record = brief.reconstruct([found[n] for n in brief.header_ids])
             self._charge(sender, len(record))
         except MalformedError as e:
             log.warning("refused the headers of a record from %s: %s", sender.short, e)

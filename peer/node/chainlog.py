@@ -7,7 +7,7 @@ from itertools import islice
 
 from peer.store import Store
 from protocol.chain import Chain, ChainLimits, UnknownParent
-from protocol.errors import ChainError, MalformedError, ProtocolError, RivalOfFinal
+from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
 from protocol.ids import Digest
 from protocol.message_codec import MessageDecoder, encode_certificate
 from protocol.messages import Certificate, Directive, Finalization, Signed
@@ -40,14 +40,16 @@ class ChainLog:
         chain = self.chain = Chain(self._spec.run_id, self._spec.genesis.name, limits)
         if (sent := self._store.read_value(DIRECTIVE)) is not None:
             try:
-                chain.take(self._decoder.open(sent, Directive))  # first: rounds that were rolled back are left out
+                chain.add_directive(
+                    self._decoder.decode(sent, Directive)
+                )  # first: rounds that were rolled back are left out
             except ProtocolError as e:
                 log.warning("the stored directive is left out: %s", e)
         loaded, left_out, why, back = 0, 0, "", 0
         for data in self._store.certificates():
             try:
-                loaded += chain.add(self._decoder.certificate(data))
-            except RivalOfFinal:
+                loaded += chain.add(self._decoder.decode_certificate(data))
+            except FinalizedConflict:
                 back += 1
             except UnknownParent as e:
                 if chain.rollback is None:
@@ -61,7 +63,7 @@ class ChainLog:
             log.info("%d stored certificates are of branches that cannot win any more", back)
         if (sent := self._store.read_value(FINAL)) is not None:
             try:
-                chain.add_final(self._decoder.open(sent, Finalization))
+                chain.add_finalization(self._decoder.decode(sent, Finalization))
             except ProtocolError as e:
                 log.warning("the stored final is left out: %s", e)
         if loaded:
@@ -84,18 +86,18 @@ class ChainLog:
 
     def keep_final(self, final: Signed[Finalization]) -> None:
         """On disk when it returns."""
-        self._store.write_value(FINAL, final.sent)
+        self._store.write_value(FINAL, final.encoded)
 
     def keep_directive(self, word: Signed[Directive]) -> None:
         """On disk when it returns."""
-        self._store.write_value(DIRECTIVE, word.sent)
+        self._store.write_value(DIRECTIVE, word.encoded)
 
     def after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
         """What follows a record on the way to the head, oldest first, at most `limit`; None when it is not on it."""
         chain = self.chain
-        if chain is None or record not in chain or chain.on_main(chain.height(record)) != record:
+        if chain is None or record not in chain or chain.main_chain_at(chain.height(record)) != record:
             return None
-        stop = chain.on_main(min(chain.height(chain.head), chain.height(record) + limit))
+        stop = chain.main_chain_at(min(chain.height(chain.head), chain.height(record) + limit))
         return chain.path(record, chain.head if stop is None else stop)
 
     def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
@@ -107,12 +109,12 @@ class ChainLog:
             raise ChainError("the chain is not loaded yet")
         have = [Digest(d) for d in islice(request.have, MAX_HAVE)]
         try:
-            certificates, more = chain.after(have, count=REPLY_CERTIFICATES, size=REPLY_BYTES)
+            certificates, more = chain.certificates_after(have, count=REPLY_CERTIFICATES, size=REPLY_BYTES)
         except UnknownParent as e:
             raise ChainError(str(e)) from None
         return wire.ChainReply(
             certificates=[encode_certificate(c) for c in certificates],
-            final=chain.final.sent if chain.final is not None else b"",
+            final=chain.finalization.encoded if chain.finalization is not None else b"",
             more=more,
-            directive=chain.newest.sent if chain.newest is not None else b"",
+            directive=chain.newest_directive.encoded if chain.newest_directive is not None else b"",
         )

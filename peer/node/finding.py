@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.coordinator_client import usable_addresses
-from protocol.coordinator_address import newest_of, open_coordinator_address
+from protocol.coordinator_address import newest_address, open_coordinator_address
 from protocol.errors import CairnError
 from protocol.ids import PeerKey, RunId
 from protocol.messages import Signed
@@ -37,7 +37,7 @@ async def find(run: RunId, addresses: Iterable[str]) -> Found | None:
     members = await ask_members(run, addresses, answers.take)
     if answers.spec is None:
         return None
-    return Found(answers.sent, newest_of(answers.words), tuple(answers.addresses), members)
+    return Found(answers.sent, newest_address(answers.words), tuple(answers.addresses), members)
 
 
 class _Answers:

@@ -66,7 +66,7 @@ class Inbox:
                 yield None
         for sent in packet.certificates:
             try:
-                yield CertificateReceived(self._decoder.certificate(sent), sender)
+                yield CertificateReceived(self._decoder.decode_certificate(sent), sender)
             except ProtocolError as e:
                 self._refuse(sender, "certificate", e)
                 yield None
@@ -87,15 +87,15 @@ class Inbox:
         kind = kind_of(sent)
         if kind not in SWARM_KINDS:
             raise MalformedError(f"a message of kind {kind[:32]!r} does not belong in the swarm")
-        signed = self._decoder.open_any(sent, kind)
+        signed = self._decoder.decode_kind(sent, kind)
         match signed.body:
             case UpdateHeader():
-                self._decoder.admission_at(signed.body.admission, signed.author, unix_seconds)
+                self._decoder.decode_admission_at(signed.body.admission, signed.author, unix_seconds)
             case Heartbeat() if signed.body.admission:
-                self._decoder.admission_at(signed.body.admission, signed.author, unix_seconds)
+                self._decoder.decode_admission_at(signed.body.admission, signed.author, unix_seconds)
             case RoundRecord():
                 for update in signed.body.updates:
-                    self._decoder.admission_at(update.body.admission, update.author, unix_seconds)
+                    self._decoder.decode_admission_at(update.body.admission, update.author, unix_seconds)
             case _:
                 pass
         return signed
@@ -106,10 +106,10 @@ class Inbox:
             raise MalformedError("a chain reply with too many certificates")
         certificates: list[Certificate] = []
         for sent in reply.certificates:
-            certificates.append(self._decoder.certificate(sent))
+            certificates.append(self._decoder.decode_certificate(sent))
             await asyncio.sleep(0)  # verifying takes its time: others have a turn
-        final = self._decoder.open_any(reply.final, "final") if reply.final else None
-        word = self._decoder.open_any(reply.directive, "directive") if reply.directive else None
+        final = self._decoder.decode_kind(reply.final, "final") if reply.final else None
+        word = self._decoder.decode_kind(reply.directive, "directive") if reply.directive else None
         return ChainReceived(tuple(certificates), final, source, reply.more, word)
 
     def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:

@@ -48,7 +48,7 @@ class Keeping:
         """
         spec, chain = self._spec, self._chain
         start = _back(chain, chain.height(chain.head) - spec.checkpoint.every * (spec.checkpoint.keep + 2))
-        final = chain.final.body.round if chain.final is not None else -1
+        final = chain.finalization.body.round if chain.finalization is not None else -1
         own = [blob for number, blob in self._own if number > final]
         gone = self._store.dispensable(to_keep(spec, chain.path(start, chain.head), self._states, [*own, *undecided]))
         await asyncio.to_thread(self._remove, gone)
@@ -87,7 +87,7 @@ def to_keep(
 
 def applied_blobs(certificate: Certificate) -> tuple[Digest, ...]:
     """The blobs that a round's state is made of: the parts of the mean where it was reduced, else the updates."""
-    return certificate.parts or tuple(u.body.blob for u in certificate.record.body.updates)
+    return certificate.shards or tuple(u.body.blob for u in certificate.record.body.updates)
 
 
 def _back(chain: Chain, height: int) -> Digest:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from peer.store import Store, StoreError
-from protocol.coordinator_address import open_coordinator_address, open_newer
+from protocol.coordinator_address import open_coordinator_address, open_if_newer
 from protocol.errors import MalformedError, ProtocolError
 from protocol.messages import MAX_ADDRESSES, Signed
 from protocol.spec import RunSpec
@@ -45,7 +45,7 @@ class Locator:
 
     def take(self, sent: bytes) -> bool:
         """Whether this is a newer word than any before: it is kept then. Raises ProtocolError."""
-        found = open_newer(sent, self._run, self._owner, self.newest)
+        found = open_if_newer(sent, self._run, self._owner, self.newest)
         if found is None:
             return False
         before, self.newest = self.newest, found
@@ -56,7 +56,7 @@ class Locator:
         for listener in self.listeners:
             listener(found)
         try:
-            self._store.write_value(WHEREABOUTS, found.sent)
+            self._store.write_value(WHEREABOUTS, found.encoded)
         except StoreError as e:
             log.warning("where the coordinator is was not kept for the next start: %s", e)
         return True
@@ -69,6 +69,6 @@ class Locator:
             self._spec = self._store.read_value(SPEC)
         return wire.CoordinatorAddressReply(
             spec=(self._spec or b"") if request.spec else b"",
-            coordinator_address=self.newest.sent if self.newest is not None else b"",
+            coordinator_address=self.newest.encoded if self.newest is not None else b"",
             addresses=list(addresses)[:MAX_ADDRESSES],
         )

@@ -132,7 +132,7 @@ class Membership:
         if sent != stored:
             store.write_value(SPEC, sent)
         if found is not None and found.coordinator_address is not None:
-            self.locator.take(found.coordinator_address.sent)
+            self.locator.take(found.coordinator_address.encoded)
         self.addresses = list(dict.fromkeys(addresses))
         if absent is None:
             try:
@@ -164,7 +164,7 @@ class Membership:
     def seconds_left(self) -> float:
         """How long the admission lasts, by this clock; 0 when there is none that is valid."""
         try:
-            admission = self.decoder.admission_of(self.admission, self.identity.key)
+            admission = self.decoder.decode_admission(self.admission, self.identity.key)
         except ProtocolError:
             return 0.0
         return max(0.0, admission.not_after - time.time())
@@ -178,7 +178,7 @@ class Membership:
         if self.client is None:
             raise PeerError("an observer is not admitted to anything")
         reply = await self.client.admit(self.identity, self.name)
-        self.admission = reply.admission.sent
+        self.admission = reply.admission.encoded
         self.clock_ahead = reply.clock_ahead
         self.store.write_value(ADMISSION, self.admission)
         self.learn(reply.addresses)

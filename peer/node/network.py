@@ -28,7 +28,7 @@ from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, sha256, short_id
-from protocol.messages import MAX_UNHEARD, Goodbye, Heartbeat, Signed
+from protocol.messages import MAX_UNREACHABLE, Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.network")
@@ -171,7 +171,7 @@ class Network:
             try:
                 swarm = self.swarm
                 if self._heartbeat is not None:
-                    await swarm.publish(self._heartbeat.sent, PRESENCE_SECONDS)
+                    await swarm.publish(self._heartbeat.encoded, PRESENCE_SECONDS)
                 await self._ask_the_dht(swarm)
                 await swarm.refresh_addresses()
                 if await self._search(swarm):  # who knows others, perhaps
@@ -358,7 +358,7 @@ class Network:
         """For heartbeats: the members that others are to pass on to us."""
         now, beat = time.monotonic(), self._membership.spec.round.heartbeat_seconds
         if now >= self._unheard_due:
-            found = self.directory.unheard(now, UNHEARD_BEATS * beat)[:MAX_UNHEARD]
+            found = self.directory.unheard(now, UNHEARD_BEATS * beat)[:MAX_UNREACHABLE]
             self._unheard, self._unheard_due = tuple(short_id(k) for k in found), now + beat / 2
         return self._unheard
 

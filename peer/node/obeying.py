@@ -63,7 +63,7 @@ class Obeying:
 
     @property
     def _epoch(self) -> int:
-        newest = self._machine.chain.newest
+        newest = self._machine.chain.newest_directive
         return 0 if newest is None else newest.body.epoch
 
     def words(self, me: PeerKey) -> str:
@@ -86,7 +86,7 @@ def words_of(word: Directive, me: PeerKey) -> str:
     since = f" since {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(word.since))}" if word.since else ""
     if me in word.banned:
         return f"banned by the run's owner{why}"
-    return "" if word.order == "running" else f"{word.order} by the run's owner{since}{why}"
+    return "" if word.run_status == "running" else f"{word.run_status} by the run's owner{since}{why}"
 
 
 def saved_epoch(store: Store) -> int:

@@ -18,7 +18,7 @@ from peer.store import Store
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed
-from protocol.reduce import Reduction, part_count
+from protocol.reduce import Reduction, shard_count
 from protocol.spec import RoundSpec
 
 log = logging.getLogger("peer.passing")
@@ -100,7 +100,7 @@ class Passing:
 
     def _pass_on(self, record: Signed[RoundRecord], author: PeerKey, blob: Digest, part: int, by: PeerKey) -> None:
         contributors = len(record.body.updates)
-        chunks = tuple(self._reduction.chunks(part_count(contributors, self._size), part))
+        chunks = tuple(self._reduction.chunks(shard_count(contributors, self._size), part))
         if record.body.round != self._number:
             self._number, self._passed = record.body.round, 0
         arriving = self._store.arriving(blob)

@@ -23,8 +23,8 @@ from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
-from protocol.reduce import Reduction, part_count
-from protocol.rounds.events import BlobInvalid, ShardUnavailable, ShardReduced
+from protocol.reduce import Reduction, shard_count
+from protocol.rounds.events import BlobInvalid, ShardReduced, ShardUnavailable
 from protocol.spec import OuterSpec
 
 log = logging.getLogger("peer.reducing")
@@ -58,7 +58,7 @@ class ReducedPart:
         return self.reduction.size(self.count, self.part)
 
     def check(self, blob: Blob) -> None:
-        self.reduction.check(blob, self.count, self.part)
+        self.reduction.check_shard(blob, self.count, self.part)
 
 
 class Reducing:
@@ -127,7 +127,7 @@ class Reducing:
 
     def kind(self, contributors: int, part: int) -> ReducedPart:
         """What a part is, of a record with so many contributors."""
-        return ReducedPart(self._reduction, part_count(contributors, self._size), part)
+        return ReducedPart(self._reduction, shard_count(contributors, self._size), part)
 
     def drop(self, record: Digest) -> None:
         """Nothing of this record is wanted any more, as far as it is not kept for another reason."""

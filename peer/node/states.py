@@ -239,9 +239,9 @@ class States:
         """
         record = certificate.record
         listed, holders = record.body.updates, list(record.body.contributors)
-        if certificate.parts:
-            kinds = [self._part_kind(len(listed), part) for part in range(len(certificate.parts))]
-            wanted = [(blob, holders, kind) for blob, kind in zip(certificate.parts, kinds, strict=True)]
+        if certificate.shards:
+            kinds = [self._part_kind(len(listed), part) for part in range(len(certificate.shards))]
+            wanted = [(blob, holders, kind) for blob, kind in zip(certificate.shards, kinds, strict=True)]
         else:
             wanted = [(u.body.blob, [u.author, *holders], None) for u in listed]
         tasks = [asyncio.ensure_future(self._ensure(*one)) for one in wanted]
@@ -250,7 +250,7 @@ class States:
         finally:
             for task in tasks:
                 task.cancel()  # when one cannot be had, the others are in the way of what is tried next
-        if not certificate.parts:
+        if not certificate.shards:
             updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in zip(listed, files, strict=True))
             return RoundUpdates(record.body.round, certificate.digest, updates)
         own = [(u, f) for u in listed if u.author == self._me for f in self._own([u.body.blob])]
@@ -274,7 +274,7 @@ class States:
             if own is None or not (last or own in wanted):
                 continue
             last = False
-            if certificate.parts and self._store.has(own):
+            if certificate.shards and self._store.has(own):
                 try:
                     found.append(await self._round(certificate))
                 except StoreFull:

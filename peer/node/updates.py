@@ -16,7 +16,7 @@ from protocol.codec import Codec
 from protocol.codec.interface import Blob
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
-from protocol.rounds.events import BlobInvalid, BlobHeld, BlobUnavailable
+from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable
 
 log = logging.getLogger("peer.updates")
 

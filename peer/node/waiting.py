@@ -37,7 +37,7 @@ async def wait_until_admitted(membership: Membership, options: NodeOptions) -> N
     fresh = asyncio.Event()
 
     def heard(word: Signed[Any]) -> None:
-        membership.locator.take(word.sent)
+        membership.locator.take(word.encoded)
         fresh.set()
 
     there.locator.listeners.append(heard)

@@ -57,7 +57,7 @@ def back_to(
 ) -> bytes:
     """The owner's word that rolls the run back to the record of a round, for the `epoch`-th time."""
     back = Rollback(epoch, record, Round(round_ + 1), state(round_ + 1))
-    return KeySigner(by).sign(Directive(spec.run_id, sequence, rollback=back)).sent
+    return KeySigner(by).sign(Directive(spec.run_id, sequence, rollback=back)).encoded
 
 
 class ChainMaker:
@@ -102,7 +102,7 @@ class ChainMaker:
             first = self._next.get(identity.key, 0)
             header = UpdateHeader(
                 self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
-                Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent, epoch=epoch,
+                Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.encoded, epoch=epoch,
             )  # fmt: skip
             headers.append(KeySigner(identity).sign(header))
         carried = self.directive if round_ == self._carries else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.ledger.credits import CreditRule, account_for
+from protocol.ledger.credits import CreditRule, credits_of
 from tests.support.coordinator_fakes import ChainMaker, make_spec
 
 SPEC = make_spec()
@@ -15,4 +15,4 @@ def make_accounts(rounds: int):
     chain = ChainMaker(SPEC)
     for r in range(rounds):
         chain.add({n: 500 + 10 * n + r for n in range(3)}, loss=5 - r / 100)
-    return [account_for(c, RULE) for c in chain.certificates]
+    return [credits_of(c, RULE) for c in chain.certificates]

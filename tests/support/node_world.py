@@ -342,7 +342,7 @@ class NodeWorld:
             store.put(self.genesis.read_bytes())
         decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
-        membership = Membership(me, self.spec, decoder, store, None, name, admission(self.spec, me).sent, ways_in)
+        membership = Membership(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
         node = self.nodes[name] = Node(membership, NodeOptions(home, device="cpu"))
         self.running[name] = asyncio.create_task(self._run(node, store), name=name)
         return node

@@ -9,7 +9,7 @@ import pytest
 
 from peer.node.reducing import AT_ONCE, KEPT_ROUNDS
 from protocol.merkle import CHUNK, blob_digest
-from protocol.rounds.events import BlobInvalid, BlobHeld, BlobUnavailable, ShardUnavailable, ShardReduced
+from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable, ShardReduced, ShardUnavailable
 from tests.support.coordinator_fakes import peer
 from tests.support.open_files import few_files
 from tests.support.reducing_world import BAD, PART_SIZE, SIZE, World, _replace, _with_blob

@@ -76,7 +76,7 @@ def test_of_a_young_run_nothing_is_dropped():
 def test_of_a_round_that_was_reduced_its_parts_are_kept_and_not_its_updates():
     chain = maker(7).certificates
     parts = (Digest(b"p" * 32), Digest(b"q" * 32))
-    reduced = [replace(c, parts=parts) if i == 5 else c for i, c in enumerate(chain)]
+    reduced = [replace(c, shards=parts) if i == 5 else c for i, c in enumerate(chain)]
     keep = to_keep(SPEC, reduced, [], [])
     assert keep >= {*parts} and not keep & blobs(chain[5]) and blobs(chain[4]) <= keep
 
@@ -114,7 +114,7 @@ async def test_own_updates_stay_until_they_are_final_after_a_restart_too(store):
     await Keeping(SPEC, store, chain, me).prune([])
     assert store.has(mine) and not store.has(theirs)
     record = made.certificates[1].record
-    chain.add_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, record.body.round, record.digest)))
+    chain.add_finalization(KeySigner(OWNER).sign(Finalization(SPEC.run_id, record.body.round, record.digest)))
     await Keeping(SPEC, store, chain, me).prune([])
     assert not store.has(mine)
 
@@ -147,7 +147,9 @@ def test_what_was_kept_is_there_after_a_restart_with_its_final(store):
     record = made.certificates[2].record
     log.keep_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, record.body.round, record.digest)))
     chain = log_over(store).load(LIMITS)
-    assert chain.head == made.head and chain.final is not None and chain.final.body.record == record.digest
+    assert (
+        chain.head == made.head and chain.finalization is not None and chain.finalization.body.record == record.digest
+    )
 
 
 def test_a_damaged_certificate_costs_what_is_built_on_it_and_one_line(store, caplog):
@@ -166,7 +168,7 @@ def test_a_damaged_certificate_costs_what_is_built_on_it_and_one_line(store, cap
 def test_certificates_of_branches_that_lost_leave_the_disk(store, monkeypatch):
     monkeypatch.setattr(chainlog_module, "SWEEP_EVERY", 10)
     log = log_over(store)
-    chain = log.load(ChainLimits(max_update_windows=64, max_members=8, max_side=3))
+    chain = log.load(ChainLimits(max_update_windows=64, max_members=8, max_side_records=3))
     made = maker(5, {1: 10})
     for c in made.certificates:
         chain.add(c)
@@ -183,7 +185,7 @@ def test_certificates_of_branches_that_lost_leave_the_disk(store, monkeypatch):
 
 def made_digests(store: Store) -> list[Digest]:
     decoder = MessageDecoder(SPEC.run_id, OWNER.key)
-    return [decoder.certificate(data).record.digest for data in store.certificates()]
+    return [decoder.decode_certificate(data).record.digest for data in store.certificates()]
 
 
 def test_others_get_what_they_lack_and_strange_questions_an_error(store):

@@ -27,7 +27,9 @@ SPEC = make_spec()
 def machine(epoch: int = 0, **orders) -> Any:
     back = Rollback(epoch, SPEC.run_id, Round(3), state(3)) if epoch else None
     word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 9, rollback=back))
-    held = SimpleNamespace(rests=False, afresh=False, policy=RoundPolicy(8, 16), word=word.body, is_banned=lambda key: False)
+    held = SimpleNamespace(
+        rests=False, afresh=False, policy=RoundPolicy(8, 16), word=word.body, is_banned=lambda key: False
+    )
     vars(held).update(orders)
     return cast(Any, SimpleNamespace(orders=held, chain=SimpleNamespace(newest=word)))
 
@@ -88,7 +90,7 @@ def test_a_restart_leaves_out_the_rounds_that_were_rolled_back(tmp_path, monkeyp
         word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, rollback=back))
         log.keep_directive(word)
         loaded = ChainLog(store, decoder, SPEC).load(limits)
-        assert loaded.head == back.record and loaded.newest == word and len(loaded) == 3
+        assert loaded.head == back.record and loaded.newest_directive == word and len(loaded) == 3
 
 
 async def test_what_a_node_fetches_and_whom_it_knows_goes_by_the_policy_of_the_open_round(tmp_path, monkeypatch):
