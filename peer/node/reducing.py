@@ -250,8 +250,8 @@ class Reducing:
         try:
             if self._store.has(blob):
                 return map_file(self._store.path(blob))
-            arriving = self._store.arriving(blob)
-            if arriving is None or arriving.lacks(chunks):
+            arriving = self._store.in_progress(blob)
+            if arriving is None or arriving.is_incomplete(chunks):
                 return None
             return map_file(arriving.path)
         except NotInStore:

@@ -52,7 +52,6 @@ WORLD_CALLS = {"open", "input", "print", "breakpoint", "torch.rand", "torch.rand
 
 INTERNAL_ERRORS = {
     "RecordError": "within the codec, which turns it into a CodecError that names the place",
-    **dict.fromkeys(("Dropped", "Later", "WrongSize"), "within a fetch: what its worker does next"),
 }
 """Exceptions beside the tree of CairnError that never leave their package. Those named _So are a file's own."""
 
@@ -247,6 +246,11 @@ def test_the_trainer_knows_the_channel_and_not_the_swarm():
         if is_of(m, swarm)
     ]
     assert not wrong
+
+
+def test_hivemind_is_imported_by_the_transport_of_libp2p_alone():
+    wrong = [s.path for s in sources(*PACKAGES) for m in s.imports if is_of(m, {"hivemind"})]
+    assert wrong and not [path for path in wrong if not path.startswith("peer/swarm/libp2p/")]
 
 
 def test_nothing_is_pickled_or_evaluated():

@@ -1,4 +1,4 @@
-"""The ports that a peer listens on: TCP, and QUIC (UDP) at the same number, so that one address says both."""
+"""The ports that a peer listens on: TCP, and QUIC (UDP) at the same number, so that one address stands for both."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from protocol.errors import MalformedError
 log = logging.getLogger(__name__)
 
 TRIES = 16
-"""Of ports that are free for TCP, until one is for UDP too."""
+"""Ports free for TCP that are tried until one is free for UDP too."""
 
 
 def check_ports(listen: Sequence[str]) -> None:
-    """libp2p shares TCP's ports (SO_REUSEPORT), so a second peer on the same one would take half of its connections.
+    """Raise SwarmStartError when a port is taken, or a listen address makes no sense.
 
-    Raises SwarmStartError when one is taken, or an address makes no sense.
+    libp2p shares TCP's ports (SO_REUSEPORT), so a second peer on the same port would get half of the connections.
     """
     for address in listen:
         try:
@@ -42,15 +42,17 @@ def check_ports(listen: Sequence[str]) -> None:
 
 @contextmanager
 def reserved(listen: Sequence[str]) -> Iterator[list[str]]:
-    """What to have libp2p listen on for these addresses of TCP: port 0 is a number that is free for TCP and UDP, and
-    beside each there is QUIC, unless something else has its port. The numbers are kept from others until the end."""
+    """Yield the addresses to listen on for these of TCP: port 0 becomes a number that is free for TCP and UDP.
+
+    Beside each there is one of QUIC, unless something else has its port. No other process gets the numbers meanwhile.
+    """
     with ExitStack() as held:
         both = []
         for address in listen:
             host, port, family = bind_of(address)
             chosen = port or _free_port(host, family, held)
             if chosen is None:
-                both.append(address)  # this machine has no such address: libp2p says so
+                both.append(address)  # this machine has no such address: libp2p reports it
                 continue
             address = f"{address.rpartition('/')[0]}/{chosen}"
             both.append(address)
@@ -62,8 +64,10 @@ def reserved(listen: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _free_port(host: str, family: socket.AddressFamily, held: ExitStack) -> int | None:
-    """A port that is free for both. TCP's stays bound (and shared, so that libp2p can have it): nobody else who asks
-    for any port is given it meanwhile. None when there is none, or no such host here."""
+    """Return a port that is free for TCP and UDP; None if there is none, or the host is not of this machine.
+
+    TCP's stays bound (and shared, so that libp2p can have it): the system gives it to no other process meanwhile.
+    """
     for _ in range(TRIES):
         tcp = socket.socket(family, socket.SOCK_STREAM)
         held.callback(tcp.close)

@@ -1,8 +1,8 @@
-"""Presence: members' heartbeats in the DHT, each under its author's key, signed, bounded and short-lived.
+"""Members' heartbeats in the DHT, each under its author's key: signed, bounded and short-lived.
 
-A record is a hint that somebody may be found, never more: everyone can make keys. hivemind's Kademlia carries them; its
-caches are off and its `get` is not used, since it believes one node's answer. We ask every node near the key and take
-what all of them hold together, so that one liar hides nobody.
+A record is a hint that somebody may be found, never more: anybody can make keys. hivemind's Kademlia carries them. Its
+caches are off and its `get` is not used, since it believes one node's answer. Here every node near the key is asked,
+and their records are united, so that one liar hides nobody.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import random
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -28,7 +27,8 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 
-from peer.swarm.daemon import Daemon, sender_key
+from peer.swarm.libp2p.daemon import Daemon, sender_key
+from protocol.bounded import BoundedDict
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, sha256
@@ -36,7 +36,9 @@ from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-dht_pb2: Any = importlib.import_module("hivemind.proto.dht_pb2")  # built at run time: type checkers see nothing in it
+dht_pb2: Any = importlib.import_module(
+    "hivemind.proto.dht_pb2"
+)  # built at run time, so type checkers see an empty module
 
 MAX_RECORD = 16 * 1024
 MAX_LIFE_SECONDS = 120
@@ -46,35 +48,42 @@ MAX_TOTAL = 2 * 1024 * 1024
 """All records together must fit one reply of the transport: 4 MiB, with room for keys and framing."""
 
 NEW_OF_A_NODE = 512
-"""Records of one node's answer that are checked, beside those that are known: anybody can be a node near the key, and
-hold what it likes."""
+"""Maximum number of records of one node's answer that are checked, beside those checked before.
+
+Anybody can be a node near the key, with any records."""
 
 NEAREST = 8
-"""Nodes near the key that keep, and are asked for, the records."""
+"""Nodes near the key that keep the records and are asked for them."""
 
-REMEMBERED = 8192
+REMEMBERED = 2 * MAX_MEMBERS
+"""Maximum number of checked records that are not checked again."""
+
+OFFSETS = 32
+"""Peers whose clocks are compared with ours."""
 
 
 def members_key(run: RunId) -> str:
+    """Return the DHT key of a run's members."""
     return f"cairn/1/{run.hex()}/members"
 
 
 class HeartbeatValidator(RecordValidatorBase):
     """Accepts heartbeats of this run, signed by the key that they lie under; refuses all else. Never raises.
 
-    Bounded in all: MAX_MEMBERS authors and MAX_TOTAL bytes at a time; of one author, never an older heartbeat than one
-    seen before. Who fills the table with keys of their own keeps newcomers out of the DHT, not out of the swarm.
+    There are at most MAX_MEMBERS authors and MAX_TOTAL bytes at a time. A heartbeat older than its author's newest is
+    refused. An attacker who fills the table with keys of its own keeps newcomers out of the DHT, not out of the swarm.
     """
 
     def __init__(self, run: RunId, *, now: Callable[[], float] = time.time):
         self._run = run
         self._now = now
         self._key = DHTID.generate(members_key(run)).to_bytes()
-        self._verified: OrderedDict[bytes, tuple[PeerKey, int]] = OrderedDict()
+        self._verified: BoundedDict[bytes, tuple[PeerKey, int]] = BoundedDict(REMEMBERED)
         self._live: dict[PeerKey, tuple[int, int, float]] = {}  # sequence, bytes, expiration
         self._total = 0
 
     def validate(self, record: DHTRecord) -> bool:
+        """Return whether the DHT may keep the record."""
         try:
             self._check(record)
             return True
@@ -96,63 +105,65 @@ class HeartbeatValidator(RecordValidatorBase):
         self._admit(author, sequence, len(record.value), record.expiration_time, now)
 
     def knows(self, value: bytes) -> bool:
-        """Whether it was checked before, and is remembered."""
+        """Return whether the value was checked before, and is remembered."""
         return sha256(value) in self._verified
 
     def author(self, value: bytes) -> tuple[PeerKey, int]:
-        """Who signed the heartbeat in a value, and its sequence. Raises ProtocolError, DecodeError."""
+        """Return the author of the heartbeat in a value, and its sequence. Raises ProtocolError, DecodeError."""
         if len(value) > MAX_RECORD:
             raise MalformedError(f"its value has {len(value)} bytes: at most {MAX_RECORD} are accepted")
         name = sha256(value)
-        if (known := self._verified.get(name)) is not None:
+        if (found := self._verified.get(name)) is not None:
             self._verified.move_to_end(name)
-            return known
+            return found
         envelope = open_envelope(unpack(value), "heartbeat", limit=MAX_RECORD)
         heartbeat = wire.Heartbeat.FromString(envelope.payload)
         if heartbeat.run != self._run:
             raise MalformedError("it is of another run")
-        known = self._verified[name] = (envelope.author, heartbeat.sequence)
-        while len(self._verified) > REMEMBERED:
-            self._verified.popitem(last=False)
-        return known
+        found = self._verified[name] = (envelope.author, heartbeat.sequence)
+        return found
 
     def _admit(self, author: PeerKey, sequence: int, size: int, expiration: float, now: float) -> None:
-        known = self._live.get(author)
-        if known is not None and sequence < known[0] and known[2] >= now:
+        newest = self._live.get(author)
+        if newest is not None and sequence < newest[0] and newest[2] >= now:
             raise MalformedError("its author has sent a newer one")
-        grown = size - (known[1] if known is not None else 0)
-        if (known is None and len(self._live) >= MAX_MEMBERS) or self._total + grown > MAX_TOTAL:
-            for gone in [k for k, (_, _, until) in self._live.items() if until < now]:
-                self._total -= self._live.pop(gone)[1]
-            known = self._live.get(author)
-            grown = size - (known[1] if known is not None else 0)
-            if (known is None and len(self._live) >= MAX_MEMBERS) or self._total + grown > MAX_TOTAL:
+        if self._exceeds(author, size):
+            for expired in [k for k, (_, _, until) in self._live.items() if until < now]:
+                self._total -= self._live.pop(expired)[1]
+            if self._exceeds(author, size):
                 raise MalformedError("there are too many members already")
-        latest = max(expiration, known[2]) if known is not None else expiration
-        self._live[author] = (sequence, size, latest)
-        self._total += grown
+        newest = self._live.get(author)
+        self._live[author] = (sequence, size, expiration if newest is None else max(expiration, newest[2]))
+        self._total += size - (0 if newest is None else newest[1])
+
+    def _exceeds(self, author: PeerKey, size: int) -> bool:
+        newest = self._live.get(author)
+        if newest is None:
+            return len(self._live) >= MAX_MEMBERS or self._total + size > MAX_TOTAL
+        return self._total + size - newest[1] > MAX_TOTAL
 
 
 def unpack(value: bytes) -> bytes:
-    """The bytes in a value: MessagePack's bin 8 or bin 16, and nothing else. Raises MalformedError."""
+    """Return the bytes in a value: MessagePack's bin 8 or bin 16, and nothing else. Raises MalformedError."""
     start = {0xC4: 2, 0xC5: 3}.get(value[0] if value else 0)
     if start is None or len(value) < start or int.from_bytes(value[1:start], "big") != len(value) - start:
         raise MalformedError("its value is not bytes")
     return value[start:]
 
 
-class Presence:
-    """This peer's place in the DHT."""
+class DhtPresence:
+    """Our node of the DHT; see `Presence` for the methods."""
 
     def __init__(self, node: DHTNode, validator: HeartbeatValidator, run: RunId, warn: Callable[[str], None]):
-        self._node = node
+        self.node = node
         self._validator = validator
         self._name = DHTID.generate(members_key(run))
         self._warn = warn
-        self._offsets: OrderedDict[PeerKey, float] = OrderedDict()
+        self._offsets: BoundedDict[PeerKey, float] = BoundedDict(OFFSETS)
 
     @classmethod
-    async def start(cls, daemon: Daemon, run: RunId, warn: Callable[[str], None]) -> Presence:
+    async def start(cls, daemon: Daemon, run: RunId, warn: Callable[[str], None]) -> DhtPresence:
+        """Begin to take part in the DHT. `warn` receives faults that the user should know of."""
         validator = HeartbeatValidator(run)
         node = await DHTNode.create(
             p2p=daemon,
@@ -166,36 +177,30 @@ class Presence:
 
     @property
     def clock_offset(self) -> float | None:
-        """Seconds by which the members' clocks are ahead of ours: the median of those that answered."""
         return statistics.median(self._offsets.values()) if self._offsets else None
 
     async def meet(self, peer: PeerKey) -> bool:
-        """Get to know a DHT node (and its clock). Says whether it answered."""
-        node = self._node
+        node = self.node
         request = dht_pb2.PingRequest(peer=node.protocol.node_info, validate=False)
         began = time.time()
         try:
             reply: Any = await node.protocol.get_stub(PeerID(peer.libp2p_id)).rpc_ping(request, timeout=5)
-            known = DHTID.from_bytes(reply.peer.node_id)
+            node_id = DHTID.from_bytes(reply.peer.node_id)
         except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise, AssertionError too
             log.info("peer %s does not answer in the DHT: %s", peer.short, e or type(e).__name__)
             return False
         ended = time.time()
-        if ended - began < 2:  # else the offset says more of the road than of the clock
-            self._offsets[peer] = reply.dht_time - (began + ended) / 2
-            self._offsets.move_to_end(peer)
-            while len(self._offsets) > 32:
-                self._offsets.popitem(last=False)
-        await node.protocol.update_routing_table(known, PeerID(peer.libp2p_id), responded=True)
+        if ended - began < 2:  # of a slower answer the delay may exceed the clock's offset
+            self._offsets.renew(peer, reply.dht_time - (began + ended) / 2)
+        await node.protocol.update_routing_table(node_id, PeerID(peer.libp2p_id), responded=True)
         return True
 
     async def publish(self, author: PeerKey, envelope: bytes, seconds: float) -> bool:
-        """Keep a heartbeat at the nodes near the key. False when there are others and none took it (see `_warn`)."""
         value = MSGPackSerializer.dumps(envelope)
         if len(value) > MAX_RECORD:
             self._warn(f"a heartbeat of {len(value)} bytes is too long for the DHT: at most {MAX_RECORD}")
             return False
-        protocol = self._node.protocol
+        protocol = self.node.protocol
         until = time.time() + min(seconds, MAX_LIFE_SECONDS - 2 * MAX_SKEW_SECONDS)
         subkey = author.hex()
         record = DHTRecord(self._name.to_bytes(), MSGPackSerializer.dumps(subkey), value, until)
@@ -231,34 +236,33 @@ class Presence:
             self._warn("the members near our place in the DHT did not take our record: others may not find this peer")
 
     async def discover(self) -> list[bytes]:
-        """Heartbeat envelopes of the members that the DHT knows, the newest of each author; at most MAX_MEMBERS."""
         newest: dict[PeerKey, tuple[int, bytes]] = {}
-        own = self._node.protocol.storage.get(self._name)
+        own = self.node.protocol.storage.get(self._name)
         near = await self._near()
         found = await asyncio.gather(*(self._find(peer) for peer in near))
         values = itertools.chain(_values(own.value if own is not None else None), *map(self._some, found))
         for i, value in enumerate(values):
             if i % 32 == 31:
-                await asyncio.sleep(0)  # verifying takes its time: others have a turn
+                await asyncio.sleep(0)  # verifying takes a while: other tasks have a turn
             try:
                 author, sequence = self._validator.author(value)
             except (ProtocolError, DecodeError) as e:
                 log.info("a record that a DHT node gave is refused: %s", e)
                 continue
-            known = newest.get(author)
-            if (known is None and len(newest) < MAX_MEMBERS) or (known is not None and known[0] < sequence):
+            other = newest.get(author)
+            if (other is None and len(newest) < MAX_MEMBERS) or (other is not None and other[0] < sequence):
                 newest[author] = (sequence, unpack(value))
         return [envelope for _, envelope in newest.values()]
 
     def _some(self, values: list[bytes]) -> list[bytes]:
-        """Of one node's values those that are known, and as many others as are looked at, whichever they are."""
-        known = [v for v in values if self._validator.knows(v)]
+        """Return one node's values that were checked before, and NEW_OF_A_NODE others at most, drawn by chance."""
+        before = [v for v in values if self._validator.knows(v)]
         others = [v for v in values if not self._validator.knows(v)]
-        return known + random.sample(others, min(NEW_OF_A_NODE, len(others)))
+        return before + random.sample(others, min(NEW_OF_A_NODE, len(others)))
 
     async def _find(self, peer: PeerID) -> list[bytes]:
-        """The values that one node holds, unchecked. (hivemind's own call drops all of them for one that is stale.)"""
-        protocol = self._node.protocol
+        """Return the values of one node, unchecked. hivemind's own call drops all of them for one that is stale."""
+        protocol = self.node.protocol
         request = dht_pb2.FindRequest(keys=[self._name.to_bytes()], peer=protocol.node_info)
         try:
             answer: Any = await protocol.get_stub(peer).rpc_find(request, timeout=protocol.wait_timeout)
@@ -271,16 +275,16 @@ class Presence:
             return []
 
     async def _near(self) -> list[PeerID]:
-        nearest = await self._node.find_nearest_nodes([self._name], k_nearest=NEAREST, exclude_self=True)
+        nearest = await self.node.find_nearest_nodes([self._name], k_nearest=NEAREST, exclude_self=True)
         return list(nearest[self._name].values())
 
     def stop(self) -> None:
-        # Not node.shutdown: it waits for a daemon that may be gone, to unregister what ends with it anyway.
-        self._node.is_alive = False
+        # Not node.shutdown: it waits for the daemon, which may be gone, to unregister handlers that end with it.
+        self.node.is_alive = False
 
 
 def _values(dictionary: object) -> list[bytes]:
-    """What lies in a DHT value, as far as it may be records of ours."""
+    """Return the values in a DHT dictionary that may be records of ours."""
     if not isinstance(dictionary, DictionaryDHTValue):
         return []
     items = itertools.islice(cast(Any, dictionary).items(), MAX_MEMBERS)

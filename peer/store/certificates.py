@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,16 +10,17 @@ from pathlib import Path
 from peer.store.disk import disk, flush_folder, remove, write_durably
 from protocol.ids import Digest, Round, sha256
 
+log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"(\d{13})-([0-9a-f]{64})")
 
 
-class ChainFiles:
-    """The certificates in a folder. Several of one round may lie there: the branches of a fork."""
+class CertificateFiles:
+    """The certificates in a folder. There may be several of one round: the branches of a fork."""
 
-    def __init__(self, folder: Path, scratch: Path, notice: Callable[[str], None]):
+    def __init__(self, folder: Path, scratch: Path):
         self._folder = folder
         self._scratch = scratch
-        self._notice = notice
 
     def append(self, data: bytes, round: Round, digest: Digest) -> None:
         """Keep a certificate of a record named `digest`. Idempotent; durable when it returns."""
@@ -29,18 +31,18 @@ class ChainFiles:
             write_durably(path, sha256(data), data, scratch=self._scratch)
 
     def read(self) -> Iterator[bytes]:
-        """All certificates, by round, then digest. What does not match its checksum is removed, with a notice."""
+        """Yield all certificates, by round, then digest. One that fails its checksum is removed, with a warning."""
         for path, round, _ in self._entries():
             with disk(f"reading the certificate of round {round}"):
                 content = path.read_bytes()
                 if sha256(content[32:]) != content[:32]:
                     remove(path)
-                    self._notice(f"the certificate of round {round} on disk was damaged and is removed: others have it")
+                    log.warning("the certificate of round %d on disk was damaged and is removed: others have it", round)
                     continue
             yield content[32:]
 
     def drop(self, unwanted: Callable[[Round, Digest], bool]) -> int:
-        """Forget the certificates for which this says so, asked by round and record; says how many."""
+        """Remove the certificates whose round and record `unwanted` accepts; return their number."""
         with disk("removing old certificates"):
             old = [path for path, round, digest in self._entries() if unwanted(round, digest)]
             for path in old:

@@ -1,8 +1,10 @@
-"""Runs libp2p's daemon so that it never outlives the node, however the node ends, and clears its folder away.
+"""A process between the node and libp2p's daemon. It ends the daemon when the node ends, and removes the folder.
 
-Run as `python -I -S watchdog.py NODE_PID FOLDER COMMAND...`; standard library only, since it starts with every peer. In
-a session of its own, so that Ctrl-C reaches the node alone, which then says goodbye through a daemon that still runs.
+Run as `python -I -S watchdog.py NODE_PID FOLDER COMMAND...`. It uses the standard library only, since it starts with
+every peer. It has a session of its own: Ctrl-C reaches the node alone, which says goodbye through the running daemon.
 """
+
+from __future__ import annotations
 
 import ctypes
 import os
@@ -16,8 +18,8 @@ PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 2.0
 
 
-def _die_with_parent(number: int) -> None:
-    """Linux sends us this signal when the parent dies. Elsewhere the loop in `main` looks at the parent's id."""
+def _exit_with_parent(number: int) -> None:
+    """Have Linux send this signal when the parent dies. Elsewhere the loop in `main` polls the parent's id."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
@@ -32,21 +34,21 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda n, _: stop.append(n))
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _die_with_parent(signal.SIGTERM)
+    _exit_with_parent(signal.SIGTERM)
 
     daemon = os.fork()
     if daemon == 0:
         signal.set_wakeup_fd(-1)
         os.close(wake_r)
         os.close(wake_w)
-        _die_with_parent(signal.SIGKILL)
+        _exit_with_parent(signal.SIGKILL)
         try:
             os.execv(command[0], command)
         except OSError as e:
             print(f"{command[0]}: {e.strerror}", flush=True)
             os._exit(127)
 
-    # The daemon holds these now; keeping them would hide its end from the node, which reads them to the last line.
+    # The daemon has these now. Open copies here would hide its end from the node, which reads them to the last line.
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)

@@ -29,85 +29,99 @@ MAX_REASON = 200
 MAX_INDEX = MAX_BLOB // CHUNK
 
 
-class Op(enum.IntEnum):
+class BlobOp(enum.IntEnum):
+    """The kinds of requests, with the data of an OK reply."""
+
     SIZE = 1
-    """-> the blob's size, u64."""
+    """The blob's size, u64."""
     LEAVES = 2
-    """-> page `index` of the leaf hashes, LEAVES_PER_PAGE a page."""
+    """Page `index` of the leaf hashes, LEAVES_PER_PAGE a page."""
     CHUNK = 3
-    """-> chunk `index`."""
+    """Chunk `index`."""
     HAVE = 4
-    """-> page `index` of a bitmap of the chunks that can be had here, lowest bit first; for blobs that are arriving."""
+    """Page `index` of a bitmap of the chunks that the peer can give, lowest bit first."""
 
 
-class Status(enum.IntEnum):
+class ReplyStatus(enum.IntEnum):
+    """How a request was answered. Unless it is OK, the data is the reason."""
+
     OK = 0
     MISSING = 1
-    """This peer does not hold the blob."""
+    """The peer does not hold the blob."""
     ABSENT = 2
     """The blob is arriving; this chunk is not here yet."""
     REFUSED = 3
-    """Not for this requester, now: the data is the reason. Commit-then-reveal refuses until it has our header."""
+    """Not for this requester, now. Commit-then-reveal refuses a requester until its own header is here."""
     BUSY = 4
     BAD_REQUEST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    op: Op
+class BlobRequest:
+    """One request on a blob stream."""
+
+    op: BlobOp
     digest: Digest
     index: int = 0
 
     def encode(self) -> bytes:
+        """Return the REQUEST_BYTES of the frame."""
         return _REQUEST.pack(self.op, bytes(self.digest), self.index)
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    status: Status
+class BlobReply:
+    """One reply on a blob stream."""
+
+    status: ReplyStatus
     data: bytes = b""
 
     def head(self) -> bytes:
+        """Return the REPLY_HEAD_BYTES that precede the data."""
         return _REPLY.pack(self.status, len(self.data))
 
     @property
     def reason(self) -> str:
-        """The words of a reply that is not OK, fit to be shown."""
+        """The text of a reply that is not OK, fit to be shown."""
         text = self.data[:MAX_REASON].decode("utf-8", errors="replace")
         said = "".join(c if c.isprintable() else "?" for c in text)
         return said or self.status.name.lower().replace("_", " ")
 
 
-def refusal(status: Status, reason: str) -> Reply:
-    """A reply without the data, and why."""
-    return Reply(status, reason.encode()[:MAX_REASON])
+def refusal(status: ReplyStatus, reason: str) -> BlobReply:
+    """Return a reply that is not OK, with the reason."""
+    return BlobReply(status, reason.encode()[:MAX_REASON])
 
 
-def parse_request(frame: bytes) -> Request:
-    """Raises MalformedError for anything but a request that can be answered."""
+def parse_request(frame: bytes) -> BlobRequest:
+    """Return the request in a frame of REQUEST_BYTES. Raises MalformedError if it is none that can be answered."""
     op, digest, index = _REQUEST.unpack(frame)
-    if frame[1:4] != b"\0\0\0" or not 1 <= op <= len(Op) or index > MAX_INDEX:
+    if frame[1:4] != b"\0\0\0" or not 1 <= op <= len(BlobOp) or index > MAX_INDEX:
         raise MalformedError("not a request for a blob")
-    return Request(Op(op), Digest(digest), index)
+    return BlobRequest(BlobOp(op), Digest(digest), index)
 
 
-def parse_reply_head(head: bytes, limit: int) -> tuple[Status, int]:
-    """The status and how many bytes follow: at most `limit` where the status is OK, else a short reason."""
+def parse_reply_head(head: bytes, limit: int) -> tuple[ReplyStatus, int]:
+    """Return the status and the number of bytes that follow: at most `limit` if it is OK, else a short reason.
+
+    Raises MalformedError.
+    """
     status, length = _REPLY.unpack(head)
-    if status > max(Status):
+    if status > max(ReplyStatus):
         raise MalformedError(f"a reply with the unknown status {status}")
-    allowed = limit if status == Status.OK else MAX_REASON
+    allowed = limit if status == ReplyStatus.OK else MAX_REASON
     if length > allowed:
         raise MalformedError(f"a reply of {length:,} bytes where at most {allowed:,} were expected")
-    return Status(status), length
+    return ReplyStatus(status), length
 
 
 def encode_size(size: int) -> bytes:
+    """Return a size as the SIZE_BYTES of a reply."""
     return _SIZE.pack(size)
 
 
 def parse_size(data: bytes) -> int:
-    """Raises MalformedError."""
+    """Return the size in a reply. Raises MalformedError."""
     if len(data) != SIZE_BYTES:
         raise MalformedError("a size is 8 bytes")
     size = _SIZE.unpack(data)[0]
@@ -117,5 +131,5 @@ def parse_size(data: bytes) -> int:
 
 
 def leaf_pages(size: int) -> int:
-    """How many pages the leaf hashes of a blob of `size` bytes fill."""
+    """Return the number of pages that the leaf hashes of a blob of `size` bytes fill."""
     return -(-chunk_count(size) // LEAVES_PER_PAGE)

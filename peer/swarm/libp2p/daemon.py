@@ -1,8 +1,18 @@
 """libp2p's daemon (p2pd, which hivemind brings): started under the peer's own key, watched, and ended with the node.
 
-hivemind's `P2P` is used as it is, but for five things that it leaves open: the daemon outliving a killed parent, call
-futures that a timeout cancels in the same instant as the answer comes (its reader dies of that), sockets that leak when
-a dial fails, handlers without limits, and a failed start whose cause is lost.
+hivemind's `P2P` is used as it is, except for the following, which it has no option for (version 1.1.12):
+
+- `_make_process_args`: the daemon outlives a parent that is killed. Here a watchdog starts it.
+- `_log_p2pd_message`, `_read_outputs`: a failed start hides its cause, and a line that exceeds the reader's limit ends
+  the reader, after which the daemon blocks on a full pipe.
+- `control._pending_calls`: an answer that arrives in the instant in which its call times out ends hivemind's reader,
+  and with it every later call.
+- `control._handler_tasks`: handlers cancelled by their caller are never removed.
+- `control._read_task`: nothing reports that the connection to the daemon broke.
+- `_client.control.daemon_connector`: a dial that fails leaks a socket, and has no deadline.
+- `_UNIX_SOCKET_PREFIX`: its sockets lie in a folder that all users share.
+- `add_protobuf_handler`: handlers have no limits and no deadline, also those of hivemind's own DHT.
+- `_child`, `_terminate`: `shutdown` does not wait for the daemon's end.
 """
 
 from __future__ import annotations
@@ -15,45 +25,45 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import async_timeout
-from google.protobuf.message import Message
 from hivemind.p2p import P2P, P2PContext, PeerID
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
 from hivemind.utils.logging import use_hivemind_log_handler
 
 from peer.swarm.addresses import quic_beside
-from peer.swarm.errors import PeerUnreachable, SwarmError, SwarmStartError, libp2p_words
-from peer.swarm.limits import Guard, Limits
-from peer.swarm.listening import check_ports, reserved
+from peer.swarm.errors import PeerUnreachable, SwarmError, SwarmStartError, short_report
+from peer.swarm.libp2p.ports import check_ports, reserved
+from peer.swarm.rate_limiter import RateLimiter
 from protocol.errors import CairnError, IdentityError
 from protocol.identity import Identity
 from protocol.ids import PeerKey
 
 log = logging.getLogger(__name__)
 
-p2pd_pb2: Any = importlib.import_module("hivemind.proto.p2pd_pb2")  # built at run time: type checkers see nothing in it
+p2pd_pb2: Any = importlib.import_module(
+    "hivemind.proto.p2pd_pb2"
+)  # built at run time, so type checkers see an empty module
 
 START_SECONDS = 60
+STARTS = 2
 STOP_SECONDS = 3.5
 MAX_SOCKET_FOLDER = 70
-"""A unix socket's path has at most 108 bytes; the names in the folder take up to 30."""
+"""Bytes of the folder's path. A unix socket's path has at most 108, and the names in the folder need up to 30."""
 
-M = TypeVar("M", bound=Message)
-StreamHandler = Callable[[PeerKey, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-# hivemind's own handler would write past our terminal view; its records go to whatever logging is set up.
+# hivemind's own handler would write over our terminal view. Its records reach the handlers that are set up.
 use_hivemind_log_handler("nowhere")
 
 
 class _Calls(dict):
-    """hivemind's pending calls. One whose future is done already (cancelled by a timeout) is not there for its reader,
-    which otherwise sets a result on it and dies of the InvalidStateError, and with it every later call."""
+    """hivemind's pending calls, without those whose future is done (cancelled by a timeout).
+
+    hivemind's reader sets the result of every call that it finds here, and would end with an InvalidStateError.
+    """
 
     def __contains__(self, call_id: object) -> bool:
         future = self.get(call_id)
@@ -61,7 +71,7 @@ class _Calls(dict):
 
 
 class _Tasks(dict):
-    """hivemind's running handlers. They leave when they end, also when the caller cancelled them."""
+    """hivemind's running handlers. Each is removed when it ends, also when its caller cancelled it."""
 
     def __setitem__(self, call_id: Any, task: asyncio.Task) -> None:
         super().__setitem__(call_id, task)
@@ -79,14 +89,19 @@ class Daemon(P2P):
 
     def __init__(self):
         super().__init__()
-        self.guard = Guard()
+        self.limiter = RateLimiter()
         self.lines: deque[str] = deque(maxlen=20)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the cause, when the daemon ends or its connection breaks."""
         self._stopping = False
         self.started.append(self)
 
-    # -- what P2P.create calls on its way ------------------------------------------------------------------------
+    @property
+    def pid(self) -> int:
+        """The process id of the watchdog, which is the daemon's parent."""
+        return self._child.pid
+
+    # -- called by P2P.create ------------------------------------------------------------------------------------
 
     def _make_process_args(self, *args, **kwargs) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         watchdog = Path(__file__).with_name("watchdog.py")
@@ -102,91 +117,56 @@ class Daemon(P2P):
             try:
                 await super()._read_outputs(ready)
                 break
-            except ValueError:  # a line longer than the reader takes: skipped; the pipe must not fill up
+            except ValueError:  # a line that exceeds the reader's limit is skipped
                 continue
-        self._note_loss("libp2p's daemon ended: " + (self.lines[-1] if self.lines else "it said nothing"))
+        self._note_loss("libp2p's daemon ended: " + (self.lines[-1] if self.lines else "it gave no reason"))
 
     def _note_loss(self, cause: str) -> None:
         if not self.lost.done() and not self._stopping:
             self.lost.set_result(cause)
 
-    def harden(self, limits: Limits) -> None:
-        """After creation, before the first call."""
-        self.guard = Guard(limits)
+    def harden(self, limiter: RateLimiter) -> None:
+        """Repair hivemind's client, after creation and before the first call."""
+        self.limiter = limiter
         control = self._client.control
         control._pending_calls = _Calls()
         control._handler_tasks = _Tasks()
         control._read_task.add_done_callback(lambda _: self._note_loss("the connection to libp2p's daemon broke"))
 
-    # -- calls in ------------------------------------------------------------------------------------------------
+    # -- incoming and outgoing -----------------------------------------------------------------------------------
 
     async def add_protobuf_handler(self, name, handler, input_protobuf_type, **kwargs) -> None:
-        """As in P2P, with the sender's key checked, limits, and a deadline: also for the DHT's own handlers."""
+        """Accept calls as P2P does, with the sender's key checked, limits, and a deadline: also for the DHT's own."""
 
-        async def guarded(request: Any, context: P2PContext) -> Any:
+        async def limited(request: Any, context: P2PContext) -> Any:
             sender = sender_key(context.remote_id)
-            with self.guard.admit(sender, request.ByteSize()):
+            with self.limiter.admit(sender, request.ByteSize()):
                 try:
-                    async with async_timeout.timeout(self.guard.limits.handler_seconds):
+                    async with async_timeout.timeout(self.limiter.limits.handler_seconds):
                         return await handler(request, context)
                 except (CairnError, asyncio.TimeoutError):
                     raise
                 except Exception:
                     log.exception("a call of %s by %s failed here", name, sender.short)
-                    raise SwarmError("internal error") from None  # what the caller gets to see
+                    raise SwarmError("internal error") from None  # the caller gets this text
 
-        await super().add_protobuf_handler(name, guarded, input_protobuf_type, **kwargs)
+        await super().add_protobuf_handler(name, limited, input_protobuf_type, **kwargs)
 
-    async def accept_streams(self, name: str, handler: StreamHandler) -> None:
-        """Binary streams opened by others under this name. The writer is closed when the handler returns."""
+    async def call_bytes(self, peer: PeerKey, name: str, request: bytes) -> bytes:
+        """Make a unary call. Raises hivemind's P2PDaemonError, P2PHandlerError."""
+        return await self._client.call_unary_handler(PeerID(peer.libp2p_id), name, request)
 
-        async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                await handler(sender_key(info.peer_id), reader, writer)
-            except (CairnError, OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as e:
-                log.info("stream %s from %s ended: %s", name, info.peer_id, str(e) or type(e).__name__)
-            finally:
-                writer.close()
-
-        await self.add_binary_stream_handler(name, accept)
-
-    # -- calls out -----------------------------------------------------------------------------------------------
-
-    async def dial(self, peer: PeerKey, addresses: Sequence[bytes], seconds: float) -> None:
-        """Connect to a peer at binary multiaddresses. Raises PeerUnreachable."""
-        request = p2pd_pb2.Request(
-            type=p2pd_pb2.Request.CONNECT,
-            connect=p2pd_pb2.ConnectRequest(peer=peer.libp2p_id, addrs=list(addresses)),
-        )
-        _, writer = await self._control(peer, request, seconds)
-        writer.close()
-
-    async def call(self, peer: PeerKey, name: str, message: Message, reply: type[M]) -> M:
-        """A unary call. No deadline: the caller's. Raises hivemind's P2PDaemonError, P2PHandlerError; DecodeError."""
-        answer = await self._client.call_unary_handler(PeerID(peer.libp2p_id), name, message.SerializeToString())
-        return reply.FromString(answer)
-
-    async def open_stream(
-        self, peer: PeerKey, name: str, seconds: float
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A binary stream to a peer's handler of that name. Raises PeerUnreachable."""
-        request = p2pd_pb2.Request(
-            type=p2pd_pb2.Request.STREAM_OPEN,
-            streamOpen=p2pd_pb2.StreamOpenRequest(peer=peer.libp2p_id, proto=[name]),
-        )
-        return await self._control(peer, request, seconds)
-
-    async def _control(
+    async def control(
         self, peer: PeerKey, request: Any, seconds: float
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """One request on a control connection of its own, closed again unless it went well."""
+        """Make a request on a control connection of its own, and return the connection. Raises PeerUnreachable."""
         try:
             reader, writer = await self._client.control.daemon_connector.open_connection()
         except OSError as e:
             raise PeerUnreachable(f"libp2p's daemon does not answer: {e.strerror or e}") from None
         done = False
 
-        async def ask() -> Any:
+        async def answer() -> Any:
             await write_pbmsg(writer, request)
             response = p2pd_pb2.Response()
             await read_pbmsg_safe(reader, response)
@@ -194,9 +174,9 @@ class Daemon(P2P):
 
         try:
             async with async_timeout.timeout(seconds):
-                response = await ask()
+                response = await answer()
             if response.type == p2pd_pb2.Response.ERROR:
-                raise PeerUnreachable(f"peer {peer.short}: {libp2p_words(response.error.msg)}")
+                raise PeerUnreachable(f"peer {peer.short}: {short_report(response.error.msg)}")
             if request.type == p2pd_pb2.Request.STREAM_OPEN and response.streamInfo.peer != peer.libp2p_id:
                 raise PeerUnreachable(f"peer {peer.short}: the stream leads to another peer")
             done = True
@@ -209,10 +189,8 @@ class Daemon(P2P):
             if not done:
                 writer.close()
 
-    # -- the end -------------------------------------------------------------------------------------------------
-
     async def stop(self) -> None:
-        """End the daemon and clear its folder, within STOP_SECONDS and a bit."""
+        """End the daemon within STOP_SECONDS and a bit, and remove its folder. Idempotent."""
         self._stopping = True
         child = self._child
         self._terminate()
@@ -224,12 +202,12 @@ class Daemon(P2P):
                 with suppress(ProcessLookupError):
                     child.kill()  # p2pd gets SIGKILL with it
                 await child.wait()
-            child._transport.close()  # else it complains when the loop closes
+            child._transport.close()  # otherwise it complains when the loop closes
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def sender_key(peer_id: PeerID) -> PeerKey:
-    """The key of whoever called. libp2p has proved that they hold it. Raises MalformedError for other key types."""
+    """Return the caller's key, of which libp2p has a proof. Raises MalformedError for other key types."""
     return PeerKey.from_libp2p_id(peer_id.to_bytes())
 
 
@@ -239,20 +217,22 @@ async def start_daemon(
     listen: Sequence[str],
     announce: Sequence[str],
     folder: Path | None,
-    limits: Limits,
+    limiter: RateLimiter,
     start_seconds: float = START_SECONDS,
 ) -> Daemon:
-    """A running daemon whose libp2p identity is this key. It listens at the TCP addresses of `listen` and by QUIC at
-    the same port numbers, where UDP is to be had. Raises SwarmStartError after two attempts."""
+    """Start a daemon whose libp2p identity is this key. Raises SwarmStartError after STARTS attempts.
+
+    It listens at the TCP addresses of `listen`, and by QUIC at the same port numbers where UDP is free.
+    """
     check_ports(listen)
-    announce = [way for a in announce for way in (a, quic_beside(a)) if way is not None]
+    announce = [address for a in announce for address in (a, quic_beside(a)) if address is not None]
     causes: list[str] = []
-    for _ in range(2):
+    for _ in range(STARTS):
         try:
             with reserved(listen) as both:
-                return await _start_once(identity, both, announce, folder, limits, start_seconds)
+                return await _start_once(identity, both, announce, folder, limiter, start_seconds)
         except (P2PDaemonError, OSError) as e:
-            causes.append(libp2p_words(str(e)))
+            causes.append(short_report(str(e)))
             log.warning("libp2p's daemon did not start: %s", causes[-1])
     raise SwarmStartError(
         f"libp2p's daemon did not start, twice: {causes[-1]}; check that the listen address belongs to this machine, "
@@ -266,7 +246,7 @@ async def _start_once(
     listen: Sequence[str],
     announce: Sequence[str],
     folder: Path | None,
-    limits: Limits,
+    limiter: RateLimiter,
     start_seconds: float,
 ) -> Daemon:
     private = _private_folder(folder)
@@ -279,7 +259,7 @@ async def _start_once(
             host_maddrs=list(listen),
             announce_maddrs=list(announce) or None,
             identity_path=str(key_file),
-            check_if_identity_free=False,  # expects RSA; and our own earlier self may not be forgotten yet
+            check_if_identity_free=False,  # it expects RSA, and peers may not have forgotten our previous process yet
             startup_timeout=start_seconds,
             use_relay=False,  # circuits carry no data here, and volunteers relay nobody's traffic
             nat_port_map=not any("/127.0.0.1/" in a for a in listen),
@@ -287,7 +267,7 @@ async def _start_once(
         os.unlink(key_file)
         if not isinstance(daemon, Daemon) or daemon.peer_id.to_bytes() != identity.key.libp2p_id:
             raise IdentityError("libp2p's daemon runs under another key than the peer's: please report this")
-        daemon.harden(limits)
+        daemon.harden(limiter)
         return daemon
     except BaseException:
         for half in started:
@@ -302,7 +282,7 @@ def _write_key(path: Path, identity: Identity) -> None:
 
 
 def _private_folder(folder: Path | None) -> str:
-    """A new folder (0700) for the key and the sockets, with a path short enough for a unix socket."""
+    """Return a new folder (0700) for the key and the sockets, with a path short enough for a unix socket."""
     parent = str(folder) if folder is not None else tempfile.gettempdir()
     if len(os.fsencode(parent)) + 20 > MAX_SOCKET_FOLDER:
         parent = "/tmp"

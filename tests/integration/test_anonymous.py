@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from peer.swarm import PeerRefused, PeerUnreachable, asking
-from peer.swarm.asking import ask_members
-from peer.swarm.asking_chain import chain_asker
+from peer.swarm import PeerRefused, PeerUnreachable, anonymous
+from peer.swarm.anonymous import ask_for_coordinator, chain_reader
+from peer.swarm.rate_limiter import RateLimiter
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.wire import swarm_pb2 as wire
@@ -15,7 +15,7 @@ from tests.support.waiting import ended
 
 
 async def test_a_stranger_asks_all_it_knows_and_takes_what_is_good(tmp_path, monkeypatch):
-    monkeypatch.setattr(asking, "SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(anonymous, "SETTLE_SECONDS", 0.5)
     async with members(3, tmp_path) as (a, b, c):
         b.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"lies")
 
@@ -31,7 +31,7 @@ async def test_a_stranger_asks_all_it_knows_and_takes_what_is_good(tmp_path, mon
             heard[peer] = reply.spec
             return reply.spec == b"spec"
 
-        count = await ask_members(RUN, ["rubbish", gone, *addresses], good, listen=LOOPBACK)
+        count = await ask_for_coordinator(RUN, ["rubbish", gone, *addresses], good, listen=LOOPBACK)
         assert count == 1 and heard == {a.key: b"spec", b.key: b"lies"}
         # Members ask each other without the spec, which they have.
         assert await a.swarm.request_coordinator_address(b.key, wire.CoordinatorAddressRequest(run=RUN)) is not None
@@ -39,14 +39,14 @@ async def test_a_stranger_asks_all_it_knows_and_takes_what_is_good(tmp_path, mon
         with pytest.raises(PeerRefused):
             await a.swarm.request_coordinator_address(c.key, wire.CoordinatorAddressRequest(run=RUN))
         # Of another run there is nobody to ask here.
-        assert await ended(ask_members(RunId(b"o" * 32), addresses, good, listen=LOOPBACK)) == 0
+        assert await ended(ask_for_coordinator(RunId(b"o" * 32), addresses, good, listen=LOOPBACK)) == 0
 
 
 async def test_what_is_given_out_is_counted_against_whoever_asks(tmp_path, monkeypatch):
     async with members(2, tmp_path) as (a, b):
         a.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"x" * 1_000_000)
         charged: list[tuple[PeerKey, int]] = []
-        monkeypatch.setattr(a.swarm._daemon.guard, "charge", lambda sender, size: charged.append((sender, size)))
+        monkeypatch.setattr(RateLimiter, "charge", lambda self, sender, size: charged.append((sender, size)))
         reply = await b.swarm.request_coordinator_address(a.key, wire.CoordinatorAddressRequest(run=RUN, spec=True))
         assert charged == [(b.key, reply.ByteSize())] and a.swarm.bytes_up >= 1_000_000
 
@@ -55,12 +55,12 @@ async def test_a_stranger_reads_the_chain_from_members_and_hears_who_is_silent(t
     async with members(2, tmp_path) as (a, b):
         a.chain = wire.ChainReply(certificates=[b"one", b"two"], more=True)
         addresses = [*a.swarm.addresses, *b.swarm.addresses]
-        async with chain_asker(RUN, addresses, listen=LOOPBACK) as asker:
+        async with chain_reader(RUN, addresses, listen=LOOPBACK) as asker:
             assert set(asker.members) == {a.key, b.key}
             for _ in range(2):
                 assert list((await asker.ask(a.key, [Digest(b"h" * 32)])).certificates) == [b"one", b"two"]
             await b.swarm.stop()
             with pytest.raises(PeerUnreachable):
                 await asker.ask(b.key, [])
-        async with chain_asker(RUN, addresses, leave_out=[b.key], listen=LOOPBACK) as asker:
+        async with chain_reader(RUN, addresses, leave_out=[b.key], listen=LOOPBACK) as asker:
             assert asker.members == [a.key]
