@@ -81,7 +81,7 @@ class AuditReport:
 
 
 CreditsLookup = Callable[[Digest], RoundCredits | None]
-"""What the certificate of a record earns whom (`credits.account_for`); None for a record of no known certificate."""
+"""What the certificate of a record earns whom (`credits.credits_of`); None for a record of no known certificate."""
 
 
 class Auditor:

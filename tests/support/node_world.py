@@ -256,7 +256,7 @@ class LoopTrainer:
     async def _do(self, trainer: Trainer, ask: ToTrainer) -> None:
         if isinstance(ask, Orders):
             self._max_windows = ask.max_update_windows
-            await self._call(trainer.steps.obey, ask)
+            await self._call(trainer.steps.set_orders, ask)
             return
         what = {MakeUpdate: "update", Apply: "apply", Load: "load"}[type(ask)]
         move = None

@@ -1,4 +1,4 @@
-"""Which layouts there are, which is chosen, and what is said of one that cannot be."""
+"""The possible layouts, the choice among them, and the error for an impossible one."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MOST = 40
 
 
 def announced(windows: WindowAccounting) -> WindowAccounting:
-    """The count after an update was made, if there is something to claim."""
+    """Return the count after an update was made, if there is something to claim."""
     if (claim := windows.claim(MOST)) is None:
         return windows
     first, end, steps = claim
@@ -27,7 +27,7 @@ def announced(windows: WindowAccounting) -> WindowAccounting:
 
 
 def claim_of(windows: WindowAccounting) -> tuple[int, int, int]:
-    """The claim of the announced update."""
+    """Return the claim of the announced update."""
     assert windows.announced is not None
     return windows.announced.first, windows.announced.end, windows.announced.steps
 

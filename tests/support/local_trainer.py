@@ -1,4 +1,4 @@
-"""Shared by several tests: trainer states."""
+"""A trainer in the process of the test: made, loaded, trained and compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.trainer_world import World
 
 
 class Heard(list):
-    """What a trainer reported, as (level, kind, text)."""
+    """The reports of a trainer, as (level, kind, text)."""
 
     def __call__(self, level: str, kind: str, text: str) -> None:
         self.append((level, kind, text))
@@ -34,7 +34,7 @@ _born: list[Trainer] = []
 
 @pytest.fixture(autouse=True)
 def closed():
-    """Every trainer's reading thread ends with its test."""
+    """Close every trainer after its test, which ends its reading thread."""
     yield
     while _born:
         _born.pop().close()
