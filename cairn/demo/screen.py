@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cairn.formatting import byte_size, count, credits, sparkline
+from cairn.number_format import byte_size, count, credits, sparkline
 from cairn.peer_screen import bar
 from peer.coordinator_client import Status
 

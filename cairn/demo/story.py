@@ -14,7 +14,7 @@ from pathlib import Path
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
 from cairn.demo.screen import DemoScreen
-from cairn.formatting import count
+from cairn.number_format import count
 from coordinator.authoring import load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Status
@@ -256,7 +256,7 @@ def _print(
 ) -> None:
     from rich.table import Table
 
-    from cairn.formatting import credits
+    from cairn.number_format import credits
 
     say, status = demo.screen.say, demo.status
     table = Table(box=None, pad_edge=False, header_style="dim")

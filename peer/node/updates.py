@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peer.mapped import mapped_file
-from peer.store import BlobUnavailable as NotInStore
+from peer.store import BlobMissing as NotInStore
 from peer.store import Store, StoreFull
 from protocol.codec import Codec
 from protocol.codec.interface import Blob

@@ -18,7 +18,7 @@ from peer.errors import SavedStateError
 from peer.training.parallel import sharded_file
 from peer.training.time_breakdown import Activity, TimeBreakdown
 from peer.training.trainer import Trainer
-from tests.support.trainer_states import Heard, same, train, update
+from tests.support.local_trainer import Heard, same, train, update
 from tests.support.trainer_world import BATCH, World, finish, saved_counter
 from tests.support.waiting import LIMIT
 

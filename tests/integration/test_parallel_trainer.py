@@ -37,9 +37,9 @@ from protocol.errors import CodecError, MalformedError
 from protocol.merkle import blob_digest
 from protocol.spec import CodecSpec, OuterSpec
 from tests.support import trainer_world
+from tests.support.local_trainer import Heard, same, train, update
 from tests.support.parallel_world import run_ranks
 from tests.support.trainer_process import Node
-from tests.support.trainer_states import Heard, same, train, update
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, apply, record_digest
 from tests.support.waiting import ended, until, wait_until
 

@@ -99,7 +99,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
         for part, (blob,) in made.items():
             one = next(m for m in lent if m.store.has(blob))
             assert one.store.read(blob) == REDUCTION.reduce(whole, OuterSpec(), parts, part)
-        # What a member fetched are the chunks of its parts, of three updates: not the updates.
+        # A member fetched the chunks of its shards, of three updates, and not whole updates.
         for m in lent:
             mine = {i for p, seated in enumerate(seats) if m.key in seated for i in REDUCTION.chunks(parts, p)}
             room = 3 * sum(min(CHUNK, CODEC.size - i * CHUNK) for i in mine)

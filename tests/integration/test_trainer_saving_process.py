@@ -15,8 +15,8 @@ import pytest
 
 from peer.channel import Applied, Apply, Note, Progress, Ready, Stop, Stopped, TrainerLink
 from peer.training.saved_state import STATE_MANIFEST
+from tests.support.local_trainer import born, closed, train, update
 from tests.support.trainer_process import Node
-from tests.support.trainer_states import born, closed, train, update
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round
 from tests.support.waiting import LIMIT, ended
 
@@ -36,7 +36,7 @@ from pathlib import Path
 from peer.training import saved_state
 from peer.training.parallel import sharded_file
 from peer.training.trainer import Trainer
-from tests.support.trainer_states import loaded, train
+from tests.support.local_trainer import loaded, train
 from tests.support.trainer_world import World
 world = World.make(Path(sys.argv[1]))
 trainer = loaded(world)

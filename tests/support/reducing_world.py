@@ -1,4 +1,4 @@
-"""Shared by several tests: reducing world."""
+"""One member that reduces shards: a real store, and a network made of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by several tests: trainer process."""
+"""The node's side of a trainer process."""
 
 from __future__ import annotations
 

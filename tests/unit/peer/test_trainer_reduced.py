@@ -17,7 +17,7 @@ from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.untransmitted import dropped
-from tests.support.trainer_states import born, closed, copied, loaded, same, train, update  # noqa: F401
+from tests.support.local_trainer import born, closed, copied, loaded, same, train, update  # noqa: F401
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, peer_key, record_digest
 
 SPARSE = CodecSpec(kind="sparse", k=64, beta=1.0)

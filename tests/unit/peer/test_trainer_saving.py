@@ -26,7 +26,7 @@ from peer.training.time_breakdown import Activity, TimeBreakdown
 from peer.training.trainer import Trainer
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.support.trainer_states import Heard, born, closed, copied, loaded, same, train, update
+from tests.support.local_trainer import Heard, born, closed, copied, loaded, same, train, update
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, finish, saved_counter
 from tests.support.waiting import LIMIT
 

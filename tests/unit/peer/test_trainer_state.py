@@ -18,7 +18,7 @@ from protocol.ids import Digest
 from protocol.merkle import blob_digest
 from protocol.spec import CodecSpec, OuterSpec, RunSpec, Schedule
 from protocol.state import state_digest, state_layout
-from tests.support.trainer_states import born, closed, copied, loaded, make_update, same, train, update, world
+from tests.support.local_trainer import born, closed, copied, loaded, make_update, same, train, update, world
 from tests.support.trainer_world import BATCH, GENESIS, WINDOW, World, accepted_round, apply, peer_key, record_digest
 
 __all__ = ["closed", "world"]  # fixtures

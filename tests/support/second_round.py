@@ -1,4 +1,4 @@
-"""Shared by several tests: rounds late member."""
+"""A machine of three members at the start of its second round, after a first round that took long."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Second(Bench):
         self.step(ev.UpdateReady(self.first, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
 
     def waits_until(self, last=30.0):
-        """When nobody is waited for any more; both others go on saying what they said."""
+        """Return the time from which nobody is waited for; both others keep sending the same heartbeats."""
         for tenth in range(int(10 * self.now) + 1, int(10 * last)):
             if tenth % 10 == 0:
                 self.say(BUSY, self.first)

@@ -1,15 +1,17 @@
-"""Shared by several tests: outer states."""
+"""Contributions, states and reduced means for the tests of the outer step."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from protocol.codec import Codec
 from protocol.ids import PeerKey
 from protocol.outer import Contribution
+from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
 from protocol.state import state_layout
-from tests.support.codec_values import noise, same_bits
+from tests.support.codec_cases import noise, same_bits
 
 OUTERS = [
     OuterSpec(),
@@ -36,3 +38,13 @@ def state_of(codec: Codec, outer: OuterSpec) -> dict[str, torch.Tensor]:
 
 def same_states(a, b) -> bool:
     return a.keys() == b.keys() and all(same_bits(a[n].cpu(), b[n].cpu()) for n in a)
+
+
+def reduced(reduction: Reduction, updates: list[Contribution], outer: OuterSpec, count: int) -> list[bytes]:
+    return [reduction.reduce(updates, outer, count, part) for part in range(count)]
+
+
+def sum_means(reduction: Reduction, sums: list[bytes]) -> dict[str, Tensor]:
+    state = {t.name: torch.zeros(t.shape) for t in reduction.codec.layout.tensors}
+    apply_reduced(state, sums, reduction, OuterSpec())
+    return {name: -value.view(-1) for name, value in state.items()}

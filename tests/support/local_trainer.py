@@ -1,4 +1,4 @@
-"""Shared by several tests: trainer states."""
+"""A trainer in the process of the test: made, loaded, trained and compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by several tests: chain blocks."""
+"""A chain that has only its genesis, and the keys and limits of the tests that build on it."""
 
 from __future__ import annotations
 

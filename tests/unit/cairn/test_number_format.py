@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cairn.formatting import SPARKS, byte_size, count, credits, sparkline
+from cairn.number_format import SPARKS, byte_size, count, credits, sparkline
 
 
 @pytest.mark.parametrize(
