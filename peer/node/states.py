@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from peer.channel import ApplyRecord as ApplyMessage
+from peer.channel import Apply as ApplyMessage
 from peer.channel import Load, RoundUpdates, ToTrainer, UpdateFile
 from peer.errors import PeerError, TrainerDied
 from peer.node.keeping import OWN_BLOBS, applied_blobs

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from peer.channel import ApplyRecord as ApplyMessage
+from peer.channel import Apply as ApplyMessage
 from peer.channel import Load
 from peer.errors import PeerError, TrainerDied
 from peer.node.states import States
