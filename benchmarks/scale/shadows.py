@@ -67,14 +67,14 @@ class Shadows:
     def propose(self, model: Peer) -> None:
         """One of them may be the first in rank; it knows what its model knows."""
         b = model.machine.open_round
-        if b is None or b.ready is None or b.parent in self._proposed or b.state is None or not b.ranks:
+        if b is None or b.ready_at is None or b.parent in self._proposed or b.state is None or not b.proposer_order:
             return
-        index = self._number.get(b.ranks[0])
+        index = self._number.get(b.proposer_order[0])
         if index is None or self.model(index) != model.index:
             return
         self._proposed.add(b.parent)
         holds = model.machine._c.blobs.holds
-        listed = [h for h in b.candidates() if b.reduces or holds(h.body.blob)]
+        listed = [h for h in b.candidates() if model.machine._c.chain.reduces(b.parent) or holds(h.body.blob)]
         updates = tuple(sorted(listed, key=lambda h: h.author))
         record = self._signers[index].sign(RoundRecord(self._world.run, b.number, b.parent, b.state, 0, updates))
         self.slate(record)
