@@ -50,7 +50,9 @@ class Announcements:
             return ()
         policy = self._policy.under(self._chain.standing(parent).changes)
         state = RoundState(policy, self._chain, parent, None, 0.0)
-        found = [AnnouncedUpdate(header, late, state.why_invalid(header, self._size_ok) or "") for header, late in received]
+        found = [
+            AnnouncedUpdate(header, late, state.why_invalid(header, self._size_ok) or "") for header, late in received
+        ]
         return sorted(found, key=lambda a: a.header.author)
 
     def _is_decided(self, parent: Digest) -> bool:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from peer.coordinator_client import CoordinatorClient
-from peer.swarm.asking_chain import ChainAsker
+from peer.swarm.anonymous import ChainReader
 from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain
 from protocol.errors import CairnError, ProtocolError
@@ -37,7 +37,7 @@ PAGE = 64
 class AuditedChain:
     """The certificates read so far, and their credits. `ensure` reads more, `find` looks a record up."""
 
-    def __init__(self, spec: RunSpec, asker: ChainAsker | None, coordinator: CoordinatorClient):
+    def __init__(self, spec: RunSpec, asker: ChainReader | None, coordinator: CoordinatorClient):
         self._run = spec.run_id
         self._rule = CreditRule.of(spec)
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=8192)
@@ -141,7 +141,7 @@ class AuditedChain:
             return 0
         return self._accept(member, reply)
 
-    async def _ask(self, asker: ChainAsker, member: PeerKey) -> wire.ChainReply | None:
+    async def _ask(self, asker: ChainReader, member: PeerKey) -> wire.ChainReply | None:
         # Start before the newest record: a member that sends it again shows that it is on the same chain.
         locator = self._chain.locator()
         try:

@@ -78,15 +78,14 @@ def audit_ledger(text: str, home: Path, *, as_json: bool, via: Sequence[str]) ->
 async def audit_log(r: CoordinatorConnection, home: Path, *, listen: tuple[str, ...] = ()) -> AuditResult:
     """Read and check the whole log; remember the newest head for the next audit. Raises CairnError."""
     from cairn.audited_chain import AuditedChain  # it imports hivemind and torch, which receipts do not need
-    from peer.swarm.asking import ANY, members_at
-    from peer.swarm.asking_chain import chain_asker
+    from peer.swarm.anonymous import ANY, chain_reader, members_at
 
     seen = _seen_head(home, r)
     async with AsyncExitStack() as stack:
         asker = None
         if r.members:
             own = members_at(r.own)
-            asking = chain_asker(r.spec.run_id, r.members, leave_out=own, listen=listen or ANY)
+            asking = chain_reader(r.spec.run_id, r.members, leave_out=own, listen=listen or ANY)
             asker = await stack.enter_async_context(asking)
         chain = AuditedChain(r.spec, asker, r.client)
         await chain.begin()

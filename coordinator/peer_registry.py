@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from coordinator.swarm import ReceivedHeartbeat
@@ -42,31 +42,18 @@ class TrackedPeer:
 class PeerRegistry:
     """The newest heartbeat of every peer; if there are too many, the one silent for longest is forgotten."""
 
-    def __init__(self, member_seconds: float):
-        self.member_seconds = member_seconds
+    def __init__(self, member_seconds: Callable[[], float]):
+        self._member_seconds = member_seconds
         self._known: dict[PeerKey, TrackedPeer] = {}
 
     def update(self, heartbeats: Mapping[PeerKey, ReceivedHeartbeat], now: float) -> None:
         """Take in the observer's heartbeats."""
+        away = self._member_seconds()
         for peer, h in heartbeats.items():
-            self._known[peer] = self._next(self._known.get(peer), h.heartbeat, now - h.seconds_since)
+            self._known[peer] = _next(self._known.get(peer), h.heartbeat, now - h.seconds_since, away)
         if (many := len(self._known) - MAX_PEERS) > 0:
             for peer in heapq.nsmallest(many, self._known, key=lambda p: self._known[p].heard_at):
                 del self._known[peer]
-
-    def _next(self, before: TrackedPeer | None, heartbeat: Heartbeat, heard_at: float) -> TrackedPeer:
-        counted = (heartbeat.bytes_up, heartbeat.bytes_down)
-        if before is None or heard_at - before.heard_at > self.member_seconds:  # it was away: start from scratch
-            return TrackedPeer(heartbeat, heard_at, heard_at, counted_at=heard_at, counted=counted)
-        same = _kind(before.heartbeat.phase) == _kind(heartbeat.phase)
-        since = before.since if same else heard_at
-        up, down, at, last = before.up_per_second, before.down_per_second, before.counted_at, before.counted
-        if counted < last or heard_at - at >= RATE_SECONDS:
-            elapsed = heard_at - at
-            if elapsed > 0 and counted[0] >= last[0] and counted[1] >= last[1]:
-                up, down = (counted[0] - last[0]) / elapsed, (counted[1] - last[1]) / elapsed
-            at, last = heard_at, counted
-        return TrackedPeer(heartbeat, heard_at, since, up, down, at, last)
 
     def get(self, peer: PeerKey) -> TrackedPeer | None:
         """Return a peer, or None."""
@@ -80,10 +67,25 @@ class PeerRegistry:
         """Return the phase of the heartbeat; or "silent", "gone"."""
         if known is None or known.heartbeat.phase == "leaving":
             return "gone"
-        silence = now - known.heard_at
-        if silence > GONE_AFTER * self.member_seconds:
+        silence, limit = now - known.heard_at, self._member_seconds()
+        if silence > GONE_AFTER * limit:
             return "gone"
-        return "silent" if silence > self.member_seconds else known.heartbeat.phase
+        return "silent" if silence > limit else known.heartbeat.phase
+
+
+def _next(before: TrackedPeer | None, heartbeat: Heartbeat, heard_at: float, away: float) -> TrackedPeer:
+    counted = (heartbeat.bytes_up, heartbeat.bytes_down)
+    if before is None or heard_at - before.heard_at > away:  # it was away: start from scratch
+        return TrackedPeer(heartbeat, heard_at, heard_at, counted_at=heard_at, counted=counted)
+    same = _kind(before.heartbeat.phase) == _kind(heartbeat.phase)
+    since = before.since if same else heard_at
+    up, down, at, last = before.up_per_second, before.down_per_second, before.counted_at, before.counted
+    if counted < last or heard_at - at >= RATE_SECONDS:
+        elapsed = heard_at - at
+        if elapsed > 0 and counted[0] >= last[0] and counted[1] >= last[1]:
+            up, down = (counted[0] - last[0]) / elapsed, (counted[1] - last[1]) / elapsed
+        at, last = heard_at, counted
+    return TrackedPeer(heartbeat, heard_at, since, up, down, at, last)
 
 
 def _kind(phase: str) -> str:

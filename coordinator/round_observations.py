@@ -84,8 +84,8 @@ class RoundObservations:
     It is bounded: one early announcement and proposal of each author, MAX_PROPOSALS of a round, MAX_ROUNDS rounds.
     """
 
-    def __init__(self, member_seconds: float, now: Callable[[], float]):
-        self.member_seconds = member_seconds
+    def __init__(self, member_seconds: Callable[[], float], now: Callable[[], float]):
+        self._member_seconds = member_seconds
         self._now = now
         self._rounds: OrderedDict[Digest, RoundObservation] = OrderedDict()
         self._head: Digest | None = None
@@ -179,7 +179,7 @@ class RoundObservations:
             self._proposed[message.digest] = (at, frozenset(message.body.contributors))
 
     def decide(self, account: RoundAccount, members: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
-        """Note that a record became the newest, and return the observation; `members` are the present members."""
+        """Note that a record became the newest, with the members at this moment; return the observation."""
         now = self._now()
         if account.parent != self._head:
             self._turn_to(account.parent, None if (p := self._rounds.get(account.parent)) is None else p.certified)
@@ -190,8 +190,9 @@ class RoundObservations:
         if proposed is not None and first is not None:
             proposed = max(proposed, first)
         came = first is not None or proposed is not None  # else it was decided before this coordinator was there
-        training = sum(_works(h, self.member_seconds) for h in members.values())
-        found = non_participants(account, inside, self._before, self._announced, proposed, members, self.member_seconds)
+        limit = self._member_seconds()
+        training = sum(_works(h, limit) for h in members.values())
+        found = non_participants(account, inside, self._before, self._announced, proposed, members, limit)
         sent, received = self._traffic(members)
         seen = RoundObservation(
             account.round, account.record, self._began if came else None, first, proposed, now, training, sent,

@@ -114,7 +114,7 @@ class Coordinator:
 
         self.chain = chain = IndexedChain()
         self.directives = directives = DirectiveEffects(spec.round, chain)
-        self.observations = RoundObservations(spec.round.member_seconds, now)
+        self.observations = RoundObservations(self._member_seconds, now)
         self._observation_file = ObservationFile(config.folder / OBSERVATIONS_FILE)
         self._finalizer = Finalizer(spec, owner, view, ledger, chain)
         self.indexer = indexer = ChainIndexer(
@@ -131,7 +131,7 @@ class Coordinator:
             Receipts(spec, owner, view, ledger, now), leaderboard, self._credit_news,
         )  # fmt: skip
 
-        self.peers = PeerRegistry(spec.round.member_seconds)
+        self.peers = PeerRegistry(self._member_seconds)
         # The alerts judge an overview, and an overview lists the alerts: the watcher's input closes that circle.
         self._watcher = AlertWatcher(
             config.folder, config.alerts, spec.name, lambda: self.page_url, self._alert_input, self._news.set,
@@ -262,6 +262,9 @@ class Coordinator:
         """Why the chain cannot be followed; empty when it can."""
         return self.indexer.problem
 
+    def _member_seconds(self) -> float:
+        return self.directives.round_policy.member_seconds
+
     def overview(self) -> Overview:
         """Return the swarm as it is now.
 
@@ -271,8 +274,6 @@ class Coordinator:
         now = self._now()
         if self._overview is None or not 0 <= now - self._overview[0] < self._overview_seconds:
             began = time.monotonic()
-            member_seconds = self.directives.round_policy.member_seconds
-            self.peers.member_seconds = self.observations.member_seconds = member_seconds
             self.peers.update(self._view.heartbeats(), now)
             round_, loss = self._archiver.validation or (None, None)
             overview = replace(

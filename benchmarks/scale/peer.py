@@ -23,7 +23,7 @@ SAMPLE = 61
 """Number of machine steps of which one is timed."""
 
 REFUSED_AGAIN = 0.2
-"""Seconds until a holder that refused is asked again (`peer.swarm.holders`)."""
+"""Seconds until a holder that refused is asked again (`peer.swarm.transfer.providers`)."""
 
 
 class Peer:

@@ -9,10 +9,10 @@ from coordinator.page import schemas as s
 from coordinator.page.endpoints import ApiEndpoint, Parameter
 
 ABOUT = (
-    "Everything that a Cairn coordinator's page shows, as JSON. Reading only; no key is needed. Answers are cached "
-    "for a moment and carry an ETag: send it back in If-None-Match. Keys and digests are hexadecimal, credits are "
-    "whole micro-credits (10^9 model FLOPs), times are unix seconds. To be notified of changes, read /events "
-    "(server-sent events, each with the newest state) instead of polling."
+    "Everything that a Cairn coordinator's page shows, as JSON. Read-only; no key is needed. Answers are cached and "
+    "carry an ETag: send it back in If-None-Match. Keys and digests are hexadecimal, credits are "
+    "whole micro-credits (10^9 model FLOPs), times are unix seconds. Read /events (server-sent events, each with the "
+    "newest state) instead of polling."
 )
 
 _PLAIN = {"text/plain": {"schema": s.TEXT}}

@@ -80,8 +80,8 @@ OBSERVED = of(
         "sent": maybe(COUNT),
         "received": maybe(COUNT),
     },
-    description="This coordinator's observations of the round: seconds until the first update was announced, from "
-    "there until the record was proposed, from there until it was certified; peers at work; bytes by peers' counters.",
+    description="Observations of the round by this coordinator: seconds until the first update was announced, then "
+    "until the record was proposed, from there until it was certified; peers at work; bytes by peers' own counters.",
 )
 
 _ROW: dict[str, Any] = {

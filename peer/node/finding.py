@@ -31,10 +31,10 @@ class Found:
 
 async def find(run: RunId, addresses: Iterable[str]) -> Found | None:
     """Ask the members at these addresses. None when nobody there gives the run's spec. Raises SwarmStartError."""
-    from peer.swarm.asking import ask_members  # loads hivemind and torch, which most who enter do not need for this
+    from peer.swarm.anonymous import ask_for_coordinator  # it loads hivemind and torch, which most do not need
 
     answers = _Answers(run)
-    members = await ask_members(run, addresses, answers.take)
+    members = await ask_for_coordinator(run, addresses, answers.take)
     if answers.spec is None:
         return None
     return Found(answers.sent, newest_of(answers.words), tuple(answers.addresses), members)

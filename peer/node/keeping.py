@@ -50,7 +50,7 @@ class Keeping:
         start = _back(chain, chain.height(chain.head) - spec.checkpoint.every * (spec.checkpoint.keep + 2))
         final = chain.final.body.round if chain.final is not None else -1
         own = [blob for number, blob in self._own if number > final]
-        gone = self._store.dispensable(to_keep(spec, chain.path(start, chain.head), self._states, [*own, *undecided]))
+        gone = self._store.unreferenced(to_keep(spec, chain.path(start, chain.head), self._states, [*own, *undecided]))
         await asyncio.to_thread(self._remove, gone)
         return gone
 

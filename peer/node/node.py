@@ -319,7 +319,11 @@ class Node:
                 self._tick_waits = False
             elif isinstance(event, events.BlobHeld | events.ShardReduced):
                 self._exchange.held(time.monotonic())
-            elif isinstance(event, events.StateReached) and event.record in self.chain and event.record != self.chain.root:
+            elif (
+                isinstance(event, events.StateReached)
+                and event.record in self.chain
+                and event.record != self.chain.root
+            ):
                 self._exchange.applied(self.chain.parent(event.record), time.monotonic())
             self._set_facts()
             await self._act(self.machine.step(event, time.monotonic()))
@@ -357,7 +361,7 @@ class Node:
 
     # -- actions out -----------------------------------------------------------------------------------------
 
-    async def _act(self, todo: list[actions.Action]) -> None:
+    async def _act(self, todo: list[actions.Action]) -> None:  # noqa: C901 (a flat dispatch)
         for action in todo:
             match action:
                 case actions.Broadcast(message):

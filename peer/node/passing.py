@@ -103,8 +103,8 @@ class Passing:
         chunks = tuple(self._reduction.chunks(part_count(contributors, self._size), part))
         if record.body.round != self._number:
             self._number, self._passed = record.body.round, 0
-        arriving = self._store.arriving(blob)
-        here = arriving is not None and not arriving.lacks(chunks)
+        arriving = self._store.in_progress(blob)
+        here = arriving is not None and not arriving.is_incomplete(chunks)
         most = TIMES_OWN_WORK * self._committee * contributors
         full = self._store.used_bytes > FULL * self._store.limit_bytes
         if here or full or (blob, chunks) in self._under_way or self._passed >= most:

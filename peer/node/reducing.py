@@ -24,7 +24,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction, part_count
-from protocol.rounds.events import BlobInvalid, ShardUnavailable, ShardReduced
+from protocol.rounds.events import BlobInvalid, ShardReduced, ShardUnavailable
 from protocol.spec import OuterSpec
 
 log = logging.getLogger("peer.reducing")
@@ -250,8 +250,8 @@ class Reducing:
         try:
             if self._store.has(blob):
                 return map_file(self._store.path(blob))
-            arriving = self._store.arriving(blob)
-            if arriving is None or arriving.lacks(chunks):
+            arriving = self._store.in_progress(blob)
+            if arriving is None or arriving.is_incomplete(chunks):
                 return None
             return map_file(arriving.path)
         except NotInStore:

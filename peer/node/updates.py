@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peer.mapped import mapped_file
-from peer.store import BlobUnavailable as NotInStore
+from peer.store import BlobMissing as NotInStore
 from peer.store import Store, StoreFull
 from protocol.codec import Codec
 from protocol.codec.interface import Blob
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
-from protocol.rounds.events import BlobInvalid, BlobHeld, BlobUnavailable
+from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable
 
 log = logging.getLogger("peer.updates")
 

@@ -1,18 +1,18 @@
-"""What a peer keeps on disk for one run: content-addressed blobs, the chain of certificates, small values.
+"""The data that a peer keeps on disk for one run: content-addressed blobs, certificates of the chain, small values.
 
-Everything survives a crash at any instant: written to a temporary file, flushed, renamed, the folder flushed. All of it
-is synchronous and thread-safe; whoever has an event loop calls what moves much data through `asyncio.to_thread`. No
-sockets and no protocol decisions here: what to keep is for the node to say.
+Everything survives a crash at any instant: it is written to a temporary file, flushed and renamed, and the folder is
+flushed. All of it is synchronous and thread-safe; code with an event loop calls what moves much data through
+`asyncio.to_thread`. There are no sockets and no protocol decisions here: the node says what to keep.
 """
 
 from peer.store.errors import BlobCorrupt, BlobMissing, StoreBusy, StoreError, StoreFull
-from peer.store.partial import Partial
+from peer.store.in_progress import InProgressBlob
 from peer.store.store import Store
 
 __all__ = [
     "BlobCorrupt",
     "BlobMissing",
-    "Partial",
+    "InProgressBlob",
     "Store",
     "StoreBusy",
     "StoreError",

@@ -1,4 +1,4 @@
-"""Content-addressed blobs in a folder: which are there, how they get there, and that they are what they should be."""
+"""Content-addressed blobs in a folder: which are there, how they arrive, and that their bytes match their digests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import os
 import re
 import shutil
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from peer.store.disk import disk, flush_folder, remove, write_durably, write_loosely
+from peer.store.disk import disk, flush_folder, remove, write_durably, write_no_sync
 from peer.store.errors import BlobCorrupt, BlobMissing, StoreError, StoreFull
-from peer.store.partial import Partial
+from peer.store.in_progress import InProgressBlob
+from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, MAX_BLOB, blob_leaves, check_leaves, chunk_count, chunk_size, leaf_hash, tree_hash
@@ -28,56 +29,69 @@ LEAF_LISTS = 32
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
-class Blobs:
-    """The blobs of a `Store`, which holds the folder's lock. Thread-safe. An index of names and sizes is in memory."""
+@dataclass(frozen=True, slots=True)
+class WholeBlob:
+    """All of it is here. `room` is its size in bytes."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class InterruptedBlob:
+    """Chunks of it lie on disk since before the start, in `room` bytes, and nobody has fetched it since."""
+
+    room: int
+
+
+BlobState = WholeBlob | InterruptedBlob | InProgressBlob
+"""The state of a blob in the store. A blob that is absent has none."""
+
+
+class BlobStore:
+    """The blobs of a `Store`, which holds the folder's lock. Thread-safe: one lock guards the state of every blob."""
 
     def __init__(self, folder: Path, limit_bytes: int):
         self.folder = folder
         self.limit_bytes = limit_bytes
-        self.notices: list[str] = []
-        """What was found damaged and mended: for the node to report. The newest 100."""
-        self._mutex = threading.RLock()
-        self._sizes: dict[Digest, int] = {}
-        self._partials: dict[Digest, Partial] = {}
-        self._waiting: dict[Digest, int] = {}  # partial blobs on disk that nobody has asked for since the start
-        self._leaf_lists: OrderedDict[Digest, bytes] = OrderedDict()
+        self._lock = threading.RLock()
+        self._states: dict[Digest, BlobState] = {}
+        self._leaf_lists: BoundedDict[Digest, bytes] = BoundedDict(LEAF_LISTS)
         self._scan()
 
     @property
     def scratch(self) -> Path:
-        """Where files may be made that are then `adopt`ed: same file system, emptied at every start."""
+        """The folder for drafts of files to `adopt`: on the same file system, emptied at every start."""
         return self.folder / "scratch"
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all blobs, and of all room made for blobs that are arriving."""
-        with self._mutex:
-            arriving = sum(p.room for p in self._partials.values())
-            return sum(self._sizes.values()) + arriving + sum(self._waiting.values())
+        """Bytes of all whole blobs, and the bytes reserved for all others."""
+        with self._lock:
+            return sum(state.room for state in self._states.values())
 
     def has(self, digest: Digest) -> bool:
-        return digest in self._sizes
+        """Return whether the whole blob is here."""
+        return isinstance(self._states.get(digest), WholeBlob)
 
     def blobs(self) -> dict[Digest, int]:
-        """All blobs held, with their sizes."""
-        with self._mutex:
-            return dict(self._sizes)
+        """Return all whole blobs with their sizes in bytes."""
+        with self._lock:
+            return {digest: state.room for digest, state in self._states.items() if isinstance(state, WholeBlob)}
 
     def path(self, digest: Digest) -> Path:
-        """The file of a blob that is held. Raises BlobMissing. Read it, never write to it."""
-        if digest not in self._sizes:
-            raise BlobMissing(f"blob {digest.short} is not in the store")
+        """Return the file of a whole blob. Read it, never write to it. Raises BlobMissing."""
+        self.size(digest)
         return self._file(digest)
 
     def size(self, digest: Digest) -> int:
-        """Raises BlobMissing."""
-        with self._mutex:
-            if digest not in self._sizes:
-                raise BlobMissing(f"blob {digest.short} is not in the store")
-            return self._sizes[digest]
+        """Return the size of a whole blob in bytes. Raises BlobMissing."""
+        state = self._states.get(digest)
+        if not isinstance(state, WholeBlob):
+            raise BlobMissing(f"blob {digest.short} is not in the store")
+        return state.room
 
     def put(self, data: bytes | memoryview) -> Digest:
-        """Keep these bytes; durable when it returns. Raises StoreError."""
+        """Keep these bytes as a blob; return its digest. Durable when it returns. Raises StoreError."""
         leaves = blob_leaves(data)
         digest = tree_hash(leaves)
         if self.has(digest):
@@ -86,19 +100,19 @@ class Blobs:
         with disk(f"writing blob {digest.short} ({len(data):,} bytes)"):
             path = self._file(digest)
             path.parent.mkdir(exist_ok=True)
-            write_loosely(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
+            write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
             write_durably(path, data, scratch=self.scratch)
         self._register(digest, len(data), leaves)
         return digest
 
     def adopt(self, source: Path | str, digest: Digest | None = None) -> Digest:
-        """Move a finished file in; durable when it returns. The source is gone then.
+        """Move a finished file in; return its digest. Durable when it returns; the source is gone then.
 
-        With `digest`, the file must be that blob. Raises StoreError (MalformedError when it is another): the source
-        stays where it is.
+        With `digest`, the file must be that blob. Raises StoreError, and MalformedError when it is another blob: then
+        the source stays where it is.
         """
         source = Path(source)
-        with disk(f"taking {source.name} into the store"):
+        with disk(f"moving {source.name} into the store"):
             with open(source, "rb") as file:
                 leaves = [leaf_hash(chunk) for chunk in iter(lambda: file.read(CHUNK), b"")]
                 size = file.tell()
@@ -112,18 +126,18 @@ class Blobs:
                 os.fsync(file.fileno())
             path = self._file(found)
             path.parent.mkdir(exist_ok=True)
-            write_loosely(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
+            write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
             self._move(source, path)
         self._register(found, size, leaves)
         return found
 
     def leaves(self, digest: Digest) -> list[bytes]:
-        """The leaf hashes of a blob. Raises BlobMissing, BlobCorrupt."""
+        """Return the leaf hashes of a whole blob, 32 bytes each. Raises BlobMissing, BlobCorrupt."""
         raw = self._leaves_raw(digest)
         return [raw[i : i + 32] for i in range(0, len(raw), 32)]
 
     def read_chunk(self, digest: Digest, index: int) -> bytes:
-        """A chunk, checked against its leaf. Raises BlobMissing, BlobCorrupt, MalformedError (no such chunk)."""
+        """Return a chunk of a whole blob, checked. Raises BlobMissing, BlobCorrupt, MalformedError (no such chunk)."""
         expected = chunk_size(self.size(digest), index)
         raw = self._leaves_raw(digest)
         try:
@@ -140,16 +154,16 @@ class Blobs:
         return data
 
     def read(self, digest: Digest, *, limit: int = 64 * 1024 * 1024) -> bytes:
-        """A whole blob in memory, checked. Raises BlobMissing, BlobCorrupt, StoreError when it is over the limit."""
+        """Return a whole blob, checked. Raises BlobMissing, BlobCorrupt; StoreError when it exceeds `limit` bytes."""
         size = self.size(digest)
         if size > limit:
             raise StoreError(f"blob {digest.short} has {size:,} bytes: more than the {limit:,} that are read at once")
         return b"".join(self.read_chunk(digest, i) for i in range(chunk_count(size)))
 
     def verify(self, digest: Digest, first: int = 0, most: int | None = None) -> bool:
-        """Read a blob and check it: from chunk `first`, at most so many. Whether that was all of it.
+        """Read a whole blob and check it, from chunk `first` on, `most` chunks at most; return whether it was the rest.
 
-        Raises BlobMissing, BlobCorrupt (it is removed then), StoreError.
+        Raises BlobMissing, BlobCorrupt (the blob is removed then), StoreError.
         """
         self._leaves_raw(digest)  # a file without any chunk has none to be wrong
         chunks = chunk_count(self.size(digest))
@@ -159,77 +173,81 @@ class Blobs:
         return end == chunks
 
     def remove(self, digest: Digest) -> None:
-        """Forget a blob, arriving or complete. No error when it is not there."""
-        with self._mutex, disk(f"removing blob {digest.short}"):
-            if (partial := self._partials.pop(digest, None)) is not None:
-                partial.shut()
-            self._waiting.pop(digest, None)
+        """Remove a blob, whole or in progress. It is no error if there is none."""
+        with self._lock, disk(f"removing blob {digest.short}"):
+            state = self._states.pop(digest, None)
+            if isinstance(state, InProgressBlob):
+                state.retire(whole=False)
             self._remove_partial_files(digest)
-            if self._sizes.pop(digest, None) is not None:
+            if isinstance(state, WholeBlob):
                 self._leaf_lists.pop(digest, None)
                 remove(self._file(digest))
                 remove(_leaf_file(self._file(digest)))
 
-    def dispensable(self, keep: set[Digest]) -> list[Digest]:
-        """Every blob, and every partial blob that is not arriving now, but those in `keep`."""
-        with self._mutex:
-            arriving = {d for d, p in self._partials.items() if not p.done and not p.idle}  # somebody fetches it now
-            return sorted((self._sizes.keys() | self._waiting.keys() | self._partials.keys()) - keep - arriving)
+    def unreferenced(self, keep: set[Digest]) -> list[Digest]:
+        """Return all blobs, sorted, except those in `keep` and those being fetched now."""
+        with self._lock:
+            idle = {d for d, s in self._states.items() if not isinstance(s, InProgressBlob) or s.idle}
+            return sorted(idle - keep)
 
     def prune(self, keep: set[Digest]) -> list[Digest]:
-        """Remove what is `dispensable`; says which."""
-        with self._mutex:
-            doomed = self.dispensable(keep)
-            for digest in doomed:
+        """Remove the `unreferenced` blobs; return their digests."""
+        with self._lock:
+            removed = self.unreferenced(keep)
+            for digest in removed:
                 self.remove(digest)
-            return doomed
+            return removed
 
     # -- blobs that are arriving ---------------------------------------------------------------------------------
 
-    def partial(
+    def receive(
         self, digest: Digest, size: int, leaves: Sequence[bytes], chunks: Collection[int] | None = None
-    ) -> Partial:
-        """Room for a blob whose chunks will come; goes on from what an earlier attempt left, checked again.
+    ) -> InProgressBlob | None:
+        """Reserve disk space for a blob whose chunks will come. Return None when the whole blob is here.
 
-        With `chunks` there is room for these (and those asked for before), which are all that is wanted of the blob.
-        Raises MalformedError for leaves that are not those of this digest and size, and for such chunks; StoreFull.
+        Chunks that an earlier attempt left are checked again and count. With `chunks`, space is reserved for these, and
+        for those of earlier calls. Raises StoreFull, and MalformedError when the leaves are not those of this digest
+        and size, or the blob has no such chunk.
         """
         if not 0 <= size <= MAX_BLOB:
             raise MalformedError(f"a blob of {size} bytes: at most {MAX_BLOB} are accepted")
         check_leaves(digest, size, leaves)
-        with self._mutex:
-            known = self._partials.get(digest)
-            if known is not None and (chunks is not None or not known.idle):
-                self._check_room(known.more_room(chunks), digest)
-                if known.share(chunks):
-                    return known
-            # The room that an attempt before this one left is this one's.
-            left = self._waiting.pop(digest, 0) or (known.room if known is not None else 0)
-            self._partials.pop(digest, None)
+        with self._lock:
+            state = self._states.get(digest)
+            if isinstance(state, WholeBlob):
+                return None
+            if isinstance(state, InProgressBlob):
+                if chunks is not None or not state.idle:
+                    self._check_room(state.more_room(chunks), digest)
+                    state.share(chunks)
+                    return state
+                state.retire(whole=False)
+            # The new attempt takes over the space of the earlier one.
+            earlier = self._states.pop(digest, None)
             try:
                 self._check_room(size if chunks is None else sum(chunk_size(size, i) for i in set(chunks)), digest)
-                path = self.folder / "partial" / digest.hex()
+                path = self._partial_file(digest)
                 with disk(f"making room for blob {digest.short}"):
-                    write_loosely(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
-                made = Partial(
-                    path, digest, size, leaves, mutex=self._mutex, finished=self._finished, chunks=chunks
+                    write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
+                made = InProgressBlob(
+                    path, digest, size, leaves, lock=self._lock, promote=self._promote, chunks=chunks
                 )  # fmt: skip
             except BaseException:
-                if left:
-                    self._waiting[digest] = left
+                if earlier is not None:
+                    self._states[digest] = InterruptedBlob(earlier.room)
                 raise
-            self._partials[digest] = made
+            self._states[digest] = made
             return made
 
-    def arriving(self, digest: Digest) -> Partial | None:
-        """The partial blob of this digest, when there is one since the start: its chunks can be had."""
-        partial = self._partials.get(digest)
-        return partial if partial is not None and not partial.done else None
+    def in_progress(self, digest: Digest) -> InProgressBlob | None:
+        """Return the blob if it was fetched since the start and is not whole: some of its chunks can be read."""
+        state = self._states.get(digest)
+        return state if isinstance(state, InProgressBlob) else None
 
     def known_leaves(self, digest: Digest, size: int) -> list[bytes] | None:
-        """The leaves that an earlier, interrupted attempt left, if they are right."""
+        """Return the leaf hashes that an earlier, interrupted attempt left, if they are right."""
         try:
-            raw = _leaf_file(self.folder / "partial" / digest.hex()).read_bytes()
+            raw = _leaf_file(self._partial_file(digest)).read_bytes()
         except OSError:
             return None
         leaves = [raw[i : i + 32] for i in range(0, len(raw), 32)]
@@ -239,39 +257,48 @@ class Blobs:
             return None
         return leaves
 
-    def _finished(self, partial: Partial) -> None:
-        path = self._file(partial.digest)
+    def _promote(self, blob: InProgressBlob) -> None:
+        """Move a complete file to the whole blobs. The caller holds the lock."""
+        path = self._file(blob.digest)
         path.parent.mkdir(exist_ok=True)
-        write_loosely(_leaf_file(path), b"".join(partial.leaves), scratch=self.scratch)
-        os.rename(partial.path, path)
+        write_no_sync(_leaf_file(path), b"".join(blob.leaves), scratch=self.scratch)
+        os.rename(blob.path, path)
         flush_folder(path.parent)
-        with self._mutex:
-            self._register(partial.digest, partial.size, partial.leaves)
-            self._partials.pop(partial.digest, None)
-        remove(_leaf_file(partial.path))
+        self._register(blob.digest, blob.size, blob.leaves)
+
+    def _forget_in_progress(self) -> None:
+        """Close the files of all blobs in progress. The caller holds the lock, and closes the store."""
+        for digest, state in list(self._states.items()):
+            if isinstance(state, InProgressBlob):
+                del self._states[digest]
+                state.retire(whole=False)
+
+    def _partial_file(self, digest: Digest) -> Path:
+        return self.folder / "partial" / digest.hex()
 
     def _remove_partial_files(self, digest: Digest) -> None:
-        path = self.folder / "partial" / digest.hex()
+        path = self._partial_file(digest)
         remove(path)
         remove(_leaf_file(path))
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _scan(self) -> None:
-        """What is on disk: names and sizes. Contents are checked chunk by chunk when they are read."""
+        """Read the names and sizes of what is on disk. Contents are checked chunk by chunk when they are read."""
         for draft in self.scratch.iterdir():
             shutil.rmtree(draft) if draft.is_dir() and not draft.is_symlink() else remove(draft)
         for entry in (e for sub in (self.folder / "blobs").iterdir() if sub.is_dir() for e in os.scandir(sub)):
             if _HEX.fullmatch(entry.name):
-                self._sizes[Digest.parse(entry.name)] = entry.stat().st_size
+                self._states[Digest.parse(entry.name)] = WholeBlob(entry.stat().st_size)
         for entry in os.scandir(self.folder / "partial"):
             if _HEX.fullmatch(entry.name):
                 digest = Digest.parse(entry.name)
-                if digest in self._sizes:
+                if digest in self._states:
                     self._remove_partial_files(digest)
                 else:
                     found = entry.stat()
-                    self._waiting[digest] = min(found.st_size, 512 * found.st_blocks)  # of a slice most is a hole
+                    used = min(found.st_size, 512 * found.st_blocks)  # most of a slice's file is a hole
+                    self._states[digest] = InterruptedBlob(used)
             elif entry.name.endswith(".leaves") and not (self.folder / "partial" / entry.name[:64]).exists():
                 os.unlink(entry.path)  # its blob was finished; the crash came just before this
 
@@ -288,19 +315,19 @@ class Blobs:
             )
 
     def _register(self, digest: Digest, size: int, leaves: Sequence[bytes]) -> None:
-        with self._mutex:
-            self._sizes[digest] = size
-            self._remember_leaves(digest, b"".join(leaves))
-
-    def _remember_leaves(self, digest: Digest, raw: bytes) -> None:
-        self._leaf_lists[digest] = raw
-        self._leaf_lists.move_to_end(digest)
-        while len(self._leaf_lists) > LEAF_LISTS:
-            self._leaf_lists.popitem(last=False)
+        """Note that the whole blob is in its place. The blob in progress ends."""
+        with self._lock, disk(f"keeping blob {digest.short}"):
+            earlier = self._states.get(digest)
+            self._states[digest] = WholeBlob(size)
+            self._leaf_lists.renew(digest, b"".join(leaves))
+            if isinstance(earlier, InProgressBlob):
+                earlier.retire(whole=True)
+            if not isinstance(earlier, WholeBlob):
+                self._remove_partial_files(digest)
 
     def _leaves_raw(self, digest: Digest) -> bytes:
-        with self._mutex:
-            size = self.size(digest)
+        size = self.size(digest)
+        with self._lock:
             if (raw := self._leaf_lists.get(digest)) is not None:
                 self._leaf_lists.move_to_end(digest)
                 return raw
@@ -308,8 +335,8 @@ class Blobs:
         with suppress(OSError, MalformedError):
             raw = _leaf_file(path).read_bytes()
             check_leaves(digest, size, [raw[i : i + 32] for i in range(0, len(raw), 32)])
-            with self._mutex:
-                self._remember_leaves(digest, raw)
+            with self._lock:
+                self._leaf_lists.renew(digest, raw)
             return raw
         try:
             with open(path, "rb") as file:
@@ -322,24 +349,23 @@ class Blobs:
         except OSError as e:
             raise StoreError(f"reading blob {digest.short}: {e.strerror}; check the disk") from None
         with disk(f"writing the leaves of blob {digest.short}"):
-            write_loosely(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
-        self._register(digest, size, leaves)
-        return b"".join(leaves)
+            raw = b"".join(leaves)
+            write_no_sync(_leaf_file(path), raw, scratch=self.scratch)
+        with self._lock:
+            self._leaf_lists.renew(digest, raw)
+        return raw
 
     def _corrupt(self, digest: Digest, why: str) -> BlobCorrupt:
-        with self._mutex:
-            gone = digest not in self._sizes
-            if not gone:  # else another has removed it, and it may be arriving again
+        with self._lock:
+            held = self.has(digest)
+            if held:  # otherwise another thread has removed it, and it may be arriving again
                 self.remove(digest)
-        text = f"blob {digest.short} on disk was damaged ({why}) and is removed; it has to be fetched again"
-        if not gone:
-            self._notice(text)
-        return BlobCorrupt(text)
-
-    def _notice(self, text: str) -> None:
-        log.warning(text)
-        self.notices.append(text)
-        del self.notices[:-100]
+        error = BlobCorrupt(
+            f"blob {digest.short} on disk was damaged ({why}) and is removed; it has to be fetched again"
+        )
+        if held:
+            log.warning("%s", error)
+        return error
 
     def _move(self, source: Path, path: Path) -> None:
         try:

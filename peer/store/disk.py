@@ -1,4 +1,4 @@
-"""Durable steps on a POSIX file system: what has returned is still there after a crash."""
+"""Durable steps on a POSIX file system: the effect of a call that has returned survives a crash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peer.store.errors import disk_error
 
 @contextmanager
 def disk(doing: str) -> Iterator[None]:
-    """Turns an OSError into a StoreError that says what was being done and what to do."""
+    """Turn an OSError into a StoreError that names the operation and the remedy."""
     try:
         yield
     except OSError as e:
@@ -21,7 +21,7 @@ def disk(doing: str) -> Iterator[None]:
 
 
 def write_at(fd: int, data: bytes, at: int) -> None:
-    """All of it, whatever the system takes at once."""
+    """Write all of `data` at offset `at`, in as many calls as the system needs."""
     view = memoryview(data)
     while view:
         n = os.pwrite(fd, view, at)
@@ -37,16 +37,16 @@ def flush_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_durably(path: Path, *parts: bytes | memoryview, scratch: Path) -> None:
-    """Replace `path` by a file of these parts: at every instant it is the old one or the new one, whole.
+def write_durably(path: Path, *pieces: bytes | memoryview, scratch: Path) -> None:
+    """Replace `path` by a file of these pieces. At every instant the file is the old one or the new one, whole.
 
     `scratch` is a folder of the same file system, where the draft lies until it is complete.
     """
     draft = scratch / secrets.token_hex(12)
     try:
         with open(draft, "xb") as file:
-            for part in parts:
-                file.write(part)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         os.rename(draft, path)
@@ -57,22 +57,24 @@ def write_durably(path: Path, *parts: bytes | memoryview, scratch: Path) -> None
     flush_folder(path.parent)
 
 
-def write_loosely(path: Path, data: bytes, *, scratch: Path) -> None:
-    """Like `write_durably` without the flushes: for what is checked when it is read and can be made again."""
+def write_no_sync(path: Path, data: bytes, *, scratch: Path) -> None:
+    """Write like `write_durably`, without the flushes: for data that is checked when read and can be computed again."""
     draft = scratch / secrets.token_hex(12)
     draft.write_bytes(data)
     os.rename(draft, path)
 
 
 def remove(path: Path) -> None:
-    """Unlink, and be content when it is gone already."""
+    """Unlink a file. It is no error if it is gone already."""
     with suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def reserve(fd: int, size: int, start: int = 0) -> None:
-    """Make a file at least `start + size` bytes long, with the space on disk from `start` on where the file system can:
-    a full disk shows now, not half-way."""
+    """Make a file at least `start + size` bytes long.
+
+    The disk space from `start` on is reserved if the file system can: a full disk shows now, not half-way.
+    """
     if size == 0:
         return
     if hasattr(os, "posix_fallocate"):

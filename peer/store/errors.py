@@ -1,4 +1,4 @@
-"""What can go wrong on disk, with what to do about it."""
+"""Errors of the disk, with their remedies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from protocol.errors import CairnError
 
 
 class StoreError(CairnError):
-    """The store cannot do what was asked of it."""
+    """The store cannot do what was requested."""
 
 
 class StoreBusy(StoreError):
@@ -16,7 +16,7 @@ class StoreBusy(StoreError):
 
 
 class StoreFull(StoreError):
-    """The disk, or the part of it that the store may use, is full."""
+    """The disk, or the share of it that the store may use, is full."""
 
 
 class BlobMissing(StoreError):
@@ -24,7 +24,7 @@ class BlobMissing(StoreError):
 
 
 class BlobCorrupt(BlobMissing):
-    """The bytes on disk were not those that the digest names: they are removed, and the blob is missing."""
+    """The bytes on disk did not match the digest. The blob was removed, so it is missing now."""
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -32,7 +32,7 @@ _CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def disk_error(e: OSError, doing: str) -> StoreError:
-    """The error for a person: what failed, why, and the remedy."""
+    """Return the error to show: what failed, why, and the remedy."""
     why = (e.strerror or str(e)).lower()
     if e.errno in _FULL:
         return StoreFull(f"{doing}: {why}; free some disk space, or name a folder on another disk")

@@ -1,7 +1,7 @@
 """The store of one run: one folder, one process at a time.
 
 lock          held while a process uses the store
-blobs/        ab/<digest>, and beside each <digest>.leaves: the leaf hashes (a cache: checked when read)
+blobs/        ab/<digest>, and beside each <digest>.leaves: the leaf hashes (a cache, checked when read)
 partial/      <digest>: blobs that are still arriving, and their leaves
 chain/        <round>-<digest>: certificates
 values/       small named values
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from peer.store.blobs import Blobs
-from peer.store.chain import ChainFiles
+from peer.store.blobs import BlobStore
+from peer.store.certificates import CertificateFiles
 from peer.store.disk import disk, write_durably
 from peer.store.errors import StoreBusy, StoreError
 from protocol.ids import Digest, Round
@@ -26,10 +26,10 @@ from protocol.ids import Digest, Round
 _VALUE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
-class Store(Blobs):
-    """Blobs (see `Blobs`), chain and values of one run in one folder. Thread-safe.
+class Store(BlobStore):
+    """Blobs (see `BlobStore`), certificates and values of one run in one folder. Thread-safe.
 
-    `limit_bytes` bounds blobs and partial blobs together (the chain and the values are small beside them). Raises
+    `limit_bytes` bounds whole and in-progress blobs together (certificates and values are small beside them). Raises
     StoreBusy when another process has the folder open. A process that forks shares the lock: start children by exec.
     """
 
@@ -44,14 +44,12 @@ class Store(Blobs):
             except BaseException:
                 os.close(self._lock_fd)
                 raise
-        self._chain = ChainFiles(folder / "chain", self.scratch, self._notice)
+        self._certificates = CertificateFiles(folder / "chain", self.scratch)
 
     def close(self) -> None:
         """Let another process use the store."""
-        with self._mutex:
-            for partial in self._partials.values():
-                partial.shut()
-            self._partials.clear()
+        with self._lock:
+            self._forget_in_progress()
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
@@ -64,15 +62,15 @@ class Store(Blobs):
 
     def append_certificate(self, data: bytes, round: Round, digest: Digest) -> None:
         """Keep a certificate; `digest` names its record. Idempotent; durable when it returns. Raises StoreError."""
-        self._chain.append(data, round, digest)
+        self._certificates.append(data, round, digest)
 
     def certificates(self) -> Iterator[bytes]:
-        """All certificates by round. A damaged one is removed, with a notice."""
-        return self._chain.read()
+        """Yield all certificates by round. A damaged one is removed, with a warning."""
+        return self._certificates.read()
 
     def drop_certificates(self, unwanted: Callable[[Round, Digest], bool]) -> int:
-        """Forget the certificates for which this says so, asked by round and record; says how many."""
-        return self._chain.drop(unwanted)
+        """Remove the certificates whose round and record `unwanted` accepts; return their number."""
+        return self._certificates.drop(unwanted)
 
     def write_value(self, name: str, data: bytes) -> None:
         """Keep a small value under a name, in place of an older one; durable when it returns. Raises StoreError."""
@@ -80,7 +78,7 @@ class Store(Blobs):
             write_durably(self._value_file(name), data, scratch=self.scratch)
 
     def read_value(self, name: str) -> bytes | None:
-        """The value of that name, or None."""
+        """Return the value of that name, or None."""
         with disk(f"reading {name}"), suppress(FileNotFoundError):
             return self._value_file(name).read_bytes()
         return None

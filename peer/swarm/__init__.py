@@ -1,12 +1,14 @@
-"""How a peer meets the others: libp2p and the DHT (by hivemind's p2pd), packets, blobs over raw streams, presence.
+"""The network side of a peer: packets to other members, blobs over streams, presence in a DHT.
 
-`Swarm` is the whole of it for the node. All that comes in is hostile until it is bounded here and checked by whoever
-gets it: sizes and rates are bounded here, signatures and admissions by the node (through `MessageDecoder`),
-blob bytes against their digest here. No round logic and no decision on who is a member: those are the node's.
+`Swarm` is all of it for the node. Everything that arrives is hostile until it is bounded and checked. Sizes and rates
+are bounded here, and blob bytes are checked against their digest. The node checks signatures and admissions (through
+`MessageDecoder`). Round logic and membership are the node's, too.
+
+Read in this order: `transport`, `swarm`, `transfer`, `libp2p`.
 """
 
 from peer.swarm.errors import (
-    BlobUnavailable,
+    BlobFetchError,
     PacketTooLarge,
     PeerRefused,
     PeerUnreachable,
@@ -17,7 +19,7 @@ from peer.swarm.swarm import MAX_PACKET, Handlers, Swarm, SwarmLimits
 
 __all__ = [
     "MAX_PACKET",
-    "BlobUnavailable",
+    "BlobFetchError",
     "Handlers",
     "PacketTooLarge",
     "PeerRefused",

@@ -1,4 +1,4 @@
-"""What can go wrong between peers, worded for a person."""
+"""Errors between peers, worded for a person."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from protocol.ids import Digest, PeerKey
 
 
 class SwarmError(CairnError):
-    """The network side of the peer cannot do what was asked of it."""
+    """The network side of the peer cannot do what was requested."""
 
 
 class SwarmStartError(SwarmError):
-    """libp2p's daemon did not come up: the message has its own words and the remedy."""
+    """The transport did not start. The message has its own report and the remedy."""
 
 
 class PeerUnreachable(SwarmError):
@@ -22,15 +22,19 @@ class PeerUnreachable(SwarmError):
 
 
 class PeerRefused(SwarmError):
-    """A member answered with an error: it is too busy, or does not take what was sent."""
+    """A member answered with an error: it is too busy, or does not accept what was sent."""
 
 
 class PacketTooLarge(SwarmError):
-    """More than one unary message carries: split it, or send less."""
+    """The message exceeds what one unary call carries: split it, or send less."""
 
 
-class BlobUnavailable(SwarmError):
-    """No holder gave the blob in time. `reasons` says what each of them did."""
+class TooBusy(SwarmError):
+    """A sender exceeded its limits. Nothing of its request was read."""
+
+
+class BlobFetchError(SwarmError):
+    """No provider gave the blob in time. `reasons` has what each of them did."""
 
     def __init__(self, digest: Digest, why: str, reasons: Mapping[PeerKey, str]):
         self.digest = digest
@@ -45,9 +49,11 @@ class BlobUnavailable(SwarmError):
 _DIAL = re.compile(r"failed to dial .*all dials failed.*\] (.+)$")
 
 
-def libp2p_words(text: str) -> str:
-    """What libp2p's daemon, or a stranger, says of an error: one line fit for a log. Of all the dials that failed, with
-    an address each, only why the last one did."""
+def short_report(text: str) -> str:
+    """Return an error text of libp2p's daemon, or of a stranger, as one line fit for a log, at most 300 characters.
+
+    Of a list of failed dials with an address each, only the reason of the last one stays.
+    """
     line = " ".join("".join(c if c.isprintable() else " " for c in text[:4000]).split())
     found = _DIAL.search(line)
     return (f"cannot be dialled: {found[1]}" if found else line)[:300]

@@ -1,4 +1,4 @@
-"""The swarm as the node sees it: send packets, ask for the chain, fetch and serve blobs, be found and find others."""
+"""The swarm as the node sees it: send packets, request the chain, fetch and serve blobs, be found and find others."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import async_timeout
-from google.protobuf.message import DecodeError, Message
-from hivemind.p2p import P2PContext
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+from google.protobuf.message import Message
 
 from peer.store import Store
-from peer.swarm.addresses import dialable, ways_to
-from peer.swarm.asking import coordinator_address_call
-from peer.swarm.daemon import START_SECONDS, Daemon, sender_key, start_daemon
-from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable, libp2p_words
-from peer.swarm.fetch import Fetch, OnBad
-from peer.swarm.limits import Limits
-from peer.swarm.links import LinkLimits, Links
-from peer.swarm.presence import Presence
-from peer.swarm.serve import BlobServer, MayServe, ServeLimits
-from peer.swarm.traffic import Traffic
+from peer.swarm.addresses import announceable, dial_addresses
+from peer.swarm.call_names import Call, call_name
+from peer.swarm.errors import PacketTooLarge, PeerUnreachable
+from peer.swarm.libp2p import START_SECONDS, Libp2pTransport
+from peer.swarm.rate_limiter import CallLimits, RateLimiter
+from peer.swarm.traffic import ByteCount
+from peer.swarm.transfer.blob_server import BlobServer, MayServe, ServeLimits
+from peer.swarm.transfer.fetch import Fetch, OnBad
+from peer.swarm.transfer.streams import StreamLimits, StreamPool
+from peer.swarm.transport import Presence, Transport
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
@@ -39,80 +37,98 @@ from protocol.wire import swarm_pb2 as wire
 log = logging.getLogger(__name__)
 
 MAX_PACKET = 4 * 1024 * 1024 - 16 * 1024
-"""Bytes of a Packet or ChainReply, serialised: what one unary message of the transport carries, less its framing."""
+"""Bytes of a serialised Packet or ChainReply: what a unary call of the transport carries, less its framing."""
 
 DIAL_SECONDS = 10
 DHT_SECONDS = 20
+DIALS = 16
+"""Peers dialled at once."""
+
+MAX_TO_DIAL = 1024
+"""Addresses considered in one `connect`."""
+
 CALLS_OUT = 64
-CALLS_TO_ONE = 8
-"""Calls under way to one peer; half of what it admits, since the DHT's come on top."""
+"""Calls under way to all peers."""
+
+CALLS_TO_ONE = CallLimits().concurrent_per_sender // 2
+"""Calls under way to one peer: half of what it admits, since the DHT's come on top."""
 
 MESSAGE_COST = 4096
-"""Bytes that a message counts for beside its own: checking a signature takes 0.2 ms of a core."""
+"""Bytes that a message counts for besides its own: checking a signature takes 0.2 ms of a core."""
 
-STRANGERS_IN = 2
-"""Packets of strangers that are looked at at once."""
+STRANGER_PACKETS = 2
+"""Packets of strangers handled at once."""
 
 M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """What the node does with what comes in. Each may be a coroutine function or a plain function.
+    """The node's handling of what arrives. The first three may be coroutine functions or plain functions.
 
-    The sender's key is proved by the transport; what is in the message is not checked at all.
+    The transport has proved the sender's key. Nothing in a message has been checked.
     """
 
     on_packet: Callable[[PeerKey, wire.Packet], Awaitable[None] | None]
     on_chain_request: Callable[[PeerKey, wire.ChainRequest], Awaitable[wire.ChainReply] | wire.ChainReply]
     may_serve: MayServe
-    """None: the requester may have the blob; else the reason why not (now). Called for every chunk: keep it cheap."""
+    """Returns None if the requester may have the blob, otherwise the reason. Called for every chunk: keep it cheap."""
+    on_blob_requested: Callable[[Digest, PeerKey], None] = lambda blob, requester: None
+    """Called for every request for a blob that `may_serve` admitted."""
     on_headers_asked: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
-    """Headers that records of ours name (`protocol.compact_record`), by their names. Raises CairnError."""
+    """Returns headers that our compact records name, by their short ids. Raises CairnError."""
     on_warning: Callable[[str], None] = log.warning
-    """A fault that the user should hear of; the swarm goes on."""
+    """A fault that the user should know of; the swarm continues."""
     on_coordinator_address: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply] = lambda _: (
         wire.CoordinatorAddressReply()
     )
-    """Anybody's question where the coordinator is."""
+    """Answers anybody's request for the coordinator's address."""
     is_known: Callable[[PeerKey], bool] = lambda key: True
-    """Whether this is no key that anybody can make: all others together have but a part of the streams."""
+    """Says if a key belongs to a known member. All other senders share small limits: anybody can make keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmLimits:
     """All bounds of the network side. The defaults suit a home machine and rounds of up to some hundred members."""
 
-    calls: Limits = field(default_factory=Limits)
+    calls: CallLimits = field(default_factory=CallLimits)
     serve: ServeLimits = field(default_factory=ServeLimits)
-    links: LinkLimits = field(default_factory=LinkLimits)
+    streams: StreamLimits = field(default_factory=StreamLimits)
 
 
 class Swarm:
-    """One peer's connection to the other members of one run. Made by `Swarm.start`; lives in its event loop."""
+    """One peer's connection to the other members of one run. Made by `start` or `over`; lives in its event loop."""
 
     def __init__(
-        self, identity: Identity, run: RunId, daemon: Daemon, store: Store, handlers: Handlers, limits: SwarmLimits
+        self,
+        key: PeerKey,
+        run: RunId,
+        transport: Transport,
+        limiter: RateLimiter,
+        store: Store,
+        handlers: Handlers,
+        limits: SwarmLimits,
     ):
-        self.key = identity.key
+        self.key = key
         self.run = run
-        self._daemon = daemon
+        self.transport = transport
+        self._limiter = limiter
         self._store = store
         self._handlers = handlers
-        self._traffic = Traffic()
+        self._traffic = ByteCount()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="cairn-blobs")
-        self._names = {what: f"cairn/1/{run.hex()[:8]}/{what}" for what in ("packet", "chain", "headers", "blob")}
-        self._names["coordinator_address"] = coordinator_address_call(run)
-        self._links = Links(self._open_blob_stream, self._traffic, limits.links)
-        self._server = BlobServer(
-            store, handlers.may_serve, self._threads, self._traffic, limits.serve, handlers.is_known
-        )
+        self._streams = StreamPool(self.open_blob_stream, self._traffic, limits.streams)
+        self.server = BlobServer(
+            store, handlers.may_serve, self._threads, self._traffic, limits.serve, handlers.is_known,
+            handlers.on_blob_requested,
+        )  # fmt: skip
         self._calls_out = asyncio.Semaphore(CALLS_OUT)
         self._calls_to: WeakValueDictionary[PeerKey, asyncio.Semaphore] = WeakValueDictionary()
-        self._dials, self._dials_soon = asyncio.Semaphore(16), asyncio.Semaphore(16)
-        self._strangers_in = asyncio.Semaphore(STRANGERS_IN)
+        self._dials, self._dials_soon = asyncio.Semaphore(DIALS), asyncio.Semaphore(DIALS)
+        self._stranger_packets = asyncio.Semaphore(STRANGER_PACKETS)
         self._addresses: list[str] = []
-        self._presence: Presence | None = None
+        self.presence: Presence | None = None
+        """Our place in the DHT, once it is joined."""
         self._stopped = False
 
     @classmethod
@@ -130,30 +146,47 @@ class Swarm:
         limits: SwarmLimits | None = None,
         start_seconds: float = START_SECONDS,
     ) -> Swarm:
-        """Listen, join the DHT by the `initial` addresses (as `addresses` of others give them), and take calls.
+        """Listen by libp2p, join the DHT by the `initial` addresses (those of other peers), and accept calls.
 
-        `announce` are the addresses to tell others when they are not those that the machine sees itself. `folder` is
-        where a private folder for the daemon's sockets is made (default: the system's temporary folder). That nobody
-        of `initial` answers is a warning, not an error: `connect` may be called again at any time.
-        Raises SwarmStartError.
+        `announce` replaces the addresses that the machine sees itself. A private folder for the daemon's sockets is
+        made in `folder` (default: the system's temporary folder). It is a warning, not an error, if nobody of `initial`
+        answers: `connect` may be called again at any time. Raises SwarmStartError.
         """
         limits = limits or SwarmLimits()
-        daemon = await start_daemon(
-            identity, listen=listen, announce=announce, folder=folder, limits=limits.calls, start_seconds=start_seconds
+        limiter = RateLimiter(limits.calls, handlers.is_known)
+        transport = await Libp2pTransport.start(
+            identity, listen=listen, announce=announce, folder=folder, limiter=limiter, start_seconds=start_seconds
         )
-        daemon.guard.is_known = handlers.is_known
-        self = cls(identity, run, daemon, store, handlers, limits)
+        return await cls.over(
+            transport, limiter, identity.key, run, store=store, handlers=handlers, initial=initial, limits=limits
+        )
+
+    @classmethod
+    async def over(
+        cls,
+        transport: Transport,
+        limiter: RateLimiter,
+        key: PeerKey,
+        run: RunId,
+        *,
+        store: Store,
+        handlers: Handlers,
+        initial: Sequence[str] = (),
+        limits: SwarmLimits | None = None,
+    ) -> Swarm:
+        """Join the swarm over a transport of this key, whose incoming calls `limiter` admits. See `start`."""
+        self = cls(key, run, transport, limiter, store, handlers, limits or SwarmLimits())
         try:
-            self._presence = await Presence.start(daemon, run, handlers.on_warning)
-            await daemon.add_protobuf_handler(self._names["packet"], self._take_packet, wire.Packet)
-            await daemon.add_protobuf_handler(self._names["chain"], self._take_chain_request, wire.ChainRequest)
-            await daemon.add_protobuf_handler(self._names["headers"], self._take_headers_asked, wire.Packet)
-            await daemon.add_protobuf_handler(
-                self._names["coordinator_address"],
-                self._take_coordinator_address_request,
+            self.presence = await transport.join_dht(run, handlers.on_warning)
+            await transport.accept_calls(call_name(run, "packet"), wire.Packet, self._take_packet)
+            await transport.accept_calls(call_name(run, "chain"), wire.ChainRequest, self._take_chain_request)
+            await transport.accept_calls(call_name(run, "headers"), wire.Packet, self._take_header_request)
+            await transport.accept_calls(
+                call_name(run, "coordinator_address"),
                 wire.CoordinatorAddressRequest,
+                self._take_coordinator_address_request,
             )
-            await daemon.accept_streams(self._names["blob"], self._server.handle)
+            await transport.accept_streams(call_name(run, "blob"), self.server.handle)
             await self.refresh_addresses()
             if initial and not await self.connect(initial):
                 handlers.on_warning(
@@ -165,35 +198,23 @@ class Swarm:
             raise
         return self
 
-    # -- who and where -------------------------------------------------------------------------------------------
+    # -- addresses and connections -------------------------------------------------------------------------------
 
     @property
     def addresses(self) -> list[str]:
-        """Where others can dial this peer: multiaddresses with its /p2p/ id, as of the last look at the daemon."""
+        """The multiaddresses (with /p2p/) at which others can dial this peer, as of the last `refresh_addresses`."""
         return list(self._addresses)
 
     async def refresh_addresses(self) -> list[str]:
-        """Ask the daemon again: its view changes as others tell it how they see this machine."""
-        try:
-            async with async_timeout.timeout(DIAL_SECONDS):
-                visible = await self._daemon.get_visible_maddrs(latest=True)
-        except (P2PDaemonError, OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as e:
-            log.warning("libp2p's daemon does not tell our addresses: %s", e or type(e).__name__)
-        else:
-            self._addresses = dialable([str(a) for a in visible])[:MAX_ADDRESSES]
+        """Ask the transport again: its view changes as other peers report how they see this machine."""
+        visible = await self.transport.addresses(DIAL_SECONDS)
+        if visible is not None:
+            self._addresses = announceable(visible)[:MAX_ADDRESSES]
         return self.addresses
 
     async def peers(self) -> list[PeerKey]:
-        """Whom this peer has a connection with now."""
-        async with async_timeout.timeout(DIAL_SECONDS):
-            infos = await self._daemon.list_peers()
-        keys = []
-        for info in infos:
-            try:
-                keys.append(sender_key(info.peer_id))
-            except MalformedError:
-                continue  # a libp2p host that is none of ours
-        return keys
+        """Return the peers that there is a connection with now."""
+        return await self.transport.peers(DIAL_SECONDS)
 
     @property
     def bytes_up(self) -> int:
@@ -205,33 +226,34 @@ class Swarm:
 
     @property
     def clock_offset(self) -> float | None:
-        """Seconds by which the other members' clocks are ahead of ours, if anybody answered."""
-        return self._presence.clock_offset if self._presence is not None else None
+        """Seconds by which the other members' clocks are ahead of ours; None before anybody answered."""
+        return self.presence.clock_offset if self.presence is not None else None
 
     async def connect(self, addresses: Iterable[str], *, soon: bool = False) -> list[PeerKey]:
-        """Dial the peers at these addresses (several may be of one peer); bad ones are skipped. Says who answered.
-        `soon`: not behind all that are dialled already.
+        """Dial the peers at these addresses (several may be of one peer); return those that answered.
+
+        Malformed addresses are skipped. With `soon`, the dials do not queue behind those of other calls.
         """
-        places = self._dials_soon if soon else self._dials
-        by_peer: dict[PeerKey, list[bytes]] = {}
-        for text in list(addresses)[:1024]:
+        dials = self._dials_soon if soon else self._dials
+        by_peer: dict[PeerKey, list[str]] = {}
+        for text in list(addresses)[:MAX_TO_DIAL]:
             try:
-                peer, ways = ways_to(text)
+                peer, to_dial = dial_addresses(text)
             except MalformedError as e:
                 log.info("%s", e)
                 continue
             if peer != self.key and len(by_peer.setdefault(peer, [])) < 2 * MAX_ADDRESSES:
-                by_peer[peer] += ways
+                by_peer[peer] += to_dial
 
         async def dial(peer: PeerKey) -> PeerKey | None:
-            async with places:
+            async with dials:
                 try:
-                    await self._daemon.dial(peer, by_peer[peer], DIAL_SECONDS)
+                    await self.transport.dial(peer, by_peer[peer], DIAL_SECONDS)
                 except PeerUnreachable as e:
                     log.debug("%s", e)  # while nobody answers, this is tried each second
                     return None
-                if self._presence is not None:
-                    await self._presence.meet(peer)
+                if self.presence is not None:
+                    await self.presence.meet(peer)
                 return peer
 
         return [peer for peer in await asyncio.gather(*map(dial, by_peer)) if peer is not None]
@@ -243,96 +265,77 @@ class Swarm:
         await self._call(to, "packet", packet, wire.Ack, timeout)
 
     async def request_chain(self, to: PeerKey, request: wire.ChainRequest, timeout: float = 20) -> wire.ChainReply:
-        """What a member has after the newest of `have`. The reply is unchecked, at most MAX_PACKET bytes.
+        """Return a member's certificates after the newest of `have`: unchecked, at most MAX_PACKET bytes.
 
         Raises PeerUnreachable, PeerRefused, PacketTooLarge.
         """
         return await self._call(to, "chain", request, wire.ChainReply, timeout)
 
     async def ask_headers(self, of: PeerKey, names: wire.Packet, timeout: float = 10) -> wire.Packet:
-        """Headers of a record that a member sent as a brief. The reply is unchecked, at most MAX_PACKET bytes.
+        """Return headers of a compact record that a member sent: unchecked, at most MAX_PACKET bytes.
 
         Raises PeerUnreachable, PeerRefused, PacketTooLarge.
         """
         return await self._call(of, "headers", names, wire.Packet, timeout)
 
-    def charge(self, sender: PeerKey, size: int) -> None:
-        """Count bytes against what a sender may send, beside those that it sent."""
-        self._daemon.guard.charge(sender, size)
-
     async def request_coordinator_address(
         self, to: PeerKey, request: wire.CoordinatorAddressRequest, timeout: float = 10
     ) -> wire.CoordinatorAddressReply:
-        """What a member knows of the coordinator's address. The reply is unchecked.
-
-        Raises PeerUnreachable, PeerRefused.
-        """
+        """Return the coordinator's address as a member has it, unchecked. Raises PeerUnreachable, PeerRefused."""
         return await self._call(to, "coordinator_address", request, wire.CoordinatorAddressReply, timeout)
 
-    async def _call(self, to: PeerKey, what: str, message: Message, reply: type[M], timeout: float) -> M:
+    def charge(self, sender: PeerKey, size: int) -> None:
+        """Count bytes against a sender's limit, besides those that it sent."""
+        self._limiter.charge(sender, size)
+
+    async def _call(self, to: PeerKey, call: Call, message: Message, reply: type[M], timeout: float) -> M:
         data_size = message.ByteSize()
         if data_size > MAX_PACKET:
             raise PacketTooLarge(f"a message of {data_size:,} bytes: at most {MAX_PACKET:,} fit into one")
-
-        turn = self._calls_to.setdefault(to, asyncio.Semaphore(CALLS_TO_ONE))
-
-        async def call() -> M:
-            async with turn, self._calls_out:
-                return await self._daemon.call(to, self._names[what], message, reply)
-
-        if self._stopped or self._daemon.lost.done():
+        if self._stopped or self.transport.lost.done():
             raise PeerUnreachable("the network side of this peer is not running")
+        turn = self._calls_to.setdefault(to, asyncio.Semaphore(CALLS_TO_ONE))
         try:
-            async with async_timeout.timeout(timeout):
-                answer = await call()
+            async with async_timeout.timeout(timeout), turn, self._calls_out:
+                answer = await self.transport.call(to, call_name(self.run, call), message, reply)
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"peer {to.short} did not answer in {timeout:g} s") from None
-        except P2PHandlerError as e:
-            raise PeerRefused(f"peer {to.short} refused: {libp2p_words(str(e))}") from None
-        except P2PDaemonError as e:
-            raise PeerUnreachable(f"peer {to.short}: {libp2p_words(str(e))}") from None
-        except DecodeError:
-            raise PeerRefused(f"peer {to.short} answered with what is no {reply.__name__}") from None
         self._traffic.up += data_size
         self._traffic.down += answer.ByteSize()
         return answer
 
-    async def _take_packet(self, packet: wire.Packet, context: P2PContext) -> wire.Ack:
+    async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> wire.Ack:
         self._traffic.down += packet.ByteSize()
-        sender = sender_key(context.remote_id)
         count = len(packet.messages) + len(packet.certificates)
-        self._daemon.guard.charge(sender, MESSAGE_COST * count, work=True)
+        self._limiter.charge(sender, MESSAGE_COST * count, work=True)
         async with AsyncExitStack() as turn:
             if not self._handlers.is_known(sender):
-                await turn.enter_async_context(self._strangers_in)
+                await turn.enter_async_context(self._stranger_packets)
             done = self._handlers.on_packet(sender, packet)
             if inspect.isawaitable(done):
                 await done
         return wire.Ack()
 
-    async def _take_chain_request(self, request: wire.ChainRequest, context: P2PContext) -> wire.ChainReply:
-        self._traffic.down += request.ByteSize()
-        reply = self._handlers.on_chain_request(sender_key(context.remote_id), request)
+    async def _take_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
+        reply = self._handlers.on_chain_request(sender, request)
         if inspect.isawaitable(reply):
             reply = await reply
         if reply.ByteSize() > MAX_PACKET:
             raise PacketTooLarge(f"the reply has {reply.ByteSize():,} bytes: at most {MAX_PACKET:,} fit into one")
-        self._daemon.guard.charge(sender_key(context.remote_id), reply.ByteSize())
-        self._traffic.up += reply.ByteSize()
-        return reply
+        return self._counted(sender, request, reply)
 
-    async def _take_headers_asked(self, names: wire.Packet, context: P2PContext) -> wire.Packet:
-        self._traffic.down += names.ByteSize()
-        reply = self._handlers.on_headers_asked(names)
-        self.charge(sender_key(context.remote_id), reply.ByteSize())
-        self._traffic.up += reply.ByteSize()
-        return reply
+    async def _take_header_request(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
+        return self._counted(sender, names, self._handlers.on_headers_asked(names))
 
     async def _take_coordinator_address_request(
-        self, request: wire.CoordinatorAddressRequest, context: P2PContext
+        self, sender: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
-        reply = self._handlers.on_coordinator_address(request)
-        self.charge(sender_key(context.remote_id), reply.ByteSize())
+        return self._counted(sender, request, self._handlers.on_coordinator_address(request))
+
+    def _counted(self, sender: PeerKey, request: Message, reply: M) -> M:
+        """Return the reply, whose size counts against the sender's limit."""
+        self._limiter.charge(sender, reply.ByteSize())
+        self._traffic.down += request.ByteSize()
         self._traffic.up += reply.ByteSize()
         return reply
 
@@ -342,39 +345,40 @@ class Swarm:
         self,
         digest: Digest,
         size: int | None,
-        holders: Sequence[PeerKey],
+        providers: Sequence[PeerKey],
         *,
         deadline_seconds: float,
         on_bad: OnBad = lambda peer, reason: None,
         max_size: int = MAX_BLOB,
         chunks: Collection[int] | None = None,
     ) -> None:
-        """Get a blob into the store from these holders, the likeliest first. Returns at once when it is there.
+        """Fetch a blob into the store from these providers, the likeliest first. Return at once if it is there.
 
-        `size` is the size that somebody signed for; with None the holders state it, and at most `max_size` is taken.
-        A holder that is proved to send wrong bytes is dropped, and `on_bad(holder, reason)` called, once. What arrived
-        of a blob that could not be had whole is kept for the next attempt. With `chunks` only these are fetched; they
-        are then in the store's partial blob (`Store.arriving`), which is served to others like any that arrives.
-        Raises BlobUnavailable (with a reason for each holder), StoreError.
+        `size` is the size in bytes that somebody signed for. With None the providers state it, and at most `max_size`
+        is accepted. A provider that is proved to send wrong bytes is dropped, and `on_bad(provider, reason)` called
+        once. The chunks of a blob that could not be had whole are kept for the next attempt.
+
+        With `chunks` only these are fetched. They are then in the store's in-progress blob (`Store.in_progress`), which
+        is served to others like any that arrives. Raises BlobFetchError (with a reason for each provider), StoreError.
         """
-        others = [h for h in holders if h != self.key]
         fetch = Fetch(
-            self._links, self._store, self._threads, digest, size, others,
+            self._streams, self._store, self._threads, digest, size, [p for p in providers if p != self.key],
             me=self.key, max_size=max_size, on_bad=on_bad, chunks=chunks,
         )  # fmt: skip
         await fetch.run(deadline_seconds)
 
-    async def _open_blob_stream(
+    async def open_blob_stream(
         self, peer: PeerKey, seconds: float
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await self._daemon.open_stream(peer, self._names["blob"], seconds)
+        """Open a stream to a peer's blob server. Raises PeerUnreachable."""
+        return await self.transport.open_stream(peer, call_name(self.run, "blob"), seconds)
 
     # -- presence ------------------------------------------------------------------------------------------------
 
     async def publish(self, heartbeat: bytes, seconds: float = 60) -> bool:
         """Keep our heartbeat (an envelope) in the DHT for a time, at most about two minutes.
 
-        False when others are there and none took it; `on_warning` then says why, as far as it can be known.
+        Return False when there are other members and none accepted it; `on_warning` then gets the reason, if known.
         """
         try:
             async with async_timeout.timeout(DHT_SECONDS):
@@ -384,7 +388,7 @@ class Swarm:
             return False
 
     async def discover(self) -> list[bytes]:
-        """Heartbeat envelopes of the members that the DHT knows: signed by their authors, of this run, mere hints."""
+        """Return heartbeat envelopes of members in the DHT: signed by their authors, of this run, mere hints."""
         try:
             async with async_timeout.timeout(DHT_SECONDS):
                 return await self._dht().discover()
@@ -393,23 +397,23 @@ class Swarm:
             return []
 
     def _dht(self) -> Presence:
-        if self._presence is None:
+        if self.presence is None:
             raise PeerUnreachable("the network side of this peer is not running")
-        return self._presence
+        return self.presence
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     async def wait_lost(self) -> str:
-        """Returns, with the cause, when libp2p's daemon has ended by itself: this Swarm is done for, start another."""
-        return await asyncio.shield(self._daemon.lost)
+        """Return the cause when the transport has ended by itself. This Swarm cannot be used any more."""
+        return await asyncio.shield(self.transport.lost)
 
     async def stop(self) -> None:
-        """Hang up, end the daemon, remove its files; within 5 s. Idempotent."""
+        """Close all connections and the transport, and remove its files, within 5 s. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
-        self._links.close()
-        if self._presence is not None:
-            self._presence.stop()
-        await self._daemon.stop()
+        self._streams.close()
+        if self.presence is not None:
+            self.presence.stop()
+        await self.transport.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)

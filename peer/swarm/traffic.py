@@ -1,4 +1,4 @@
-"""How many bytes went up and came down: payload of packets, chains and blobs; the transport's own are not counted."""
+"""Counts of the payload bytes of packets, certificates and blobs. The transport's own bytes are not counted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Traffic:
+class ByteCount:
+    """Bytes sent (`up`) and received (`down`)."""
+
     up: int = 0
     down: int = 0

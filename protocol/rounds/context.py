@@ -14,10 +14,10 @@ from protocol.message_codec import Signer
 from protocol.messages import Directive, Signed
 from protocol.rounds.actions import Action, Notice
 from protocol.rounds.blobs import BlobTracker
+from protocol.rounds.deadlines import Deadlines
 from protocol.rounds.members import Members
 from protocol.rounds.own_updates import OwnUpdates
 from protocol.rounds.policy import RoundPolicy
-from protocol.rounds.deadlines import Deadlines
 
 MAX_SYNC_PATH = 64
 """Rounds of which blobs are held before a move to another branch. If checkpoints are further apart, the driver fetches

@@ -121,7 +121,11 @@ class Departure:
         """Stop when a directive says so, but not before the open round that we announced in is decided."""
         c, directive = self._c, self._c.directive
         banned = c.is_banned(c.me)
-        if self.is_over or not (directive.order == "ended" or banned) or not c.deadlines.due("order", self._ordered_from):
+        if (
+            self.is_over
+            or not (directive.order == "ended" or banned)
+            or not c.deadlines.due("order", self._ordered_from)
+        ):
             return
         self._ordered_at = c.now if self._ordered_at is None else self._ordered_at
         longest = c.policy.exchange_seconds + c.policy.patience_seconds

@@ -12,7 +12,7 @@ from typing import Any
 from peer.coordinator_client import CoordinatorClient
 from peer.store import Store
 from peer.swarm import Handlers, Swarm
-from peer.swarm.frames import REPLY_HEAD_BYTES, Op, Reply, Request, parse_reply_head
+from peer.swarm.transfer.frames import REPLY_HEAD_BYTES, BlobOp, BlobReply, BlobRequest, parse_reply_head
 from protocol.codec import make_codec
 from protocol.envelope import kind_of
 from protocol.errors import ProtocolError
@@ -143,13 +143,13 @@ class Stranger:
         )  # fmt: skip
         return self.signer.sign(replace(body, **changes))
 
-    async def ask_for_chunk(self, name: str, blob: Digest) -> Reply:
+    async def ask_for_chunk(self, name: str, blob: Digest) -> BlobReply:
         """Return the reply of a member's blob server, without the retries of an honest fetch."""
-        reader, writer = await self.swarm._open_blob_stream(self.world.key(name), 60)
+        reader, writer = await self.swarm.open_blob_stream(self.world.key(name), 60)
         try:
-            writer.write(Request(Op.CHUNK, blob).encode())
+            writer.write(BlobRequest(BlobOp.CHUNK, blob).encode())
             status, length = parse_reply_head(await ended(reader.readexactly(REPLY_HEAD_BYTES)), CHUNK)
-            return Reply(status, await ended(reader.readexactly(length)))
+            return BlobReply(status, await ended(reader.readexactly(length)))
         finally:
             writer.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from peer.swarm import PeerRefused, PeerUnreachable
-from peer.swarm.frames import REQUEST_BYTES, Status
+from peer.swarm.transfer.frames import REQUEST_BYTES, ReplyStatus
 from protocol.envelope import seal
 from protocol.ids import Digest, RunId
 from protocol.message_codec import KeySigner
@@ -173,14 +173,14 @@ async def test_nobody_sees_an_update_of_an_open_round_who_has_not_announced_one(
                     announced.get_nowait()
                 header = (await ended(announced.get(), LIMIT)).body
                 reply = await liar.ask_for_chunk("ada", header.blob)
-                if reply.status is not Status.REFUSED:
+                if reply.status is not ReplyStatus.REFUSED:
                     return False
                 assert f"you have not announced an update in round {header.round} yet" in reply.reason
                 # Now it commits to something, and ada serves it at once, while the round is as open as before.
                 beat = replace(liar.heartbeats[ada], round=header.round, head=header.parent, state=header.base_state)
                 await liar.send("ada", liar.header(beat, admission, Digest(os.urandom(32))).sent)
                 reply = await liar.ask_for_chunk("ada", header.blob)
-                return reply.status is Status.OK and len(reply.data) == liar.blob_size
+                return reply.status is ReplyStatus.OK and len(reply.data) == liar.blob_size
 
             await swarm.until("refused in a round until it announced in it", refused_until_it_announced)
         finally:
@@ -199,7 +199,7 @@ async def test_garbage_on_a_stream_ends_the_stream_and_nothing_else(swarm: World
     await swarm.healthy(PEERS)
     async with stranger(swarm, "babbler") as liar:
         for name in PEERS:
-            reader, writer = await liar.swarm._open_blob_stream(swarm.key(name), 60)
+            reader, writer = await liar.swarm.open_blob_stream(swarm.key(name), 60)
             writer.write(b"\xff" * REQUEST_BYTES * 1000)
             with suppress(ConnectionError):
                 await writer.drain()

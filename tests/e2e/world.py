@@ -192,7 +192,7 @@ class World:
     def stop(self, *names: str, numbers: Sequence[int] = (signal.SIGTERM,)) -> None:
         """Signal these processes at once, each with the next of the numbers, and wait until all have ended."""
         for name, number in zip(names, itertools.cycle(numbers), strict=False):
-            self.processes[name]._process.send_signal(number)
+            self.processes[name].signal(number)
         try:
             waiting.wait_until(lambda: not any(self.processes[n].running for n in names), "all stop", every=0.02)
         except waiting.NotInTime as e:
@@ -212,7 +212,7 @@ class World:
 
     def trainer_of(self, name: str) -> int:
         """Return the process id of a peer's trainer."""
-        parent = self.processes[name]._process.pid
+        parent = self.processes[name].pid
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):

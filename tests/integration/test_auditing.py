@@ -57,7 +57,7 @@ RULE = CreditRule.of(SPEC)
 
 
 class Asker:
-    """Members of a swarm, each with the chain that it keeps: `asking_chain.ChainAsker` without a network."""
+    """Members of a swarm, each with the chain that it keeps: `asking_chain.ChainReader` without a network."""
 
     def __init__(self, chains: dict[PeerKey, Chain | None]):
         self._chains = chains
@@ -183,7 +183,7 @@ class World:
         async def asker(*_: Any, **__: Any):
             yield Asker(chains)
 
-        self.monkeypatch.setattr("peer.swarm.asking_chain.chain_asker", asker)
+        self.monkeypatch.setattr("peer.swarm.anonymous.chain_reader", asker)
         return await audit_log(self.connect(), self.folder / home)
 
     async def found(self) -> list[str]:

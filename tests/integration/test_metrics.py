@@ -15,9 +15,10 @@ from coordinator.alerts.rules import RULES
 from coordinator.metrics import HEALTHS
 from coordinator.peer_registry import PHASES
 from coordinator.round_metrics import MAX_BYTES_PER_SECOND, RoundTimer, TrafficCounter
-from tests.support.coordinator_fakes import FakeSwarm, peer
+from tests.support.coordinator_fakes import FakeSwarm, make_spec, overview, peer
 from tests.support.coordinator_service import client, running, settled, web
-from tests.support.overviews import SPEC, overview
+
+SPEC = make_spec()
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 LATER = {"cairn_tree_head_age_seconds"}

@@ -104,7 +104,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
             mine = {i for p, seated in enumerate(seats) if m.key in seated for i in REDUCTION.chunks(parts, p)}
             room = 3 * sum(min(CHUNK, CODEC.size - i * CHUNK) for i in mine)
             assert m.swarm.bytes_down < room + 64 * 1024
-            assert sum(a is not None for a in (m.store.arriving(h.body.blob) for h in headers)) == 3
+            assert sum(a is not None for a in (m.store.in_progress(h.body.blob) for h in headers)) == 3
 
         # Everyone has every part in the end, from those who made it.
         for part, (blob,) in made.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -13,9 +12,10 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 
 from peer.swarm import MAX_PACKET, PacketTooLarge, PeerRefused, PeerUnreachable, SwarmLimits
 from peer.swarm.addresses import parse_address
-from peer.swarm.daemon import p2pd_pb2
-from peer.swarm.errors import libp2p_words
-from peer.swarm.limits import Limits
+from peer.swarm.call_names import call_name
+from peer.swarm.errors import short_report
+from peer.swarm.libp2p.daemon import p2pd_pb2
+from peer.swarm.rate_limiter import CallLimits
 from protocol.wire import swarm_pb2 as wire
 from tests.support.swarm_world import RUN, Member, Pool, identity, members
 from tests.support.waiting import NEVER, ended, until
@@ -48,9 +48,9 @@ async def test_peers_are_named_by_their_keys_and_packets_say_truly_who_sent_them
     async with members(3, tmp_path) as (a, b, c):
         for m in (a, b, c):
             (address,) = m.swarm.addresses
-            assert parse_address(address)[0] == m.key  # libp2p's own id of us is our Ed25519 key
+            assert parse_address(address)[0] == m.key  # libp2p's name of a peer is its Ed25519 key
         await b.swarm.send(a.key, wire.Packet(messages=[b"from b"]))
-        await send_once_found(c, b, wire.Packet(messages=[b"from c"]))  # c knows only a's address
+        await send_once_found(c, b, wire.Packet(messages=[b"from c"]))  # c knows of a only: found through libp2p
         assert a.packets == [(b.key, wire.Packet(messages=[b"from b"]))]
         assert b.packets == [(c.key, wire.Packet(messages=[b"from c"]))]
         assert set(await a.swarm.peers()) == {b.key, c.key}
@@ -72,7 +72,7 @@ async def test_headers_are_asked_for_by_name_and_given_and_count_against_who_ask
             asked.append(wanted)
             return headers
 
-        a.swarm._handlers = replace(a.swarm._handlers, on_headers_asked=answer)
+        a.on_headers_asked = answer
         before = a.swarm.bytes_up
         assert await b.swarm.ask_headers(a.key, names) == headers and asked == [names]
         assert a.swarm.bytes_up - before == headers.ByteSize()
@@ -108,7 +108,7 @@ async def test_nobody_there_and_no_answer_are_errors_in_time(pool, tmp_path):
 
 async def test_an_answer_that_meets_its_timeout_does_not_end_hivemind_s_reader(pool, tmp_path):
     async with pool.borrow(1, tmp_path) as (a,):
-        control = a.swarm._daemon._client.control
+        control = a.daemon._client.control
         timed_out, waiting = uuid.uuid4(), uuid.uuid4()
         control._pending_calls[timed_out] = asyncio.Future()
         control._pending_calls[timed_out].cancel()  # in the very step in which its answer is read
@@ -139,8 +139,8 @@ async def test_calls_go_on_after_many_timeouts_and_leave_nothing_pending(pool, t
         )
         assert any(isinstance(e, PeerUnreachable) for e in ended)
         await a.swarm.send(b.key, wire.Packet())
-        assert not a.swarm._daemon.lost.done()
-        ours, theirs = a.swarm._daemon._client.control, b.swarm._daemon._client.control
+        assert not a.swarm.transport.lost.done()
+        ours, theirs = a.daemon._client.control, b.daemon._client.control
         await until(lambda: not ours._pending_calls and not theirs._handler_tasks, "nothing is pending")
 
 
@@ -159,7 +159,7 @@ async def test_a_handler_that_fails_tells_the_caller_nothing_of_us_and_the_next_
 
 
 async def test_who_sends_too_much_is_refused_and_others_are_not(tmp_path):
-    async with members(3, tmp_path, limits=SwarmLimits(calls=Limits(calls_per_second=20))) as (a, b, c):
+    async with members(3, tmp_path, limits=SwarmLimits(calls=CallLimits(calls_per_second=20))) as (a, b, c):
         results = await asyncio.gather(
             *(b.swarm.send(a.key, wire.Packet(messages=[b"x"])) for _ in range(200)), return_exceptions=True
         )
@@ -173,13 +173,14 @@ async def test_who_holds_too_many_calls_open_is_refused(pool, tmp_path):
     async with pool.borrow(2, tmp_path) as (a, b):
         over = asyncio.Event()
         a.on_packet = lambda sender, packet: over.wait()
-        name = a.swarm._names["packet"]  # past the limit that an honest peer sets itself
-        calls = [asyncio.ensure_future(b.swarm._daemon.call(a.key, name, wire.Packet(), wire.Ack)) for _ in range(40)]
-        await until(lambda: sum(c.done() for c in calls) >= 40 - Limits().concurrent_per_sender, "the rest is refused")
+        name = call_name(RUN, "packet")  # past the limit that an honest peer sets itself
+        calls = [asyncio.ensure_future(b.swarm.transport.call(a.key, name, wire.Packet(), wire.Ack)) for _ in range(40)]
+        most = CallLimits().concurrent_per_sender
+        await until(lambda: sum(c.done() for c in calls) >= 40 - most, "the rest is refused")
         over.set()
         results = await asyncio.gather(*calls, return_exceptions=True)
-        assert results.count(wire.Ack()) == Limits().concurrent_per_sender
-        assert sum("at once" in str(r) for r in results) == 40 - Limits().concurrent_per_sender
+        assert results.count(wire.Ack()) == CallLimits().concurrent_per_sender
+        assert sum("at once" in str(r) for r in results) == 40 - CallLimits().concurrent_per_sender
         ours = await asyncio.gather(*(b.swarm.send(a.key, wire.Packet()) for _ in range(20)), return_exceptions=True)
         assert ours == [None] * 20
 
@@ -188,9 +189,9 @@ async def test_a_caller_whose_key_is_not_ed25519_is_refused(pool, tmp_path):
     async with pool.borrow(1, tmp_path) as (a,):
         stranger = await P2P.create(initial_peers=a.swarm.addresses, identity_path=str(tmp_path / "rsa"))
         try:
-            name = a.swarm._names["packet"]
+            name = call_name(RUN, "packet")
             with pytest.raises(Exception, match="Ed25519"):
-                await stranger.call_protobuf_handler(a.swarm._daemon.peer_id, name, wire.Packet(), wire.Ack)
+                await stranger.call_protobuf_handler(a.daemon.peer_id, name, wire.Packet(), wire.Ack)
             assert a.packets == []
         finally:
             await stranger.shutdown()
@@ -199,7 +200,7 @@ async def test_a_caller_whose_key_is_not_ed25519_is_refused(pool, tmp_path):
 async def test_bytes_that_are_no_packet_are_refused(pool, tmp_path):
     async with pool.borrow(2, tmp_path) as (a, b):
         with pytest.raises(P2PHandlerError):
-            await b.swarm._daemon._client.call_unary_handler(a.swarm._daemon.peer_id, a.swarm._names["packet"], b"\xff")
+            await b.daemon.call_bytes(a.key, call_name(RUN, "packet"), b"\xff")
         assert a.packets == []
         await b.swarm.send(a.key, wire.Packet())
 
@@ -235,6 +236,6 @@ async def test_of_dials_that_failed_only_the_reason_is_told():
         "peer: failed to dial: failed to dial 12D3KooWFSyM: all dials failed\n  * [/ip4/10.0.0.1/tcp/1] i/o timeout"
         "\n  * [/ip4/127.0.0.1/tcp/55953] dial tcp4 127.0.0.1:55953: connect: connection refused"
     )
-    assert libp2p_words(said) == "cannot be dialled: dial tcp4 127.0.0.1:55953: connect: connection refused"
-    assert libp2p_words("no\x1b[31m such\n protocol") == "no [31m such protocol"
-    assert len(libp2p_words("x" * 10_000)) == 300
+    assert short_report(said) == "cannot be dialled: dial tcp4 127.0.0.1:55953: connect: connection refused"
+    assert short_report("no\x1b[31m such\n protocol") == "no [31m such protocol"
+    assert len(short_report("x" * 10_000)) == 300

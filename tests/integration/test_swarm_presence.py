@@ -12,8 +12,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 
-from peer.swarm import presence
-from peer.swarm.presence import MAX_MEMBERS, HeartbeatValidator, members_key, unpack
+from peer.swarm.libp2p import dht
+from peer.swarm.libp2p.dht import MAX_MEMBERS, HeartbeatValidator, members_key, unpack
 from protocol.identity import Identity
 from protocol.ids import RunId, sha256
 from protocol.message_codec import KeySigner
@@ -100,7 +100,7 @@ def test_an_older_heartbeat_does_not_replace_a_newer_one_until_that_has_gone():
 
 
 def test_the_table_is_bounded_and_has_room_again_when_records_expire(monkeypatch):
-    monkeypatch.setattr(presence, "MAX_MEMBERS", 20)
+    monkeypatch.setattr(dht, "MAX_MEMBERS", 20)
     clock = [1000.0]
     v = HeartbeatValidator(RUN, now=lambda: clock[0])
     crowd = [Author(Identity(sha256(b"%d" % n))) for n in range(25)]
@@ -141,7 +141,7 @@ async def test_a_hostile_node_can_neither_store_forgeries_nor_hide_members(tmp_p
     async with members(3, tmp_path) as (a, b, liar):
         for m in (a, b):
             assert await m.swarm.publish(m.heartbeat(3), 60)
-        dht = liar.swarm._presence._node
+        dht = liar.swarm.presence.node
         now = time.time()
         dumps = MSGPackSerializer.dumps
         big = Author(identity(77))
@@ -159,7 +159,7 @@ async def test_a_hostile_node_can_neither_store_forgeries_nor_hide_members(tmp_p
                     PeerID(victim.key.libp2p_id), keys=[KEY], values=[value], expiration_time=until, subkeys=[subkey]
                 )
                 assert not answer or not any(answer)
-        # The liar stores this unchecked, and hands it out with a far later expiration:
+        # The liar keeps records in its own storage, unchecked, and hands them out with a far later expiration:
         for subkey, value in [(a.key.hex(), dumps(a.heartbeat(1))), (b.key.hex(), dumps(b"rubbish")), ("x", b"\xff")]:
             dht.protocol.storage.store(KEY, value, now + 1e8, subkey=subkey)
         assert sorted(await a.swarm.discover()) == sorted([a.heartbeat(3), b.heartbeat(3)])
@@ -168,11 +168,11 @@ async def test_a_hostile_node_can_neither_store_forgeries_nor_hide_members(tmp_p
 
 
 def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):
-    monkeypatch.setattr(presence, "NEW_OF_A_NODE", 5)
+    monkeypatch.setattr(dht, "NEW_OF_A_NODE", 5)
     values = [record(Author(identity(100 + i))).value for i in range(50)]
     checks = validator()
     checks.author(values[49])
-    here = presence.Presence(cast(Any, None), checks, RUN, lambda text: None)
+    here = dht.DhtPresence(cast(Any, None), checks, RUN, lambda text: None)
     some = here._some(values)
     assert values[49] in some and len(some) == 6
     assert len({v for _ in range(100) for v in here._some(values)}) > 40, "not always the same"
@@ -180,7 +180,7 @@ def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others
 
 async def test_a_wrong_clock_is_told_to_the_user_with_its_offset(tmp_path, monkeypatch):
     async with members(3, tmp_path) as (a, b, c):
-        monkeypatch.setattr(presence, "time", SimpleNamespace(time=lambda: time.time() - 600))
+        monkeypatch.setattr(dht, "time", SimpleNamespace(time=lambda: time.time() - 600))
         assert not await c.swarm.publish(c.heartbeat(), 60)
         assert len(c.warnings) == 1 and "600 s behind" in c.warnings[0] and "NTP" in c.warnings[0]
         assert c.swarm.clock_offset == pytest.approx(600, abs=1)

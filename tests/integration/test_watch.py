@@ -139,7 +139,7 @@ async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path,
         s = screen._status
         assert [(r.round, r.contributors, r.loss) for r in s.rounds] == [(n, 2, 3.5) for n in (4, 3, 2, 1, 0)]
         assert s.losses == (3.5,) * 5 and s.alerts == ()
-        monkeypatch.setattr(type(c._watcher), "standing", (Alert("disk", 5.5, "full"),))
+        monkeypatch.setattr(type(c._watcher), "active", (Alert("disk", 5.5, "full"),))
         c._overview = None
         await until(lambda: screen._status.alerts == (AlertStatus("disk", 5, "full"),))
     await until(lambda: screen.silent_seconds > 0)

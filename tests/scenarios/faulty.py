@@ -9,21 +9,21 @@ from __future__ import annotations
 import sys
 
 from cairn.main import main
-from peer.swarm.frames import Op, Reply, Request, Status
-from peer.swarm.serve import BlobServer
+from peer.swarm.transfer.blob_server import BlobServer
+from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest, ReplyStatus
 from protocol.merkle import CHUNK
 
 
 class Faulty(BlobServer):
     """Serves what is wrong."""
 
-    def _look_up(self, request: Request) -> Reply:
-        reply = super()._look_up(request)
-        if request.op is not Op.CHUNK or reply.status is not Status.OK or len(reply.data) < CHUNK:
+    def look_up(self, request: BlobRequest) -> BlobReply:
+        reply = super().look_up(request)
+        if request.op is not BlobOp.CHUNK or reply.status is not ReplyStatus.OK or len(reply.data) < CHUNK:
             return reply
         wrong = bytearray(reply.data)
         wrong[len(wrong) // 2] ^= 1
-        return Reply(Status.OK, bytes(wrong))
+        return BlobReply(ReplyStatus.OK, bytes(wrong))
 
 
 if __name__ == "__main__":

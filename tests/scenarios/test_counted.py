@@ -11,8 +11,8 @@ from coordinator.authoring.resolve import GENESIS, resolve
 from coordinator.authoring.runfile import load_run
 from peer.node.membership import run_folder
 from peer.node.snapshot import Snapshot
-from peer.swarm.frames import Op, Reply, Request, Status
-from peer.swarm.serve import BlobServer
+from peer.swarm.transfer.blob_server import BlobServer
+from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest, ReplyStatus
 from protocol.codec import make_codec
 from protocol.merkle import CHUNK, blob_digest
 from protocol.outer import Contribution, apply
@@ -68,7 +68,7 @@ def test_windows_that_the_chain_passed_over_are_lost():
     spec = make_spec()
     chain = ChainMaker(spec)
     first = chain.add({1: 10})
-    chain._next[ADA.key] = 20
+    chain.next_windows[ADA.key] = 20
     counted = Counted(16)
     counted.shown("ada", shown(30, 30))
     found = counted.goodput("ada", ADA.key, Branch((first, chain.add({1: 10})), 2, None))
@@ -116,9 +116,11 @@ def test_a_made_past_is_a_chain_whose_states_are_what_its_updates_give(tmp_path:
     assert blob_digest((store / last.hex()[:2] / last.hex()).read_bytes()) == last
 
 
-@pytest.mark.parametrize(("op", "length", "wrong"), [(Op.CHUNK, CHUNK, 1), (Op.CHUNK, 100, 0), (Op.LEAVES, CHUNK, 0)])
-def test_a_faulty_peer_serves_full_chunks_with_one_wrong_bit(monkeypatch, op: Op, length: int, wrong: int):
+@pytest.mark.parametrize(
+    ("op", "length", "wrong"), [(BlobOp.CHUNK, CHUNK, 1), (BlobOp.CHUNK, 100, 0), (BlobOp.LEAVES, CHUNK, 0)]
+)
+def test_a_faulty_peer_serves_full_chunks_with_one_wrong_bit(monkeypatch, op: BlobOp, length: int, wrong: int):
     whole = bytes(length)
-    monkeypatch.setattr(BlobServer, "_look_up", lambda self, request: Reply(Status.OK, whole))
-    sent = Faulty.__new__(Faulty)._look_up(Request(op, digest("a state"), 0)).data
+    monkeypatch.setattr(BlobServer, "look_up", lambda self, request: BlobReply(ReplyStatus.OK, whole))
+    sent = Faulty.__new__(Faulty).look_up(BlobRequest(op, digest("a state"), 0)).data
     assert sum((a ^ b).bit_count() for a, b in zip(sent, whole, strict=True)) == wrong

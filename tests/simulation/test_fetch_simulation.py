@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from peer.swarm.errors import BlobUnavailable
-from peer.swarm.fetch import Fetch
-from peer.swarm.links import BLOBS_AHEAD, HELD
-from peer.swarm.worker import KNOWN_AHEAD
+from peer.store import InProgressBlob
+from peer.swarm.errors import BlobFetchError
+from peer.swarm.transfer.chunk_stage import PROVED_EARLY
+from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest
+from peer.swarm.transfer.outcomes import Lost
+from peer.swarm.transfer.streams import EARLY_BLOBS, HELD, Priority
+from protocol.ids import PeerKey
 from protocol.merkle import CHUNK
 from tests.support.fetch_world import MBIT, Host, SlowDisk, World, simulated
 
@@ -59,7 +62,7 @@ def test_updates_of_all_to_all_take_little_longer_than_their_bytes(tmp_path: Pat
             took = asyncio.get_running_loop().time() - began
             sent = sum(h.traffic.up for h in hosts) - sent
             await asyncio.sleep(1)
-        assert all(h.links._ahead == 0 for h in hosts)
+        assert all(h.streams.early_blobs == 0 for h in hosts)
         world.close()
         return took, sent / (peers * (peers - 1) * chunks * CHUNK)
 
@@ -90,7 +93,7 @@ def test_in_rounds_of_all_to_all_a_slow_uplink_is_spared_and_stays_so(tmp_path: 
         world.close()
         return seen
 
-    alone = (peers - 1) * chunks * CHUNK / (slow * MBIT)  # were nothing passed on
+    alone = (peers - 1) * chunks * CHUNK / (slow * MBIT)  # the seconds if nothing was passed on
     folders = [tmp_path / str(i) for i in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -152,7 +155,7 @@ def test_more_ask_than_a_server_has_streams_for(tmp_path: Path):
     async def main() -> None:
         world = World(tmp_path, rtt=0.05)
         author = world.host(1000)
-        author._server._limits = replace(author._server._limits, streams=32)
+        author.server.limits = replace(author.server.limits, streams=32)
         others = [world.host(100) for _ in range(60)]
         digest = author.store.put(data)
         await asyncio.gather(*(h.fetch(digest, len(data), [author], 60) for h in others))
@@ -164,25 +167,26 @@ def test_more_ask_than_a_server_has_streams_for(tmp_path: Path):
 
 def test_chunks_that_come_before_their_hashes_are_few_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An author that gives chunks at once, and their hashes late."""
-    data, blobs = [data_of(6, seed) for seed in range(3 * BLOBS_AHEAD)], []
+    data, blobs = [data_of(6, seed) for seed in range(3 * EARLY_BLOBS)], []
 
     async def main() -> tuple[int, int]:
         world = World(tmp_path, rtt=0.05)
         author, new = world.host(1000), world.host(1000)
         blobs.extend(author.store.put(d) for d in data)
         given = [0]
-        real, known = author.store.read_chunk, Fetch._get_leaves
+        real, request = author.store.read_chunk, new.streams.request
 
-        async def late(fetch: Fetch, *args: Any) -> list[bytes]:
-            await asyncio.sleep(10)
-            return await known(fetch, *args)
+        async def late(peer: PeerKey, priority: Priority, asked: BlobRequest, limit: int) -> BlobReply | Lost:
+            if asked.op is BlobOp.LEAVES:
+                await asyncio.sleep(10)
+            return await request(peer, priority, asked, limit)
 
         def counted(*args: Any) -> bytes:
             given[0] += 1
             return real(*args)
 
         monkeypatch.setattr(author.store, "read_chunk", counted)
-        monkeypatch.setattr(Fetch, "_get_leaves", late)
+        monkeypatch.setattr(new.streams, "request", late)
         fetching = [asyncio.ensure_future(new.fetch(b, 6 * CHUNK, [author])) for b in blobs]
         await asyncio.sleep(9)
         before = given[0]
@@ -192,7 +196,7 @@ def test_chunks_that_come_before_their_hashes_are_few_in_all(tmp_path: Path, mon
         return before, given[0]
 
     before, all_in_all = simulated(main())
-    assert 0 < before <= BLOBS_AHEAD * KNOWN_AHEAD
+    assert 0 < before <= EARLY_BLOBS * PROVED_EARLY
     assert all_in_all <= 1.1 * 6 * len(data)
 
 
@@ -238,7 +242,7 @@ def fetched_from(
     spoil: Callable[[World, list[Host], Host], Awaitable[object]],
     seconds: float,
 ) -> tuple[float, list[Host], Host]:
-    """One fetches from so many donors of 20 Mbit/s, while `spoil` does something to them."""
+    """Fetch from donors of 20 Mbit/s, while `spoil` does something to them."""
 
     async def main() -> tuple[float, list[Host], Host]:
         world = World(folder, rtt=0.05)
@@ -278,7 +282,7 @@ def test_after_a_stream_broke_it_goes_on_where_it_was(tmp_path: Path):
     async def spoil(world: World, donors: list[Host], new: Host) -> None:
         for _ in range(4):
             await asyncio.sleep(1)
-            donors[0].hang_up()
+            donors[0].transport.break_streams()
 
     took, _, new = fetched_from(tmp_path, data, 1, spoil, 60)
     assert new.traffic.down <= len(data) + 10 * CHUNK
@@ -288,8 +292,8 @@ def test_after_a_stream_broke_it_goes_on_where_it_was(tmp_path: Path):
 
 def test_streams_that_were_closed_between_two_rounds_cost_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also of a blob with many pages of leaf hashes, all of which are asked for by one of them."""
-    monkeypatch.setattr("peer.swarm.frames.LEAVES_PER_PAGE", 8)
-    monkeypatch.setattr("peer.swarm.serve.LEAVES_PER_PAGE", 8)
+    monkeypatch.setattr("peer.swarm.transfer.frames.LEAVES_PER_PAGE", 8)
+    monkeypatch.setattr("peer.swarm.transfer.blob_server.LEAVES_PER_PAGE", 8)
 
     async def main() -> list[float]:
         world = World(tmp_path, rtt=0.1)
@@ -299,7 +303,7 @@ def test_streams_that_were_closed_between_two_rounds_cost_little(tmp_path: Path,
             blob = author.store.put(data_of(chunks, seed))
             took.append(await new.fetch(blob, chunks * CHUNK, [author]))
             if seed != 1:
-                author.hang_up()
+                author.transport.break_streams()
                 await asyncio.sleep(1)
         world.close()
         return took
@@ -313,7 +317,7 @@ def test_of_more_streams_than_are_kept_the_longest_unused_is_closed(tmp_path: Pa
     async def main() -> list[int]:
         world = World(tmp_path, rtt=0.01)
         new, *authors = (world.host(1000) for _ in range(5))
-        new.links.limits = replace(new.links.limits, links=3)
+        new.streams.limits = replace(new.streams.limits, streams=3)
         for number, author in enumerate(authors[n] for n in (0, 1, 0, 2, 3, 0, 1)):
             blob = author.store.put(data_of(1, number))
             await new.fetch(blob, CHUNK, [author])
@@ -329,7 +333,7 @@ def test_what_was_asked_of_a_donor_that_lost_power_comes_from_others(tmp_path: P
 
     async def spoil(world: World, donors: list[Host], new: Host) -> None:
         await asyncio.sleep(1)
-        donors[0].lose_power()
+        donors[0].transport.lose_power()
 
     took, donors, new = fetched_from(tmp_path, data, 3, spoil, 60)
     assert took <= len(data) / (40 * MBIT) + 2
@@ -352,30 +356,18 @@ def test_who_gives_nothing_at_all_is_told_at_the_deadline(tmp_path: Path):
     async def spoil(world: World, donors: list[Host], new: Host) -> None:
         donors[0].may_serve = lambda blob, peer: "not announced"
 
-    with pytest.raises(BlobUnavailable, match="not announced"):
+    with pytest.raises(BlobFetchError, match="not announced"):
         fetched_from(tmp_path, data_of(10), 1, spoil, 5)
 
 
-def test_with_a_slow_disk_few_chunks_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    data = data_of(30)
-    waiting, most = [0], [0]
+def test_with_a_slow_disk_few_chunks_are_in_memory(tmp_path: Path):
+    data, disk = data_of(30), SlowDisk(0.2)
 
     async def spoil(world: World, donors: list[Host], new: Host) -> None:
-        new.executor = SlowDisk(0.2)
-        keep = Fetch.keep
-
-        async def counted(*args: Any) -> None:
-            waiting[0] += 1
-            most[0] = max(most[0], waiting[0])
-            try:
-                await keep(*args)
-            finally:
-                waiting[0] -= 1
-
-        monkeypatch.setattr(Fetch, "keep", counted)
+        new.executor = disk
 
     fetched_from(tmp_path, data, 2, spoil, 60)
-    assert 1 < most[0] <= 2 * HELD + KNOWN_AHEAD
+    assert 1 < disk.most <= 2 * HELD + PROVED_EARLY
 
 
 def test_one_blob_fetched_twice_at_once_comes_once(tmp_path: Path):
@@ -401,13 +393,13 @@ def test_a_fetch_that_is_cancelled_as_it_ends_passes_that_on(tmp_path: Path, mon
             await new.fetch(digest, len(data), [donor])
             await asyncio.sleep(3600)
 
-        run = Fetch._run
+        finish = InProgressBlob.finish
 
-        async def cancelled_as_it_ends(fetch: Fetch) -> None:
-            await run(fetch)
+        def cancelled_as_it_ends(blob: InProgressBlob) -> None:
+            finish(blob)
             working.cancel()
 
-        monkeypatch.setattr(Fetch, "_run", cancelled_as_it_ends)
+        monkeypatch.setattr(InProgressBlob, "finish", cancelled_as_it_ends)
         working = asyncio.ensure_future(work())
         await asyncio.wait({working}, timeout=60)
         assert working.cancelled() and new.store.has(digest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,3 +136,29 @@ class CheckpointWorld:
 
 def nan(tensors: dict[str, torch.Tensor]) -> None:
     next(iter(tensors.values())).fill_(float("nan"))
+
+
+class Uniform(torch.nn.Module):
+    """Knows nothing: every token is as likely. Notes what it was asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.firsts: list[int] = []
+
+    def forward(self, input_ids: torch.Tensor):
+        self.firsts += input_ids[:, 0].tolist()
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 256))
+
+
+def shards(folder: Path, *windows: int) -> list[Path]:
+    """So many windows in each shard, each window begun by its number over all."""
+    paths, number = [], 0
+    for n, count in enumerate(windows):
+        tokens = np.zeros(count * 16 + 1, dtype="<u2")
+        for i in range(count):
+            tokens[i * 16] = number
+            number += 1
+        paths.append(folder / str(n))
+        tokens.tofile(paths[-1])
+    return paths

@@ -1,4 +1,4 @@
-"""Shared by several tests: command line."""
+"""The command line in the process of the test."""
 
 from __future__ import annotations
 

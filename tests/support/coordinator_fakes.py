@@ -11,11 +11,13 @@ from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.settings import CheckpointSettings
+from coordinator.overview import Overview, PeerOverview
 from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat, SwarmView
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.ledger.credits import CreditRule, RoundAccount, account_for
 from protocol.message_codec import KeySigner
 from protocol.messages import (
     Admission,
@@ -69,7 +71,7 @@ class ChainMaker:
         self.run = spec.run_id
         self.head = genesis_digest(self.run)
         self.certificates: list[Certificate] = []
-        self._next: dict[PeerKey, int] = {}
+        self.next_windows: dict[PeerKey, int] = {}
         self.directive: Signed[Directive] | None = None
         """The owner's word that a record carries; headers from then on name its rollback."""
         self._carries = -1
@@ -89,7 +91,7 @@ class ChainMaker:
         self.certificates.append(certificate)
         self.head = certificate.record.digest
         for u in certificate.record.body.updates:
-            self._next[u.author] = u.body.end_window
+            self.next_windows[u.author] = u.body.end_window
 
     def add(self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0) -> Certificate:
         """Add the next round, with windows by the number of the peer."""
@@ -100,7 +102,7 @@ class ChainMaker:
         headers = []
         for identity in identities:
             admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, 0, 2**33, ""))
-            first = self._next.get(identity.key, 0)
+            first = self.next_windows.get(identity.key, 0)
             header = UpdateHeader(
                 self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
                 Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent, epoch=epoch,
@@ -182,6 +184,11 @@ class FakeSwarm:
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
         self._listeners.append(callback)
 
+    def forget_subscribers(self) -> None:
+        """A coordinator that subscribed has stopped."""
+        self._callbacks.clear()
+        self._listeners.clear()
+
     def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         return self.heard
 
@@ -245,3 +252,27 @@ class FakeSwarm:
             10_000, 20_000, (), (), b"", "cpu",
         )  # fmt: skip
         self.heard[peer(number).key] = ReceivedHeartbeat(replace(heartbeat, **fields), seconds_since)
+
+
+def make_accounts(rounds: int) -> list[RoundAccount]:
+    """Return the accounts of the first rounds of a chain with three peers."""
+    chain = ChainMaker(make_spec())
+    for r in range(rounds):
+        chain.add({n: 500 + 10 * n + r for n in range(3)}, loss=5 - r / 100)
+    return [account_for(c, CreditRule.of(chain.spec)) for c in chain.certificates]
+
+
+def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
+    """Peers by number: phase, and bytes that they say they have sent."""
+    run = make_spec().run_id
+    views = tuple(
+        PeerOverview(
+            peer(n).key, str(n), phase,
+            Heartbeat(run, 1, Round(round_), Digest(bytes(32)), 0, 0, phase, 1.0, 1.0, up, 2 * up, (), (), b"", ""),
+            0.0, 0, 0,
+        ) for n, (phase, up) in peers.items()
+    )  # fmt: skip
+    nothing = Digest(bytes(32))
+    return Overview(
+        "", "", "healthy", "", round_, nothing, nothing, 0, 0, 0, 0.0, None, len(views), views, (), 0, 0, None, "", None
+    )  # fmt: skip

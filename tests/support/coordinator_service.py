@@ -1,4 +1,4 @@
-"""Shared by several tests: coordinator service."""
+"""A coordinator that serves on loopback, and its clients: by gRPC, raw gRPC and HTTP."""
 
 from __future__ import annotations
 

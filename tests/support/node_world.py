@@ -37,7 +37,7 @@ from peer.node.membership import Membership
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
-from peer.swarm import BlobUnavailable, Handlers, PeerUnreachable
+from peer.swarm import BlobFetchError, Handlers, PeerUnreachable
 from peer.training.trainer import Trainer
 from protocol.codec import make_codec
 from protocol.errors import CairnError
@@ -158,7 +158,7 @@ class LoopSwarm:
         try:
             await asyncio.wait_for(fetch(), deadline_seconds)
         except asyncio.TimeoutError:
-            raise BlobUnavailable(digest, f"not in {deadline_seconds:g} s", {}) from None
+            raise BlobFetchError(digest, f"not in {deadline_seconds:g} s", {}) from None
 
     def _fetch_from_all(self, digest: Digest, holders: Sequence[PeerKey], chunks: Collection[int] | None) -> bool:
         for key in holders:
@@ -172,12 +172,12 @@ class LoopSwarm:
         """Whether all is here now."""
         if self.internet.withheld(other.key, digest):
             return False
-        arriving = None if other.store.has(digest) else other.store.arriving(digest)
+        arriving = None if other.store.has(digest) else other.store.in_progress(digest)
         if other.handlers.may_serve(digest, self.key) is not None or not (arriving or other.store.has(digest)):
             return False
         size = arriving.size if arriving else other.store.size(digest)
         leaves = arriving.leaves if arriving else other.store.leaves(digest)
-        partial = self.store.partial(digest, size, leaves, chunks)
+        partial = self.store.receive(digest, size, leaves, chunks)
         try:
             for index in partial.missing(chunks):
                 if arriving is None or arriving.has(index):
@@ -188,7 +188,7 @@ class LoopSwarm:
                     self.bytes_down += len(data)
             if not partial.left:
                 partial.finish()
-            return not partial.lacks(chunks)
+            return not partial.is_incomplete(chunks)
         finally:
             partial.close()
 
@@ -256,7 +256,7 @@ class LoopTrainer:
     async def _do(self, trainer: Trainer, ask: ToTrainer) -> None:
         if isinstance(ask, Orders):
             self._max_windows = ask.max_update_windows
-            await self._call(trainer.steps.obey, ask)
+            await self._call(trainer.steps.set_orders, ask)
             return
         what = {MakeUpdate: "update", Apply: "apply", Load: "load"}[type(ask)]
         move = None

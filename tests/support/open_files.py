@@ -1,4 +1,4 @@
-"""Shared by several tests: open files."""
+"""A limit on open files."""
 
 from __future__ import annotations
 

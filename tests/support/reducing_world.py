@@ -1,4 +1,4 @@
-"""Shared by several tests: reducing world."""
+"""One member that reduces shards: a real store, and a network made of memory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Source:
                 raise PeerError("nobody gives it")
             data = self.blobs[digest]
             assert size == len(data)
-            partial = self.store.partial(digest, len(data), blob_leaves(data), chunks)
+            partial = self.store.receive(digest, len(data), blob_leaves(data), chunks)
             for i in partial.missing(chunks):
                 partial.write(i, data[i * CHUNK : (i + 1) * CHUNK])
             if not partial.left:

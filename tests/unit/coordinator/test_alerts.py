@@ -145,7 +145,7 @@ async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, qui
             swarm.round({0: 600, 1: 700})
             await settled(c, len(swarm.chain.certificates))
             await c._watcher.check()
-        await c.control.take(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, order=order)).sent)
+        await c.control.accept(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, order=order)).sent)
         for _ in range(60):
             clock[0] += 100
             for n in range(6):
@@ -237,7 +237,7 @@ async def test_a_damaged_journal_is_said_and_stops_nothing(tmp_path, quick, capl
         (tmp_path / watcher.FILE).write_text(damage)
         async with running(tmp_path, SPEC):
             pass
-    assert "told again" in caplog.text
+    assert "sent again" in caplog.text
 
 
 async def test_a_redirect_is_not_followed():

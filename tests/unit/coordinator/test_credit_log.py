@@ -192,7 +192,7 @@ async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(ledger_place
             assert reason in r.reason and (r.tokens, r.micro_credits) == (0, 0)
         assert len((await w.receipts(1)).items) == 2
         assert (await w.receipts(2)).items[0].status == "pending" and (await w.receipts(7)).items == ()
-        # Heard of again with the next round, it is not noted again, nor with another reason.
+        # Received again in the next round, it is not noted again, nor with another reason.
         await w.receipts_made.note([account])
         w.receipts_made._noted.clear()
         await w.receipts_made.note([account])

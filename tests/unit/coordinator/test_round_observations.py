@@ -26,7 +26,7 @@ class Watch:
     def __init__(self):
         self.swarm = FakeSwarm(SPEC)
         self.now = 1000.0
-        self.seen = RoundObservations(MEMBER, lambda: self.now)
+        self.seen = RoundObservations(lambda: MEMBER, lambda: self.now)
         self.swarm.listen(self.seen.receive)
 
     def certified(self, certificate):
@@ -212,7 +212,7 @@ def test_without_speeds_rounds_so_far_tell_and_without_rounds_nothing_does():
 
 
 def test_a_peers_state_has_a_beginning_and_its_counters_a_speed():
-    swarm, book = FakeSwarm(SPEC), PeerRegistry(MEMBER)
+    swarm, book = FakeSwarm(SPEC), PeerRegistry(lambda: MEMBER)
     for i in range(12):
         swarm.beat(0, phase="exchanging" if i % 2 else "training", bytes_up=30_000 * i, bytes_down=0)
         book.update(swarm.heartbeats(), 1000.0 + 3 * i)

@@ -16,7 +16,7 @@ from peer.node.inbox import MAX_WORDS, Inbox
 from peer.node.locator import SPEC, WHEREABOUTS, Locator
 from peer.node.membership import OWN_ADDRESSES, Membership, run_folder
 from peer.store import Store, StoreFull
-from peer.swarm import asking
+from peer.swarm import anonymous
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.identity import Identity
@@ -161,14 +161,14 @@ async def test_a_newer_word_is_passed_on_once_and_of_many_at_once_only_the_last(
 def heard(*replies: wire.CoordinatorAddressReply):
     """As if members had answered so, whatever the addresses."""
 
-    async def ask_members(run, addresses: Iterable[str], good, **_: Any) -> int:
+    async def ask_for_coordinator(run, addresses: Iterable[str], good, **_: Any) -> int:
         return sum(good(identity(i).key, reply) for i, reply in enumerate(replies))
 
-    return ask_members
+    return ask_for_coordinator
 
 
 async def found(monkeypatch, *replies: wire.CoordinatorAddressReply) -> finding.Found | None:
-    monkeypatch.setattr(asking, "ask_members", heard(*replies))
+    monkeypatch.setattr(anonymous, "ask_for_coordinator", heard(*replies))
     return await finding.find(RUN.run_id, ["/some"])
 
 
@@ -204,12 +204,14 @@ def test_whom_to_ask_is_bounded_and_an_address_may_be_anything():
         return f"/ip4/1.2.3.4/tcp/{port}/p2p/{_base58(key.libp2p_id)}"
 
     many = [address(i % 40, 1000 + i) for i in range(4000)]
-    members = asking.members_at(["rubbish", "/ip4/1.2.3.4/tcp/1", *many])
-    assert len(members) == asking.MAX_ASKED and {len(a) for a in members.values()} == {asking.WAYS_TO_ONE}
+    members = anonymous.members_at(["rubbish", "/ip4/1.2.3.4/tcp/1", *many])
+    assert len(members) == anonymous.MAX_MEMBERS and {len(a) for a in members.values()} == {
+        anonymous.ADDRESSES_PER_MEMBER
+    }
 
 
 async def test_without_an_address_nothing_is_started():
-    assert await asking.ask_members(RUN.run_id, ["/ip4/1.2.3.4/tcp/1", ""], lambda *_: True) == 0
+    assert await anonymous.ask_for_coordinator(RUN.run_id, ["/ip4/1.2.3.4/tcp/1", ""], lambda *_: True) == 0
 
 
 # -- a current invite, of any member --------------------------------------------------------------------------

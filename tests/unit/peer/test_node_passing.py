@@ -72,8 +72,8 @@ async def test_a_relay_that_is_asked_gets_the_chunks_that_the_asker_needs_from_t
     await asyncio.gather(*world.tasks)
     blob = world.blobs[AUTHOR.key]
     assert world.source.asked == [(blob, (AUTHOR.key,), (0, 2, 3))]
-    partial = world.store.arriving(blob)
-    assert not partial.lacks((0, 2, 3)) and partial.lacks((1,))
+    partial = world.store.in_progress(blob)
+    assert not partial.is_incomplete((0, 2, 3)) and partial.is_incomplete((1,))
     for _ in range(20):
         again.asked(blob, ASKER.key)  # one question comes with each chunk
     passing(world, who)  # nor is that got which is here

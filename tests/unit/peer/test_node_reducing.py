@@ -42,7 +42,7 @@ async def test_a_part_is_made_of_the_chunks_that_cover_it_and_of_no_others(world
     for blob, holders, chunks in w.source.asked:
         author = next(a for a, b in w.blobs.items() if b == blob)
         assert chunks == (0, 2, 3) and holders[0] == author and set(holders) == {author, *committee}
-        arriving = w.store.arriving(blob)
+        arriving = w.store.in_progress(blob)
         assert arriving is not None and arriving.bitmap() == b"\x0d\x00"  # others of the committee can have it here
     assert w.store.used_bytes == SIZE + 3 * 3 * CHUNK + PART_SIZE
     assert set(w.reducing.undecided()) == {answer.blob}

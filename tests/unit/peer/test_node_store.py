@@ -13,6 +13,7 @@ from peer.node.chainlog import ChainLog
 from peer.node.keeping import Keeping, assets, to_keep
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.store import Store, StoreError
+from peer.store.blobs import WholeBlob
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.errors import ChainError, MalformedError
 from protocol.identity import Identity
@@ -52,7 +53,7 @@ def hold(store: Store, *digests: Digest) -> None:
         path = store._file(d)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
-        store._sizes[d] = 1
+        store._states[d] = WholeBlob(1)
 
 
 # -- what is kept ---------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ async def test_pruning_removes_the_rest_and_half_fetched_blobs_that_nobody_wants
     hold(store, *everything, SPEC.genesis.name, state(5))
     data = b"half" * 100
     leaves = blob_leaves(data)
-    store.partial(tree_hash(leaves), len(data), leaves).close()
+    store.receive(tree_hash(leaves), len(data), leaves).close()
     keeping = Keeping(SPEC, store, chain, peer(9).key)
     undecided = Digest(b"u" * 32)
     hold(store, undecided)

@@ -92,7 +92,7 @@ def test_a_file_of_another_file_system_is_adopted_too(store, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "delete"])
-def test_a_damaged_blob_is_removed_and_reported_missing(tmp_path, damage):
+def test_a_damaged_blob_is_removed_and_reported_missing(tmp_path, caplog, damage):
     data = data_of(3 * CHUNK)
     with Store(tmp_path, BIG) as store:
         digest = store.put(data)
@@ -111,7 +111,7 @@ def test_a_damaged_blob_is_removed_and_reported_missing(tmp_path, damage):
         with pytest.raises(BlobCorrupt, match="fetched again"):
             store.read_chunk(digest, 2)
         assert not store.has(digest) and not path.exists()
-        assert store.used_bytes == 0 and len(store.notices) == 1
+        assert store.used_bytes == 0 and caplog.text.count("was damaged") == 1
         with pytest.raises(BlobMissing):
             store.path(digest)
         assert store.put(data) == digest and store.read(digest) == data
@@ -124,13 +124,13 @@ def test_no_more_is_taken_than_allowed(tmp_path):
             store.put(b"b" * 600)
         big = b"c" * 401
         with pytest.raises(StoreFull):
-            store.partial(blob_digest(big), len(big), blob_leaves(big))
+            store.receive(blob_digest(big), len(big), blob_leaves(big))
         source = store.scratch / "x"
         source.write_bytes(big)
         with pytest.raises(StoreFull):
             store.adopt(source)
         assert source.exists()
-        store.partial(blob_digest(b"d" * 400), 400, blob_leaves(b"d" * 400))
+        store.receive(blob_digest(b"d" * 400), 400, blob_leaves(b"d" * 400))
         assert store.used_bytes == 1000
         with pytest.raises(StoreFull):
             store.put(b"e")
@@ -169,7 +169,7 @@ def test_chunks_arrive_in_any_order_and_only_right_ones_are_written(store):
     data = data_of(3 * CHUNK + 9)
     chunks = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]
     digest = blob_digest(data)
-    partial = store.partial(digest, len(data), blob_leaves(data))
+    partial = store.receive(digest, len(data), blob_leaves(data))
     assert partial.missing() == [0, 1, 2, 3] and not store.has(digest)
     for index, wrong in [(3, chunks[0]), (0, chunks[1]), (3, chunks[3] + b"x"), (2, b"")]:
         with pytest.raises(MalformedError):
@@ -184,7 +184,7 @@ def test_chunks_arrive_in_any_order_and_only_right_ones_are_written(store):
     partial.finish()
     partial.finish()
     partial.close()
-    assert store.read(digest) == data and store.arriving(digest) is None
+    assert store.read(digest) == data and store.in_progress(digest) is None
     assert list((store.folder / "partial").iterdir()) == []
 
 
@@ -192,7 +192,7 @@ def test_an_interrupted_arrival_goes_on_and_trusts_only_what_still_hashes(tmp_pa
     data = data_of(4 * CHUNK)
     digest, leaves = blob_digest(data), blob_leaves(data)
     with Store(tmp_path, BIG) as store:
-        partial = store.partial(digest, len(data), leaves)
+        partial = store.receive(digest, len(data), leaves)
         for index in (0, 2):
             partial.write(index, data[index * CHUNK : (index + 1) * CHUNK])
     with open(tmp_path / "partial" / digest.hex(), "r+b") as file:
@@ -202,7 +202,7 @@ def test_an_interrupted_arrival_goes_on_and_trusts_only_what_still_hashes(tmp_pa
         assert store.used_bytes == len(data)
         assert store.known_leaves(digest, len(data)) == leaves
         assert store.known_leaves(digest, len(data) - CHUNK) is None
-        partial = store.partial(digest, len(data), leaves)
+        partial = store.receive(digest, len(data), leaves)
         assert store.used_bytes == len(data)
         assert partial.missing() == [1, 2, 3]
         assert partial.bitmap() == b"\x01"
@@ -214,17 +214,17 @@ def test_an_interrupted_arrival_goes_on_and_trusts_only_what_still_hashes(tmp_pa
 
 def test_wrong_leaves_make_no_room(store):
     with pytest.raises(MalformedError):
-        store.partial(blob_digest(b"a"), 1, blob_leaves(b"b"))
+        store.receive(blob_digest(b"a"), 1, blob_leaves(b"b"))
     with pytest.raises(MalformedError):
-        store.partial(blob_digest(b"a"), 1 << 50, [b"x" * 32])
+        store.receive(blob_digest(b"a"), 1 << 50, [b"x" * 32])
     assert list((store.folder / "partial").iterdir()) == []
 
 
 def test_two_who_fetch_one_blob_share_its_arrival(store):
     data = data_of(2 * CHUNK)
     digest = blob_digest(data)
-    a = store.partial(digest, len(data), blob_leaves(data))
-    b = store.partial(digest, len(data), blob_leaves(data))
+    a = store.receive(digest, len(data), blob_leaves(data))
+    b = store.receive(digest, len(data), blob_leaves(data))
     assert a is b
     a.write(0, data[:CHUNK])
     a.close()
@@ -236,7 +236,7 @@ def test_two_who_fetch_one_blob_share_its_arrival(store):
 
 def test_a_blob_that_is_dropped_while_it_arrives_says_so(store):
     data = data_of(2 * CHUNK)
-    partial = store.partial(blob_digest(data), len(data), blob_leaves(data))
+    partial = store.receive(blob_digest(data), len(data), blob_leaves(data))
     store.remove(blob_digest(data))
     with pytest.raises(BlobMissing, match="not wanted"):
         partial.write(0, data[:CHUNK])
@@ -249,9 +249,9 @@ def test_pruning_keeps_what_it_is_told_and_what_is_arriving(tmp_path):
     data = data_of(2 * CHUNK)
     with Store(tmp_path, BIG) as store:
         kept, dropped = store.put(b"kept"), store.put(b"dropped")
-        partial = store.partial(blob_digest(data), len(data), blob_leaves(data))
+        partial = store.receive(blob_digest(data), len(data), blob_leaves(data))
         assert store.prune({kept}) == [dropped]
-        assert store.has(kept) and not store.has(dropped) and store.arriving(blob_digest(data)) is partial
+        assert store.has(kept) and not store.has(dropped) and store.in_progress(blob_digest(data)) is partial
     with Store(tmp_path, BIG) as store:
         assert store.prune({kept}) == [blob_digest(data)]
         assert store.used_bytes == 4
@@ -304,13 +304,13 @@ def test_certificates_come_back_in_the_order_of_rounds_with_both_sides_of_a_fork
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40])
-def test_a_torn_certificate_is_removed_and_reported_and_the_others_stay(store, keep):
+def test_a_torn_certificate_is_removed_and_reported_and_the_others_stay(store, caplog, keep):
     for n in (1, 2):
         store.append_certificate(b"certificate %d" % n * 10, Round(n), digest_of(n))
     last = sorted((store.folder / "chain").iterdir())[-1]
     last.write_bytes(last.read_bytes()[:keep])
     assert list(store.certificates()) == [b"certificate 1" * 10]
-    assert not last.exists() and "round 2" in store.notices[0]
+    assert not last.exists() and "round 2" in caplog.text
     store.append_certificate(b"again", Round(2), digest_of(2))
     assert list(store.certificates())[1] == b"again"
 
@@ -339,7 +339,7 @@ WRITER = """
         digest = store.put(data)
         store.append_certificate(data[:1000], Round(n), digest)
         store.write_value("head", b"%d" % n)
-        partial = store.partial(blob_digest(data * 2), len(data) * 2, blob_leaves(data * 2))
+        partial = store.receive(blob_digest(data * 2), len(data) * 2, blob_leaves(data * 2))
         for i in partial.missing():
             partial.write(i, (data * 2)[i * CHUNK : (i + 1) * CHUNK])
         partial.finish()
@@ -347,7 +347,7 @@ WRITER = """
 """
 
 
-def test_what_was_acknowledged_survives_kill_9_and_nothing_else_is_damaged(tmp_path):
+def test_what_was_acknowledged_survives_kill_9_and_nothing_else_is_damaged(tmp_path, caplog):
     for attempt in range(4):
         folder = tmp_path / str(attempt)
         process = subprocess.Popen(
@@ -368,7 +368,7 @@ def test_what_was_acknowledged_survives_kill_9_and_nothing_else_is_damaged(tmp_p
                 store.read(digest)
             head = store.read_value("head")
             assert head is not None and int(head) >= len(acknowledged) - 1
-            assert store.notices == []
+            assert "was damaged" not in caplog.text
             assert list(store.scratch.iterdir()) == []
 
 
@@ -376,7 +376,7 @@ def test_what_was_acknowledged_survives_kill_9_and_nothing_else_is_damaged(tmp_p
 
 
 def slice_of(store: Store, data: bytes, chunks: list[int]):
-    return store.partial(blob_digest(data), len(data), blob_leaves(data), chunks)
+    return store.receive(blob_digest(data), len(data), blob_leaves(data), chunks)
 
 
 def fill(partial, data: bytes, chunks: list[int]) -> None:
@@ -390,16 +390,16 @@ def test_a_slice_takes_the_room_of_its_chunks_only_and_is_read_while_nobody_fetc
     partial = slice_of(store, data, [1, 6])
     assert store.used_bytes == CHUNK + 5 and partial.missing([1, 6]) == [1, 6]
     fill(partial, data, [1, 6])
-    assert not partial.lacks([1, 6]) and partial.lacks() and partial.left == 5
+    assert not partial.is_incomplete([1, 6]) and partial.is_incomplete() and partial.left == 5
     assert partial.path.stat().st_size == len(data)
     partial.close()
-    arriving = store.arriving(digest)
+    arriving = store.in_progress(digest)
     assert arriving is not None and not store.has(digest)
     assert arriving.read_chunk(6) == data[6 * CHUNK :] and arriving.bitmap() == b"\x42"
     with pytest.raises(BlobMissing):
         arriving.read_chunk(0)
     with pytest.raises(BlobMissing):
-        arriving.write(0, data[:CHUNK])  # whoever closed it has no room in it any more
+        arriving.write(0, data[:CHUNK])  # its user has closed it
 
 
 def test_a_slice_grows_by_what_others_want_of_the_blob_and_becomes_the_blob_when_that_is_all(store):
@@ -415,7 +415,7 @@ def test_a_slice_grows_by_what_others_want_of_the_blob_and_becomes_the_blob_when
     with pytest.raises(MalformedError):
         slice_of(store, data, [4])
     assert store.used_bytes == 2 * CHUNK
-    whole = store.partial(digest, len(data), blob_leaves(data))
+    whole = store.receive(digest, len(data), blob_leaves(data))
     assert store.used_bytes == len(data) and whole.missing() == [1, 3]
     fill(whole, data, [1, 3])
     whole.finish()
@@ -433,8 +433,8 @@ def test_a_slice_outlives_a_restart_and_is_pruned_unless_it_is_to_be_kept(tmp_pa
         partial = slice_of(store, data, [1, 2])
         assert partial.missing([1, 2]) == [2] and store.used_bytes == 2 * CHUNK
         partial.close()
-        assert store.prune({digest}) == [] and store.arriving(digest) is partial
-        assert store.prune(set()) == [digest] and store.arriving(digest) is None
+        assert store.prune({digest}) == [] and store.in_progress(digest) is partial
+        assert store.prune(set()) == [digest] and store.in_progress(digest) is None
         assert store.used_bytes == 0 and list((store.folder / "partial").iterdir()) == []
 
 
@@ -446,3 +446,61 @@ def test_a_slice_counts_towards_what_the_store_may_use(tmp_path):
             slice_of(store, data, [2, 3])
         slice_of(store, data, [7])
         assert store.used_bytes == 3 * CHUNK
+
+
+def test_a_blob_that_is_put_while_it_arrives_is_whole_for_those_who_fetch_it(store):
+    data = data_of(2 * CHUNK)
+    digest, leaves = blob_digest(data), blob_leaves(data)
+    blob = store.receive(digest, len(data), leaves)
+    blob.write(0, data[:CHUNK])
+    store.put(data)
+    assert store.in_progress(digest) is None and blob.has(1) and not blob.left
+    blob.write(1, data[CHUNK:])
+    blob.finish()
+    blob.close()
+    assert store.read(digest) == data and store.used_bytes == len(data)
+    assert list((store.folder / "partial").iterdir()) == []
+
+
+def test_two_threads_that_finish_one_blob_at_once_both_succeed(store):
+    for seed in range(50):
+        data = data_of(CHUNK + 1, seed)
+        digest, leaves = blob_digest(data), blob_leaves(data)
+        blob = store.receive(digest, len(data), leaves)
+        assert store.receive(digest, len(data), leaves) is blob
+        blob.write(0, data[:CHUNK])
+        begin, failed = threading.Barrier(2), []
+
+        def work(blob=blob, data=data, begin=begin, failed=failed) -> None:
+            begin.wait()
+            try:
+                blob.write(1, data[CHUNK:])
+                blob.finish()
+            except StoreError as e:
+                failed.append(e)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        blob.close()
+        blob.close()
+        assert not failed and store.read(digest) == data
+
+
+def test_a_whole_blob_is_not_received_again(store):
+    data = data_of(CHUNK)
+    digest = store.put(data)
+    assert store.receive(digest, len(data), blob_leaves(data)) is None
+
+
+def test_a_blob_that_is_removed_while_it_arrives_can_be_received_again(store):
+    data = data_of(2 * CHUNK)
+    digest = blob_digest(data)
+    blob = store.receive(digest, len(data), blob_leaves(data))
+    blob.write(1, data[CHUNK:])
+    store.remove(digest)
+    with pytest.raises(BlobMissing):
+        blob.write(0, data[:CHUNK])
+    assert store.receive(digest, len(data), blob_leaves(data)).missing() == [0, 1]

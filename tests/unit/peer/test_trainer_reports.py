@@ -1,4 +1,4 @@
-"""What the trainer reports of itself: where its time goes, MFU, memory; and that a step waits for the device once."""
+"""The figures that a trainer reports (time, MFU, memory), and the one wait of a step for the device."""
 
 from __future__ import annotations
 

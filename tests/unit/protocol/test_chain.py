@@ -13,7 +13,7 @@ from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Finalization, RoundRecord, UpdateHeader
 from protocol.reduce_plan import ReducePlan
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.chain_blocks import KEYS, LIMITS, OWNER, RUN, STATE, new
+from tests.support.empty_chain import KEYS, LIMITS, OWNER, RUN, STATE, new
 
 
 def make(

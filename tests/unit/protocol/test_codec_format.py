@@ -15,7 +15,7 @@ from protocol.codec.bits import pack, packed_size, unpack
 from protocol.codec.positions import Positions
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.support.codec_layouts import layouts, read_bf16, read_bits, specs
+from tests.support.codec_cases import layouts, read_bf16, read_bits, specs
 
 
 def read_sparse(record: bytes, m: int, k: int) -> dict[int, float]:

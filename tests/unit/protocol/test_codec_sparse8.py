@@ -16,9 +16,17 @@ from protocol.codec.sparse8 import Sparse8Codec
 from protocol.errors import CodecError
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.support.codec_checks import assert_refused_or_sane
-from tests.support.codec_layouts import layouts, read_bf16, read_bits
-from tests.support.codec_values import LAYOUT, awkward, dense, noise, same_bits
+from tests.support.codec_cases import (
+    LAYOUT,
+    assert_refused_or_sane,
+    awkward,
+    dense,
+    layouts,
+    noise,
+    read_bf16,
+    read_bits,
+    same_bits,
+)
 
 kept = st.one_of(st.integers(256, 4096), st.sampled_from([256, 1024, 4096]))
 

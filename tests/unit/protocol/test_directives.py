@@ -18,8 +18,8 @@ from protocol.messages import Certificate, Directive, Finalization, Rollback, Ro
 from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.chain_blocks import KEYS, LIMITS, RUN, STATE, new
-from tests.support.chain_blocks import OWNER as CHAIN_OWNER
+from tests.support.empty_chain import KEYS, LIMITS, RUN, STATE, new
+from tests.support.empty_chain import OWNER as CHAIN_OWNER
 from tests.support.signed import DIRECTIVE, ONE_OF_EACH, PEERS, RECORD, decoder
 from tests.support.specs import OWNER, digest
 

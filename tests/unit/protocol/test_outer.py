@@ -18,8 +18,8 @@ from protocol.layout import MOMENTUM, Layout
 from protocol.outer import Contribution, apply, clip_factors, fp32, shares
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_digest, state_layout
-from tests.support.codec_values import SPECS, dense, every_codec, noise, same_bits
-from tests.support.outer_states import OUTERS, contributions, key, same_states, state_of
+from tests.support.codec_cases import SPECS, dense, every_codec, noise, same_bits
+from tests.support.outer_step import OUTERS, contributions, key, same_states, state_of
 
 LAYOUT = Layout.of({"a": (3, 5000), "b": (77,), "c": ()})
 

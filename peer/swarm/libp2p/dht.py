@@ -1,0 +1,291 @@
+"""Members' heartbeats in the DHT, each under its author's key: signed, bounded and short-lived.
+
+A record is a hint that somebody may be found, never more: anybody can make keys. hivemind's Kademlia carries them. Its
+caches are off and its `get` is not used, since it believes one node's answer. Here every node near the key is asked,
+and their records are united, so that one liar hides nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import logging
+import random
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+from google.protobuf.message import DecodeError
+from hivemind.dht.crypto import DHTRecord
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+
+from peer.swarm.libp2p.daemon import Daemon, sender_key
+from protocol.bounded import BoundedDict
+from protocol.envelope import open_envelope
+from protocol.errors import MalformedError, ProtocolError
+from protocol.ids import PeerKey, RunId, sha256
+from protocol.wire import swarm_pb2 as wire
+
+log = logging.getLogger(__name__)
+
+dht_pb2: Any = importlib.import_module(
+    "hivemind.proto.dht_pb2"
+)  # built at run time, so type checkers see an empty module
+
+MAX_RECORD = 16 * 1024
+MAX_LIFE_SECONDS = 120
+MAX_SKEW_SECONDS = 3
+MAX_MEMBERS = 4096
+MAX_TOTAL = 2 * 1024 * 1024
+"""All records together must fit one reply of the transport: 4 MiB, with room for keys and framing."""
+
+NEW_OF_A_NODE = 512
+"""Maximum number of records of one node's answer that are checked, beside those checked before.
+
+Anybody can be a node near the key, with any records."""
+
+NEAREST = 8
+"""Nodes near the key that keep the records and are asked for them."""
+
+REMEMBERED = 2 * MAX_MEMBERS
+"""Maximum number of checked records that are not checked again."""
+
+OFFSETS = 32
+"""Peers whose clocks are compared with ours."""
+
+
+def members_key(run: RunId) -> str:
+    """Return the DHT key of a run's members."""
+    return f"cairn/1/{run.hex()}/members"
+
+
+class HeartbeatValidator(RecordValidatorBase):
+    """Accepts heartbeats of this run, signed by the key that they lie under; refuses all else. Never raises.
+
+    There are at most MAX_MEMBERS authors and MAX_TOTAL bytes at a time. A heartbeat older than its author's newest is
+    refused. An attacker who fills the table with keys of its own keeps newcomers out of the DHT, not out of the swarm.
+    """
+
+    def __init__(self, run: RunId, *, now: Callable[[], float] = time.time):
+        self._run = run
+        self._now = now
+        self._key = DHTID.generate(members_key(run)).to_bytes()
+        self._verified: BoundedDict[bytes, tuple[PeerKey, int]] = BoundedDict(REMEMBERED)
+        self._live: dict[PeerKey, tuple[int, int, float]] = {}  # sequence, bytes, expiration
+        self._total = 0
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Return whether the DHT may keep the record."""
+        try:
+            self._check(record)
+            return True
+        except (ProtocolError, DecodeError, ValueError, TypeError) as e:
+            log.debug("a DHT record is refused: %s", e)
+            return False
+
+    def _check(self, record: DHTRecord) -> None:
+        now = self._now()
+        if record.key != self._key:
+            raise MalformedError("its key is not that of this run's members")
+        if len(record.value) > MAX_RECORD or len(record.subkey) > 80:
+            raise MalformedError(f"its value has {len(record.value)} bytes: at most {MAX_RECORD} are accepted")
+        if not now - MAX_SKEW_SECONDS <= record.expiration_time <= now + MAX_LIFE_SECONDS:
+            raise MalformedError("it has expired, or would live longer than two minutes")
+        author, sequence = self.author(record.value)
+        if record.subkey != MSGPackSerializer.dumps(author.hex()):
+            raise MalformedError("it does not lie under its author's key")
+        self._admit(author, sequence, len(record.value), record.expiration_time, now)
+
+    def knows(self, value: bytes) -> bool:
+        """Return whether the value was checked before, and is remembered."""
+        return sha256(value) in self._verified
+
+    def author(self, value: bytes) -> tuple[PeerKey, int]:
+        """Return the author of the heartbeat in a value, and its sequence. Raises ProtocolError, DecodeError."""
+        if len(value) > MAX_RECORD:
+            raise MalformedError(f"its value has {len(value)} bytes: at most {MAX_RECORD} are accepted")
+        name = sha256(value)
+        if (found := self._verified.get(name)) is not None:
+            self._verified.move_to_end(name)
+            return found
+        envelope = open_envelope(unpack(value), "heartbeat", limit=MAX_RECORD)
+        heartbeat = wire.Heartbeat.FromString(envelope.payload)
+        if heartbeat.run != self._run:
+            raise MalformedError("it is of another run")
+        found = self._verified[name] = (envelope.author, heartbeat.sequence)
+        return found
+
+    def _admit(self, author: PeerKey, sequence: int, size: int, expiration: float, now: float) -> None:
+        newest = self._live.get(author)
+        if newest is not None and sequence < newest[0] and newest[2] >= now:
+            raise MalformedError("its author has sent a newer one")
+        if self._exceeds(author, size):
+            for expired in [k for k, (_, _, until) in self._live.items() if until < now]:
+                self._total -= self._live.pop(expired)[1]
+            if self._exceeds(author, size):
+                raise MalformedError("there are too many members already")
+        newest = self._live.get(author)
+        self._live[author] = (sequence, size, expiration if newest is None else max(expiration, newest[2]))
+        self._total += size - (0 if newest is None else newest[1])
+
+    def _exceeds(self, author: PeerKey, size: int) -> bool:
+        newest = self._live.get(author)
+        if newest is None:
+            return len(self._live) >= MAX_MEMBERS or self._total + size > MAX_TOTAL
+        return self._total + size - newest[1] > MAX_TOTAL
+
+
+def unpack(value: bytes) -> bytes:
+    """Return the bytes in a value: MessagePack's bin 8 or bin 16, and nothing else. Raises MalformedError."""
+    start = {0xC4: 2, 0xC5: 3}.get(value[0] if value else 0)
+    if start is None or len(value) < start or int.from_bytes(value[1:start], "big") != len(value) - start:
+        raise MalformedError("its value is not bytes")
+    return value[start:]
+
+
+class DhtPresence:
+    """Our node of the DHT; see `Presence` for the methods."""
+
+    def __init__(self, node: DHTNode, validator: HeartbeatValidator, run: RunId, warn: Callable[[str], None]):
+        self.node = node
+        self._validator = validator
+        self._name = DHTID.generate(members_key(run))
+        self._warn = warn
+        self._offsets: BoundedDict[PeerKey, float] = BoundedDict(OFFSETS)
+
+    @classmethod
+    async def start(cls, daemon: Daemon, run: RunId, warn: Callable[[str], None]) -> DhtPresence:
+        """Begin to take part in the DHT. `warn` receives faults that the user should know of."""
+        validator = HeartbeatValidator(run)
+        node = await DHTNode.create(
+            p2p=daemon,
+            record_validator=validator,
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+        )
+        return cls(node, validator, run, warn)
+
+    @property
+    def clock_offset(self) -> float | None:
+        return statistics.median(self._offsets.values()) if self._offsets else None
+
+    async def meet(self, peer: PeerKey) -> bool:
+        node = self.node
+        request = dht_pb2.PingRequest(peer=node.protocol.node_info, validate=False)
+        began = time.time()
+        try:
+            reply: Any = await node.protocol.get_stub(PeerID(peer.libp2p_id)).rpc_ping(request, timeout=5)
+            node_id = DHTID.from_bytes(reply.peer.node_id)
+        except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind raise, AssertionError too
+            log.info("peer %s does not answer in the DHT: %s", peer.short, e or type(e).__name__)
+            return False
+        ended = time.time()
+        if ended - began < 2:  # of a slower answer the delay may exceed the clock's offset
+            self._offsets.renew(peer, reply.dht_time - (began + ended) / 2)
+        await node.protocol.update_routing_table(node_id, PeerID(peer.libp2p_id), responded=True)
+        return True
+
+    async def publish(self, author: PeerKey, envelope: bytes, seconds: float) -> bool:
+        value = MSGPackSerializer.dumps(envelope)
+        if len(value) > MAX_RECORD:
+            self._warn(f"a heartbeat of {len(value)} bytes is too long for the DHT: at most {MAX_RECORD}")
+            return False
+        protocol = self.node.protocol
+        until = time.time() + min(seconds, MAX_LIFE_SECONDS - 2 * MAX_SKEW_SECONDS)
+        subkey = author.hex()
+        record = DHTRecord(self._name.to_bytes(), MSGPackSerializer.dumps(subkey), value, until)
+        here = protocol._validate_record(record.key, record.subkey, record.value, until) and protocol.storage.store(
+            self._name, value, until, subkey=subkey
+        )
+        near = await self._near()
+        answers = await asyncio.gather(
+            *(
+                protocol.call_store(peer, keys=[self._name], values=[value], expiration_time=until, subkeys=[subkey])
+                for peer in near
+            )
+        )
+        taken = sum(bool(a and a[0]) for a in answers)
+        if near and not taken:
+            for peer in near[:5]:
+                with suppress(MalformedError):
+                    await self.meet(sender_key(peer))
+            self._explain_refusal(len(near), sum(a is not None for a in answers))
+        return bool(taken or (here and not near))
+
+    def _explain_refusal(self, asked: int, answered: int) -> None:
+        offset = self.clock_offset
+        if offset is not None and abs(offset) > MAX_SKEW_SECONDS:
+            ahead = "behind" if offset > 0 else "ahead of"
+            self._warn(
+                f"this machine's clock is {abs(offset):.0f} s {ahead} the other members' clocks, so they do not list "
+                "it: set the clock (e.g. turn on NTP: timedatectl set-ntp true)"
+            )
+        elif not answered:
+            self._warn(f"none of {asked} members answered in the DHT: others may not find this peer until they do")
+        else:
+            self._warn("the members near our place in the DHT did not take our record: others may not find this peer")
+
+    async def discover(self) -> list[bytes]:
+        newest: dict[PeerKey, tuple[int, bytes]] = {}
+        own = self.node.protocol.storage.get(self._name)
+        near = await self._near()
+        found = await asyncio.gather(*(self._find(peer) for peer in near))
+        values = itertools.chain(_values(own.value if own is not None else None), *map(self._some, found))
+        for i, value in enumerate(values):
+            if i % 32 == 31:
+                await asyncio.sleep(0)  # verifying takes a while: other tasks have a turn
+            try:
+                author, sequence = self._validator.author(value)
+            except (ProtocolError, DecodeError) as e:
+                log.info("a record that a DHT node gave is refused: %s", e)
+                continue
+            other = newest.get(author)
+            if (other is None and len(newest) < MAX_MEMBERS) or (other is not None and other[0] < sequence):
+                newest[author] = (sequence, unpack(value))
+        return [envelope for _, envelope in newest.values()]
+
+    def _some(self, values: list[bytes]) -> list[bytes]:
+        """Return one node's values that were checked before, and NEW_OF_A_NODE others at most, drawn by chance."""
+        before = [v for v in values if self._validator.knows(v)]
+        others = [v for v in values if not self._validator.knows(v)]
+        return before + random.sample(others, min(NEW_OF_A_NODE, len(others)))
+
+    async def _find(self, peer: PeerID) -> list[bytes]:
+        """Return the values of one node, unchecked. hivemind's own call drops all of them for one that is stale."""
+        protocol = self.node.protocol
+        request = dht_pb2.FindRequest(keys=[self._name.to_bytes()], peer=protocol.node_info)
+        try:
+            answer: Any = await protocol.get_stub(peer).rpc_find(request, timeout=protocol.wait_timeout)
+            result = answer.results[0]
+            if result.type != dht_pb2.FOUND_DICTIONARY:
+                return []
+            return _values(MSGPackSerializer.loads(result.value))
+        except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind and msgpack raise
+            log.info("a DHT node gave no usable answer: %s", e or type(e).__name__)
+            return []
+
+    async def _near(self) -> list[PeerID]:
+        nearest = await self.node.find_nearest_nodes([self._name], k_nearest=NEAREST, exclude_self=True)
+        return list(nearest[self._name].values())
+
+    def stop(self) -> None:
+        # Not node.shutdown: it waits for the daemon, which may be gone, to unregister handlers that end with it.
+        self.node.is_alive = False
+
+
+def _values(dictionary: object) -> list[bytes]:
+    """Return the values in a DHT dictionary that may be records of ours."""
+    if not isinstance(dictionary, DictionaryDHTValue):
+        return []
+    items = itertools.islice(cast(Any, dictionary).items(), MAX_MEMBERS)
+    return [item.value for _, item in items if isinstance(item.value, bytes)]

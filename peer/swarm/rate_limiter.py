@@ -1,0 +1,128 @@
+"""Limits on what one sender may request: token buckets and concurrency, for a bounded number of senders."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from peer.swarm.errors import TooBusy
+from protocol.ids import PeerKey
+from protocol.token_bucket import TokenBucket
+
+BURST_SECONDS = 2
+"""A burst is what a rate allows in this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Bounds on what arrives by unary calls. Rates are per sender and second."""
+
+    calls_per_second: float = 200
+    bytes_per_second: float = 16 * 1024 * 1024
+    concurrent_per_sender: int = 16
+    concurrent: int = 256
+    bytes_under_way: int = 64 * 1024 * 1024
+    handler_seconds: float = 15
+    concurrent_strangers: int = 64
+    strangers_bytes_per_second: float = 4 * 1024 * 1024
+    """For all senders together that are not known as members: anybody can make keys."""
+    senders: int = 4096
+
+
+@dataclass(slots=True)
+class _Sender:
+    calls: TokenBucket
+    volume: TokenBucket
+    busy: int = 0
+
+
+@dataclass(slots=True)
+class _Strangers:
+    volume: TokenBucket
+    busy: int = 0
+
+
+@dataclass
+class RateLimiter:
+    """Admits calls within the limits. Not thread-safe: one event loop."""
+
+    limits: CallLimits = field(default_factory=CallLimits)
+    is_known: Callable[[PeerKey], bool] = lambda sender: True
+    _strangers: _Strangers | None = None
+    _senders: OrderedDict[PeerKey, _Sender] = field(default_factory=OrderedDict)
+    _busy: int = 0
+    _under_way: int = 0
+
+    @contextmanager
+    def admit(self, sender: PeerKey, size: int, *, now: float | None = None) -> Iterator[None]:
+        """Hold a place for one call of `size` bytes while the block runs. Raises TooBusy."""
+        limits = self.limits
+        now = time.monotonic() if now is None else now
+        own, strangers = self._sender(sender, now), self._shared(sender, now)
+        if own.calls.tokens < 1:
+            raise TooBusy(f"more than {limits.calls_per_second:.0f} calls a second: slow down")
+        if own.volume.tokens < size:
+            raise TooBusy(f"more than {limits.bytes_per_second:.0f} bytes a second: slow down")
+        if strangers is not None and strangers.volume.tokens < size:
+            raise TooBusy("strangers send too much: slow down")
+        if strangers is not None and strangers.busy >= limits.concurrent_strangers:
+            raise TooBusy("too many calls at once: try again")
+        if own.busy >= limits.concurrent_per_sender or self._busy >= limits.concurrent:
+            raise TooBusy("too many calls at once: try again")
+        if self._busy and self._under_way + size > limits.bytes_under_way:
+            raise TooBusy("too many calls at once: try again")
+        own.calls.charge(1)
+        counted = [own] if strangers is None else [own, strangers]
+        for s in counted:
+            s.volume.charge(size)
+            s.busy += 1
+        self._busy += 1
+        self._under_way += size
+        try:
+            yield
+        finally:
+            for s in counted:
+                s.busy -= 1
+            self._busy -= 1
+            self._under_way -= size
+
+    def charge(self, sender: PeerKey, size: int, *, work: bool = False, now: float | None = None) -> None:
+        """Count `size` bytes that are sent to a sender as its own: small requests with big answers are not free.
+
+        With `work` they stand for the cost of checking what arrived, and count against all strangers' volume, too.
+        """
+        now = time.monotonic() if now is None else now
+        self._sender(sender, now).volume.charge(size)
+        if work and (strangers := self._shared(sender, now)) is not None:
+            strangers.volume.charge(size)
+
+    def _shared(self, sender: PeerKey, now: float) -> _Strangers | None:
+        """Return what all strangers share, if the sender is one."""
+        if self.is_known(sender):
+            return None
+        if self._strangers is None:
+            self._strangers = _Strangers(_bucket(self.limits.strangers_bytes_per_second, now))
+        self._strangers.volume.refill(now)
+        return self._strangers
+
+    def _sender(self, sender: PeerKey, now: float) -> _Sender:
+        limits = self.limits
+        state = self._senders.get(sender)
+        if state is None:
+            calls, volume = _bucket(limits.calls_per_second, now), _bucket(limits.bytes_per_second, now)
+            state = self._senders[sender] = _Sender(calls, volume)
+            if len(self._senders) > limits.senders:  # evict the longest silent one with nothing under way
+                idle = next((k for k, s in self._senders.items() if not s.busy and k != sender), None)
+                if idle is not None:
+                    del self._senders[idle]
+        self._senders.move_to_end(sender)
+        state.calls.refill(now)
+        state.volume.refill(now)
+        return state
+
+
+def _bucket(rate: float, now: float) -> TokenBucket:
+    return TokenBucket(rate, BURST_SECONDS * rate, now)

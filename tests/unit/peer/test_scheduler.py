@@ -1,0 +1,336 @@
+"""The scheduler of a fetch, without any network: which actions follow from which events."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+import pytest
+
+from peer.swarm.transfer.actions import (
+    Action,
+    CancelRequest,
+    CheckLeaves,
+    CloseBlob,
+    DropProvider,
+    FailFetch,
+    FinishFetch,
+    LoadLeaves,
+    OpenBlob,
+    QueryProvider,
+    RequestChunk,
+    RequestSlot,
+    ReserveEarly,
+)
+from peer.swarm.transfer.chunk_stage import EARLY, UNPROVED
+from peer.swarm.transfer.events import (
+    BlobMismatch,
+    BlobOpened,
+    ChunkChecked,
+    EarlyReserved,
+    Event,
+    LeavesChecked,
+    LeavesLoaded,
+    Replied,
+    SlotLost,
+    SlotReady,
+)
+from peer.swarm.transfer.frames import BlobOp, ReplyStatus, encode_size
+from peer.swarm.transfer.outcomes import ChunkCheck, Declined, Given, Lost, Outcome
+from peer.swarm.transfer.scheduler import HEDGE_SECONDS, Scheduler
+from peer.swarm.transfer.streams import Priority
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey
+from protocol.merkle import CHUNK, blob_digest, blob_leaves
+
+T = TypeVar("T")
+
+ME, A, B = (Identity(bytes([n]) * 32).key for n in (1, 2, 3))
+DATA = bytes(3 * CHUNK)
+DIGEST, LEAVES = blob_digest(DATA), blob_leaves(DATA)
+REFUSED = Declined(ReplyStatus.REFUSED, "not announced")
+MISSING = Declined(ReplyStatus.MISSING, "not held here")
+
+
+class Streams:
+    """No latency is known."""
+
+    def latency(self, peer: PeerKey, priority: Priority) -> float:
+        return 0.0
+
+    def loaded_latency(self, peer: PeerKey, priority: Priority) -> float:
+        return 0.0
+
+    def has_given(self, peer: PeerKey, priority: Priority) -> bool:
+        return False
+
+
+class Talk:
+    """A scheduler and all its actions that are not yet answered."""
+
+    def __init__(
+        self,
+        providers: Sequence[PeerKey] = (A,),
+        digest: Digest = DIGEST,
+        size: int | None = len(DATA),
+        deadline: float = 60.0,
+    ):
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            ME, providers, digest, size, max_size=1 << 30, chunks=None, deadline_seconds=deadline, streams=Streams(),
+            has=lambda index: False, chance=random.Random(0),
+        )  # fmt: skip
+        self.actions: list[Action] = self.scheduler.start(self.now)
+
+    def tell(self, event: Event | None) -> None:
+        self.actions += self.scheduler.step(event, self.now)
+
+    def wait(self) -> float:
+        """Let the time pass until something is due; return the seconds."""
+        before, self.now = self.now, max(self.now, self.scheduler.wake_at)
+        self.tell(None)
+        return self.now - before
+
+    def all_of(self, kind: type[T]) -> list[T]:
+        return [a for a in self.actions if isinstance(a, kind)]
+
+    def take(self, kind: type[T], **fields: object) -> T:
+        """Return the first action of this kind with these fields, which counts as answered."""
+        for action in self.actions:
+            if isinstance(action, kind) and all(getattr(action, name) == value for name, value in fields.items()):
+                self.actions.remove(action)
+                return action
+        raise AssertionError(f"no {kind.__name__} {fields} in {self.actions}")
+
+    # -- what a driver does ------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Let the first provider give the leaf hashes; all chunks are missing."""
+        self.tell(LeavesLoaded(self.take(LoadLeaves).number, None))
+        self.tell(Replied(self.take(QueryProvider, op=BlobOp.LEAVES).number, Given(b"".join(LEAVES))))
+        self.tell(LeavesChecked(self.take(CheckLeaves).number, True))
+        opening = self.take(OpenBlob)
+        assert opening.leaves == LEAVES
+        self.tell(BlobOpened(opening.number, range(len(LEAVES))))
+
+    def slots(self) -> None:
+        """Give every slot at once."""
+        while slots := self.all_of(RequestSlot):
+            for slot in slots:
+                self.actions.remove(slot)
+                self.tell(SlotReady(slot.number))
+
+    def chunk(self, outcome: Outcome, check: ChunkCheck = ChunkCheck.STORED) -> RequestChunk:
+        """Answer the first request for a chunk."""
+        request = self.take(RequestChunk)
+        self.tell(Replied(request.number, outcome))
+        if isinstance(outcome, Given):
+            self.tell(ChunkChecked(request.number, check))
+        return request
+
+
+def test_a_blob_of_one_chunk_needs_no_leaf_hashes():
+    t = Talk(digest=blob_digest(b"x"), size=1)
+    opening = t.take(OpenBlob)
+    assert opening.leaves == [bytes(blob_digest(b"x"))] and not t.actions
+    t.tell(BlobOpened(opening.number, [0]))
+    t.slots()
+    assert t.chunk(Given()).index == 0
+    assert t.all_of(FinishFetch)
+
+
+def test_a_blob_is_fetched_from_its_leaf_hashes_to_its_last_chunk():
+    t = Talk()
+    t.open()
+    t.slots()
+    got = {t.chunk(Given()).index for _ in range(3)}
+    assert got == {0, 1, 2} and t.all_of(FinishFetch) and not t.all_of(FailFetch)
+
+
+def test_of_a_blob_that_is_here_nothing_is_requested():
+    t = Talk()
+    t.tell(LeavesLoaded(t.take(LoadLeaves).number, LEAVES))
+    t.tell(BlobOpened(t.take(OpenBlob).number, []))
+    assert t.actions == [FinishFetch()]
+
+
+def test_a_few_chunks_are_requested_before_their_hashes_are_known():
+    t = Talk([A, B])
+    t.tell(LeavesLoaded(t.take(LoadLeaves).number, None))
+    t.take(ReserveEarly)
+    t.tell(EarlyReserved())
+    t.slots()
+    assert [r.peer for r in t.all_of(RequestChunk)] == [A] * EARLY
+    assert not t.all_of(OpenBlob)
+
+
+def test_who_gives_no_leaf_hashes_in_time_is_asked_beside_the_next():
+    t = Talk([A, B])
+    t.tell(LeavesLoaded(t.take(LoadLeaves).number, None))
+    assert [q.peer for q in t.all_of(QueryProvider)] == [A]
+    assert t.wait() == HEDGE_SECONDS
+    asked = t.all_of(QueryProvider)
+    assert [q.peer for q in asked] == [A, B]
+    t.tell(Replied(asked[1].number, Given(b"".join(LEAVES))))
+    t.tell(LeavesChecked(t.take(CheckLeaves).number, True))
+    assert CancelRequest(asked[0].number) in t.actions
+    t.tell(Replied(asked[0].number, Lost("late")))  # a cancelled request has no effect
+    assert t.all_of(OpenBlob) and t.scheduler.reasons()[A] == "not asked yet"
+
+
+def test_a_refusal_is_asked_again_more_and_more_rarely_until_the_deadline():
+    t = Talk(deadline=10.0)
+    t.open()
+    t.slots()
+    waits: list[float] = []
+    while not t.all_of(FailFetch):
+        while t.all_of(RequestChunk):
+            t.chunk(REFUSED)
+        t.slots()
+        waits.append(t.wait())
+    pauses = [w for w in waits if w > 0.021]
+    assert 20 < len(pauses) < 40 and pauses[0] < 0.08 and max(pauses) <= 0.6
+    assert t.all_of(FailFetch) == [FailFetch("not in 10 s")] and t.now == 10.0
+    assert t.scheduler.reasons() == {A: "not announced"}
+
+
+def test_what_was_refused_at_the_same_time_counts_once():
+    t = Talk()
+    t.open()
+    t.slots()
+    for _ in range(3):
+        t.chunk(MISSING)
+    t.slots()
+    assert not t.all_of(FailFetch) and not t.all_of(RequestChunk)
+
+
+def test_without_any_provider_left_the_fetch_fails():
+    t = Talk()
+    t.open()
+    for _ in range(50):
+        t.slots()
+        while t.all_of(RequestChunk):
+            t.chunk(MISSING)
+        if t.all_of(FailFetch):
+            break
+        t.wait()
+    assert t.all_of(FailFetch) == [FailFetch("no provider is left")] and t.now < 5
+    assert Talk([]).actions[0] == LoadLeaves(1, len(DATA))
+
+
+def test_a_stream_that_broke_is_used_again_and_a_hostile_one_is_not():
+    t = Talk()
+    t.open()
+    slot = t.take(RequestSlot)
+    t.tell(SlotLost(slot.number, Lost("the stream broke")))
+    t.wait()
+    t.slots()
+    t.chunk(Lost("a reply of 4 GiB", hostile=True))
+    assert t.all_of(DropProvider) == [DropProvider(A, "a reply of 4 GiB")]
+    assert t.all_of(FailFetch)
+
+
+def test_a_wrong_chunk_is_reported_if_its_sender_has_the_same_size():
+    t = Talk([A, B])
+    t.open()
+    t.slots()
+    first = t.take(RequestChunk, peer=A)
+    t.tell(Replied(first.number, Given()))
+    t.tell(ChunkChecked(first.number, ChunkCheck.WRONG))
+    query = t.take(QueryProvider, op=BlobOp.SIZE)
+    assert query.peer == A and not t.all_of(DropProvider)
+    t.tell(Replied(query.number, Given(encode_size(len(DATA)))))
+    assert [d.peer for d in t.all_of(DropProvider)] == [A]
+    while first.index not in {r.index for r in t.all_of(RequestChunk) if r.peer == B}:
+        assert t.wait() < 1
+        t.slots()
+
+
+def test_a_wrong_chunk_of_a_blob_of_another_size_is_not_its_senders_fault():
+    t = Talk()
+    t.open()
+    t.slots()
+    t.chunk(Given(), ChunkCheck.WRONG)
+    t.tell(Replied(t.take(QueryProvider, op=BlobOp.SIZE).number, Given(encode_size(len(DATA) + 1))))
+    assert not t.all_of(DropProvider) and t.all_of(FailFetch)
+    assert "another size" in t.scheduler.reasons()[A]
+
+
+def test_a_size_that_a_provider_stated_wrongly_is_asked_of_the_next():
+    t = Talk([A, B], size=None)
+    t.tell(Replied(t.take(QueryProvider, op=BlobOp.SIZE).number, Given(encode_size(1))))
+    t.tell(BlobMismatch(t.take(OpenBlob).number))
+    assert t.all_of(DropProvider) == [DropProvider(A, "stated a wrong size (1 bytes)")] and t.all_of(CloseBlob)
+    query = t.take(QueryProvider, op=BlobOp.SIZE)
+    assert query.peer == B
+    t.tell(Replied(query.number, Given(encode_size(len(DATA)))))
+    t.open()
+    t.slots()
+    for _ in range(3):
+        t.chunk(Given())
+    assert t.all_of(FinishFetch)
+
+
+def test_a_stated_size_that_is_wrong_ends_the_fetch():
+    t = Talk()
+    t.open()
+    t.slots()
+    t.chunk(Given(), ChunkCheck.WRONG_SIZE)
+    assert t.all_of(FailFetch) == [FailFetch(f"its size is not the {len(DATA):,} bytes that were stated")]
+
+
+def test_before_a_provider_has_given_a_chunk_few_are_requested():
+    data = bytes(20 * CHUNK)
+    t = Talk([A, B], blob_digest(data), len(data))
+    t.tell(LeavesLoaded(t.take(LoadLeaves).number, blob_leaves(data)))
+    t.tell(BlobOpened(t.take(OpenBlob).number, range(20)))
+    t.slots()
+    assert len([r for r in t.all_of(RequestChunk) if r.peer == A]) == UNPROVED
+    t.chunk(Given())
+    t.slots()
+    assert len([r for r in t.all_of(RequestChunk) if r.peer == A]) > UNPROVED
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_the_scheduler_waits_for_something_until_it_is_over(seed: int):
+    """A driver that answers at random, with all outcomes there are, comes to an end by the deadline."""
+    chance = random.Random(seed)
+    data = bytes(12 * CHUNK)
+    t = Talk([A, B], blob_digest(data), chance.choice([len(data), None]), deadline=30.0)
+    outcomes: list[Outcome] = [Given(), Lost("the stream broke"), REFUSED, MISSING]
+    outcomes += [Declined(s, s.name) for s in (ReplyStatus.ABSENT, ReplyStatus.BUSY)]
+    for _ in range(5000):
+        if t.all_of(FailFetch) or t.all_of(FinishFetch):
+            return
+        open_ones = [a for a in t.actions if not isinstance(a, CancelRequest | CloseBlob | DropProvider)]
+        if not open_ones or chance.random() < 0.2:
+            t.wait()
+            continue
+        action = chance.choice(open_ones)
+        t.actions.remove(action)
+        match action:
+            case RequestSlot(number):
+                t.tell(SlotReady(number) if chance.random() < 0.9 else SlotLost(number, Lost("the stream broke")))
+            case RequestChunk(number):
+                outcome = chance.choice(outcomes)
+                t.tell(Replied(number, outcome))
+                if isinstance(outcome, Given):
+                    t.tell(ChunkChecked(number, chance.choice([ChunkCheck.STORED] * 9 + [ChunkCheck.WRONG])))
+            case QueryProvider(number, op=op):
+                data_of = {
+                    BlobOp.SIZE: encode_size(len(data)),
+                    BlobOp.LEAVES: b"".join(blob_leaves(data)),
+                    BlobOp.HAVE: chance.randbytes(2),
+                }
+                given = Given(data_of[op]) if chance.random() < 0.7 else chance.choice(outcomes[1:])
+                t.tell(Replied(number, given))
+            case LoadLeaves(number):
+                t.tell(LeavesLoaded(number, None))
+            case CheckLeaves(number):
+                t.tell(LeavesChecked(number, chance.random() < 0.8))
+            case OpenBlob(number):
+                t.tell(BlobOpened(number, range(12)))
+            case ReserveEarly():
+                t.tell(EarlyReserved())
+    pytest.fail("it goes on for ever")

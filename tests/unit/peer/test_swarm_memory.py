@@ -1,0 +1,100 @@
+"""A swarm works over any transport: packets, the chain, blobs and presence in memory, without daemons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer.store import Store
+from peer.swarm import BlobFetchError, Handlers, PacketTooLarge, PeerRefused, PeerUnreachable, Swarm, SwarmLimits
+from peer.swarm.rate_limiter import CallLimits, RateLimiter
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey, RunId
+from protocol.merkle import CHUNK
+from protocol.wire import swarm_pb2 as wire
+from tests.support.memory_transport import MemoryNetwork
+from tests.support.waiting import LIMIT
+
+RUN = RunId(b"r" * 32)
+
+
+class Member:
+    """A peer of the network, with a store."""
+
+    def __init__(self, network: MemoryNetwork, n: int, folder: Path):
+        self.key = Identity(bytes([n]) * 32).key
+        self.store = Store(folder / str(n), 1 << 40)
+        self.packets: list[tuple[PeerKey, wire.Packet]] = []
+        self.may_serve: Callable[[Digest, PeerKey], str | None] = lambda blob, by: None
+        self.requested: list[tuple[Digest, PeerKey]] = []
+        self.swarm: Swarm
+        self.transport = network.host(self.key, limiter=RateLimiter(CallLimits(calls_per_second=20)))
+
+    async def start(self, *initial: str) -> None:
+        handlers = Handlers(
+            on_packet=lambda sender, packet: self.packets.append((sender, packet)),
+            on_chain_request=lambda sender, request: wire.ChainReply(certificates=list(request.have)),
+            may_serve=lambda blob, by: self.may_serve(blob, by),
+            on_blob_requested=lambda blob, by: self.requested.append((blob, by)),
+        )
+        self.swarm = await Swarm.over(
+            self.transport, RateLimiter(), self.key, RUN, store=self.store, handlers=handlers, initial=initial,
+            limits=SwarmLimits(),
+        )  # fmt: skip
+
+
+@pytest.fixture
+async def three(tmp_path: Path) -> Any:
+    network = MemoryNetwork()
+    made = [Member(network, n, tmp_path) for n in (1, 2, 3)]
+    for member in made:
+        await member.start(*(made[0].swarm.addresses if member is not made[0] else ()))
+    yield made
+    for member in made:
+        await member.swarm.stop()
+        member.store.close()
+
+
+async def test_packets_and_requests_go_to_whoever_they_are_for(three: list[Member]):
+    a, b, c = three
+    packet = wire.Packet(messages=[b"hello"])
+    await b.swarm.send(a.key, packet)
+    assert a.packets == [(b.key, packet)] and not c.packets
+    assert list((await b.swarm.request_chain(c.key, wire.ChainRequest(have=[b"x"]))).certificates) == [b"x"]
+    assert set(await a.swarm.peers()) == {b.key, c.key} and a.swarm.bytes_down == b.swarm.bytes_up - 3
+    with pytest.raises(PacketTooLarge):
+        await b.swarm.send(a.key, wire.Packet(messages=[bytes(5_000_000)]))
+
+
+async def test_who_is_gone_is_unreachable_and_who_sends_too_much_is_refused(three: list[Member]):
+    a, b, c = three
+    with pytest.raises(PeerRefused, match="slow down"):
+        for _ in range(100):
+            await b.swarm.send(a.key, wire.Packet())
+    await c.swarm.stop()
+    with pytest.raises(PeerUnreachable):
+        await b.swarm.send(c.key, wire.Packet())
+    assert await b.swarm.connect(a.swarm.addresses) == [a.key]
+
+
+async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three: list[Member]):
+    a, b, c = three
+    data = bytes(range(256)) * (6 * CHUNK // 256)
+    blob = a.store.put(data)
+    a.may_serve = lambda blob, by: None if by == b.key else "not announced"
+    with pytest.raises(BlobFetchError, match="not announced"):
+        await c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=0.3)
+    assert not a.requested
+    await b.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT)
+    assert b.store.read(blob) == data and set(a.requested) == {(blob, b.key)}
+    await c.swarm.fetch_blob(blob, None, [a.key, b.key], deadline_seconds=LIMIT)
+    assert c.store.read(blob) == data
+
+
+async def test_heartbeats_are_found_by_all(three: list[Member]):
+    a, b, c = three
+    assert await a.swarm.publish(b"a", 60) and await b.swarm.publish(b"b", 0)
+    assert await c.swarm.discover() == [b"a"]
