@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from peer.errors import PeerError
 from peer.node.events import EventQueue, MachineStepped, NodeEvents
 from peer.node.round_timings import RoundTimings
 from peer.node.tasks import cancel_and_wait
@@ -158,24 +159,6 @@ class RoundDriver:
         effects, finished = self._effects, None
         for action in todo:
             match action:
-                case actions.Broadcast(message):
-                    effects.broadcast(message)
-                case actions.Send():
-                    effects.send(action)
-                case actions.RequestUpdate():
-                    effects.request_update(action)
-                case actions.FetchBlob():
-                    effects.fetch_blob(action)
-                case actions.DropBlob():
-                    effects.drop_blob(action)
-                case actions.FetchShard():
-                    effects.fetch_shard(action)
-                case actions.ReduceShard():
-                    effects.reduce_shard(action)
-                case actions.CancelReduce():
-                    effects.cancel_reduce(action)
-                case actions.RequestChain():
-                    effects.request_chain(action)
                 case actions.StoreCertificate(certificate):
                     await effects.store_certificate(certificate)
                 case actions.StoreFinalization(message):
@@ -184,17 +167,44 @@ class RoundDriver:
                     await effects.store_directive(message)
                 case actions.StoreEpoch(epoch):
                     await effects.store_epoch(epoch)
-                case actions.ApplyRecord() | actions.Resync():
-                    effects.move(action)
-                case actions.DirectivesChanged():
-                    effects.directives_changed(action)
-                case actions.Notice():
-                    effects.notify(action)
-                case actions.RunCompleted():
-                    effects.run_completed(action)
                 case actions.Finished():
                     finished = action
+                case _:
+                    self._begin(action)
         return finished
+
+    def _begin(self, action: actions.Action) -> None:
+        """Start the effect of an action that is answered by an event, or by nothing."""
+        effects = self._effects
+        match action:
+            case actions.Broadcast(message):
+                effects.broadcast(message)
+            case actions.Send():
+                effects.send(action)
+            case actions.RequestUpdate():
+                effects.request_update(action)
+            case actions.FetchBlob():
+                effects.fetch_blob(action)
+            case actions.DropBlob():
+                effects.drop_blob(action)
+            case actions.FetchShard():
+                effects.fetch_shard(action)
+            case actions.ReduceShard():
+                effects.reduce_shard(action)
+            case actions.CancelReduce():
+                effects.cancel_reduce(action)
+            case actions.RequestChain():
+                effects.request_chain(action)
+            case actions.ApplyRecord() | actions.Resync():
+                effects.move(action)
+            case actions.DirectivesChanged():
+                effects.directives_changed(action)
+            case actions.Notice():
+                effects.notify(action)
+            case actions.RunCompleted():
+                effects.run_completed(action)
+            case _:
+                raise PeerError(f"the driver does not know the action {type(action).__name__}")
 
     # -- the loop --------------------------------------------------------------------------------------------
 
