@@ -45,7 +45,7 @@ def new_account(home: Path) -> str:
 def peer_consent(text: str, account: str, home: Path) -> str:
     """Return the signed consent of this machine's peer to be bound to an account. Raises CairnError."""
     body = BindPeer(parse_invite(text).run, _key(account, "ACCOUNT"), int(time.time()))
-    return b64url(sign(_identity(home), body).sent)
+    return b64url(sign(_identity(home), body).encoded)
 
 
 def bind_peers(
@@ -61,7 +61,7 @@ def bind_peers(
     if consents:
         inner = [_consent(c) for c in consents]
     else:
-        inner = [sign(_identity(home), BindPeer(run, account.key, now)).sent]
+        inner = [sign(_identity(home), BindPeer(run, account.key, now)).encoded]
     try:
         peers = [open_bind_peer(sent, run) for sent in inner]
         for consent in peers:
@@ -70,7 +70,7 @@ def bind_peers(
                     f"the consent of peer {consent.author.short} is for account {consent.body.account.short}, and this "
                     f"key is {account.key.short}: run `cairn account consent INVITE {account.key}` there"
                 )
-        bindings = [sign(account, BindAccount(run, sent, now, name.strip(), team.strip())).sent for sent in inner]
+        bindings = [sign(account, BindAccount(run, sent, now, name.strip(), team.strip())).encoded for sent in inner]
     except MalformedError as e:
         raise CairnError(f"{e}; --name and --team take at most 40 bytes of printable text") from None
 
@@ -122,7 +122,7 @@ def _plain(totals: CreditTotals, receipts: Sequence[Receipted]) -> dict[str, Any
     def fields(value: Any) -> dict[str, Any]:
         return {f.name: text(getattr(value, f.name)) for f in dataclasses.fields(value)}
 
-    found = [fields(r.word.body) | {"status": r.status, "bytes": b64url(r.word.sent)} for r in receipts]
+    found = [fields(r.word.body) | {"status": r.status, "bytes": b64url(r.word.encoded)} for r in receipts]
     return fields(totals) | {"receipts": found}
 
 

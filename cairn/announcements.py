@@ -48,7 +48,7 @@ class Announcements:
         received = [mine[parent] for mine in self._headers.values() if parent in mine]
         if not received or parent not in self._chain:
             return ()
-        policy = self._policy.under(self._chain.standing(parent).changes)
+        policy = self._policy.under(self._chain.directives(parent).changes)
         state = RoundState(policy, self._chain, parent, None, 0.0)
         found = [
             AnnouncedUpdate(header, late, state.why_invalid(header, self._size_ok) or "") for header, late in received
@@ -61,4 +61,4 @@ class Announcements:
         if parent not in chain:
             return False
         height = chain.height(parent)
-        return chain.on_main(height) == parent and chain.on_main(height + 1) is not None
+        return chain.main_chain_at(height) == parent and chain.main_chain_at(height + 1) is not None

@@ -18,7 +18,7 @@ from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain
 from protocol.errors import CairnError, ProtocolError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.credits import CreditRule, RoundAccount, account_for
+from protocol.ledger.credits import CreditRule, RoundCredits, credits_of
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Directive, Finalization, Signed
 from protocol.rounds.policy import RoundPolicy
@@ -44,7 +44,7 @@ class AuditedChain:
         self._chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
         self._asker = asker
         self._coordinator = coordinator
-        self._accounts: OrderedDict[Digest, RoundAccount] = OrderedDict()
+        self._accounts: OrderedDict[Digest, RoundCredits] = OrderedDict()
         self._abandoned: set[Digest] = set()
         self._read: set[Digest] = set()
         """Every record that was read as part of the chain: about 100 bytes a round."""
@@ -75,7 +75,7 @@ class AuditedChain:
             return None
         return self._final.body.round, self._final.body.record
 
-    def find(self, record: Digest) -> RoundAccount | None:
+    def find(self, record: Digest) -> RoundCredits | None:
         """Return the credits of a record; None if its certificate was not read, or is no longer remembered."""
         return self._accounts.get(record)
 
@@ -114,14 +114,14 @@ class AuditedChain:
             sent = await self._coordinator.certificate(record)
             if sent is None:
                 return
-            certificate = self._decoder.certificate(sent)
+            certificate = self._decoder.decode_certificate(sent)
         except CairnError as e:
             self.warnings.append(f"the coordinator gives no certificate of record {record.short}: {e}")
             return
         if certificate.digest == record:
             if record not in self._read:  # else it was read as part of the chain, and forgotten
                 self._abandoned.add(record)
-            self._accounts[record] = account_for(certificate, self._rule)
+            self._accounts[record] = credits_of(certificate, self._rule)
 
     def refresh(self) -> None:
         """Read on at the next `ensure`, since the chain may have grown after its end was reached."""
@@ -157,15 +157,15 @@ class AuditedChain:
         """Verify and accept a member's reply; return the number of new certificates."""
         try:
             if reply.directive:
-                word = self._decoder.open(reply.directive, Directive)
-                self._chain.take(word)
+                word = self._decoder.decode(reply.directive, Directive)
+                self._chain.add_directive(word)
                 self.epoch = max(self.epoch, word.body.epoch)
             if reply.final:
-                final = self._decoder.open(reply.final, Finalization)
+                final = self._decoder.decode(reply.final, Finalization)
                 newest = None if self._final is None else (self._final.body.epoch, self._final.body.round)
                 if newest is None or (final.body.epoch, final.body.round) > newest:
                     self._final = final
-                self._chain.add_final(final)
+                self._chain.add_finalization(final)
             added = self._add(reply.certificates[:256], by_member=True)
         except ProtocolError as e:
             self.warnings.append(f"member {member.short} sent something that is not of the chain: {e}")
@@ -190,13 +190,13 @@ class AuditedChain:
     def _add(self, sent: Iterable[bytes], *, by_member: bool = False) -> int:
         added = 0
         for data in sent:
-            certificate = self._decoder.certificate(data)
+            certificate = self._decoder.decode_certificate(data)
             if by_member and (word := certificate.record.body.directive) is not None:
                 self.epoch = max(self.epoch, word.body.epoch)
             if self._chain.add(certificate):
                 added += 1
                 self._read.add(certificate.digest)
-                self._accounts[certificate.digest] = account_for(certificate, self._rule)
+                self._accounts[certificate.digest] = credits_of(certificate, self._rule)
         while len(self._accounts) > KEPT:
             self._accounts.popitem(last=False)
         return added

@@ -272,7 +272,7 @@ class _Run:
             data = (self.store / "chain" / f"{round_:013d}-{digest.hex()}").read_bytes()
             if sha256(data[32:]) != data[:32]:
                 return None
-            return self._decoder.certificate(data[32:]).record.body
+            return self._decoder.decode_certificate(data[32:]).record.body
         except (OSError, CairnError):
             return None
 

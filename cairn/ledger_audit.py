@@ -20,9 +20,9 @@ from cairn.connection import CoordinatorConnection, connect
 from cairn.number_format import credits
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, from_b64url
-from protocol.ledger.audit import Auditor, Difference, Report, SeenHead
+from protocol.ledger.audit import Auditor, AuditReport, Finding, TrustedTreeHead
 from protocol.ledger.entries import RoundEntry, decode_entry, decode_line
-from protocol.ledger.statements import Receipt, TreeHead, Word, open_receipt, open_tree_head
+from protocol.ledger.statements import Receipt, SignedStatement, TreeHead, open_receipt, open_tree_head
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.proofs import check_consistency, check_inclusion
 
@@ -45,7 +45,7 @@ MAX_HEADS = 2000
 class AuditResult:
     """The result of an audit, with its sources."""
 
-    report: Report
+    report: AuditReport
     head: TreeHead
     seen_before: TreeHead | None
     heads: int
@@ -94,22 +94,22 @@ async def audit_log(r: CoordinatorConnection, home: Path, *, listen: tuple[str, 
         if not heads and not bad:
             raise CairnError("the coordinator has signed no tree head yet: try again in a minute")
         if not heads:
-            raise CairnError(f"{bad[0].words}: without a head that its owner signed a log cannot be audited")
+            raise CairnError(f"{bad[0].message}: without a head that its owner signed a log cannot be audited")
         newest = heads[0].body
-        wanted = [SeenHead(h.body, f"signed at {_when(h.body)}") for h in heads]
+        wanted = [TrustedTreeHead(h.body, f"signed at {_when(h.body)}") for h in heads]
         if seen is not None:
-            wanted.append(SeenHead(seen.body, f"seen by this machine, signed at {_when(seen.body)}"))
-        auditor = Auditor(r.spec, chain.find, wanted, is_left=chain.is_abandoned)
+            wanted.append(TrustedTreeHead(seen.body, f"seen by this machine, signed at {_when(seen.body)}"))
+        auditor = Auditor(r.spec, chain.find, wanted, is_abandoned=chain.is_abandoned)
         await _check_entries(r, auditor, chain, newest.size)
         if chain.newest_final is None:
             final = None  # the chain carries a newer rollback
     report = auditor.finish(*(final or (None, None)), epoch=chain.epoch if chain.agreed else None)
     if not chain.is_followed(auditor.tip):
         words = f"the log ends with record {auditor.tip.short}, which is not on the chain that the swarm follows"
-        report.differences.append(Difference(None, words))
-    report.differences += bad
-    report.differences += await _proofs(r, seen, heads[0])
-    if not report.differences:
+        report.findings.append(Finding(None, words))
+    report.findings += bad
+    report.findings += await _proofs(r, seen, heads[0])
+    if not report.findings:
         _remember_head(home, r, heads[0])
     warnings = list(chain.warnings)
     if not chain.agreed:
@@ -128,10 +128,10 @@ async def audit_log(r: CoordinatorConnection, home: Path, *, listen: tuple[str, 
     )  # fmt: skip
 
 
-async def _heads(r: CoordinatorConnection) -> tuple[list[Word[TreeHead]], list[Difference]]:
+async def _heads(r: CoordinatorConnection) -> tuple[list[SignedStatement[TreeHead]], list[Finding]]:
     """Return the newest signed heads, newest first, and a difference for each that the owner did not sign."""
-    heads: list[Word[TreeHead]] = []
-    bad: list[Difference] = []
+    heads: list[SignedStatement[TreeHead]] = []
+    bad: list[Finding] = []
     before = 0
     while len(heads) + len(bad) < MAX_HEADS:
         page = await r.log.heads_sent(before, HEADS)
@@ -140,7 +140,7 @@ async def _heads(r: CoordinatorConnection) -> tuple[list[Word[TreeHead]], list[D
             try:
                 heads.append(open_tree_head(sent, r.spec.run_id, r.spec.owner_key))
             except ProtocolError as e:
-                bad.append(Difference(None, f"a tree head that the coordinator gives was not signed by the owner: {e}"))
+                bad.append(Finding(None, f"a tree head that the coordinator gives was not signed by the owner: {e}"))
         if len(page) < HEADS or len(heads) == before_page or heads[-1].body.size == 0:
             break
         before = heads[-1].body.size
@@ -165,7 +165,7 @@ async def _check_entries(r: CoordinatorConnection, auditor: Auditor, chain: Audi
             if record is not None and not await chain.ensure(record):
                 chain.refresh()
                 await chain.ensure(record)
-            auditor.take(sent, lines.get(first + i, ()))
+            auditor.add(sent, lines.get(first + i, ()))
         first += len(page)
 
 
@@ -182,28 +182,30 @@ async def _lines_of(r: CoordinatorConnection, first: int, end: int) -> dict[int,
 
 def _record_of(sent: bytes):
     try:
-        what = decode_entry(sent).what
+        what = decode_entry(sent).payload
     except MalformedError:
         return None
     return what.record if isinstance(what, RoundEntry) else None
 
 
-async def _proofs(r: CoordinatorConnection, seen: Word[TreeHead] | None, head: Word[TreeHead]) -> list[Difference]:
+async def _proofs(
+    r: CoordinatorConnection, seen: SignedStatement[TreeHead] | None, head: SignedStatement[TreeHead]
+) -> list[Finding]:
     """Check the proofs that the coordinator makes for light clients; return the differences."""
-    found: list[Difference] = []
+    found: list[Finding] = []
     new = head.body
     try:
         if seen is not None and seen.body.size <= new.size:
             path = await r.log.consistency(seen.body.size, new.size)
             check_consistency(seen.body.size, seen.body.root, new.size, new.root, path)
     except ProtocolError as e:
-        found.append(Difference(None, f"the coordinator's proof that its log only grew: {e}"))
+        found.append(Finding(None, f"the coordinator's proof that its log only grew: {e}"))
     for n in sorted({0, new.size // 2, new.size - 1}) if new.size else ():
         try:
             entries, _ = await r.log.entries(n, 1)
             check_inclusion(leaf_hash(entries[0]), n, new.size, await r.log.inclusion(n, new.size), new.root)
         except (ProtocolError, IndexError) as e:
-            found.append(Difference(n, f"the coordinator's proof that entry {n} is in its log: {e}"))
+            found.append(Finding(n, f"the coordinator's proof that entry {n} is in its log: {e}"))
     return found
 
 
@@ -249,7 +251,7 @@ async def receipt_problem(r: CoordinatorConnection, receipt: Receipt, head: Tree
         if not entries:
             return f"the log has no entry {n}"
         check_inclusion(leaf_hash(entries[0]), n, head.size, await r.log.inclusion(n, head.size), head.root)
-        what = decode_entry(entries[0]).what
+        what = decode_entry(entries[0]).payload
         if not isinstance(what, RoundEntry) or (what.record, what.round) != (receipt.record, receipt.round):
             return f"entry {n} of the log is not the round that the receipt names"
         groups, _ = await r.log.lines(n, 1)
@@ -301,7 +303,7 @@ def head_file(home: Path, run: RunId) -> Path:
     return home / "audits" / f"{run.hex()[:12]}.head"
 
 
-def _seen_head(home: Path, r: CoordinatorConnection) -> Word[TreeHead] | None:
+def _seen_head(home: Path, r: CoordinatorConnection) -> SignedStatement[TreeHead] | None:
     path = head_file(home, r.spec.run_id)
     try:
         return open_tree_head(path.read_bytes(), r.spec.run_id, r.spec.owner_key)
@@ -313,14 +315,14 @@ def _seen_head(home: Path, r: CoordinatorConnection) -> Word[TreeHead] | None:
         raise CairnError(f"{path}, which holds the tree head seen last, is damaged: {e}; move it away") from None
 
 
-def _remember_head(home: Path, r: CoordinatorConnection, head: Word[TreeHead]) -> None:
+def _remember_head(home: Path, r: CoordinatorConnection, head: SignedStatement[TreeHead]) -> None:
     """Write the newest head, whole or not at all. Raises CairnError."""
     path = head_file(home, r.spec.run_id)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with draft.open("wb") as file:
-            file.write(head.sent)
+            file.write(head.encoded)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
@@ -345,17 +347,17 @@ def _lines(a: AuditResult) -> list[str]:
         + (f", {a.from_coordinator} from the coordinator" if a.from_coordinator else "")
         + (f"; finalized up to round {a.final}" if a.final is not None else "; nothing is finalized yet"),
         f"credits  {credits(r.issued)} issued: {credits(r.settled)} settled, {credits(r.pending)} pending, "
-        f"{credits(r.voided)} voided; {len(r.standings)} peers",
+        f"{credits(r.voided)} voided; {len(r.balances)} peers",
         f"heads    {a.heads} compared"
         + (f"; the last one seen was over {a.seen_before.size} entries" if a.seen_before else "; none was seen before"),
     ]
     lines += [f"note     {w}" for w in a.warnings]
-    lines += [f"UNPROVED {d.words}" for d in r.unproved]
-    lines += [f"WRONG    {d.words}" for d in r.differences]
+    lines += [f"UNPROVED {d.message}" for d in r.unproved]
+    lines += [f"WRONG    {d.message}" for d in r.findings]
     if a.clean:
         lines.append("clean    every entry, line, hash, root and head was recomputed: all are correct")
     else:
-        lines.append(f"{len(r.differences)} differences, {len(r.unproved)} not proved: the log is wrong")
+        lines.append(f"{len(r.findings)} differences, {len(r.unproved)} not proved: the log is wrong")
     return lines
 
 
@@ -373,10 +375,10 @@ def _plain(a: AuditResult) -> dict[str, Any]:
         "micro_credits": {"issued": r.issued, "settled": r.settled, "pending": r.pending, "voided": r.voided},
         "peers": {
             str(peer): {k: getattr(s, k).micro_credits for k in ("settled", "pending", "voided")}
-            for peer, s in sorted(r.standings.items())
+            for peer, s in sorted(r.balances.items())
         },
         "certificates": {"members": {str(k): n for k, n in a.from_members.items()}, "coordinator": a.from_coordinator},
-        "differences": [dataclasses.asdict(d) for d in r.differences],
+        "differences": [dataclasses.asdict(d) for d in r.findings],
         "unproved": [dataclasses.asdict(d) for d in r.unproved],
         "warnings": a.warnings,
     }

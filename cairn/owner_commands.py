@@ -95,7 +95,7 @@ async def _send(run: OwnedRun, change: DirectiveChange) -> None:
             reply = await client.publish_directive()
             number = reply.round
             if reply.directive:
-                directives.append(decoder.open(reply.directive, Directive))
+                directives.append(decoder.decode(reply.directive, Directive))
         except CoordinatorUnreachable as e:
             click.echo(f"the coordinator does not answer ({e})", err=True)
         newest = _newest(directives, run)
@@ -108,7 +108,7 @@ async def _send(run: OwnedRun, change: DirectiveChange) -> None:
             file.append(directive)
             click.echo(f"the order is left in {run.folder}: the coordinator publishes it when it is started again")
             return
-        await client.publish_directive(directive.sent)
+        await client.publish_directive(directive.encoded)
         await _wait_until_spread(client)
 
 
@@ -126,7 +126,7 @@ async def _wait_until_spread(client: Any) -> None:
 
 def _newest(directives: Sequence[Signed[Directive]], run: OwnedRun) -> Directive:
     """Return the newest directive; if there is none yet, one that changes nothing."""
-    return max((d.body for d in directives), key=lambda b: b.rank, default=Directive(run.spec.run_id, 0))
+    return max((d.body for d in directives), key=lambda b: b.precedence, default=Directive(run.spec.run_id, 0))
 
 
 def _key(text: str) -> PeerKey:
@@ -146,7 +146,7 @@ def set_order(path: Path, home: Path, order: str, reason: str, message: str) -> 
     """Run `cairn run pause`, `resume` or `end`: set the order, and print `message`. Raises CairnError."""
 
     def change(status: RunStatus) -> Directive | None:
-        if status.body.order == order:
+        if status.body.run_status == order:
             click.echo(f"the run is {order} already")
             return None
         click.echo(message.format(round=status.round if status.round is not None else "that is open then"))

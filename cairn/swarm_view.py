@@ -66,7 +66,7 @@ class ObserverView:
 
     @property
     def final(self) -> Signed[Finalization] | None:
-        return self._node.chain.final
+        return self._node.chain.finalization
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
         return self._node.certificates.after(record, limit)
@@ -106,17 +106,18 @@ class ObserverView:
         return self._node.membership.locator.newest
 
     async def publish_coordinator_address(self, address: Signed[Any]) -> None:
-        if not self._node.membership.locator.accept(address.sent):  # else the node passes it on by itself
+        if not self._node.membership.locator.accept(address.encoded):  # else the node passes it on by itself
             self._node.network.send_to_all(address)
 
     @property
     def directive(self) -> Signed[Directive] | None:
-        return self._node.chain.newest
+        return self._node.chain.newest_directive
 
     async def publish_directive(self, directive: Signed[Directive]) -> None:
         self._node.post(events.MessageReceived(directive))
         end = time.monotonic() + DIRECTIVE_SECONDS
-        while (newest := self._node.chain.newest) is None or newest.body.rank < directive.body.rank:
+        chain, wanted = self._node.chain, directive.body.precedence
+        while (newest := chain.newest_directive) is None or newest.body.precedence < wanted:
             if time.monotonic() > end:
                 raise CairnError("the observer does not accept the owner's directive: its log says why")
             await asyncio.sleep(0.01)
@@ -132,7 +133,7 @@ class ObserverView:
 
     def held_state(self) -> int:
         chain = self._node.chain
-        return max((a.round for a in self._archive.all() if chain.on_main(a.round) == a.record), default=0)
+        return max((a.round for a in self._archive.all() if chain.main_chain_at(a.round) == a.record), default=0)
 
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)
@@ -141,7 +142,7 @@ class ObserverView:
 
     def _changed(self) -> None:
         chain = self._node.chain
-        now = (chain.head, *(None if m is None else m.digest for m in (chain.final, chain.newest)))
+        now = (chain.head, *(None if m is None else m.digest for m in (chain.finalization, chain.newest_directive)))
         if now != self._seen:
             self._seen = now
             self._news.set()
@@ -231,7 +232,7 @@ class ObserverView:
         """Return the archived states of branches that lost: they are no states of the run any more."""
         chain = self._node.chain
         first = chain.height(chain.root)
-        return [a for a in self._archive.all() if a.round >= first and chain.on_main(a.round) != a.record]
+        return [a for a in self._archive.all() if a.round >= first and chain.main_chain_at(a.round) != a.record]
 
     def _last_state(self, head: Digest) -> tuple[Digest, Digest, int] | None:
         """Return the state after a run's last record.
@@ -263,7 +264,7 @@ class ObserverView:
         if record != self._node.chain.head:
             return b"", []
         certificate = self._node.chain.certificate(record)
-        return encode_certificate(certificate), [h.sent for h in self._claims(record) if h.body.state == state]
+        return encode_certificate(certificate), [h.encoded for h in self._claims(record) if h.body.state == state]
 
 
 def _into_store(store: Store, archived: ArchivedState) -> None:

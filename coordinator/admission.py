@@ -142,14 +142,14 @@ class Admitter:
         check_policy(request, self._policy, self._codes)
         known = self._admitted.get(request.peer)
         if known and known.name == request.name and known.not_after - now >= _FRESH * self._policy.seconds:
-            return self._decoder.open(known.sent, Admission)
+            return self._decoder.decode(known.sent, Admission)
         if known is None and len(self._admitted) >= MAX_ADMISSIONS:
             raise TooManyError("this run has admitted as many peers as it takes: try again tomorrow")
         start = int(now)
         body = Admission(self._run, request.peer, start, start + self._policy.seconds, request.name)
         signed = self._signer.sign(body)
         first_at = known.first_at if known else start
-        admitted = AdmissionRow(request.peer, request.name, first_at, start, body.not_after, signed.sent)
+        admitted = AdmissionRow(request.peer, request.name, first_at, start, body.not_after, signed.encoded)
         # Before the write, so that two concurrent requests do not pass the limit together.
         self._admitted[request.peer] = admitted
         await self._ledger.run(lambda ledger: ledger.add_admission(admitted))

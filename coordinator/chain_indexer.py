@@ -23,8 +23,8 @@ from coordinator.tasks import wait_at_most
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.ledger.accounts import Standing as AccountBalance
-from protocol.ledger.credits import CreditRule, RoundAccount, account_for
+from protocol.ledger.accounts import AccountBalance as AccountBalance
+from protocol.ledger.credits import CreditRule, RoundCredits, credits_of
 from protocol.messages import Certificate
 from protocol.spec import RunSpec
 
@@ -45,7 +45,7 @@ class ChainIndexer:
     def __init__(
         self, spec: RunSpec, view: SwarmView, ledger: LedgerThread, chain: IndexedChain, finalizer: Finalizer,
         plausibility: PlausibilityCheck, directives: DirectiveEffects, now: Callable[[], float], *,
-        on_pass: Callable[[], None] = lambda: None, on_new_head: Callable[[RoundAccount], object] = lambda _: None,
+        on_pass: Callable[[], None] = lambda: None, on_new_head: Callable[[RoundCredits], object] = lambda _: None,
     ):  # fmt: skip
         """Prepare; `on_pass` is called after each pass.
 
@@ -157,7 +157,7 @@ class ChainIndexer:
         await self._finalizer.check_swarm()
         self._plausibility.update_rules(self._directives.round_policy)
         known = {a.record for a in self._chain.open}
-        accounts: list[RoundAccount] = []
+        accounts: list[RoundCredits] = []
         at = self._chain.posted[1] if self._chain.posted else genesis_digest(self._run)
         while True:
             page = await self._view.certificates_after(at, PAGE)
@@ -166,7 +166,7 @@ class ChainIndexer:
                     self._wake.set()  # the chain switched to another branch meanwhile: start over
                     return ""
                 return await self._off_the_chain()
-            new = [account_for(c, self._rule) for c in _linked(page, at)]
+            new = [credits_of(c, self._rule) for c in _linked(page, at)]
             accounts += new
             last_page = len(page) < PAGE
             await self._note_first_seen([a for a in new if a.record not in known], at_head=last_page)
@@ -180,7 +180,7 @@ class ChainIndexer:
         await self._finalizer.publish()
         return ""
 
-    async def _post_final(self, accounts: list[RoundAccount]) -> list[RoundAccount]:
+    async def _post_final(self, accounts: list[RoundCredits]) -> list[RoundCredits]:
         """Post the rounds that are final, and return the others."""
         count = self._finalizer.final_count(accounts)
         if not count:
@@ -189,19 +189,19 @@ class ChainIndexer:
         finalization = self._finalizer.sign(newest.round, newest.record)
         for i in range(0, count, ROUNDS_PER_TRANSACTION):
             some = accounts[i : min(count, i + ROUNDS_PER_TRANSACTION)]
-            encoded = finalization.sent if some[-1] is newest else None
+            encoded = finalization.encoded if some[-1] is newest else None
             added, balances = await self._ledger.run(lambda ledger, s=some, f=encoded: self._post(ledger, s, f))
             self._chain.post(added, (some[-1].round, some[-1].record), balances, accounts[i + len(some) :])
         self._finalizer.adopt(finalization)
         return accounts[count:]
 
     def _post(
-        self, ledger: Ledger, accounts: Sequence[RoundAccount], finalization: bytes | None
-    ) -> tuple[list[RoundAccount], dict[PeerKey, AccountBalance]]:
+        self, ledger: Ledger, accounts: Sequence[RoundCredits], finalization: bytes | None
+    ) -> tuple[list[RoundCredits], dict[PeerKey, AccountBalance]]:
         """Post rounds, the finalization of the last one, and verdicts: in the ledger's thread, in one transaction."""
         added = []
         for account in accounts:
-            since = ledger.active_since(e.peer for e in account.entries)
+            since = ledger.active_since(e.peer for e in account.lines)
             if not ledger.post(account, finalization=finalization if account is accounts[-1] else None):
                 continue
             added.append(account)
@@ -223,7 +223,7 @@ class ChainIndexer:
             f"{posted[1].short}, with which the ledger ends"
         )
 
-    async def _note_first_seen(self, new: Sequence[RoundAccount], *, at_head: bool) -> None:
+    async def _note_first_seen(self, new: Sequence[RoundCredits], *, at_head: bool) -> None:
         """Note the time of the newest record, if this coordinator was there when it was made."""
         if not new or not at_head or self._is_behind(new[-1].round):
             return

@@ -61,12 +61,12 @@ class RunControl:
     async def _resume(self) -> None:
         stored, done = await asyncio.to_thread(self._file.read)
         theirs = self._view.directive
-        if theirs is not None and all(theirs.body.rank > d.body.rank for d in stored):
+        if theirs is not None and all(theirs.body.precedence > d.body.precedence for d in stored):
             await asyncio.to_thread(self._file.append, theirs)
             stored.append(theirs)
         if not stored:
             return
-        newest = max(stored, key=lambda d: d.body.rank)
+        newest = max(stored, key=lambda d: d.body.precedence)
         self._apply(newest)
         await self._view.publish_directive(newest)
         for epoch in range(1, newest.body.epoch + 1):
@@ -78,14 +78,14 @@ class RunControl:
 
     async def accept(self, encoded: bytes) -> Signed[Directive]:
         """Store, publish and follow a directive (an envelope). Raises RefusedError, ProtocolError, CairnError."""
-        directive = self._decoder.open(encoded, Directive)
+        directive = self._decoder.decode(encoded, Directive)
         async with self._changing:
-            if self.newest is not None and directive.body.rank <= self.newest.body.rank:
-                if directive.sent == self.newest.sent:
+            if self.newest is not None and directive.body.precedence <= self.newest.body.precedence:
+                if directive.encoded == self.newest.encoded:
                     return directive
                 raise RefusedError("a newer directive of the owner is known here: read it, and give the order again")
             theirs = self._view.directive
-            if theirs is not None and self._is_behind(theirs) and theirs.sent != directive.sent:
+            if theirs is not None and self._is_behind(theirs) and theirs.encoded != directive.encoded:
                 self._check_swarm()
                 raise RefusedError("the swarm knows a newer directive of the owner: read it, and give the order again")
             before = 0 if self.newest is None else self.newest.body.epoch
@@ -104,7 +104,7 @@ class RunControl:
             self._receiving = asyncio.create_task(self._receive(), name="the owner's directive")
 
     def _is_behind(self, theirs: Signed[Directive] | None) -> bool:
-        return theirs is not None and (self.newest is None or theirs.body.rank > self.newest.body.rank)
+        return theirs is not None and (self.newest is None or theirs.body.precedence > self.newest.body.precedence)
 
     async def _receive(self) -> None:
         try:
@@ -139,7 +139,7 @@ class RunControl:
         why = f" ({body.reason})" if body.reason else ""
         if peer in body.banned:
             return f"the run's owner has banned this key{why}: write to the owner if you think that it is a mistake"
-        return f"the run has been ended by its owner{why}" if body.order == "ended" else None
+        return f"the run has been ended by its owner{why}" if body.run_status == "ended" else None
 
     async def _roll_back(self, directive: Signed[Directive]) -> None:
         """Take the ledger to the branch that the chain follows now, as far as it has posted the other one."""
@@ -148,7 +148,7 @@ class RunControl:
             return
         number = Round(back.round - 1)
         if not await self._continues_from(back.record, number):
-            await self._indexer.rollback(back.record, number, directive.sent)
+            await self._indexer.rollback(back.record, number, directive.encoded)
         await asyncio.to_thread(self._file.mark_done, back.epoch)
 
     async def _continues_from(self, record: Digest, number: Round) -> bool:
@@ -163,7 +163,7 @@ class RunControl:
 
 def describe(body: Directive) -> str:
     """Return a directive as one phrase, for the log."""
-    phrases = [body.order]
+    phrases = [body.run_status]
     if body.banned:
         phrases.append(f"{len(body.banned)} banned")
     changed = [n for n in body.changes.__slots__ if getattr(body.changes, n) is not None]

@@ -51,14 +51,14 @@ class DirectiveFile:
             try:
                 if not line.strip() or len(line) > MAX_LINE:
                     continue
-                directives.append(self._decoder.open(base64.b64decode(line, validate=True), Directive))
+                directives.append(self._decoder.decode(base64.b64decode(line, validate=True), Directive))
             except (ValueError, MalformedError, ProtocolError) as e:
                 log.warning("%s: a line is skipped: %s", self._file.path, e)
         return directives, done
 
     def append(self, directive: Signed[Directive]) -> None:
         """Store a directive; it is on disk when this returns."""
-        self._append(base64.b64encode(directive.sent))
+        self._append(base64.b64encode(directive.encoded))
 
     def mark_done(self, epoch: int) -> None:
         """Store that the ledger has followed this rollback."""

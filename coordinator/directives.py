@@ -50,7 +50,7 @@ class DirectiveEffects:
         """Follow the newest directive."""
         self._policy.change(directive.changes, directive.from_round, self._chain.training_round)
         self.banned, self.order = frozenset(directive.banned), None
-        if directive.order != "running":
+        if directive.run_status != "running":
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(directive.since))
             why = f": {directive.reason}" if directive.reason else ""
-            self.order = (directive.order, f"{directive.order} by the run's owner since {since}{why}")
+            self.order = (directive.run_status, f"{directive.run_status} by the run's owner since {since}{why}")

@@ -64,7 +64,7 @@ def export(
     _check_out(out, force)
     layout, made, dtype_config = _model(config)
     held = read_layout(checkpoint)
-    if held.model_part() != layout:
+    if held.without_momentum() != layout:
         raise ExportError(
             f"{checkpoint}: a checkpoint of another model than that of run {origin.name!r}: name the run that it is "
             "of, by its folder or with --spec"
@@ -150,7 +150,7 @@ def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mapping[str, str]) -> Digest:
     """Copy the model's tensors into a safetensors file; return the digest of the checkpoint that was read."""
-    wanted = {t.name for t in held.model_part().tensors}
+    wanted = {t.name for t in held.without_momentum().tensors}
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     ranges: list[tuple[int, int]] = []  # byte ranges of the checkpoint's file, ascending
     at, to = len(held.checkpoint_header()), 0

@@ -14,7 +14,7 @@ from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
 from protocol.identity import Identity
 from protocol.ids import Digest, Round
-from protocol.ledger.credits import RoundAccount
+from protocol.ledger.credits import RoundCredits
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Finalization, Signed
 from protocol.spec import RunSpec
@@ -37,10 +37,10 @@ class Finalizer:
 
     def restore(self, encoded: bytes | None) -> None:
         """Continue from the newest finalization in the ledger (an envelope; None: there is none)."""
-        self._newest = self._decoder.open(encoded, Finalization) if encoded else None
+        self._newest = self._decoder.decode(encoded, Finalization) if encoded else None
         self._published = None
 
-    def final_count(self, accounts: Sequence[RoundAccount]) -> int:
+    def final_count(self, accounts: Sequence[RoundCredits]) -> int:
         """Return how many of these rounds, the first after the newest posted one, are final now."""
         held = self._view.held_state()
         # Depth alone is not enough: alone with a peer that withholds its updates, an owner would bind the swarm to a
@@ -53,7 +53,7 @@ class Finalizer:
                 count = max(count, i + 1)
         return max(0, count)
 
-    def _ends_run(self, accounts: Sequence[RoundAccount]) -> bool:
+    def _ends_run(self, accounts: Sequence[RoundCredits]) -> bool:
         """Return whether these rounds end the run: nothing will be built on them."""
         total = self._spec.total_tokens
         at_head = bool(accounts) and accounts[-1].record == self._view.head

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.history import RoundHistory, RoundPoint
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.accounts import Standing as AccountBalance
-from protocol.ledger.credits import Balance, RoundAccount, pending
+from protocol.ledger.accounts import AccountBalance as AccountBalance
+from protocol.ledger.credits import Balance, RoundCredits, sum_credits
 
 MAX_REMEMBERED = 64
 """Newest posted rounds whose credit lines are kept in memory."""
@@ -24,10 +24,10 @@ class IndexedChain:
         self.posted: tuple[Round, Digest] | None = None
         """The newest final round and its record."""
 
-        self.recent: deque[RoundAccount] = deque(maxlen=MAX_REMEMBERED)
+        self.recent: deque[RoundCredits] = deque(maxlen=MAX_REMEMBERED)
         """The newest posted rounds, oldest first."""
 
-        self.open: tuple[RoundAccount, ...] = ()
+        self.open: tuple[RoundCredits, ...] = ()
         """The chain beyond the newest posted round, oldest first."""
 
         self.history = RoundHistory()
@@ -62,7 +62,7 @@ class IndexedChain:
         """Return whether a round of this chain is posted."""
         return self.posted is not None and round_ <= self.posted[0]
 
-    def newest(self, count: int) -> list[RoundAccount]:
+    def newest(self, count: int) -> list[RoundCredits]:
         """Return at most `count` newest rounds, final or not, newest first."""
         return [*self.recent, *self.open][: -count - 1 : -1]
 
@@ -75,7 +75,7 @@ class IndexedChain:
         return points
 
     def restore(
-        self, posted: tuple[Round, Digest] | None, recent: Iterable[RoundAccount], history: RoundHistory,
+        self, posted: tuple[Round, Digest] | None, recent: Iterable[RoundCredits], history: RoundHistory,
         first_seen: dict[Digest, float], balances: Mapping[PeerKey, AccountBalance],
     ) -> None:  # fmt: skip
         """Take over what the ledger holds; open rounds are forgotten."""
@@ -85,8 +85,8 @@ class IndexedChain:
         self._set(balances, ())
 
     def post(
-        self, added: Iterable[RoundAccount], posted: tuple[Round, Digest],
-        balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundAccount],
+        self, added: Iterable[RoundCredits], posted: tuple[Round, Digest],
+        balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundCredits],
     ) -> None:  # fmt: skip
         """Append rounds that the ledger has posted; `beyond` are the open rounds after them."""
         for account in added:
@@ -96,16 +96,16 @@ class IndexedChain:
         self.posted = posted
         self._set(balances, beyond)
 
-    def set_open(self, accounts: Sequence[RoundAccount]) -> None:
+    def set_open(self, accounts: Sequence[RoundCredits]) -> None:
         """Replace the open rounds."""
         self._set(self.balances, accounts)
 
-    def _set(self, balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundAccount]) -> None:
+    def _set(self, balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundCredits]) -> None:
         """Change all balances at once: no reader may see a round both settled and pending."""
         self.balances, self.open = balances, tuple(beyond)
         self.settled = {p: b.settled for p, b in balances.items() if b.settled.rounds}
         self.voided = {p: b.voided for p, b in balances.items() if b.voided.rounds}
         held = {p: b.pending for p, b in balances.items() if b.pending.rounds}
-        for peer, balance in pending(self.open).items():
-            held[peer] = held[peer].and_(balance) if peer in held else balance
+        for peer, balance in sum_credits(self.open).items():
+            held[peer] = held[peer].combined(balance) if peer in held else balance
         self.pending = held

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from coordinator.swarm import ReceivedHeartbeat
 from protocol.ids import PeerKey
-from protocol.ledger.credits import RoundAccount
+from protocol.ledger.credits import RoundCredits
 
 _PRESENT = ("training", "exchanging", "joining", "syncing")
 
@@ -44,7 +44,7 @@ REASONS = {
 
 
 def non_participants(
-    account: RoundAccount,
+    account: RoundCredits,
     inside: frozenset[PeerKey],
     before: frozenset[PeerKey],
     announced: Mapping[PeerKey, ReceivedUpdate],
@@ -77,7 +77,7 @@ def _of_update(a: ReceivedUpdate, proposed: float | None) -> tuple[str, str]:
 
 
 def _of_peer(
-    h: ReceivedHeartbeat | None, account: RoundAccount, missed: bool, member_seconds: float
+    h: ReceivedHeartbeat | None, account: RoundCredits, missed: bool, member_seconds: float
 ) -> tuple[str, str] | None:
     if h is None:
         return ("left", "left, or fell silent, after the round before")

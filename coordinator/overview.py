@@ -18,7 +18,7 @@ from coordinator.round_observations import RoundObservation, RoundObservations
 from coordinator.swarm import TRAINING_PHASES
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey
-from protocol.ledger.credits import Balance, RoundAccount
+from protocol.ledger.credits import Balance, RoundCredits
 from protocol.messages import Heartbeat
 from protocol.spec import RunSpec
 
@@ -63,7 +63,7 @@ class RoundOverview:
     contributors: tuple[tuple[str, int], ...]
     absent: tuple[str, ...] | None
     final: bool
-    account: RoundAccount
+    account: RoundCredits
     observed: RoundObservation | None
 
 
@@ -292,11 +292,11 @@ class OverviewBuilder:
         head = chain.head[1] if chain.head else None
         if self._last_rounds[0] != head:
             newest = reversed(chain.newest(MAX_REMEMBERED))
-            self._last_rounds = (head, {e.peer: a.round for a in newest for e in a.entries})
+            self._last_rounds = (head, {e.peer: a.round for a in newest for e in a.lines})
         seen = self._observations.get(head) if head is not None else None
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 
-    def _round_views(self, newest: list[RoundAccount]) -> tuple[RoundOverview, ...]:
+    def _round_views(self, newest: list[RoundCredits]) -> tuple[RoundOverview, ...]:
         """Return overviews of rounds, each built once, and again when final: it may have thousands of names."""
         made = {}
         for a in newest:
@@ -306,13 +306,13 @@ class OverviewBuilder:
         self._rounds = made
         return tuple(made.values())
 
-    def _round_view(self, account: RoundAccount) -> RoundOverview:
+    def _round_view(self, account: RoundCredits) -> RoundOverview:
         final = self._chain.is_final(account.round)
         return round_overview(account, self._observations.get(account.record), final, self._name_of)
 
 
 def round_overview(
-    account: RoundAccount, observed: RoundObservation | None, final: bool, name_of: Callable[[PeerKey], str]
+    account: RoundCredits, observed: RoundObservation | None, final: bool, name_of: Callable[[PeerKey], str]
 ) -> RoundOverview:
     """Return the overview of one round from its account and its observation."""
     return RoundOverview(
@@ -320,7 +320,7 @@ def round_overview(
         account.record,
         account.tokens,
         account.loss,
-        tuple((name_of(e.peer), e.tokens) for e in account.entries),
+        tuple((name_of(e.peer), e.tokens) for e in account.lines),
         None if observed is None or observed.absent is None else tuple(name_of(a.peer) for a in observed.absent),
         final,
         account,

@@ -13,7 +13,7 @@ from statistics import median
 from coordinator.non_participation import NonParticipation, ReceivedUpdate, non_participants
 from coordinator.swarm import TRAINING_PHASES, ReceivedHeartbeat
 from protocol.ids import Digest, PeerKey
-from protocol.ledger.credits import RoundAccount
+from protocol.ledger.credits import RoundCredits
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 
 MAX_ROUNDS = 20_000
@@ -178,12 +178,12 @@ class RoundObservations:
         elif message.digest not in self._proposed and len(self._proposed) < MAX_PROPOSALS:
             self._proposed[message.digest] = (at, frozenset(message.body.contributors))
 
-    def decide(self, account: RoundAccount, members: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
+    def decide(self, account: RoundCredits, members: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
         """Note that a record became the newest, with the members at this moment; return the observation."""
         now = self._now()
         if account.parent != self._head:
             self._turn_to(account.parent, None if (p := self._rounds.get(account.parent)) is None else p.certified)
-        inside = frozenset(e.peer for e in account.entries)
+        inside = frozenset(e.peer for e in account.lines)
         first = self.first_announced
         # A reduced record changes while it gets its shards, so it is identified by the peers that it lists.
         proposed = min((at for at, who in self._proposed.values() if who == inside), default=None)

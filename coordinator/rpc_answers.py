@@ -54,7 +54,7 @@ class RpcAnswers:
     async def admit_reply(self, encoded: bytes) -> wire.AdmitReply:
         """Admit the peer that signed this request (an envelope)."""
         admission = await self._admitter.admit(encoded)
-        return wire.AdmitReply(admission=admission.sent, time=int(self._now()), addresses=self._addresses())
+        return wire.AdmitReply(admission=admission.encoded, time=int(self._now()), addresses=self._addresses())
 
     def _addresses(self) -> list[str]:
         return list(self._view.addresses())[:MAX_ADDRESSES]
@@ -111,7 +111,7 @@ class RpcAnswers:
         beats = [p.heartbeat for p in o.peers if p.heartbeat is not None and p.phase not in ("silent", "gone")]
         informed = sum(newest is not None and b.directive_sequence == newest.body.sequence for b in beats)
         return wire.DirectiveReply(
-            directive=newest.sent if newest is not None else b"", round=o.round, peers=len(beats), informed=informed
+            directive=newest.encoded if newest is not None else b"", round=o.round, peers=len(beats), informed=informed
         )
 
     async def account_reply(self, peer: PeerKey) -> wire.AccountReply:
@@ -122,7 +122,7 @@ class RpcAnswers:
                 round=a.round, record=a.record, tokens=e.tokens, micro_credits=e.micro_credits, settled=False
             )
             for a in reversed(chain.open)
-            for e in a.entries
+            for e in a.lines
             if e.peer == peer
         ]
         settled, pending, posted = chain.settled.get(peer, Balance()), chain.pending.get(peer, Balance()), chain.posted

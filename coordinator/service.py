@@ -50,8 +50,8 @@ from coordinator.swarm import SwarmView
 from coordinator.tasks import supervise, wait_at_most
 from protocol.identity import Identity
 from protocol.ids import Digest, RunId
-from protocol.invite import MAX_SWARM_ADDRESSES, Endpoint, Invite, one_of_each
-from protocol.ledger.credits import RoundAccount
+from protocol.invite import MAX_SWARM_ADDRESSES, HostPort, Invite, one_per_peer_first
+from protocol.ledger.credits import RoundCredits
 from protocol.message_codec import MessageDecoder
 from protocol.spec import RunSpec
 
@@ -82,7 +82,7 @@ class CoordinatorConfig:
     listen_port: int = 7410
     page_host: str = "0.0.0.0"
     page_port: int = 7411
-    public: tuple[Endpoint, ...] = ()
+    public: tuple[HostPort, ...] = ()
     page_url: str = ""
     codes: tuple[str, ...] = ()
     alerts: AlertConfig = AlertConfig()
@@ -229,7 +229,7 @@ class Coordinator:
         self._news.set()
         self._credit_news.set()
 
-    def _observe(self, account: RoundAccount) -> None:
+    def _observe(self, account: RoundCredits) -> None:
         self.observations.decide(account, self._view.heartbeats())
 
     # -- addresses -------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Coordinator:
         host = self._config.page_host
         if host in ("0.0.0.0", "::"):
             host = self._config.public[0].host if self._config.public else "127.0.0.1"
-        return f"http://{Endpoint(host, self.page_port)}/"
+        return f"http://{HostPort(host, self.page_port)}/"
 
     def invite(self, code: str = "", addresses: Sequence[str] | None = None) -> Invite:
         """Return an invite to this run; `addresses` of the swarm default to those that the view knows now."""
@@ -251,8 +251,8 @@ class Coordinator:
         host = self._config.listen_host
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
-        public = self._config.public or (Endpoint(host, self.grpc_port),)
-        found = one_of_each(self._view.addresses() if addresses is None else addresses)[:MAX_SWARM_ADDRESSES]
+        public = self._config.public or (HostPort(host, self.grpc_port),)
+        found = one_per_peer_first(self._view.addresses() if addresses is None else addresses)[:MAX_SWARM_ADDRESSES]
         return Invite(self.run, self.fingerprint, public, code, found)
 
     # -- what is shown ---------------------------------------------------------------------------------------

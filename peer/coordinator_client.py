@@ -31,7 +31,7 @@ from protocol.envelope import seal
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId, sha256
-from protocol.invite import TLS_NAME, Endpoint, Invite
+from protocol.invite import TLS_NAME, HostPort, Invite
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Signed
 from protocol.spec import RunSpec, open_spec
@@ -77,7 +77,7 @@ class RunInfo:
     """A run's verified spec, its signed envelope, multiaddresses of its swarm, and the address of its page."""
 
     spec: RunSpec
-    sent: bytes
+    encoded: bytes
     addresses: tuple[str, ...]
     page: str
 
@@ -190,7 +190,7 @@ class PeerCredits:
 class _Place:
     """A possible address of the coordinator, and the certificate that it must show there."""
 
-    endpoint: Endpoint
+    endpoint: HostPort
     fingerprint: Digest
 
 
@@ -245,7 +245,7 @@ class CoordinatorClient:
             # Signed for each attempt: the time in it is compared with the coordinator's clock.
             body = wire.AdmitBody(run=bytes(self._invite.run), time=int(time.time()), code=code, name=name)
             request = wire.AdmitRequest(
-                request=seal(identity, "admit", body.SerializeToString(deterministic=True)).sent
+                request=seal(identity, "admit", body.SerializeToString(deterministic=True)).encoded
             )
             return stub.Admit(request, timeout=seconds)
 
@@ -253,8 +253,8 @@ class CoordinatorClient:
         decoder = MessageDecoder(self._invite.run, spec.owner_key, remember=1)
         ahead = time.time() - reply.time
         # Checked by the coordinator's clock, by which the admission was made; this machine's may be wrong.
-        decoder.admission_at(reply.admission, identity.key, float(reply.time))
-        return GrantedAdmission(decoder.open(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
+        decoder.decode_admission_at(reply.admission, identity.key, float(reply.time))
+        return GrantedAdmission(decoder.decode(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
 
     async def status(self) -> SwarmStatus:
         """Return the status of the swarm. Raise CairnError."""
@@ -371,7 +371,7 @@ class CoordinatorClient:
             await channel.close(self._timeout)
 
 
-def server_certificate(endpoint: Endpoint) -> bytes:
+def server_certificate(endpoint: HostPort) -> bytes:
     """Return the certificate (DER) that a server shows. It is only compared, not trusted.
 
     Raise CoordinatorUnreachable, WrongCoordinator.
@@ -400,7 +400,7 @@ def server_certificate(endpoint: Endpoint) -> bytes:
     return der
 
 
-def _silent(endpoint: Endpoint, why: str) -> CoordinatorUnreachable:
+def _silent(endpoint: HostPort, why: str) -> CoordinatorUnreachable:
     return CoordinatorUnreachable(
         f"the coordinator at {endpoint} does not answer ({why or 'no reason given'}): is it running, and does "
         "a firewall let you through? Training among peers goes on without it"

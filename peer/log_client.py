@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 from peer.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import MAX_COUNT, PeerKey, RunId
-from protocol.ledger.statements import Receipt, TreeHead, Word, open_receipt, open_tree_head
+from protocol.ledger.statements import Receipt, SignedStatement, TreeHead, open_receipt, open_tree_head
 from protocol.proofs import MAX_PROOF
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ Fetch = Callable[[str], Awaitable[bytes]]
 class Receipted:
     """A verified receipt, and its status by the coordinator's word."""
 
-    word: Word[Receipt]
+    word: SignedStatement[Receipt]
     status: str
 
 
@@ -89,7 +89,7 @@ class LogClient:
         self._owner = owner
         self._fetch = fetch or fetch_url
 
-    async def heads(self, before: int = 0, limit: int = 1) -> list[Word[TreeHead]]:
+    async def heads(self, before: int = 0, limit: int = 1) -> list[SignedStatement[TreeHead]]:
         """Return tree heads signed by the owner, newest first; of sizes less than `before`, unless that is 0."""
         return [open_tree_head(sent, self._run, self._owner) for sent in await self.heads_sent(before, limit)]
 

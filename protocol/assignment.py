@@ -22,10 +22,10 @@ import numpy as np
 
 from protocol.errors import MalformedError
 from protocol.ids import MAX_COUNT, PeerKey, sha256
-from protocol.spec import Shard, windows_in
+from protocol.spec import DataShard, windows_in
 
 ROUNDS = 8
-MAX_AT_ONCE = 2**20
+MAX_WINDOWS_PER_CALL = 2**20
 """Most windows that one call of `windows_of` gives."""
 
 
@@ -41,7 +41,7 @@ def windows_of(seed: int, peer: PeerKey, first: int, count: int, total: int) -> 
     """
     if not 1 <= total <= MAX_COUNT or not 0 <= seed <= MAX_COUNT:
         raise MalformedError(f"an assignment over {total} windows with seed {seed}: out of range")
-    if not (0 <= first <= MAX_COUNT and 0 <= count <= MAX_AT_ONCE):
+    if not (0 <= first <= MAX_COUNT and 0 <= count <= MAX_WINDOWS_PER_CALL):
         raise MalformedError(f"an assignment of {count} windows from counter {first}: out of range")
     out = np.empty(count, dtype=np.int64)
     done = 0
@@ -97,7 +97,7 @@ class WindowTable:
     """ends[i]: windows in shards 0 to i together."""
 
     @classmethod
-    def of(cls, shards: Sequence[Shard], window: int) -> WindowTable:
+    def of(cls, shards: Sequence[DataShard], window: int) -> WindowTable:
         """The table of a spec's shards, in the spec's order (`data.train` or `data.validation`)."""
         ends, total = [], 0
         for shard in shards:

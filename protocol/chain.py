@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from protocol.directives import starts_at
-from protocol.errors import ChainError, RivalOfFinal, UnknownParent
+from protocol.directives import starts_rollback_branch
+from protocol.errors import ChainError, FinalizedConflict, UnknownParent
 from protocol.ids import Digest, RunId
 from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundRecord, Signed
-from protocol.tree import FLATTEN, Anchor, ChainLimits, RecordNode, Tree, genesis_digest
+from protocol.tree import SNAPSHOT_EVERY, Anchor, ChainLimits, RecordNode, Tree, genesis_digest
 
 
 class Chain(Tree):
@@ -31,86 +31,86 @@ class Chain(Tree):
         super().__init__(run, anchor or Anchor(genesis_digest(run), 0, 0, genesis_state, {}))
         self.limits = limits
         self._bytes = 0
-        self._aside: set[Digest] = set()
-        self._condemned: OrderedDict[Digest, None] = OrderedDict()
-        self._newest = self._root.standing.newest
-        self._final: Signed[Finalization] | None = None
-        self._awaited: Signed[Finalization] | None = None
+        self._quarantined: set[Digest] = set()
+        self._invalid: OrderedDict[Digest, None] = OrderedDict()
+        self._newest_directive = self._root.directives.newest
+        self._finalization: Signed[Finalization] | None = None
+        self._pending_finalization: Signed[Finalization] | None = None
 
     # -- reading ---------------------------------------------------------------------------------------------
 
     @property
-    def final(self) -> Signed[Finalization] | None:
+    def finalization(self) -> Signed[Finalization] | None:
         """The newest final whose record is in the tree (or was, when limits have passed it)."""
-        return self._final
+        return self._finalization
 
     @property
-    def awaited(self) -> Signed[Finalization] | None:
+    def pending_finalization(self) -> Signed[Finalization] | None:
         """A newer final whose record is not in the tree yet: it must be asked for, however light its branch is."""
-        return self._awaited
+        return self._pending_finalization
 
     @property
-    def newest(self) -> Signed[Directive] | None:
+    def newest_directive(self) -> Signed[Directive] | None:
         """The owner's newest directive that was heard of, whether or not a record carries it."""
-        return self._newest
+        return self._newest_directive
 
     @property
     def rollback(self) -> Rollback | None:
         """The newest that was heard of."""
-        return self._back
+        return self._rollback
 
     @property
-    def floor(self) -> Digest | None:
+    def required_ancestor(self) -> Digest | None:
         """The newest record that no branch can leave: a final one, or the one that the run was rolled back to."""
-        if self._final is not None:
-            return self._final.body.record
-        back = self._back
-        return None if back is None or back.record not in self._links else back.record
+        if self._finalization is not None:
+            return self._finalization.body.record
+        back = self._rollback
+        return None if back is None or back.record not in self._nodes else back.record
 
     @property
-    def is_seeking(self) -> bool:
+    def is_missing_required_ancestor(self) -> bool:
         """Whether a record that all must descend from is not in the tree: it is asked for, however light its branch."""
-        back = self._back
-        behind = back is not None and back.record not in self._links and self._root.height < back.round
-        return self._awaited is not None or behind
+        back = self._rollback
+        behind = back is not None and back.record not in self._nodes and self._root.height < back.round
+        return self._pending_finalization is not None or behind
 
     @property
-    def is_stranded(self) -> bool:
+    def is_rolled_back_past_root(self) -> bool:
         """Whether the run was rolled back further than this tree goes: it must be loaded anew."""
-        back = self._back
+        back = self._rollback
         if back is None or self._root.height < back.round:
             return False
-        return self._root.digest != back.record and self._root.standing.epoch < back.epoch
+        return self._root.digest != back.record and self._root.directives.epoch < back.epoch
 
     def epoch(self, parent: Digest) -> int:
         """Rollbacks on the branch of the round after a record: updates for it must name so many."""
-        epoch, back = self._link(parent).standing.epoch, self._back
+        epoch, back = self._node(parent).directives.epoch, self._rollback
         return epoch if back is None or back.record != parent else max(epoch, back.epoch)
 
-    def to_carry(self, parent: Digest) -> Signed[Directive] | None:
+    def directive_to_include(self, parent: Digest) -> Signed[Directive] | None:
         """The directive that a record after this one should carry, if any."""
-        newest, standing = self._newest, self._link(parent).standing
-        if newest is None or newest.body.rank <= standing.rank:
+        newest, standing = self._newest_directive, self._node(parent).directives
+        if newest is None or newest.body.precedence <= standing.precedence:
             return None
         back = newest.body.rollback
         return newest if back == standing.rollback or (back is not None and back.record == parent) else None
 
-    def flaw(self, record: RoundRecord) -> str | None:
+    def validation_error(self, record: RoundRecord) -> str | None:
         """Why a record cannot follow its parent, as far as directives go; None when it can."""
-        parent, back = self._link(record.parent), self._back
-        if back is not None and parent.digest == back.record and not starts_at(record, back):
+        parent, back = self._node(record.parent), self._rollback
+        if back is not None and parent.digest == back.record and not starts_rollback_branch(record, back):
             return "the run's owner has rolled the run back to before it"
-        windows, members = self.limits.under(parent.standing)
+        windows, members = self.limits.round_limits(parent.directives)
         if len(record.updates) > members:
             return "it has more contributors than the run's max_members"
         for u in record.updates:
             if u.body.windows > windows:
                 return f"peer {u.author.short} claims {u.body.windows} windows in one update: too many"
-        return parent.standing.flaw(record)
+        return parent.directives.validation_error(record)
 
-    def reduces(self, parent: Digest) -> bool:
+    def is_reduced_after(self, parent: Digest) -> bool:
         """Whether the round after a record is reduced, not gathered (see `exchange`)."""
-        return self.limits.exchange.reduces(self._link(parent).contributors)
+        return self.limits.reduce_plan.is_reduced(self._node(parent).contributors)
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -121,46 +121,46 @@ class Chain(Tree):
         """
         record, digest = certificate.record, certificate.digest
         body = record.body
-        if digest in self._links:
+        if digest in self._nodes:
             return False
         if body.run != self.run:
             raise ChainError(f"record {digest.short} is of another run")
-        if digest in self._condemned or body.parent in self._condemned:
+        if digest in self._invalid or body.parent in self._invalid:
             raise ChainError(f"record {digest.short} has, or is built on, an update that broke the codec's rules")
-        parent = self._links.get(body.parent)
+        parent = self._nodes.get(body.parent)
         if parent is None:
             raise UnknownParent(f"the parent {body.parent.short} of record {digest.short} is not known here")
         if body.directive is not None:
-            self.take(body.directive)  # the owner's word, whatever becomes of the record
+            self.add_directive(body.directive)  # the owner's word, whatever becomes of the record
         self._check_rivals(body, digest, parent)
         if body.round != parent.height:
             raise ChainError(f"record {digest.short}: round {body.round} after round {parent.height - 1}")
         if parent is self._root and self._root_state not in (None, body.base_state):
             raise ChainError(f"record {digest.short} starts from another state than the run's")
         self._check_updates(certificate, parent)
-        if (flaw := self.limits.exchange.flaw(certificate, parent.contributors)) is not None:
+        if (flaw := self.limits.reduce_plan.validation_error(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
         link = RecordNode(digest, parent, parent.height + 1, parent.weight + body.windows, certificate)
-        link.size = len(record.sent) + sum(len(v.sent) for v in certificate.votes) + 32 * len(certificate.parts)
-        link.ends = {u.author: u.body.end_window for u in body.updates}
-        if link.height % FLATTEN == 0:
-            link.ends = self._ends_at(link)
-            link.flat = True
+        link.size = len(record.encoded) + sum(len(v.encoded) for v in certificate.votes) + 32 * len(certificate.shards)
+        link.next_windows = {u.author: u.body.end_window for u in body.updates}
+        if link.height % SNAPSHOT_EVERY == 0:
+            link.next_windows = self._next_windows_at(link)
+            link.is_snapshot = True
         parent.children.append(link)
-        self._links[link.digest] = link
+        self._nodes[link.digest] = link
         self._bytes += link.size
-        if self._awaited is not None and self._awaited.body.record == link.digest:
-            awaited, self._awaited = self._awaited, None
-            self.add_final(awaited)
-        if (back := self._back) is not None and link.digest == back.record:
-            self._keep_only_way_to(link)
-            self._choose()
-        elif self._better(link, self._head) and not self._set_aside(link):
+        if self._pending_finalization is not None and self._pending_finalization.body.record == link.digest:
+            awaited, self._pending_finalization = self._pending_finalization, None
+            self.add_finalization(awaited)
+        if (back := self._rollback) is not None and link.digest == back.record:
+            self._drop_branches_beside(link)
+            self._choose_head()
+        elif self._better(link, self._head) and not self._is_on_quarantined_branch(link):
             self._move_head(link)
-        self._bound()
-        return link.digest in self._links
+        self._enforce_limits()
+        return link.digest in self._nodes
 
-    def add_final(self, final: Signed[Finalization]) -> bool:
+    def add_finalization(self, final: Signed[Finalization]) -> bool:
         """Take the owner's final (opened). True when it is newer than what was known.
 
         A final for a record that is not here yet is remembered, and takes effect when the record comes.
@@ -168,117 +168,119 @@ class Chain(Tree):
         round for its record.
         """
         body = final.body
-        if self._newest is not None and body.epoch < self._newest.body.epoch:
+        if self._newest_directive is not None and body.epoch < self._newest_directive.body.epoch:
             return False  # what it was signed on was rolled back, or is before the record that all descend from
-        if self._final is not None and _rank(body) <= _rank(self._final.body):
+        if self._finalization is not None and _rank(body) <= _rank(self._finalization.body):
             return False
-        link = self._links.get(body.record)
+        link = self._nodes.get(body.record)
         if link is None:
-            if self._awaited is None or _rank(body) > _rank(self._awaited.body):
-                self._awaited = final
+            if self._pending_finalization is None or _rank(body) > _rank(self._pending_finalization.body):
+                self._pending_finalization = final
                 return True
             return False
         if link.height != body.round + 1:
             raise ChainError(f"the owner's final names round {body.round} for a record of round {link.height - 1}")
-        self._final = final
-        if self._awaited is not None and _rank(self._awaited.body) <= _rank(body):
-            self._awaited = None
-        self._keep_only_way_to(link)
-        self._choose()
-        self._bound()
+        self._finalization = final
+        if self._pending_finalization is not None and _rank(self._pending_finalization.body) <= _rank(body):
+            self._pending_finalization = None
+        self._drop_branches_beside(link)
+        self._choose_head()
+        self._enforce_limits()
         return True
 
-    def take(self, directive: Signed[Directive]) -> bool:
+    def add_directive(self, directive: Signed[Directive]) -> bool:
         """Take the owner's word (opened), from wherever it came. True when it is newer than what was known.
 
         A rollback takes effect at once: what was built on the record that the run goes on from leaves the tree.
         """
-        before, body = self._newest, directive.body
-        if before is not None and body.rank <= before.body.rank:
+        before, body = self._newest_directive, directive.body
+        if before is not None and body.precedence <= before.body.precedence:
             return False
         back = body.rollback
-        link = None if back is None else self._links.get(back.record)
+        link = None if back is None else self._nodes.get(back.record)
         if back is not None and link is not None and link.height != back.round:
             raise ChainError(f"the owner's rollback names round {back.round} for a record of round {link.height - 1}")
-        self._newest = directive
+        self._newest_directive = directive
         if back is None or (before is not None and before.body.rollback == back):
             return True
-        if self._final is not None and self._final.body.epoch < back.epoch:
-            self._final = None
-        if self._awaited is not None and self._awaited.body.epoch < back.epoch:
-            self._awaited = None
+        if self._finalization is not None and self._finalization.body.epoch < back.epoch:
+            self._finalization = None
+        if self._pending_finalization is not None and self._pending_finalization.body.epoch < back.epoch:
+            self._pending_finalization = None
         if link is not None:
-            self._keep_only_way_to(link)
-        beyond = [x for x in self._links.values() if x.height == back.round + 1 and x is not self._root]
+            self._drop_branches_beside(link)
+        beyond = [x for x in self._nodes.values() if x.height == back.round + 1 and x is not self._root]
         for child in beyond:
-            if child.certificate is None or not starts_at(child.certificate.record.body, back):
+            if child.certificate is None or not starts_rollback_branch(child.certificate.record.body, back):
                 self._drop(child)
-        self._choose()
+        self._choose_head()
         return True
 
-    def set_aside(self, record: Digest) -> None:
+    def quarantine(self, record: Digest) -> None:
         """Leave a record, and what is built on it, out of the fork choice (its blobs cannot be had yet)."""
-        self._link(record)
-        self._aside.add(record)
-        self._choose()
+        self._node(record)
+        self._quarantined.add(record)
+        self._choose_head()
 
-    def take_back(self, record: Digest) -> None:
+    def release(self, record: Digest) -> None:
         """Let a record that was set aside compete again."""
-        if record in self._aside:
-            self._aside.discard(record)
-            self._choose()
+        if record in self._quarantined:
+            self._quarantined.discard(record)
+            self._choose_head()
 
-    def is_aside(self, record: Digest) -> bool:
+    def is_quarantined(self, record: Digest) -> bool:
         """Whether it is set aside itself."""
-        return record in self._aside
+        return record in self._quarantined
 
-    def best_after(self, record: Digest) -> Digest:
+    def best_descendant(self, record: Digest) -> Digest:
         """The heaviest that is built on a record, or itself; not those that are set aside."""
-        return self._best_after(self._link(record)).digest
+        return self._best_after(self._node(record)).digest
 
-    def head_with(self, record: Digest) -> Digest | None:
+    def head_if_released(self, record: Digest) -> Digest | None:
         """What the head would be if this record were not set aside; None when that changes nothing."""
-        link = self._link(record)
+        link = self._node(record)
         up = link.parent
-        while up is not None and self._main.get(up.height) is not up:
-            if up.digest in self._aside:
+        while up is not None and self._main_chain.get(up.height) is not up:
+            if up.digest in self._quarantined:
                 return None
             up = up.parent
         best = self._best_after(link)
         return best.digest if self._better(best, self._head) else None
 
-    def condemn(self, record: Digest) -> None:
+    def mark_invalid(self, record: Digest) -> None:
         """Drop a record that lists an update which breaks the codec's rules, with all that is built on it, for good."""
-        self._condemned[record] = None
-        while len(self._condemned) > self.limits.max_side:
-            self._condemned.popitem(last=False)
-        link = self._links.get(record)
+        self._invalid[record] = None
+        while len(self._invalid) > self.limits.max_side_records:
+            self._invalid.popitem(last=False)
+        link = self._nodes.get(record)
         if link is not None and link is not self._root:
             self._drop(link)
-            self._choose()
+            self._choose_head()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     @property
-    def _back(self) -> Rollback | None:
-        return None if self._newest is None else self._newest.body.rollback
+    def _rollback(self) -> Rollback | None:
+        return None if self._newest_directive is None else self._newest_directive.body.rollback
 
     def _check_rivals(self, body: RoundRecord, digest: Digest, parent: RecordNode) -> None:
         """Raises RivalOfFinal for a record that no branch can have any more."""
-        final = None if self._final is None else self._links.get(self._final.body.record)
+        final = None if self._finalization is None else self._nodes.get(self._finalization.body.record)
         if final is not None and parent.height < final.height:
-            raise RivalOfFinal(f"record {digest.short} is a rival of records that the owner has signed as final")
-        if parent.digest not in self._links:
-            raise RivalOfFinal(f"record {digest.short} is of rounds that the owner has rolled back")
-        if (back := self._back) is None:
+            raise FinalizedConflict(f"record {digest.short} is a rival of records that the owner has signed as final")
+        if parent.digest not in self._nodes:
+            raise FinalizedConflict(f"record {digest.short} is of rounds that the owner has rolled back")
+        if (back := self._rollback) is None:
             return
-        known = back.record in self._links
+        known = back.record in self._nodes
         if parent.height < back.round and digest != back.record and (known or parent.height + 1 == back.round):
-            raise RivalOfFinal(f"record {digest.short} is a rival of the one that the owner has rolled the run back to")
-        if parent.height == back.round and not starts_at(body, back) or self.is_stranded:
-            raise RivalOfFinal(f"record {digest.short} is of rounds that the owner has rolled back")
+            raise FinalizedConflict(
+                f"record {digest.short} is a rival of the one that the owner has rolled the run back to"
+            )
+        if parent.height == back.round and not starts_rollback_branch(body, back) or self.is_rolled_back_past_root:
+            raise FinalizedConflict(f"record {digest.short} is of rounds that the owner has rolled back")
 
-    def _keep_only_way_to(self, link: RecordNode) -> None:
+    def _drop_branches_beside(self, link: RecordNode) -> None:
         """Nothing beside the way to a record can win any more."""
         on_way = {link.digest}
         up = link.parent
@@ -288,11 +290,11 @@ class Chain(Tree):
                 if child.digest not in on_way:
                     self._drop(child)
             up = up.parent
-        self._aside -= on_way
+        self._quarantined -= on_way
 
     def _check_updates(self, certificate: Certificate, parent: RecordNode) -> None:
         record, name = certificate.record, certificate.digest.short
-        if (flaw := self.flaw(record.body)) is not None:
+        if (flaw := self.validation_error(record.body)) is not None:
             raise ChainError(f"record {name}: {flaw}")
         if record.author not in record.body.contributors:
             raise ChainError(f"record {name} is by {record.author.short}, who has no update in it")
@@ -303,26 +305,26 @@ class Chain(Tree):
     def _better(self, a: RecordNode, b: RecordNode) -> bool:
         return a.weight > b.weight or (a.weight == b.weight and a.digest < b.digest)
 
-    def _set_aside(self, link: RecordNode) -> bool:
-        if not self._aside:
+    def _is_on_quarantined_branch(self, link: RecordNode) -> bool:
+        if not self._quarantined:
             return False
         up: RecordNode | None = link
         while up is not None:
-            if up.digest in self._aside:
+            if up.digest in self._quarantined:
                 return True
             up = up.parent
         return False
 
-    def _choose(self) -> None:
+    def _choose_head(self) -> None:
         """Fork choice from the start: used when the tree loses records, or some are set aside."""
-        floor = self.floor
-        self._move_head(self._best_after(self._root if floor is None else self._links.get(floor, self._root)))
+        floor = self.required_ancestor
+        self._move_head(self._best_after(self._root if floor is None else self._nodes.get(floor, self._root)))
 
     def _best_after(self, start: RecordNode) -> RecordNode:
         best, todo = start, [start]
         while todo:
             link = todo.pop()
-            if link.digest in self._aside and link is not start:
+            if link.digest in self._quarantined and link is not start:
                 continue
             if self._better(link, best):
                 best = link
@@ -331,11 +333,11 @@ class Chain(Tree):
 
     def _move_head(self, link: RecordNode) -> None:
         for height in range(link.height + 1, self._head.height + 1):
-            self._main.pop(height, None)
+            self._main_chain.pop(height, None)
         self._head = link
         up: RecordNode | None = link
-        while up is not None and self._main.get(up.height) is not up:
-            self._main[up.height] = up
+        while up is not None and self._main_chain.get(up.height) is not up:
+            self._main_chain[up.height] = up
             up = up.parent
 
     def _drop(self, link: RecordNode) -> int:
@@ -346,37 +348,37 @@ class Chain(Tree):
         while todo:
             gone = todo.pop()
             todo.extend(gone.children)
-            del self._links[gone.digest]
-            self._aside.discard(gone.digest)
+            del self._nodes[gone.digest]
+            self._quarantined.discard(gone.digest)
             self._bytes -= gone.size
-            if self._main.get(gone.height) is gone:
-                del self._main[gone.height]
+            if self._main_chain.get(gone.height) is gone:
+                del self._main_chain[gone.height]
             count += 1
         return count
 
-    def _bound(self) -> None:
+    def _enforce_limits(self) -> None:
         limits = self.limits
         length = self._head.height - self._root.height
-        while len(self) - length > limits.max_side:
-            tips = (x for x in self._links.values() if not x.children and self._main.get(x.height) is not x)
+        while len(self) - length > limits.max_side_records:
+            tips = (x for x in self._nodes.values() if not x.children and self._main_chain.get(x.height) is not x)
             self._drop(min(tips, key=lambda x: (x.weight, x.digest)))
-        while (len(self) > limits.max_records or self._bytes > limits.max_bytes) and length > limits.keep_at_least:
+        while (len(self) > limits.max_records or self._bytes > limits.max_bytes) and length > limits.min_main_records:
             self._advance_root()
             length -= 1
 
     def _advance_root(self) -> None:
-        new = self._main[self._root.height + 1]
+        new = self._main_chain[self._root.height + 1]
         for child in list(self._root.children):
             if child is not new:
                 self._drop(child)
-        new.ends = self._ends_at(new)
-        new.flat = True
+        new.next_windows = self._next_windows_at(new)
+        new.is_snapshot = True
         self._bytes -= new.size
         new.size = 0
         new.parent = None
         new.certificate = None
-        del self._links[self._root.digest]
-        del self._main[self._root.height]
+        del self._nodes[self._root.digest]
+        del self._main_chain[self._root.height]
         self._root = new
         states = {c.certificate.record.body.base_state for c in new.children if c.certificate is not None}
         self._root_state = states.pop() if len(states) == 1 else None

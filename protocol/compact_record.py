@@ -15,13 +15,13 @@ from google.protobuf.message import DecodeError
 
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey, sha256
-from protocol.message_codec import HEADER_LIMIT
+from protocol.message_codec import MAX_HEADER_ENVELOPE
 from protocol.messages import MAX_CONTRIBUTORS, RoundRecord, Signed
 from protocol.wire import swarm_pb2 as wire
 
 KIND = "brief"
-NAME_BYTES = 16
-BRIEF_LIMIT = MAX_CONTRIBUTORS * (NAME_BYTES + 2) + 1024
+HEADER_ID_BYTES = 16
+MAX_COMPACT_RECORD = MAX_CONTRIBUTORS * (HEADER_ID_BYTES + 2) + 1024
 """No brief is larger, in bytes."""
 
 _MARK = wire.Envelope(kind=KIND).SerializeToString(deterministic=True)
@@ -32,16 +32,16 @@ class CompactRecord:
     """What a brief says, unverified: who claims to have signed the record, and the names of its headers, in order."""
 
     author: PeerKey
-    names: tuple[bytes, ...]
+    header_ids: tuple[bytes, ...]
     payload: bytes
     signature: bytes
 
-    def complete(self, headers: Sequence[bytes]) -> bytes:
+    def reconstruct(self, headers: Sequence[bytes]) -> bytes:
         """The record's envelope, from the headers' envelopes in the order of `names`; to be opened like any other.
 
         Raises MalformedError when they are not the headers that are named.
         """
-        if tuple(name_of(h) for h in headers) != self.names:
+        if tuple(header_id(h) for h in headers) != self.header_ids:
             raise MalformedError("a record was put together from other headers than it names")
         record = wire.RoundRecord.FromString(self.payload)
         del record.updates[:]
@@ -52,9 +52,9 @@ class CompactRecord:
         ).SerializeToString(deterministic=True)  # fmt: skip
 
 
-def name_of(header: bytes) -> bytes:
+def header_id(header: bytes) -> bytes:
     """The name of a header, from its envelope."""
-    return sha256(header)[:NAME_BYTES]
+    return sha256(header)[:HEADER_ID_BYTES]
 
 
 def is_compact_record(sent: bytes) -> bool:
@@ -65,21 +65,25 @@ def is_compact_record(sent: bytes) -> bool:
 def compact(record: Signed[RoundRecord]) -> bytes | None:
     """The brief of a verified record; None when the record could not be put together from it to the byte (its payload
     is written as another version writes it)."""
-    whole = wire.Envelope.FromString(record.sent)
+    whole = wire.Envelope.FromString(record.encoded)
     body = wire.RoundRecord.FromString(whole.payload)
     headers = list(body.updates)
     del body.updates[:]
-    body.updates.extend(name_of(h) for h in headers)
+    body.updates.extend(header_id(h) for h in headers)
     sent = wire.Envelope(
         kind=KIND, payload=body.SerializeToString(deterministic=True), key=whole.key, signature=whole.signature
     ).SerializeToString(deterministic=True)
-    return sent if len(sent) <= BRIEF_LIMIT and parse_compact_record(sent).complete(headers) == record.sent else None
+    return (
+        sent
+        if len(sent) <= MAX_COMPACT_RECORD and parse_compact_record(sent).reconstruct(headers) == record.encoded
+        else None
+    )
 
 
 def parse_compact_record(sent: bytes) -> CompactRecord:
     """What a brief says. Raises MalformedError."""
-    if len(sent) > BRIEF_LIMIT:
-        raise MalformedError(f"a brief of {len(sent)} bytes: at most {BRIEF_LIMIT} are accepted")
+    if len(sent) > MAX_COMPACT_RECORD:
+        raise MalformedError(f"a brief of {len(sent)} bytes: at most {MAX_COMPACT_RECORD} are accepted")
     try:
         envelope = wire.Envelope.FromString(sent)
         body = wire.RoundRecord.FromString(envelope.payload)
@@ -88,25 +92,25 @@ def parse_compact_record(sent: bytes) -> CompactRecord:
     names = tuple(bytes(n) for n in body.updates)
     if envelope.kind != KIND or len(envelope.signature) != 64:
         raise MalformedError("a brief without a signature, or of another kind")
-    if not 1 <= len(names) <= MAX_CONTRIBUTORS or any(len(n) != NAME_BYTES for n in names):
-        raise MalformedError(f"a brief names 1 to {MAX_CONTRIBUTORS} headers by {NAME_BYTES} bytes each")
+    if not 1 <= len(names) <= MAX_CONTRIBUTORS or any(len(n) != HEADER_ID_BYTES for n in names):
+        raise MalformedError(f"a brief names 1 to {MAX_CONTRIBUTORS} headers by {HEADER_ID_BYTES} bytes each")
     if len(set(names)) != len(names):
         raise MalformedError("a brief names a header twice")
     return CompactRecord(PeerKey(envelope.key), names, envelope.payload, envelope.signature)
 
 
-def check_names(names: Sequence[bytes]) -> Sequence[bytes]:
+def check_header_ids(header_ids: Sequence[bytes]) -> Sequence[bytes]:
     """Names of headers that somebody asks for. Raises MalformedError."""
-    if len(names) > MAX_CONTRIBUTORS or any(len(n) != NAME_BYTES for n in names):
-        raise MalformedError(f"at most {MAX_CONTRIBUTORS} headers are asked for, by {NAME_BYTES} bytes each")
-    return names
+    if len(header_ids) > MAX_CONTRIBUTORS or any(len(n) != HEADER_ID_BYTES for n in header_ids):
+        raise MalformedError(f"at most {MAX_CONTRIBUTORS} headers are asked for, by {HEADER_ID_BYTES} bytes each")
+    return header_ids
 
 
-def check_headers(names: Sequence[bytes], headers: Sequence[bytes]) -> dict[bytes, bytes]:
+def check_requested_headers(header_ids: Sequence[bytes], headers: Sequence[bytes]) -> dict[bytes, bytes]:
     """The answer to that, by name. Raises MalformedError when it has anything that was not asked for."""
-    if len(headers) > len(names) or any(len(h) > HEADER_LIMIT for h in headers):
+    if len(headers) > len(header_ids) or any(len(h) > MAX_HEADER_ENVELOPE for h in headers):
         raise MalformedError("more, or longer, headers than were asked for")
-    found = {name_of(h): h for h in headers}
-    if not found.keys() <= set(names):
+    found = {header_id(h): h for h in headers}
+    if not found.keys() <= set(header_ids):
         raise MalformedError("headers that were not asked for")
     return found

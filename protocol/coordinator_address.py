@@ -17,12 +17,12 @@ from protocol.envelope import open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
-from protocol.invite import MAX_COORDINATORS, MAX_SWARM_ADDRESSES, Endpoint
+from protocol.invite import MAX_COORDINATORS, MAX_SWARM_ADDRESSES, HostPort
 from protocol.messages import MAX_ADDRESS, Signed
 from protocol.wire import swarm_pb2 as wire
 
 KIND = "coordinator_address"
-MAX_WHEREABOUTS = 4096
+MAX_COORDINATOR_ADDRESS_ENVELOPE = 4096
 """No envelope of this kind is larger, in bytes."""
 
 _MAX_ENDPOINT = 270
@@ -36,7 +36,7 @@ class CoordinatorAddress:
 
     run: RunId
     sequence: int
-    coordinators: tuple[Endpoint, ...]
+    coordinators: tuple[HostPort, ...]
     fingerprint: Digest
     addresses: tuple[str, ...] = ()
 
@@ -52,7 +52,7 @@ def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signe
         run=body.run, sequence=body.sequence, coordinators=[str(e) for e in body.coordinators],
         fingerprint=body.fingerprint, addresses=body.addresses,
     )  # fmt: skip
-    sent = seal(owner, KIND, message.SerializeToString(deterministic=True)).sent
+    sent = seal(owner, KIND, message.SerializeToString(deterministic=True)).encoded
     return open_coordinator_address(sent, body.run, owner.key)
 
 
@@ -60,14 +60,14 @@ def open_coordinator_address(sent: bytes, run: RunId, owner: PeerKey) -> Signed[
     """A verified word (`body`: Whereabouts). Raises MalformedError, SignatureError; AdmissionError when it is not the
     owner's."""
     body: Any = _check_claims(sent, run, owner)  # a body of its own beside those of `messages`
-    e = open_envelope(sent, KIND, limit=MAX_WHEREABOUTS)
-    return Signed(body, e.author, e.digest, e.sent)
+    e = open_envelope(sent, KIND, limit=MAX_COORDINATOR_ADDRESS_ENVELOPE)
+    return Signed(body, e.author, e.digest, e.encoded)
 
 
-def open_newer(sent: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
+def open_if_newer(sent: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
     """As `open_coordinator_address`; None when it is not newer than the given one, which costs no signature check."""
     if than is not None:
-        if sent == than.sent:
+        if sent == than.encoded:
             return None
         if _check_claims(sent, run, owner).sequence <= than.body.sequence:
             return None
@@ -86,15 +86,17 @@ def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, now: C
     return sign_coordinator_address(owner, now)
 
 
-def newest_of(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
+def newest_address(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
     """The one that counts."""
     return max(found, key=lambda s: s.body.sequence, default=None)
 
 
 def _check_claims(sent: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddress:
     """What an envelope claims, its signature not looked at: only for refusing cheaply."""
-    if len(sent) > MAX_WHEREABOUTS:
-        raise MalformedError(f"a {KIND} message of {len(sent)} bytes: at most {MAX_WHEREABOUTS} are accepted")
+    if len(sent) > MAX_COORDINATOR_ADDRESS_ENVELOPE:
+        raise MalformedError(
+            f"a {KIND} message of {len(sent)} bytes: at most {MAX_COORDINATOR_ADDRESS_ENVELOPE} are accepted"
+        )
     m = wire.Envelope()
     try:
         m.ParseFromString(sent)
@@ -129,6 +131,6 @@ def _decode(payload: bytes, run: RunId) -> CoordinatorAddress:
         ):
             raise MalformedError(f"{address[:80]!r} is not a multiaddress")
     return CoordinatorAddress(
-        run, m.sequence, tuple(Endpoint.parse(text) for text in m.coordinators), Digest(m.fingerprint),
+        run, m.sequence, tuple(HostPort.parse(text) for text in m.coordinators), Digest(m.fingerprint),
         tuple(m.addresses),
     )  # fmt: skip

@@ -7,15 +7,15 @@ from dataclasses import fields
 from protocol.checks import ascending, bounded, parsed, text
 from protocol.errors import MalformedError
 from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId
-from protocol.messages import MAX_BANNED, MAX_CONTRIBUTORS, MAX_REASON, ORDERS, Directive, Rollback, RoundChanges
+from protocol.messages import MAX_BANNED, MAX_CONTRIBUTORS, MAX_REASON, RUN_STATUSES, Directive, Rollback, RoundChanges
 from protocol.wire import swarm_pb2 as wire
 
-DIRECTIVE_LIMIT = 48 * 1024
+MAX_DIRECTIVE_ENVELOPE = 48 * 1024
 """No envelope of this kind is larger, in bytes."""
 
 MAX_EPOCH = 2**20
 
-CHANGES: dict[str, tuple[float, float]] = {
+CHANGE_BOUNDS: dict[str, tuple[float, float]] = {
     "target_tokens": (1, MAX_COUNT - 1), "max_update_tokens": (1, MAX_COUNT - 1), "max_members": (1, MAX_CONTRIBUTORS),
     **dict.fromkeys(
         ("max_seconds", "exchange_seconds", "propose_seconds", "patience_seconds", "member_seconds"),
@@ -28,7 +28,7 @@ CHANGES: dict[str, tuple[float, float]] = {
 def encode_directive(b: Directive) -> wire.Directive:
     changed = {f.name: value for f in fields(RoundChanges) if (value := getattr(b.changes, f.name)) is not None}
     m = wire.Directive(
-        run=b.run, sequence=b.sequence, order=b.order, since=b.since, reason=b.reason, banned=b.banned,
+        run=b.run, sequence=b.sequence, order=b.run_status, since=b.since, reason=b.reason, banned=b.banned,
         from_round=b.from_round, changes=wire.RoundChanges(**changed) if changed else None,
     )  # fmt: skip
     if (back := b.rollback) is not None:
@@ -38,7 +38,7 @@ def encode_directive(b: Directive) -> wire.Directive:
 
 def decode_directive(payload: bytes, _: object = None) -> Directive:
     m = parsed(wire.Directive(), payload)
-    if m.order not in ORDERS:
+    if m.order not in RUN_STATUSES:
         raise MalformedError(f"{m.order[:20]!r} is not an order to a run")
     if len(m.banned) > MAX_BANNED:
         raise MalformedError(f"a directive bans at most {MAX_BANNED} peers, not {len(m.banned)}")
@@ -66,7 +66,7 @@ def decode_directive(payload: bytes, _: object = None) -> Directive:
 def _decode_changes(m: wire.RoundChanges) -> RoundChanges:
     changed = {f.name: getattr(m, f.name) for f in fields(RoundChanges) if m.HasField(f.name)}  # type: ignore[arg-type]
     for name, value in changed.items():
-        low, top = CHANGES[name]
+        low, top = CHANGE_BOUNDS[name]
         if not low <= value <= top:
             raise MalformedError(f"a directive sets round.{name} to {value}: {low} to {top} is accepted")
     return RoundChanges(**changed)

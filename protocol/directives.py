@@ -25,9 +25,9 @@ class ActiveDirectives:
     banned: frozenset[PeerKey] = frozenset()
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def precedence(self) -> tuple[int, int]:
         """Of the newest; (0, -1) where there is none."""
-        return (0, -1) if self.newest is None else self.newest.body.rank
+        return (0, -1) if self.newest is None else self.newest.body.precedence
 
     @property
     def rollback(self) -> Rollback | None:
@@ -48,12 +48,12 @@ class ActiveDirectives:
         changes = body.changes if body.from_round <= record.round + 1 else self.changes
         return ActiveDirectives(newest, changes, self.banned if newest is self.newest else frozenset(body.banned))
 
-    def flaw(self, record: RoundRecord) -> str | None:
+    def validation_error(self, record: RoundRecord) -> str | None:
         """Why a record cannot follow here, as far as directives go; None when it can."""
         epoch = self.epoch
         if record.directive is not None:
             body = record.directive.body
-            if body.rank <= self.rank:
+            if body.precedence <= self.precedence:
                 return "it carries a directive that is not newer than those before it"
             back = body.rollback
             if back is not None and back != self.rollback:
@@ -70,6 +70,6 @@ class ActiveDirectives:
         return None
 
 
-def starts_at(record: RoundRecord, back: Rollback) -> bool:
+def starts_rollback_branch(record: RoundRecord, back: Rollback) -> bool:
     """Whether a record is a first one of the branch that a rollback, or a later one to the same place, begins."""
     return record.parent == back.record and record.directive is not None and record.directive.body.epoch >= back.epoch

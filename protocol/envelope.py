@@ -33,7 +33,7 @@ class Envelope:
     kind: str
     author: PeerKey
     payload: bytes
-    sent: bytes
+    encoded: bytes
 
     @property
     def digest(self) -> Digest:
@@ -49,22 +49,22 @@ def content_digest(kind: str, author: PeerKey, payload: bytes) -> Digest:
 def seal(identity: Identity, kind: str, payload: bytes) -> Envelope:
     """Sign a payload."""
     signature = identity.sign(pae(kind, payload))
-    return Envelope(kind, identity.key, payload, _written(kind, payload, identity.key, signature))
+    return Envelope(kind, identity.key, payload, _encode(kind, payload, identity.key, signature))
 
 
-def _written(kind: str, payload: bytes, key: bytes, signature: bytes) -> bytes:
+def _encode(kind: str, payload: bytes, key: bytes, signature: bytes) -> bytes:
     """The one accepted way to write these four down."""
     message = wire.Envelope(kind=kind, payload=payload, key=bytes(key), signature=signature)
     return message.SerializeToString(deterministic=True)
 
 
-def open_envelope(sent: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> Envelope:
+def open_envelope(encoded: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> Envelope:
     """Verify an envelope of the given kind. The payload is not looked at.
 
     Raises MalformedError for anything that is not an envelope of at most `limit` bytes, written as `seal` writes it,
     SignatureError for another kind or a signature that does not verify.
     """
-    message = _parsed(sent, kind, limit)
+    message = _parsed(encoded, kind, limit)
     if message.kind != kind:
         raise SignatureError(f"a message of kind {message.kind[:32]!r} where {kind!r} was expected")
     author = PeerKey(message.key)
@@ -72,20 +72,20 @@ def open_envelope(sent: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> Envel
         raise SignatureError("an Ed25519 signature is 64 bytes")
     # The envelope around the payload is not signed: were there more than one way to write it, whoever passes a
     # message on could pad it, and make of one header any number that all verify.
-    if _written(kind, message.payload, author, message.signature) != sent:
+    if _encode(kind, message.payload, author, message.signature) != encoded:
         raise MalformedError(f"the envelope of a {kind} message is not in canonical form")
     verify(author, pae(kind, message.payload), message.signature)
-    return Envelope(kind, author, message.payload, bytes(sent))
+    return Envelope(kind, author, message.payload, bytes(encoded))
 
 
-def kind_of(sent: bytes, *, limit: int = MAX_ENVELOPE) -> str:
+def kind_of(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> str:
     """The kind that an envelope claims, unverified: only for choosing how to open it. Raises MalformedError."""
-    return _parsed(sent, "signed", limit).kind
+    return _parsed(encoded, "signed", limit).kind
 
 
-def author_of(sent: bytes, *, limit: int = MAX_ENVELOPE) -> PeerKey:
+def author_of(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> PeerKey:
     """The author that an envelope claims, unverified: only for refusing cheaply. Raises MalformedError."""
-    return PeerKey(_parsed(sent, "signed", limit).key)
+    return PeerKey(_parsed(encoded, "signed", limit).key)
 
 
 def _parsed(sent: bytes, kind: str, limit: int) -> wire.Envelope:

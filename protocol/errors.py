@@ -29,7 +29,7 @@ class UnknownParent(ChainError):
     """The certificate's parent is not in the tree: ask its source for what comes before it, unless too old."""
 
 
-class RivalOfFinal(ChainError):
+class FinalizedConflict(ChainError):
     """The certificate contradicts what the owner has signed as final: its source does not know the final yet."""
 
 
@@ -37,7 +37,7 @@ class CodecError(ProtocolError):
     """An encoded update that does not decode under the run's codec and layout."""
 
 
-class BooksError(ProtocolError):
+class LedgerRuleError(ProtocolError):
     """An entry that the ledger's rules do not allow: the message says which rule."""
 
 

@@ -38,7 +38,7 @@ _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class HostPort:
     """Where a coordinator's gRPC is: a host name or IP address, and a TCP port."""
 
     host: str
@@ -56,7 +56,7 @@ class Endpoint:
             raise MalformedError(f"{self.host[:80]!r} is not a host name or IP address")
 
     @classmethod
-    def parse(cls, text: str) -> Endpoint:
+    def parse(cls, text: str) -> HostPort:
         """From "host:port" or "[IPv6]:port". Raises MalformedError."""
         host, colon, port = text.rpartition(":")
         if not colon or not (port.isascii() and port.isdigit() and len(port) <= 5):
@@ -77,7 +77,7 @@ class Invite:
 
     run: RunId
     fingerprint: Digest
-    coordinators: tuple[Endpoint, ...]
+    coordinators: tuple[HostPort, ...]
     code: str = ""
     addresses: tuple[str, ...] = ()
 
@@ -124,7 +124,7 @@ class Invite:
         return _decode(_Reader(data[:-4]))
 
 
-def one_of_each(addresses: Iterable[str]) -> tuple[str, ...]:
+def one_per_peer_first(addresses: Iterable[str]) -> tuple[str, ...]:
     """Multiaddresses in their order, but first one of each peer: an invite has room for few, and peers come and go."""
     unique = list(dict.fromkeys(addresses))
     first = {a.rpartition("/p2p/")[2]: a for a in reversed(unique)}
@@ -139,7 +139,7 @@ def check_code(code: str) -> None:
 
 def _decode(r: _Reader) -> Invite:
     run, fingerprint = RunId(r.take(32)), Digest(r.take(32))
-    coordinators = tuple(Endpoint.parse(r.text()) for _ in range(r.count("coordinators", MAX_COORDINATORS)))
+    coordinators = tuple(HostPort.parse(r.text()) for _ in range(r.count("coordinators", MAX_COORDINATORS)))
     code = r.text()
     addresses = []
     for _ in range(r.count("swarm addresses", MAX_SWARM_ADDRESSES)):

@@ -45,7 +45,7 @@ class TensorShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSlice:
     """Coordinates `start` to `stop` of a layout's tensor `index`: whole codec chunks, or up to the tensor's end.
 
     What one of several processes that hold a state together has of a tensor.
@@ -96,9 +96,9 @@ class Layout:
         return sum(t.chunks for t in self.tensors)
 
     @cached_property
-    def whole(self) -> tuple[Part, ...]:
+    def full_slices(self) -> tuple[TensorSlice, ...]:
         """Every tensor, as parts."""
-        return tuple(Part(i, 0, t.numel) for i, t in enumerate(self.tensors))
+        return tuple(TensorSlice(i, 0, t.numel) for i, t in enumerate(self.tensors))
 
     @cached_property
     def digest(self) -> Digest:
@@ -110,7 +110,7 @@ class Layout:
         shapes = {t.name: t.shape for t in self.tensors}
         return Layout.of(shapes | {MOMENTUM + n: s for n, s in shapes.items()})
 
-    def model_part(self) -> Layout:
+    def without_momentum(self) -> Layout:
         """Without the outer optimiser's momentum."""
         return Layout(tuple(t for t in self.tensors if not t.name.startswith(MOMENTUM)))
 

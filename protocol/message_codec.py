@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.message import Message
 
 from protocol.checks import ascending, bounded, finite, parsed, rate, text
-from protocol.directive_codec import DIRECTIVE_LIMIT, MAX_EPOCH, decode_directive, encode_directive
+from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE, MAX_EPOCH, decode_directive, encode_directive
 from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, kind_of, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
@@ -25,11 +25,11 @@ from protocol.messages import (
     MAX_ADDRESSES,
     MAX_CERTIFICATE,
     MAX_CONTRIBUTORS,
-    MAX_KNOWN,
-    MAX_LACKING,
+    MAX_KNOWN_HEADERS,
+    MAX_MISSING_AUTHORS,
     MAX_NAME,
-    MAX_PARTS,
-    MAX_UNHEARD,
+    MAX_SHARDS,
+    MAX_UNREACHABLE,
     PHASES,
     Admission,
     Body,
@@ -43,7 +43,7 @@ from protocol.messages import (
     Signed,
     UpdateHeader,
     Vote,
-    parts_digest,
+    shards_digest,
     votes_needed,
 )
 from protocol.wire import swarm_pb2 as wire
@@ -72,17 +72,17 @@ def _encode_header(b: UpdateHeader) -> Message:
 def _encode_record(b: RoundRecord) -> Message:
     return wire.RoundRecord(
         run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, attempt=b.attempt,
-        updates=[u.sent for u in b.updates], directive=b.directive.sent if b.directive is not None else b"",
+        updates=[u.encoded for u in b.updates], directive=b.directive.encoded if b.directive is not None else b"",
     )  # fmt: skip
 
 
 def _encode_vote(b: Vote) -> Message:
-    return wire.Vote(run=b.run, round=b.round, record=b.record, parts=b.parts or b"")
+    return wire.Vote(run=b.run, round=b.round, record=b.record, parts=b.shards_digest or b"")
 
 
 def _encode_reduced(b: ShardAttestation) -> Message:
     return wire.ShardAttestation(
-        run=b.run, round=b.round, record=b.record, part=b.part, blob=b.blob or b"", lacking=b.lacking
+        run=b.run, round=b.round, record=b.record, part=b.shard, blob=b.blob or b"", lacking=b.missing
     )  # fmt: skip
 
 
@@ -94,8 +94,8 @@ def _encode_heartbeat(b: Heartbeat) -> Message:
     return wire.Heartbeat(
         run=b.run, sequence=b.sequence, round=b.round, head=b.head, weight=b.weight, windows=b.windows, phase=b.phase,
         tokens_per_second=b.tokens_per_second, loss=b.loss, bytes_up=b.bytes_up, bytes_down=b.bytes_down,
-        known=b.known, addresses=b.addresses, admission=b.admission, device=b.device, state=b.state or b"",
-        unheard=b.unheard, directive_sequence=b.directive_sequence,
+        known=b.known_headers, addresses=b.addresses, admission=b.admission, device=b.device, state=b.state or b"",
+        unheard=b.unreachable, directive_sequence=b.directive_sequence,
     )  # fmt: skip
 
 
@@ -134,13 +134,13 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
     run, parent, base = RunId(m.run), Digest(m.parent), Digest(m.base_state)
     number = Round(bounded("round", m.round, MAX_ROUND))
     # Claimed authors first: else one admitted key could have thousands of headers verified in vain.
-    if not ascending([author_of(u, limit=HEADER_LIMIT) for u in m.updates]):
+    if not ascending([author_of(u, limit=MAX_HEADER_ENVELOPE) for u in m.updates]):
         raise MalformedError("a record lists each author once, by ascending key")
-    updates = tuple(decoder.header(u) for u in m.updates)
+    updates = tuple(decoder.decode_header(u) for u in m.updates)
     for u in updates:
         if (u.body.run, u.body.round, u.body.parent, u.body.base_state) != (run, number, parent, base):
             raise MalformedError("a record lists an update of another run, round, parent or base")
-    directive = decoder.open(m.directive, Directive) if m.directive else None
+    directive = decoder.decode(m.directive, Directive) if m.directive else None
     return RoundRecord(run, number, parent, base, bounded("attempt", m.attempt, 2**20), updates, directive)
 
 
@@ -152,12 +152,12 @@ def _decode_vote(payload: bytes, _: MessageDecoder) -> Vote:
 
 def _decode_reduced(payload: bytes, _: MessageDecoder) -> ShardAttestation:
     m = parsed(wire.ShardAttestation(), payload)
-    if len(m.lacking) > MAX_LACKING or bool(m.blob) == bool(m.lacking):
-        raise MalformedError(f"a part is reduced, or 1 to {MAX_LACKING} authors are lacking")
+    if len(m.lacking) > MAX_MISSING_AUTHORS or bool(m.blob) == bool(m.lacking):
+        raise MalformedError(f"a part is reduced, or 1 to {MAX_MISSING_AUTHORS} authors are lacking")
     lacking = tuple(PeerKey(key) for key in m.lacking)
     if not ascending(lacking):
         raise MalformedError("lacking authors are listed once each, by ascending key")
-    number, part = Round(bounded("round", m.round, MAX_ROUND)), bounded("part", m.part, MAX_PARTS - 1)
+    number, part = Round(bounded("round", m.round, MAX_ROUND)), bounded("part", m.part, MAX_SHARDS - 1)
     return ShardAttestation(RunId(m.run), number, Digest(m.record), part, Digest(m.blob) if m.blob else None, lacking)
 
 
@@ -169,7 +169,7 @@ def _decode_final(payload: bytes, _: MessageDecoder) -> Finalization:
 
 def _decode_heartbeat(payload: bytes, _: MessageDecoder) -> Heartbeat:
     m = parsed(wire.Heartbeat(), payload)
-    if len(m.known) > MAX_KNOWN or len(m.addresses) > MAX_ADDRESSES or len(m.unheard) > MAX_UNHEARD:
+    if len(m.known) > MAX_KNOWN_HEADERS or len(m.addresses) > MAX_ADDRESSES or len(m.unheard) > MAX_UNREACHABLE:
         raise MalformedError("a heartbeat lists too many headers, addresses or peers")
     if m.phase not in PHASES:
         raise MalformedError(f"{m.phase[:20]!r} is not a phase")
@@ -191,17 +191,17 @@ def _decode_goodbye(payload: bytes, _: MessageDecoder) -> Goodbye:
 
 # The limits leave room for what a field or two more would take, and no more: a record must fit MAX_ENVELOPE, and a
 # certificate MAX_CERTIFICATE, though each of MAX_CONTRIBUTORS pads its messages as far as it may.
-HEADER_LIMIT = 640
-VOTE_LIMIT = 256
+MAX_HEADER_ENVELOPE = 640
+MAX_VOTE_ENVELOPE = 256
 
 KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Any], Any]]] = {
     Admission: ("admission", 320, _encode_admission, _decode_admission),
-    UpdateHeader: ("update", HEADER_LIMIT, _encode_header, _decode_header),
+    UpdateHeader: ("update", MAX_HEADER_ENVELOPE, _encode_header, _decode_header),
     RoundRecord: ("record", MAX_ENVELOPE, _encode_record, _decode_record),
-    Vote: ("vote", VOTE_LIMIT, _encode_vote, _decode_vote),
+    Vote: ("vote", MAX_VOTE_ENVELOPE, _encode_vote, _decode_vote),
     ShardAttestation: ("reduced", 4096, _encode_reduced, _decode_reduced),
     Finalization: ("final", 1024, _encode_final, _decode_final),
-    Directive: ("directive", DIRECTIVE_LIMIT, encode_directive, decode_directive),
+    Directive: ("directive", MAX_DIRECTIVE_ENVELOPE, encode_directive, decode_directive),
     Heartbeat: ("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),
     Goodbye: ("goodbye", 1024, _encode_goodbye, _decode_goodbye),
 }
@@ -229,11 +229,11 @@ class KeySigner:
         """The signed body, rounded as the wire rounds it. Raises MalformedError for a body that others would refuse."""
         kind, limit, encode, decode = KINDS[type(body)]
         e = seal(self._identity, kind, encode(body).SerializeToString(deterministic=True))
-        if len(e.sent) > limit:
-            raise MalformedError(f"a {kind} message of {len(e.sent)} bytes: at most {limit} are accepted")
+        if len(e.encoded) > limit:
+            raise MalformedError(f"a {kind} message of {len(e.encoded)} bytes: at most {limit} are accepted")
         if not isinstance(body, RoundRecord):  # whose updates are verified already
             body = decode(e.payload, None)
-        return Signed(body, e.author, e.digest, e.sent)
+        return Signed(body, e.author, e.digest, e.encoded)
 
 
 class _Memory:
@@ -258,7 +258,7 @@ class _Memory:
     @staticmethod
     def _cost(signed: Signed[Any]) -> int:
         # About what the decoded values take: 8 bytes of `known` on the wire are 40 in a tuple of ints.
-        return 1024 + 5 * len(signed.sent)
+        return 1024 + 5 * len(signed.encoded)
 
 
 class MessageDecoder:
@@ -270,7 +270,7 @@ class MessageDecoder:
         self.owner = owner
         self._seen = {body: _Memory(remember) for body in KINDS}
 
-    def open(self, sent: bytes, body: type[T]) -> Signed[T]:
+    def decode(self, encoded: bytes, body: type[T]) -> Signed[T]:
         """The signed body of the given type. Raises MalformedError, SignatureError, AdmissionError.
 
         A header's author was admitted by the owner, and a heartbeat's too unless it presents no admission; at some
@@ -278,46 +278,48 @@ class MessageDecoder:
         chain's and the round machine's to say.
         """
         kind, limit, _, decode = KINDS[body]
-        if len(sent) > limit:
-            raise MalformedError(f"a {kind} message of {len(sent)} bytes: at most {limit} are accepted")
-        name = sha256(sent)
+        if len(encoded) > limit:
+            raise MalformedError(f"a {kind} message of {len(encoded)} bytes: at most {limit} are accepted")
+        name = sha256(encoded)
         if (known := self._seen[body].get(name)) is not None:
             return known
-        if body is Directive and kind_of(sent) == kind and author_of(sent) != self.owner:
+        if body is Directive and kind_of(encoded) == kind and author_of(encoded) != self.owner:
             raise AdmissionError("a directive that is not signed by the run's owner")  # refused before it costs much
-        envelope = open_envelope(sent, kind, limit=limit)
+        envelope = open_envelope(encoded, kind, limit=limit)
         decoded = decode(envelope.payload, self)
         if decoded.run != self.run:
             raise MalformedError(f"a {kind} message of another run ({decoded.run.short})")
         if body in (Admission, Finalization) and envelope.author != self.owner:
             raise AdmissionError(f"a {kind} message that is not signed by the run's owner")
         if body is UpdateHeader or (body is Heartbeat and decoded.admission):
-            self.admission_of(decoded.admission, envelope.author)
-        signed = Signed(decoded, envelope.author, envelope.digest, envelope.sent)
+            self.decode_admission(decoded.admission, envelope.author)
+        signed = Signed(decoded, envelope.author, envelope.digest, envelope.encoded)
         self._seen[body].put(name, signed)
         return signed
 
-    def open_any(self, sent: bytes, kind: str) -> Signed[Any]:
+    def decode_kind(self, encoded: bytes, kind: str) -> Signed[Any]:
         """As `open`, for a kind by its name on the wire."""
         body = _BY_KIND.get(kind)
         if body is None:
             raise MalformedError(f"a message of unknown kind {kind[:32]!r}")
-        return self.open(sent, body)
+        return self.decode(encoded, body)
 
-    def header(self, sent: bytes) -> Signed[UpdateHeader]:
+    def decode_header(self, encoded: bytes) -> Signed[UpdateHeader]:
         """A signed header whose author the run's owner admitted (at some time: see `admission_at`)."""
-        return self.open(sent, UpdateHeader)
+        return self.decode(encoded, UpdateHeader)
 
-    def admission_of(self, sent: bytes, peer: PeerKey) -> Admission:
+    def decode_admission(self, encoded: bytes, peer: PeerKey) -> Admission:
         """The admission of this peer in an envelope. Raises AdmissionError when it is another's."""
-        admission = self.open(sent, Admission).body
+        admission = self.decode(encoded, Admission).body
         if admission.peer != peer:
             raise AdmissionError(f"peer {peer.short} presents an admission of {admission.peer.short}")
         return admission
 
-    def admission_at(self, sent: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = 600) -> Admission:
+    def decode_admission_at(
+        self, encoded: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = 600
+    ) -> Admission:
         """The admission of this peer, valid at a time within a tolerance for clocks. Raises AdmissionError."""
-        a = self.admission_of(sent, peer)
+        a = self.decode_admission(encoded, peer)
         if not a.not_before - tolerance <= unix_seconds <= a.not_after + tolerance:
             raise AdmissionError(
                 f"the admission of peer {peer.short} is not valid now: it lasts from {a.not_before} to {a.not_after}, "
@@ -325,17 +327,17 @@ class MessageDecoder:
             )
         return a
 
-    def certificate(self, sent: bytes) -> Certificate:
+    def decode_certificate(self, encoded: bytes) -> Certificate:
         """A certificate: every header and vote verified, votes by more than two thirds of its contributors."""
-        if len(sent) > MAX_CERTIFICATE:
-            raise MalformedError(f"a certificate of {len(sent)} bytes: at most {MAX_CERTIFICATE} are accepted")
-        m = parsed(wire.Certificate(), sent)
-        if len(m.votes) > MAX_CONTRIBUTORS or len(m.parts) > MAX_PARTS:
+        if len(encoded) > MAX_CERTIFICATE:
+            raise MalformedError(f"a certificate of {len(encoded)} bytes: at most {MAX_CERTIFICATE} are accepted")
+        m = parsed(wire.Certificate(), encoded)
+        if len(m.votes) > MAX_CONTRIBUTORS or len(m.parts) > MAX_SHARDS:
             raise MalformedError("a certificate with too many votes or parts")
-        record = self.open(m.record, RoundRecord)
+        record = self.decode(m.record, RoundRecord)
         # Claimed authors and the count before any signature is looked at.
-        _check_voters(record.body, [author_of(v, limit=VOTE_LIMIT) for v in m.votes])
-        votes = tuple(self.open(v, Vote) for v in m.votes)
+        _check_voters(record.body, [author_of(v, limit=MAX_VOTE_ENVELOPE) for v in m.votes])
+        votes = tuple(self.decode(v, Vote) for v in m.votes)
         return check_certificate(Certificate(record, votes, tuple(Digest(p) for p in m.parts)))
 
 
@@ -346,8 +348,8 @@ def check_certificate(certificate: Certificate) -> Certificate:
     ballot = (record.body.run, record.body.round, record.digest)
     if any((v.body.run, v.body.round, v.body.record) != ballot for v in votes):
         raise MalformedError("a certificate with a vote for another record")
-    parts = parts_digest(certificate.parts)
-    if any(v.body.parts != parts for v in votes):
+    parts = shards_digest(certificate.shards)
+    if any(v.body.shards_digest != parts for v in votes):
         raise MalformedError("a certificate with a vote for other parts of the mean, or for none")
     return certificate
 
@@ -365,11 +367,11 @@ def _check_voters(record: RoundRecord, voters: Sequence[PeerKey]) -> None:
 def encode_certificate(certificate: Certificate) -> bytes:
     """A certificate's bytes for the wire and the disk."""
     return wire.Certificate(
-        record=certificate.record.sent, votes=[v.sent for v in certificate.votes], parts=certificate.parts
+        record=certificate.record.encoded, votes=[v.encoded for v in certificate.votes], parts=certificate.shards
     ).SerializeToString(deterministic=True)
 
 
-def body_digest(author: PeerKey, body: Body) -> Digest:
+def message_digest(author: PeerKey, body: Body) -> Digest:
     """The digest that a body signed by the author has."""
     kind, _, encode, _ = KINDS[type(body)]
     return content_digest(kind, author, encode(body).SerializeToString(deterministic=True))

@@ -16,14 +16,14 @@ MAX_NAME = 40
 MAX_ADDRESSES = 16
 MAX_ADDRESS = 200
 MAX_CONTRIBUTORS = 4096
-MAX_KNOWN = 4096
-MAX_UNHEARD = 1024
-MAX_PARTS = 1024
-MAX_LACKING = 64
+MAX_KNOWN_HEADERS = 4096
+MAX_UNREACHABLE = 1024
+MAX_SHARDS = 1024
+MAX_MISSING_AUTHORS = 64
 MAX_CERTIFICATE = MAX_ENVELOPE
 """No certificate is larger. The limits of headers and votes (`KINDS`) are such that the largest there can be fits."""
 PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving", "paused")
-ORDERS = ("running", "paused", "ended")
+RUN_STATUSES = ("running", "paused", "ended")
 MAX_BANNED = 1024
 MAX_REASON = 200
 
@@ -97,7 +97,7 @@ class Directive:
 
     run: RunId
     sequence: int
-    order: str = "running"
+    run_status: str = "running"
     since: int = 0
     reason: str = ""
     banned: tuple[PeerKey, ...] = ()
@@ -111,7 +111,7 @@ class Directive:
         return 0 if self.rollback is None else self.rollback.epoch
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def precedence(self) -> tuple[int, int]:
         """Of two directives the one of the higher rank counts: no word that knows nothing of a rollback undoes it."""
         return self.epoch, self.sequence
 
@@ -141,12 +141,12 @@ class RoundRecord:
 @dataclass(frozen=True, slots=True)
 class Vote:
     """A contributor's word that it holds and has checked every update of a record; in a round that is reduced: every
-    part of the mean, of which `parts` is the `parts_digest`."""
+    part of the mean, of which `parts` is the `shards_digest`."""
 
     run: RunId
     round: Round
     record: Digest
-    parts: Digest | None = None
+    shards_digest: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,9 @@ class ShardAttestation:
     run: RunId
     round: Round
     record: Digest
-    part: int
+    shard: int
     blob: Digest | None
-    lacking: tuple[PeerKey, ...] = ()
+    missing: tuple[PeerKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +192,12 @@ class Heartbeat:
     loss: float
     bytes_up: int
     bytes_down: int
-    known: tuple[int, ...]
+    known_headers: tuple[int, ...]
     addresses: tuple[str, ...]
     admission: bytes
     device: str
     state: Digest | None = None
-    unheard: tuple[int, ...] = ()
+    unreachable: tuple[int, ...] = ()
     directive_sequence: int = 0
     """Sequence of the newest directive that it knows; 0: none."""
 
@@ -221,7 +221,7 @@ class Signed(Generic[T]):
     body: T
     author: PeerKey
     digest: Digest
-    sent: bytes
+    encoded: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,16 +234,16 @@ class Certificate:
 
     record: Signed[RoundRecord]
     votes: tuple[Signed[Vote], ...]
-    parts: tuple[Digest, ...] = ()
+    shards: tuple[Digest, ...] = ()
 
     @property
     def digest(self) -> Digest:
         """What the chain calls the record, with what is applied: children name it as their parent, finals sign it.
 
         Of a round that was gathered, the record's digest. Of one that was reduced, SHA-256 over that and the
-        `parts_digest`: one record that was certified with two sets of parts is two branches.
+        `shards_digest`: one record that was certified with two sets of parts is two branches.
         """
-        parts = parts_digest(self.parts)
+        parts = shards_digest(self.shards)
         return self.record.digest if parts is None else Digest(sha256(b"cairn/v1/applied", self.record.digest, parts))
 
 
@@ -252,6 +252,6 @@ def votes_needed(contributors: int) -> int:
     return contributors * 2 // 3 + 1
 
 
-def parts_digest(parts: Sequence[Digest]) -> Digest | None:
+def shards_digest(shards: Sequence[Digest]) -> Digest | None:
     """What votes name of a reduced mean: SHA-256 over the digests of its parts in order. None when there are none."""
-    return Digest(sha256(b"cairn/v1/parts", *parts)) if parts else None
+    return Digest(sha256(b"cairn/v1/parts", *shards)) if shards else None

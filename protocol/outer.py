@@ -18,15 +18,15 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from protocol.codec.batches import Batch
 from protocol.codec.interface import Blob, Codec
-from protocol.codec.runs import Run
 from protocol.errors import CodecError
 from protocol.ids import PeerKey
-from protocol.layout import MOMENTUM, Layout, Part
+from protocol.layout import MOMENTUM, Layout, TensorSlice
 from protocol.spec import OuterSpec
-from protocol.state import held
+from protocol.state import local_views
 
-TINY_WEIGHT = 2.0**-100
+MIN_WEIGHT = 2.0**-100
 """Below every weight that a round can give (a window in 2**53, among 10,000 updates), above nothing."""
 
 
@@ -44,16 +44,16 @@ def apply(
     contributions: Sequence[Contribution],
     codec: Codec,
     outer: OuterSpec,
-    run_chunks: int | None = None,
-    parts: Sequence[Part] | None = None,
+    batch_chunks: int | None = None,
+    slices: Sequence[TensorSlice] | None = None,
 ) -> None:
     """state[r] to state[r+1] in place, from the accepted updates in any order.
 
     For each tensor: mean = sum(w_i * clip_i * value_i) / sum(w_i over those who sent the coordinate) with the weights
-    of `shares` and the factors of `clip_factors`; then state -= lr * mean, or Nesterov's step (Sutskever et al. 2013,
-    in PyTorch's form): m <- mu * m + mean, state -= lr * (mean + mu * m). A coordinate that nobody sent has mean 0.
-    With mean = "all", and for codecs in which everyone sends everything, the weights' sum is 1 and nothing is divided.
-    Nothing accepted: nothing changes, momentum neither.
+    of `mean_weights` and the factors of `clip_factors`; then state -= lr * mean, or Nesterov's step (Sutskever et al.
+    2013, in PyTorch's form): m <- mu * m + mean, state -= lr * (mean + mu * m). A coordinate that nobody sent has mean
+    0. With mean = "all", and for codecs in which everyone sends everything, the weights' sum is 1 and nothing is
+    divided. Nothing accepted: nothing changes, momentum neither.
 
     `state` holds fp32 tensors, all on one device; `run_chunks` bounds the scratch memory and changes no bit. With
     `parts` (of the codec's layout) the state's tensors, momentum too, are these parts only, and get the bits that they
@@ -62,16 +62,16 @@ def apply(
     """
     for c in contributions:
         codec.check_header(c.blob)
-    target = Target(state, codec.layout, outer, parts)
-    ordered = in_order(contributions)
+    target = OuterOptimiser(state, codec.layout, outer, slices)
+    ordered = canonical_order(contributions)
     if not ordered or not target.values:
         return
-    mean = RobustMean(ordered, codec, outer, target.device, parts, run_chunks=run_chunks)
-    for run in mean.runs:
-        target.step(run, mean.over(run))
+    mean = RobustMean(ordered, codec, outer, target.device, slices, batch_chunks=batch_chunks)
+    for run in mean.batches:
+        target.step(run, mean.batch_mean(run))
 
 
-def in_order(contributions: Sequence[Contribution]) -> list[Contribution]:
+def canonical_order(contributions: Sequence[Contribution]) -> list[Contribution]:
     """In canonical order. Raises CodecError unless each author is there once."""
     ordered = sorted(contributions, key=lambda c: c.author)
     if any(a.author == b.author for a, b in zip(ordered, ordered[1:], strict=False)):
@@ -79,26 +79,28 @@ def in_order(contributions: Sequence[Contribution]) -> list[Contribution]:
     return ordered
 
 
-class Target:
+class OuterOptimiser:
     """The state that a step changes in place: all of it, or some parts (see `held`). Raises MalformedError."""
 
-    def __init__(self, state: Mapping[str, Tensor], layout: Layout, outer: OuterSpec, parts: Sequence[Part] | None):
+    def __init__(
+        self, state: Mapping[str, Tensor], layout: Layout, outer: OuterSpec, slices: Sequence[TensorSlice] | None
+    ):
         self.outer = outer
-        self.values = held(state, layout, parts)
+        self.values = local_views(state, layout, slices)
         self.momenta: dict[int, tuple[int, Tensor]] = {}
         if outer.optimiser == "nesterov":
-            self.momenta = held(state, layout, parts, MOMENTUM)
+            self.momenta = local_views(state, layout, slices, MOMENTUM)
 
     @property
     def device(self) -> torch.device:
         return next((value.device for _, value in self.values.values()), torch.device("cpu"))
 
-    def step(self, run: Run, mean: Tensor) -> None:
+    def step(self, batch: Batch, mean: Tensor) -> None:
         """One optimiser step on a run of the layout; `mean`, fp32 [run.numel], is used up."""
-        lr, mu = fp32(self.outer.lr), fp32(self.outer.momentum)
-        for piece in run.pieces:
+        lr, mu = round_to_fp32(self.outer.lr), round_to_fp32(self.outer.momentum)
+        for piece in batch.segments:
             start, value = self.values[piece.index]
-            here, change = run.source(piece, start), mean[run.within(piece)]
+            here, change = batch.source_slice(piece, start), mean[batch.batch_slice(piece)]
             if self.momenta:
                 momentum = self.momenta[piece.index][1][here]
                 momentum.mul_(mu).add_(change)
@@ -108,7 +110,7 @@ class Target:
             value[here].sub_(change)
 
 
-def shares(windows: Sequence[int], cap: float) -> list[float]:
+def mean_weights(windows: Sequence[int], cap: float) -> list[float]:
     """Each update's share of the round's weight: by windows, none above `cap`; they sum to 1 but for rounding.
 
     What is above the cap is cut to a common level (so that the cap holds of what remains). When n * cap < 1 no shares
@@ -153,10 +155,10 @@ class RobustMean:
         codec: Codec,
         outer: OuterSpec,
         device: torch.device,
-        parts: Sequence[Part] | None = None,
+        slices: Sequence[TensorSlice] | None = None,
         *,
-        clip_parts: bool = False,
-        run_chunks: int | None = None,
+        clip_slices: bool = False,
+        batch_chunks: int | None = None,
     ):
         """Of one or more updates of this codec (headers checked), in canonical order, over `parts` (None: everything).
 
@@ -165,40 +167,40 @@ class RobustMean:
         """
         self._ordered = ordered
         self._codec = codec
-        self._weights = shares([c.windows for c in ordered], outer.weight_cap)
-        self._factors = self._weighed(outer, device, parts if clip_parts else None)
-        self.runs: list[Run] = list(codec.runs(run_chunks, parts=parts, device=device))
+        self._weights = mean_weights([c.windows for c in ordered], outer.weight_cap)
+        self._factors = self._factors_of(outer, device, slices if clip_slices else None)
+        self.batches: list[Batch] = list(codec.batches(batch_chunks, slices=slices, device=device))
         # Sums over one run, allocated once for the largest: fresh memory would cost more than the arithmetic.
-        by_senders = outer.mean == "senders" and not codec.everyone_sends
-        self._total = torch.empty(max(run.numel for run in self.runs), dtype=torch.float32, device=device)
+        by_senders = outer.mean == "senders" and not codec.sends_all
+        self._total = torch.empty(max(run.numel for run in self.batches), dtype=torch.float32, device=device)
         self._weight = torch.empty_like(self._total) if by_senders else None
 
-    def _weighed(self, outer: OuterSpec, device: torch.device, parts: Sequence[Part] | None) -> list[Tensor]:
+    def _factors_of(self, outer: OuterSpec, device: torch.device, slices: Sequence[TensorSlice] | None) -> list[Tensor]:
         """By what each update's values count, weight times clip factor: for each update fp32 [tensors]."""
         clips: Sequence[Sequence[float]] = [[1.0] * len(self._codec.layout.tensors)] * len(self._ordered)
         if outer.clip == "median" and len(self._ordered) > 1:
-            energies = [self._codec.energies(c.blob, device, parts) for c in self._ordered]
+            energies = [self._codec.sum_squares(c.blob, device, slices) for c in self._ordered]
             by_tensor = [clip_factors([math.sqrt(e) for e in each]) for each in zip(*energies, strict=True)]
             clips = list(zip(*by_tensor, strict=True))
         products = [[w * c for c in clip] for w, clip in zip(self._weights, clips, strict=True)]
         return [torch.tensor(p, dtype=torch.float64).to(torch.float32).to(device) for p in products]
 
-    def over(self, run: Run) -> Tensor:
+    def batch_mean(self, batch: Batch) -> Tensor:
         """Over one of `runs`: fp32 [run.numel], which the caller may use up before it asks for the next."""
-        total = self._total[: run.numel].zero_()
-        weight = None if self._weight is None else self._weight[: run.numel].zero_()
+        total = self._total[: batch.numel].zero_()
+        weight = None if self._weight is None else self._weight[: batch.numel].zero_()
         # The tensor of each chunk.
-        counts = torch.tensor([p.count for p in run.pieces])
-        tensors = torch.tensor([p.index for p in run.pieces]).repeat_interleave(counts).to(total.device)
+        counts = torch.tensor([p.count for p in batch.segments])
+        tensors = torch.tensor([p.index for p in batch.segments]).repeat_interleave(counts).to(total.device)
         for update, share, factor in zip(self._ordered, self._weights, self._factors, strict=True):
-            decoded = self._codec.decode_run(update.blob, run, total.device)
+            decoded = self._codec.decode_batch(update.blob, batch, total.device)
             if weight is not None:
                 # A coordinate that a sparse codec lists with a scale of 0 was not sent.
-                _add(weight, decoded.positions, decoded.values.ne(0).to(torch.float32).mul_(fp32(share)))
-            values = decoded.values.view(run.count, -1).mul_(factor[tensors].unsqueeze(1)).view(-1)
+                _add(weight, decoded.positions, decoded.values.ne(0).to(torch.float32).mul_(round_to_fp32(share)))
+            values = decoded.values.view(batch.count, -1).mul_(factor[tensors].unsqueeze(1)).view(-1)
             _add(total, decoded.positions, values)
         if weight is not None:
-            total.div_(weight.clamp_min_(TINY_WEIGHT))
+            total.div_(weight.clamp_min_(MIN_WEIGHT))
         return total
 
 
@@ -212,6 +214,6 @@ def _add(total: Tensor, positions: Tensor | None, values: Tensor) -> None:
         total[positions] = total.take(positions).add_(values)
 
 
-def fp32(value: float) -> float:
+def round_to_fp32(value: float) -> float:
     """The nearest fp32 (ties to even)."""
     return struct.unpack("<f", struct.pack("<f", value))[0]

@@ -13,7 +13,7 @@ from protocol.errors import MalformedError
 from protocol.ids import MAX_COUNT, Digest, sha256
 from protocol.merkle import LEAF_BYTES, tree_hash
 
-Node = Callable[[int, int], bytes]
+SubtreeHash = Callable[[int, int], bytes]
 """The hash of a complete subtree, by level and index: 32 bytes. Level 0 are the leaf hashes."""
 
 MAX_PROOF = 64
@@ -24,7 +24,7 @@ EMPTY = tree_hash([])
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class Subtree:
     """A subtree that has become complete: its place and its hash."""
 
     level: int
@@ -32,22 +32,22 @@ class Complete:
     hash: bytes
 
 
-def completed(leaf_index: int, leaf: bytes, node: Node) -> list[Complete]:
+def completed_subtrees(leaf_index: int, leaf: bytes, node: SubtreeHash) -> list[Subtree]:
     """The subtrees that are complete once leaf number `leaf_index` (from 0) is appended, the leaf itself first.
 
     `node` is asked only for subtrees that were complete before. To store all of them is enough for every proof: two
     hashes for each leaf in the long run.
     """
-    found = [Complete(0, leaf_index, bytes(leaf))]
+    found = [Subtree(0, leaf_index, bytes(leaf))]
     level, index = 0, leaf_index
     while index % 2:
         both = _join(node(level, index - 1), found[-1].hash)
         level, index = level + 1, index // 2
-        found.append(Complete(level, index, both))
+        found.append(Subtree(level, index, both))
     return found
 
 
-class Appender:
+class MerkleFrontier:
     """A log's right edge: as many hashes as its size has bits set, from which it grows and its root follows.
 
     >>> log = Appender()
@@ -55,7 +55,7 @@ class Appender:
     >>> log.root()
     """
 
-    def __init__(self, size: int = 0, node: Node | None = None):
+    def __init__(self, size: int = 0, node: SubtreeHash | None = None):
         """Empty, or where a log of `size` leaves ends that `node` knows."""
         self.size = size
         self._edge: dict[int, bytes] = {}
@@ -65,9 +65,9 @@ class Appender:
         if node is not None:
             self._edge = {level: node(level, index) for level, index in _peaks(0, size)}
 
-    def append(self, leaf: bytes) -> list[Complete]:
+    def append(self, leaf: bytes) -> list[Subtree]:
         """As `completed`, for the next leaf."""
-        made = completed(self.size, leaf, lambda level, _: self._edge[level])
+        made = completed_subtrees(self.size, leaf, lambda level, _: self._edge[level])
         for done in made[:-1]:
             self._edge.pop(done.level, None)
         self._edge[made[-1].level] = made[-1].hash
@@ -76,15 +76,15 @@ class Appender:
 
     def root(self) -> Digest:
         """Of what was appended so far."""
-        return _folded([self._edge[level] for level in sorted(self._edge, reverse=True)])
+        return _fold([self._edge[level] for level in sorted(self._edge, reverse=True)])
 
 
-def root_at(size: int, node: Node) -> Digest:
+def root_at(size: int, node: SubtreeHash) -> Digest:
     """The root that a log had when it held so many leaves. O(log size) nodes."""
     return _hash(0, size, node)
 
 
-def inclusion_proof(index: int, size: int, node: Node) -> tuple[bytes, ...]:
+def inclusion_proof(index: int, size: int, node: SubtreeHash) -> tuple[bytes, ...]:
     """The audit path of leaf number `index` in the tree over the first `size` leaves (section 2.1.3.1), leaf first.
 
     Raises MalformedError when there is no such leaf.
@@ -104,7 +104,7 @@ def inclusion_proof(index: int, size: int, node: Node) -> tuple[bytes, ...]:
     return tuple(reversed(path))
 
 
-def consistency_proof(first: int, second: int, node: Node) -> tuple[bytes, ...]:
+def consistency_proof(first: int, second: int, node: SubtreeHash) -> tuple[bytes, ...]:
     """That the tree over the first `second` leaves extends the one over the first `first` (section 2.1.4.1).
 
     Empty when there is nothing to prove: both are the same, or the first is empty. Raises MalformedError when the first
@@ -207,12 +207,12 @@ def _peaks(start: int, count: int) -> Iterable[tuple[int, int]]:
         start, count = start + (1 << level), count - (1 << level)
 
 
-def _hash(start: int, count: int, node: Node) -> Digest:
+def _hash(start: int, count: int, node: SubtreeHash) -> Digest:
     """The tree hash over `count` leaves from `start`."""
-    return _folded([node(level, index) for level, index in _peaks(start, count)])
+    return _fold([node(level, index) for level, index in _peaks(start, count)])
 
 
-def _folded(peaks: list[bytes]) -> Digest:
+def _fold(peaks: list[bytes]) -> Digest:
     if not peaks:
         return EMPTY
     hash = peaks[-1]

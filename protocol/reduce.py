@@ -2,7 +2,7 @@
 
 A part is consecutive codec chunks in layout order, so its records lie in one piece in every update's blob. A member of
 its committee takes these slices of all listed updates, averages them as `outer.apply` would, and encodes the mean with
-the codec of sums (`make_sum_codec`) over a layout of the part's own, a tensor for each piece. Everything is exact or
+the codec of sums (`make_shard_codec`) over a layout of the part's own, a tensor for each piece. Everything is exact or
 correctly rounded in canonical order: members who reduce the same updates make the same bytes, on any machine. The state
 then takes its step by what the parts decode to. What that leaves out of an update is for `dropped`.
 """
@@ -15,18 +15,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from protocol.codec import Codec, Run, make_codec, make_sum_codec
+from protocol.codec import Batch, Codec, make_codec, make_shard_codec
 from protocol.codec.interface import HEADER, Blob
 from protocol.codec.scales import MAX_INPUT
 from protocol.errors import CodecError
-from protocol.layout import CODEC_CHUNK, Layout, Part, TensorShape
+from protocol.layout import CODEC_CHUNK, Layout, TensorShape, TensorSlice
 from protocol.merkle import CHUNK
-from protocol.messages import MAX_PARTS
-from protocol.outer import Contribution, RobustMean, Target, in_order
-from protocol.reduce_plan import part_count
+from protocol.messages import MAX_SHARDS
+from protocol.outer import Contribution, OuterOptimiser, RobustMean, canonical_order
+from protocol.reduce_plan import shard_count
 from protocol.spec import CodecSpec, OuterSpec
 
-__all__ = ["Reduction", "apply_reduced", "part_count"]
+__all__ = ["Reduction", "apply_reduced", "shard_count"]
 
 
 class Reduction:
@@ -48,18 +48,18 @@ class Reduction:
     def _begin(self, codec: Codec) -> None:
         self.codec = codec
         """Of updates."""
-        self.parts = lru_cache(maxsize=8)(self._parts)
-        self.sums = lru_cache(maxsize=2 * MAX_PARTS)(self._sums)
+        self.slices = lru_cache(maxsize=8)(self._slices)
+        self.shard_codec = lru_cache(maxsize=2 * MAX_SHARDS)(self._shard_codec)
 
     # -- where parts lie -------------------------------------------------------------------------------------
 
-    def _parts(self, count: int) -> tuple[tuple[Part, ...], ...]:
+    def _slices(self, count: int) -> tuple[tuple[TensorSlice, ...], ...]:
         """The pieces of tensors that each part has, in layout order, at most one of a tensor."""
         layout = self.codec.layout
         if not 1 <= count <= layout.chunks:
             raise ValueError(f"{layout.chunks} chunks in {count} parts")
         ends = [layout.chunks * (p + 1) // count for p in range(count)]
-        found: list[list[Part]] = [[] for _ in ends]
+        found: list[list[TensorSlice]] = [[] for _ in ends]
         at = p = 0
         for index, tensor in enumerate(layout.tensors):
             first = 0
@@ -67,59 +67,59 @@ class Reduction:
                 p += at == ends[p]
                 some = min(tensor.chunks - first, ends[p] - at)
                 stop = min(tensor.numel, (first + some) * CODEC_CHUNK)
-                found[p].append(Part(index, first * CODEC_CHUNK, stop))
+                found[p].append(TensorSlice(index, first * CODEC_CHUNK, stop))
                 first, at = first + some, at + some
         return tuple(map(tuple, found))
 
-    def _sums(self, count: int, part: int) -> Codec:
+    def _shard_codec(self, count: int, shard: int) -> Codec:
         """The codec of a reduced part: its layout has the part's pieces as tensors, in order."""
-        pieces = self._pieces(count, part)
+        pieces = self._slices_of(count, shard)
         # The part's number is in the names, so no part can be taken for another.
-        shapes = [TensorShape(f"{part:04d}/{i:05d}", (piece.numel,)) for i, piece in enumerate(pieces)]
-        return make_sum_codec(self.codec, Layout(tuple(shapes)))
+        shapes = [TensorShape(f"{shard:04d}/{i:05d}", (piece.numel,)) for i, piece in enumerate(pieces)]
+        return make_shard_codec(self.codec, Layout(tuple(shapes)))
 
-    def _pieces(self, count: int, part: int) -> tuple[Part, ...]:
-        if not 0 <= part < count:
-            raise ValueError(f"part {part} of {count}")
-        return self.parts(count)[part]
+    def _slices_of(self, count: int, shard: int) -> tuple[TensorSlice, ...]:
+        if not 0 <= shard < count:
+            raise ValueError(f"part {shard} of {count}")
+        return self.slices(count)[shard]
 
-    def slice(self, count: int, part: int) -> tuple[int, int]:
+    def update_slice(self, count: int, shard: int) -> tuple[int, int]:
         """Which bytes of an update's blob are the part's: from, to (excluded). Part 0 has the header."""
-        pieces = self._pieces(count, part)
-        start, (last, size) = self.codec.place(pieces[0])[0], self.codec.place(pieces[-1])
-        return (start if part else 0), last + size
+        pieces = self._slices_of(count, shard)
+        start, (last, size) = self.codec.record_range(pieces[0])[0], self.codec.record_range(pieces[-1])
+        return (start if shard else 0), last + size
 
-    def chunks(self, count: int, part: int) -> tuple[int, ...]:
+    def chunks(self, count: int, shard: int) -> tuple[int, ...]:
         """The Merkle chunks of an update's blob that cover its slice."""
-        start, stop = self.slice(count, part)
+        start, stop = self.update_slice(count, shard)
         return tuple(range(start // CHUNK, -(-stop // CHUNK)))
 
-    def size(self, count: int, part: int) -> int:
+    def size(self, count: int, shard: int) -> int:
         """Bytes of the reduced part's blob."""
-        return self.sums(count, part).size
+        return self.shard_codec(count, shard).size
 
-    def total(self, count: int) -> int:
+    def total_size(self, count: int) -> int:
         """Bytes of all reduced parts together."""
-        return make_sum_codec(self.codec, self.codec.layout).size + (count - 1) * HEADER
+        return make_shard_codec(self.codec, self.codec.layout).size + (count - 1) * HEADER
 
     # -- what committees do ----------------------------------------------------------------------------------
 
-    def check_slice(self, blob: Blob, count: int, part: int) -> None:
+    def check_slice(self, blob: Blob, count: int, shard: int) -> None:
         """Raises CodecError unless the part's records in an update's blob are valid; with part 0, its header is, too.
 
         The blob has its full size; what is not in `chunks` is not looked at, and may be anything.
         """
         self.codec.check_size(blob)
-        if part == 0:
+        if shard == 0:
             self.codec.check_header(blob)
-        self.codec.check_records(blob, self._pieces(count, part))
+        self.codec.check_records(blob, self._slices_of(count, shard))
 
     def reduce(
         self,
         contributions: Sequence[Contribution],
         outer: OuterSpec,
         count: int,
-        part: int,
+        shard: int,
         device: torch.device | str = "cpu",
     ) -> bytes:
         """The reduced part's blob: the robust mean of the updates over the part, by the codec of sums.
@@ -128,63 +128,63 @@ class Reduction:
         (MAX_INPUT). Of the blobs no more is looked at than by `check_slice`. Raises CodecError for updates that do not
         pass that, for none, and for two by one author.
         """
-        ordered, device = in_order(contributions), torch.device(device)
+        ordered, device = canonical_order(contributions), torch.device(device)
         if not ordered:
             raise CodecError("a round without updates has nothing to reduce")
         for c in ordered:
             self.codec.check_size(c.blob)
-            if part == 0:
+            if shard == 0:
                 self.codec.check_header(c.blob)
-        mean = RobustMean(ordered, self.codec, outer, device, self._pieces(count, part), clip_parts=True)
-        sums = self.sums(count, part)
-        blob = bytearray(sums.size)
-        blob[:HEADER] = sums.header
-        for run, of_sum in zip(mean.runs, sums.runs(device=device), strict=True):
-            sums.encode_run(of_sum, [mean.over(run).clamp_(-MAX_INPUT, MAX_INPUT)], blob)
+        mean = RobustMean(ordered, self.codec, outer, device, self._slices_of(count, shard), clip_slices=True)
+        shard_codec = self.shard_codec(count, shard)
+        blob = bytearray(shard_codec.size)
+        blob[:HEADER] = shard_codec.header
+        for run, of_sum in zip(mean.batches, shard_codec.batches(device=device), strict=True):
+            shard_codec.encode_batch(of_sum, [mean.batch_mean(run).clamp_(-MAX_INPUT, MAX_INPUT)], blob)
         return bytes(blob)
 
     # -- what everybody does with a reduced part -------------------------------------------------------------
 
-    def check(self, blob: Blob, count: int, part: int) -> None:
+    def check_shard(self, blob: Blob, count: int, shard: int) -> None:
         """Raises CodecError unless this can be the reduced part's blob."""
-        self.sums(count, part).check(blob)
+        self.shard_codec(count, shard).check(blob)
 
-    def check_headers(self, sums: Sequence[Blob]) -> None:
+    def check_shard_headers(self, shards: Sequence[Blob]) -> None:
         """Raises CodecError unless these are as many blobs as a round can have parts, of the right sizes, in order."""
-        if not 1 <= len(sums) <= self.codec.layout.chunks:
-            raise CodecError(f"{len(sums)} reduced parts of a model of {self.codec.layout.chunks} chunks")
-        for part, blob in enumerate(sums):
-            self.sums(len(sums), part).check_header(blob)
+        if not 1 <= len(shards) <= self.codec.layout.chunks:
+            raise CodecError(f"{len(shards)} reduced parts of a model of {self.codec.layout.chunks} chunks")
+        for part, blob in enumerate(shards):
+            self.shard_codec(len(shards), part).check_header(blob)
 
-    def runs(
+    def batches(
         self,
-        sums: Sequence[Blob],
+        shards: Sequence[Blob],
         device: torch.device,
-        parts: Sequence[Part] | None = None,
-        run_chunks: int | None = None,
-    ) -> Iterator[tuple[Run, Tensor]]:
+        slices: Sequence[TensorSlice] | None = None,
+        batch_chunks: int | None = None,
+    ) -> Iterator[tuple[Batch, Tensor]]:
         """What a round's reduced parts, whose headers were checked, say: runs of the model's layout with their values.
 
         Values: fp32 [run.numel], fresh, 0 where nothing was sent. `parts`: only what lies in these, at most one of a
         tensor. Raises CodecError.
         """
-        mine = {p.index: p for p in (self.codec.layout.whole if parts is None else parts)}
-        for part, blob in enumerate(sums):
-            codec = self.sums(len(sums), part)
-            here: list[Part] = []
-            there: list[Part] = []
-            for i, piece in enumerate(self._pieces(len(sums), part)):
+        mine = {p.index: p for p in (self.codec.layout.full_slices if slices is None else slices)}
+        for part, blob in enumerate(shards):
+            codec = self.shard_codec(len(shards), part)
+            here: list[TensorSlice] = []
+            there: list[TensorSlice] = []
+            for i, piece in enumerate(self._slices_of(len(shards), part)):
                 if (own := mine.get(piece.index)) is None:
                     continue
                 start, stop = max(piece.start, own.start), min(piece.stop, own.stop)
                 if start < stop:
-                    here.append(Part(piece.index, start, stop))
-                    there.append(Part(i, start - piece.start, stop - piece.start))
+                    here.append(TensorSlice(piece.index, start, stop))
+                    there.append(TensorSlice(i, start - piece.start, stop - piece.start))
             # The same coordinates in the same order are cut into runs of one form.
-            of_model = self.codec.runs(run_chunks, parts=here, device=device)
-            of_sum = codec.runs(run_chunks, parts=there, device=device)
+            of_model = self.codec.batches(batch_chunks, slices=here, device=device)
+            of_sum = codec.batches(batch_chunks, slices=there, device=device)
             for run, other in zip(of_model, of_sum, strict=True):
-                decoded = codec.decode_run(blob, other, device)
+                decoded = codec.decode_batch(blob, other, device)
                 if decoded.positions is None:
                     yield run, decoded.values
                 else:
@@ -195,18 +195,18 @@ class Reduction:
 
 def apply_reduced(
     state: Mapping[str, Tensor],
-    sums: Sequence[Blob],
+    shards: Sequence[Blob],
     reduction: Reduction,
     outer: OuterSpec,
-    run_chunks: int | None = None,
-    parts: Sequence[Part] | None = None,
+    batch_chunks: int | None = None,
+    slices: Sequence[TensorSlice] | None = None,
 ) -> None:
     """state[r] to state[r+1] in place, from all of a round's reduced parts in order: `apply`, with them as the mean.
 
     `state`, `run_chunks` and `parts` as for `apply`, and as exact. Raises CodecError for parts that are not this run's
     before anything is changed; one that never passed `check` can raise it half way: the state is then lost.
     """
-    reduction.check_headers(sums)
-    target = Target(state, reduction.codec.layout, outer, parts)
-    for run, mean in reduction.runs(sums, target.device, parts, run_chunks):
+    reduction.check_shard_headers(shards)
+    target = OuterOptimiser(state, reduction.codec.layout, outer, slices)
+    for run, mean in reduction.batches(shards, target.device, slices, batch_chunks):
         target.step(run, mean)

@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import CODEC_CHUNK, Layout
 from protocol.merkle import chunk_count
-from protocol.messages import MAX_PARTS, Certificate, RoundRecord
-from protocol.spec import SUM_KEEPS, CodecSpec, RunSpec
+from protocol.messages import MAX_SHARDS, Certificate, RoundRecord
+from protocol.spec import MEAN_KEEP_FACTOR, CodecSpec, RunSpec
 
 HEADER = 40
 """Bytes before the records of every blob of a codec."""
 
 
-def part_count(contributors: int, update_size: int) -> int:
+def shard_count(contributors: int, update_size: int) -> int:
     """Into how many parts the mean of so many updates, of `update_size` bytes each, is cut: a part is a blob's chunk of
     every update, or more, and there are no more parts than contributors."""
-    return max(1, min(contributors, chunk_count(update_size), MAX_PARTS))
+    return max(1, min(contributors, chunk_count(update_size), MAX_SHARDS))
 
 
 def committees(
-    parent: Digest, attempt: int, contributors: Iterable[PeerKey], parts: int, size: int
+    parent: Digest, attempt: int, contributors: Iterable[PeerKey], shards: int, committee: int
 ) -> tuple[tuple[PeerKey, ...], ...]:
     """For each part the contributors that make it, by ascending key: `size` of them, or all when there are fewer.
 
@@ -37,10 +37,10 @@ def committees(
     """
     place = b"cairn/v1/committee" + parent + attempt.to_bytes(4, "big")
     seated = sorted(contributors, key=lambda key: sha256(place, key))
-    size = min(size, len(seated))
+    committee = min(committee, len(seated))
     return tuple(
-        tuple(sorted(seated[seat % len(seated)] for seat in range(part * size, (part + 1) * size)))
-        for part in range(parts)
+        tuple(sorted(seated[seat % len(seated)] for seat in range(part * committee, (part + 1) * committee)))
+        for part in range(shards)
     )
 
 
@@ -59,22 +59,22 @@ class ReducePlan:
         layout, r = spec.model.layout, spec.round
         return cls(r.exchange, r.committee, blob_size(spec.codec, layout), mean_size(spec.codec, layout))
 
-    def reduces(self, contributors: int) -> bool:
+    def is_reduced(self, contributors: int) -> bool:
         """Whether the round after a record with so many contributors (0: the genesis) is reduced."""
         if self.kind != "auto":
             return self.kind == "reduce"
         # A member gets (and gives) about `committee` times an update for its own parts, and then the whole mean.
         return (contributors - 1) * self.update_size > 2 * (self.committee * self.update_size + self.mean_size)
 
-    def part_count(self, contributors: int) -> int:
+    def shard_count(self, contributors: int) -> int:
         """The parts of the mean of a record with so many contributors."""
-        return part_count(contributors, self.update_size)
+        return shard_count(contributors, self.update_size)
 
-    def flaw(self, certificate: Certificate, before: int) -> str | None:
+    def validation_error(self, certificate: Certificate, before: int) -> str | None:
         """Why a certificate does not fit after a record with `before` contributors; None when it does."""
-        found, wanted = len(certificate.parts), 0
-        if self.reduces(before):
-            wanted = self.part_count(len(certificate.record.body.updates))
+        found, wanted = len(certificate.shards), 0
+        if self.is_reduced(before):
+            wanted = self.shard_count(len(certificate.record.body.updates))
         if found == wanted:
             return None
         return f"it is certified with {found} parts of the mean, and should be with {wanted}"
@@ -82,7 +82,7 @@ class ReducePlan:
     def committees(self, record: RoundRecord) -> tuple[tuple[PeerKey, ...], ...]:
         """The committee of each part of a record's mean."""
         keys = record.contributors
-        return committees(record.parent, record.attempt, keys, self.part_count(len(keys)), self.committee)
+        return committees(record.parent, record.attempt, keys, self.shard_count(len(keys)), self.committee)
 
 
 GATHER = ReducePlan()
@@ -90,10 +90,10 @@ GATHER = ReducePlan()
 
 
 def mean_size(codec: CodecSpec, layout: Layout) -> int:
-    """Bytes of the whole mean as its parts have it, but for their headers: what `Reduction.total(1)` says."""
+    """Bytes of the whole mean as its parts have it, but for their headers: what `Reduction.total_size(1)` says."""
     match codec.kind:
         case "sparse":
-            k = min(CODEC_CHUNK, SUM_KEEPS * codec.k)
+            k = min(CODEC_CHUNK, MEAN_KEEP_FACTOR * codec.k)
             return _size(layout, lambda width: 2 + _kept(width, k) + _positions_size(width, _kept(width, k)))
         case "none":
             return blob_size(codec, layout)

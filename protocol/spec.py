@@ -119,7 +119,7 @@ def _check_plain(value: Any, field: str, depth: int = 0) -> None:
         raise ValueError(f"{field[:-1]} is a {type(value).__name__}: write plain numbers, words, lists and tables")
 
 
-class Shard(BlobRef):
+class DataShard(BlobRef):
     """A file of tokens, little endian, of the data's dtype."""
 
     tokens: Count
@@ -130,8 +130,8 @@ class DataSpec(Section):
 
     window: Annotated[int, Field(ge=8, le=2**20)]
     dtype: Literal["uint16", "uint32"] = "uint16"
-    train: Annotated[list[Shard], Field(min_length=1, max_length=65_536)]
-    validation: Annotated[list[Shard], Field(max_length=1024)] = []
+    train: Annotated[list[DataShard], Field(min_length=1, max_length=65_536)]
+    validation: Annotated[list[DataShard], Field(max_length=1024)] = []
     addresses: Annotated[list[Address], Field(max_length=64)] = Field(
         default=[],
         description="fsspec addresses of folders that hold the shards as DIGEST.tokens; "
@@ -186,7 +186,7 @@ class InnerSpec(Section):
     schedule: Schedule = Schedule()
 
 
-SUM_KEEPS = 4
+MEAN_KEEP_FACTOR = 4
 """A mean of sparse updates keeps so many times the coordinates of one: peers choose different ones."""
 
 

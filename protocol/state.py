@@ -17,13 +17,13 @@ from torch import Tensor
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest
-from protocol.layout import Layout, Part, TensorShape
+from protocol.layout import Layout, TensorShape, TensorSlice
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
 from protocol.spec import OuterSpec
 
-STAGE = 256 * CHUNK
+STAGING_BYTES = 256 * CHUNK
 """Bytes of a tensor on an accelerator that are copied to memory at a time."""
-BATCH = 256
+HASH_BATCH = 256
 """Chunks that wait to be hashed at a time."""
 
 
@@ -32,7 +32,7 @@ def state_layout(model: Layout, outer: OuterSpec) -> Layout:
     return model.with_momentum() if outer.optimiser == "nesterov" else model
 
 
-def flat(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:
+def flat_view(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:
     """The named tensor as a 1-d view of the same memory.
 
     Raises MalformedError unless it is there, fp32, contiguous and of the layout's shape (or flattened).
@@ -48,8 +48,8 @@ def flat(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:
     return tensor.view(-1)
 
 
-def held(
-    tensors: Mapping[str, Tensor], layout: Layout, parts: Sequence[Part] | None, prefix: str = ""
+def local_views(
+    tensors: Mapping[str, Tensor], layout: Layout, slices: Sequence[TensorSlice] | None, prefix: str = ""
 ) -> dict[int, tuple[int, Tensor]]:
     """What is held of each of the layout's tensors, by its index: from which coordinate on, and a 1-d view of it.
 
@@ -57,10 +57,10 @@ def held(
     `prefix` goes before the layout's names. Raises MalformedError when they do not fit.
     """
     found: dict[int, tuple[int, Tensor]] = {}
-    for part in layout.whole if parts is None else parts:
+    for part in layout.full_slices if slices is None else slices:
         whole = layout.tensors[part.index]
         shape = whole.shape if part.numel == whole.numel else (part.numel,)
-        found[part.index] = (part.start, flat(tensors, TensorShape(prefix + whole.name, shape)))
+        found[part.index] = (part.start, flat_view(tensors, TensorShape(prefix + whole.name, shape)))
     return found
 
 
@@ -70,7 +70,7 @@ def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator
     Most are views of the tensors' own memory: use each before the state changes. Raises MalformedError for tensors that
     do not fit the layout.
     """
-    parts = [flat(tensors, t) for t in layout.tensors]
+    parts = [flat_view(tensors, t) for t in layout.tensors]
     header = memoryview(layout.checkpoint_header())
     yield from (header[i : i + CHUNK] for i in range(0, len(header), CHUNK))
     pending = bytearray()  # the start of a chunk that spans tensors
@@ -93,7 +93,7 @@ def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator
 def _pieces(parts: list[Tensor]) -> Iterator[memoryview]:
     """The bytes of each flat tensor: views where it is in memory, copies of STAGE bytes where it is not."""
     for part in parts:
-        for some in (part,) if part.device.type == "cpu" else part.split(STAGE // 4):
+        for some in (part,) if part.device.type == "cpu" else part.split(STAGING_BYTES // 4):
             yield some.cpu().numpy().data.cast("B")
 
 
@@ -106,7 +106,7 @@ def state_leaves(layout: Layout, tensors: Mapping[str, Tensor], threads: int | N
     leaves: list[bytes] = []
     # hashlib lets go of the interpreter's lock while it hashes a chunk.
     with ThreadPoolExecutor(threads) as pool:
-        while batch := list(islice(chunks, BATCH)):
+        while batch := list(islice(chunks, HASH_BATCH)):
             leaves += pool.map(leaf_hash, batch)
     return leaves
 

@@ -11,7 +11,7 @@ from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import Certificate
 from protocol.reduce_plan import GATHER, ReducePlan
 
-FLATTEN = 32
+SNAPSHOT_EVERY = 32
 """Every so many rounds a record keeps a whole map of next windows; those between keep only what they changed."""
 
 
@@ -23,21 +23,21 @@ class ChainLimits:
     max_members: int
     max_records: int = 4096
     max_bytes: int = 256 * 1024 * 1024
-    max_side: int = 256
+    max_side_records: int = 256
     """Records that are not on the head's path: the lightest branches go first."""
 
-    keep_at_least: int = 64
+    min_main_records: int = 64
     """Records on the head's path that no limit drops."""
 
-    exchange: ReducePlan = GATHER
-    window: int = 1
+    reduce_plan: ReducePlan = GATHER
+    window_tokens: int = 1
     """Tokens of one: directives speak of tokens."""
 
-    def under(self, standing: ActiveDirectives) -> tuple[int, int]:
+    def round_limits(self, standing: ActiveDirectives) -> tuple[int, int]:
         """The most windows of an update, and the most contributors, in the round that follows."""
         changes = standing.changes
         tokens, members = changes.max_update_tokens, changes.max_members
-        windows = self.max_update_windows if tokens is None else max(1, tokens // self.window)
+        windows = self.max_update_windows if tokens is None else max(1, tokens // self.window_tokens)
         return windows, self.max_members if members is None else members
 
 
@@ -63,8 +63,8 @@ class RecordNode:
     """One record in the tree."""
 
     __slots__ = (
-        "digest", "parent", "height", "weight", "certificate", "contributors", "ends", "flat", "children", "size",
-        "standing",
+        "digest", "parent", "height", "weight", "certificate", "contributors", "next_windows", "is_snapshot",
+        "children", "size", "directives",
     )  # fmt: skip
 
     def __init__(
@@ -77,13 +77,13 @@ class RecordNode:
         self.weight = weight
         self.certificate = certificate
         self.contributors = 0 if certificate is None else len(certificate.record.body.updates)
-        self.ends: dict[PeerKey, int] = {}
-        self.flat = False
+        self.next_windows: dict[PeerKey, int] = {}
+        self.is_snapshot = False
         self.children: list[RecordNode] = []
         self.size = 0
-        self.standing = ActiveDirectives()
+        self.directives = ActiveDirectives()
         if parent is not None and certificate is not None:
-            self.standing = parent.standing.after(certificate.record.body)
+            self.directives = parent.directives.after(certificate.record.body)
 
 
 def genesis_digest(run: RunId) -> Digest:
@@ -100,19 +100,19 @@ class Tree:
         self._root_state = anchor.state
         self._root = RecordNode(anchor.record, None, anchor.height, anchor.weight, None)
         self._root.contributors = anchor.contributors
-        self._root.ends = dict(anchor.next_windows)
-        self._root.flat = True
-        self._root.standing = anchor.standing
-        self._links: dict[Digest, RecordNode] = {anchor.record: self._root}
+        self._root.next_windows = dict(anchor.next_windows)
+        self._root.is_snapshot = True
+        self._root.directives = anchor.standing
+        self._nodes: dict[Digest, RecordNode] = {anchor.record: self._root}
         self._head = self._root
-        self._main: dict[int, RecordNode] = {self._root.height: self._root}
+        self._main_chain: dict[int, RecordNode] = {self._root.height: self._root}
 
     def __len__(self) -> int:
         """Records in memory, without the root."""
-        return len(self._links) - 1
+        return len(self._nodes) - 1
 
     def __contains__(self, record: object) -> bool:
-        return record in self._links
+        return record in self._nodes
 
     @property
     def head(self) -> Digest:
@@ -126,15 +126,15 @@ class Tree:
 
     def height(self, record: Digest) -> Round:
         """The round that follows a record: 0 after the genesis. Raises ChainError when it is not in the tree."""
-        return Round(self._link(record).height)
+        return Round(self._node(record).height)
 
     def weight(self, record: Digest) -> int:
         """Windows accepted from the genesis up to a record."""
-        return self._link(record).weight
+        return self._node(record).weight
 
     def certificate(self, record: Digest) -> Certificate:
         """Raises ChainError for the root and for what is not in the tree."""
-        certificate = self._link(record).certificate
+        certificate = self._node(record).certificate
         if certificate is None:
             raise ChainError(f"record {record.short} is where this tree begins: its certificate is not in memory")
         return certificate
@@ -145,69 +145,69 @@ class Tree:
 
     def next_window(self, author: PeerKey, at: Digest) -> int:
         """The end of the author's windows that were accepted up to a record: what comes next must not start before."""
-        link: RecordNode | None = self._link(at)
+        link: RecordNode | None = self._node(at)
         while link is not None:
-            end = link.ends.get(author)
+            end = link.next_windows.get(author)
             if end is not None:
                 return end
-            if link.flat:
+            if link.is_snapshot:
                 return 0
             link = link.parent
         return 0
 
-    def standing(self, record: Digest) -> ActiveDirectives:
+    def directives(self, record: Digest) -> ActiveDirectives:
         """What the directives on the way to a record come to, for the round that follows it."""
-        return self._link(record).standing
+        return self._node(record).directives
 
     def is_ancestor(self, ancestor: Digest, record: Digest) -> bool:
         """Whether `ancestor` is the record or comes before it; False when either is not in the tree."""
-        a, b = self._links.get(ancestor), self._links.get(record)
+        a, b = self._nodes.get(ancestor), self._nodes.get(record)
         return a is not None and b is not None and self._descends(b, a)
 
     def common_ancestor(self, a: Digest, b: Digest) -> Digest:
         """The newest record that both descend from."""
-        x, y = self._link(a), self._link(b)
+        x, y = self._node(a), self._node(b)
         while x is not y:
             if x.height >= y.height:
-                x = self._up(x)
+                x = self._parent_of(x)
             else:
-                y = self._up(y)
+                y = self._parent_of(y)
         return x.digest
 
     def path(self, after: Digest, to: Digest) -> tuple[Certificate, ...]:
         """Certificates after one record up to another that descends from it, oldest first. Raises ChainError."""
-        stop, link = self._link(after), self._link(to)
+        stop, link = self._node(after), self._node(to)
         found: list[Certificate] = []
         while link is not stop and link.height > stop.height:
             if link.certificate is None:
                 break
             found.append(link.certificate)
-            link = self._up(link)
+            link = self._parent_of(link)
         if link is not stop:
             raise ChainError(f"record {to.short} does not descend from {after.short}")
         return tuple(reversed(found))
 
     def ancestors(self, record: Digest) -> Iterator[Digest]:
         """The record, its parent, and so on to the root."""
-        link: RecordNode | None = self._link(record)
+        link: RecordNode | None = self._node(record)
         while link is not None:
             yield link.digest
             link = link.parent
 
     def ancestor_at(self, record: Digest, height: int) -> Digest | None:
         """The record on the way to `record` after which round `height` comes; None when it is not in the tree."""
-        link = self._links.get(record)
+        link = self._nodes.get(record)
         if link is None or not self._root.height <= height <= link.height:
             return None
-        if self._main.get(link.height) is link:
-            return self._main[height].digest
+        if self._main_chain.get(link.height) is link:
+            return self._main_chain[height].digest
         while link.height > height:
-            link = self._up(link)
+            link = self._parent_of(link)
         return link.digest
 
-    def on_main(self, height: int) -> Digest | None:
+    def main_chain_at(self, height: int) -> Digest | None:
         """The record on the head's path after which round `height` comes."""
-        link = self._main.get(height)
+        link = self._main_chain.get(height)
         return None if link is None else link.digest
 
     def locator(self) -> tuple[Digest, ...]:
@@ -215,14 +215,14 @@ class Tree:
         found: list[Digest] = []
         height, gap = self._head.height, 1
         while height > self._root.height:
-            found.append(self._main[height].digest)
+            found.append(self._main_chain[height].digest)
             if len(found) >= 10:
                 gap *= 2
             height -= gap
         found.append(self._root.digest)
         return tuple(found)
 
-    def after(
+    def certificates_after(
         self, have: Iterable[Digest], *, count: int = 64, size: int = 2 * 1024 * 1024
     ) -> tuple[tuple[Certificate, ...], bool]:
         """What a `locator` lacks of the head's path: certificates, oldest first, and whether there are more.
@@ -232,10 +232,10 @@ class Tree:
         """
         start = None
         for digest in have:
-            link = self._links.get(digest)
+            link = self._nodes.get(digest)
             if link is not None:
-                while self._main.get(link.height) is not link:
-                    link = self._up(link)
+                while self._main_chain.get(link.height) is not link:
+                    link = self._parent_of(link)
                 start = link
                 break
         if start is None:
@@ -245,28 +245,30 @@ class Tree:
         found: list[Certificate] = []
         total = 0
         height = start.height + 1
-        while (link := self._main.get(height)) is not None and len(found) < count:
+        while (link := self._main_chain.get(height)) is not None and len(found) < count:
             total += link.size
             if (found and total > size) or link.certificate is None:
                 break
             found.append(link.certificate)
             height += 1
-        return tuple(found), height in self._main
+        return tuple(found), height in self._main_chain
 
     def anchor(self, record: Digest, state: Digest | None) -> Anchor:
         """What a tree can be started from later without the records before this one."""
-        link = self._link(record)
-        return Anchor(record, link.height, link.weight, state, self._ends_at(link), link.contributors, link.standing)
+        link = self._node(record)
+        return Anchor(
+            record, link.height, link.weight, state, self._next_windows_at(link), link.contributors, link.directives
+        )
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _link(self, record: Digest) -> RecordNode:
-        link = self._links.get(record)
+    def _node(self, record: Digest) -> RecordNode:
+        link = self._nodes.get(record)
         if link is None:
             raise ChainError(f"record {record.short} is not in the tree")
         return link
 
-    def _up(self, link: RecordNode) -> RecordNode:
+    def _parent_of(self, link: RecordNode) -> RecordNode:
         if link.parent is None:
             raise ChainError("the tree begins after the records that were asked for")
         return link.parent
@@ -274,17 +276,17 @@ class Tree:
     def _descends(self, link: RecordNode, ancestor: RecordNode) -> bool:
         up: RecordNode | None = link
         while up is not None and up.height > ancestor.height:
-            if self._main.get(up.height) is up:
-                return self._main.get(ancestor.height) is ancestor
+            if self._main_chain.get(up.height) is up:
+                return self._main_chain.get(ancestor.height) is ancestor
             up = up.parent
         return up is ancestor
 
-    def _ends_at(self, link: RecordNode) -> dict[PeerKey, int]:
+    def _next_windows_at(self, link: RecordNode) -> dict[PeerKey, int]:
         maps: list[dict[PeerKey, int]] = []
         up: RecordNode | None = link
         while up is not None:
-            maps.append(up.ends)
-            if up.flat:
+            maps.append(up.next_windows)
+            if up.is_snapshot:
                 break
             up = up.parent
         whole: dict[PeerKey, int] = {}

@@ -1,8 +1,8 @@
 """What the reduced parts of a round leave out of an update: values at coordinates that the sums do not have.
 
 The author puts these back into its error feedback, so nothing is lost and no committee holds state. Which they are is a
-`Selection`: a bit for each value that the update lists, in the order of its records. It takes a thirtieth of the model
-at most, and says later what was put back, should the round be undone.
+`ResidualMask`: a bit for each value that the update lists, in the order of its records. It takes a thirtieth of the
+model at most, and says later what was put back, should the round be undone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from protocol.codec import Codec, Run
+from protocol.codec import Batch, Codec
 from protocol.codec.bits import pack, packed_size, unpack
 from protocol.codec.interface import Blob
 from protocol.codec.sparse import SparseCodec
@@ -22,7 +22,7 @@ from protocol.layout import CODEC_CHUNK
 from protocol.reduce import Reduction
 
 
-class Selection:
+class ResidualMask:
     """Some of the values that an update of `codec` lists. Only sparse codecs list some, and drop any."""
 
     def __init__(self, codec: Codec, device: torch.device | str = "cpu"):
@@ -34,7 +34,7 @@ class Selection:
         self._bits = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
 
     @classmethod
-    def unpacked(cls, codec: Codec, data: bytes, device: torch.device | str = "cpu") -> Selection:
+    def from_bytes(cls, codec: Codec, data: bytes, device: torch.device | str = "cpu") -> ResidualMask:
         """The one that `packed` made these bytes of. Raises CodecError when they are of another size."""
         made = cls(codec, device)
         count = len(made._bits)
@@ -44,7 +44,7 @@ class Selection:
         made._bits = unpack(packed.unsqueeze(0), count, 1).view(-1)[:count]
         return made
 
-    def packed(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """A bit a value, least significant first."""
         return pack(self._bits.unsqueeze(0), 1).cpu().numpy().tobytes()
 
@@ -57,28 +57,28 @@ class Selection:
         whole, rest = divmod(numel, CODEC_CHUNK)
         return whole * self._codec.kept + (self._codec.positions(rest).k if rest else 0)
 
-    def _places(self, run: Run) -> list[tuple[slice, slice]]:
+    def _places(self, run: Batch) -> list[tuple[slice, slice]]:
         """Of each piece of a run: rows of the run, and where their bits are."""
         each = self._codec.positions(run.width).k
-        starts = [self._starts[p.index] + self._listed(p.start) for p in run.pieces]
+        starts = [self._starts[p.index] + self._listed(p.start) for p in run.segments]
         return [
             (slice(p.row, p.row + p.count), slice(at, at + p.count * each))
-            for p, at in zip(run.pieces, starts, strict=True)
+            for p, at in zip(run.segments, starts, strict=True)
         ]
 
-    def put(self, run: Run, chosen: Tensor) -> None:
+    def set_batch(self, run: Batch, chosen: Tensor) -> None:
         """Set those of a run: bool [run.count, values that a chunk lists]."""
         for rows, at in self._places(run):
             self._bits[at] = chosen[rows].reshape(-1).to(torch.uint8)
 
-    def over(self, run: Run) -> Tensor:
+    def batch_mask(self, run: Batch) -> Tensor:
         """Those of a run: uint8 of zeros and ones, [run.count, values that a chunk lists]."""
         return torch.cat([self._bits[at].view(rows.stop - rows.start, -1) for rows, at in self._places(run)])
 
 
-def dropped(
-    own: Blob, sums: Sequence[Blob], reduction: Reduction, device: torch.device | str = "cpu"
-) -> Selection | None:
+def untransmitted(
+    own: Blob, shards: Sequence[Blob], reduction: Reduction, device: torch.device | str = "cpu"
+) -> ResidualMask | None:
     """What a round that accepted the update `own` and was reduced to `sums` left out of it; None: nothing.
 
     Raises CodecError for blobs of another run, and for such as never passed a check.
@@ -87,11 +87,11 @@ def dropped(
     if not isinstance(codec, SparseCodec):
         return None
     codec.check_header(own)
-    reduction.check_headers(sums)
+    reduction.check_shard_headers(shards)
     device = torch.device(device)
-    found = Selection(codec, device)
-    for run, mean in reduction.runs(sums, device):
-        said = codec.decode_run(own, run, device)
+    found = ResidualMask(codec, device)
+    for run, mean in reduction.batches(shards, device):
+        said = codec.decode_batch(own, run, device)
         has = (mean if said.positions is None else mean[said.positions]).ne(0)
-        found.put(run, (said.values.ne(0) & ~has).view(run.count, -1))
+        found.set_batch(run, (said.values.ne(0) & ~has).view(run.count, -1))
     return None if found.is_empty else found

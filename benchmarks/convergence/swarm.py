@@ -26,7 +26,7 @@ from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_layout
-from protocol.untransmitted import dropped
+from protocol.untransmitted import untransmitted
 
 COMMITTEE = 3
 """Members who reduce a part."""
@@ -163,7 +163,7 @@ class Cairn(Method):
         if self.reduction is None:
             self.gathered(size, waits=not self.overlap)
         else:
-            sums = self.reduction.total(self.setting.profile.peers)
+            sums = self.reduction.total_size(self.setting.profile.peers)
             self.reduced(size, sums, COMMITTEE, waits=not self.overlap)
 
     def _apply(self) -> None:
@@ -187,8 +187,8 @@ class Cairn(Method):
         made = {u.author: bytes(u.blob) for u in updates}
         for peer in self.peers:
             blob = made.get(self.setting.key(peer.number))
-            if blob is not None and (left := dropped(blob, sums, by)) is not None:
-                peer.side.add_back(blob, left.packed())
+            if blob is not None and (left := untransmitted(blob, sums, by)) is not None:
+                peer.side.add_back(blob, left.to_bytes())
 
     def _people_come_and_go(self) -> None:
         there, profile = self.conditions, self.setting.profile

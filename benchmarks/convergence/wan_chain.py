@@ -37,7 +37,7 @@ def read_chain(spec: RunSpec, store: Path) -> list[ChainRound]:
     decoder = MessageDecoder(spec.run_id, spec.owner_key)
     chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
     for file in sorted((store / "chain").glob("*-*")):
-        chain.add(decoder.certificate(file.read_bytes()[32:]))
+        chain.add(decoder.decode_certificate(file.read_bytes()[32:]))
     rounds = []
     for certificate in chain.path(chain.genesis, chain.head):
         body = certificate.record.body

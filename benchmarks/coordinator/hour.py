@@ -33,7 +33,7 @@ async def hour(folder: Path, peers: int, rounds: int) -> dict[str, Any]:
     config = CoordinatorConfig(folder, "127.0.0.1", 0, "127.0.0.1", 0)
 
     def made() -> Coordinator:
-        envelope, view = sign_spec(OWNER, spec).sent, cast(Any, swarm)
+        envelope, view = sign_spec(OWNER, spec).encoded, cast(Any, swarm)
         archive = Archive(folder / "checkpoints", spec)
         archiver = CheckpointArchiver(archive, EvaluationLog(folder), spec, view, CheckpointSettings())
         return Coordinator(config, spec, envelope, OWNER, view, archiver, now=lambda: clock[0])

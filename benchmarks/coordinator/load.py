@@ -23,7 +23,7 @@ import grpc.aio
 from benchmarks.coordinator.swarm import identity, make_spec
 from peer.coordinator_client import server_certificate
 from protocol.envelope import seal
-from protocol.invite import TLS_NAME, Endpoint
+from protocol.invite import TLS_NAME, HostPort
 from protocol.wire import coordinator_pb2 as wire
 
 CHANNELS = 32
@@ -49,7 +49,7 @@ class Calls:
     """The requests of a plan, and their durations."""
 
     def __init__(self, port: int, plan: dict[str, Any]):
-        der = server_certificate(Endpoint("127.0.0.1", port))
+        der = server_certificate(HostPort("127.0.0.1", port))
         pem = ssl.DER_cert_to_PEM_cert(der).encode()
         self._channels = [
             grpc.aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(pem), options=OPTIONS)
@@ -74,7 +74,7 @@ class Calls:
         if method == "Admit":
             me = identity(self._random.randrange(self._peers))
             body = wire.AdmitBody(run=self._run, time=int(time.time()), name="somebody")
-            sealed = seal(me, "admit", body.SerializeToString(deterministic=True)).sent
+            sealed = seal(me, "admit", body.SerializeToString(deterministic=True)).encoded
             return self._raw(method, wire.AdmitRequest(request=sealed).SerializeToString())
         request = getattr(wire, f"{method}Request")(run=self._run)
         if "peer" in request.DESCRIPTOR.fields_by_name:
@@ -91,7 +91,7 @@ class Calls:
         if kind == 1:
             return self._raw(method, b"\x0a" + r.randbytes(20_000))  # over the limit
         if kind == 2:
-            sealed = bytearray(seal(identity(r.randrange(self._peers)), "admit", r.randbytes(100)).sent)
+            sealed = bytearray(seal(identity(r.randrange(self._peers)), "admit", r.randbytes(100)).encoded)
             sealed[-1] ^= 1
             return self._raw("Admit", wire.AdmitRequest(request=bytes(sealed)).SerializeToString())
         if kind == 3:

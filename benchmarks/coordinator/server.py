@@ -42,7 +42,7 @@ async def serve(folder: Path, peers: int, contributors: int, round_seconds: floa
     view: Any = swarm
     archive = Archive(folder / "checkpoints", spec)
     archiver = CheckpointArchiver(archive, EvaluationLog(folder), spec, view, CheckpointSettings())
-    coordinator = Coordinator(config, spec, sign_spec(OWNER, spec).sent, OWNER, view, archiver)
+    coordinator = Coordinator(config, spec, sign_spec(OWNER, spec).encoded, OWNER, view, archiver)
     await coordinator.start()
     invite, page = str(coordinator.invite()), coordinator.page_port
     print(json.dumps({"invite": invite, "grpc": coordinator.grpc_port, "page": page, "pid": os.getpid()}), flush=True)

@@ -93,4 +93,4 @@ def admission(spec: RunSpec, number: int) -> bytes:
     """Return the owner's signed message, encoded."""
     now = int(time.time())
     body = Admission(spec.run_id, identity(number).key, now - 3600, now + 86_400, f"p{number + 1}")
-    return KeySigner(OWNER).sign(body).sent
+    return KeySigner(OWNER).sign(body).encoded

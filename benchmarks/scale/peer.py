@@ -127,8 +127,8 @@ class Peer:
 
     def answer_chain(self, asker: int, have: tuple[Digest, ...]) -> None:
         chain = self.machine.chain
-        certificates, more = chain.after(have, count=64)
-        self.world.links.send(self.index, asker, [ev.ChainReceived(certificates, chain.final, self.key, more)])
+        certificates, more = chain.certificates_after(have, count=64)
+        self.world.links.send(self.index, asker, [ev.ChainReceived(certificates, chain.finalization, self.key, more)])
 
     # -- blobs: two round trips to open a stream, get leaf hashes and a first chunk; then they flow ---------------
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from cairn.commands.options import parse_count
 from protocol.layout import CODEC_CHUNK, Layout, TensorShape
 from protocol.merkle import CHUNK
-from protocol.reduce_plan import HEADER, ReducePlan, blob_size, mean_size, part_count
+from protocol.reduce_plan import HEADER, ReducePlan, blob_size, mean_size, shard_count
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import CodecSpec
 
@@ -92,7 +92,7 @@ class Shape:
     @property
     def parts(self) -> int:
         """Into which the mean is cut."""
-        return part_count(self.peers, self.blob)
+        return shard_count(self.peers, self.blob)
 
     def slice_bytes(self, part: int) -> int:
         """Bytes of an update's Merkle chunks that cover a part."""

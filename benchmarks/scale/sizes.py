@@ -35,7 +35,7 @@ class Sizes:
         owner, me = Identity(bytes(31) + b"\x01"), Identity(bytes(31) + b"\x02")
         run, digest = RunId(sha256(b"run")), Digest(sha256(b"digest"))
         signer = KeySigner(me)
-        admission = KeySigner(owner).sign(Admission(run, me.key, 1_790_000_000, 1_790_086_400, "a-name")).sent
+        admission = KeySigner(owner).sign(Admission(run, me.key, 1_790_000_000, 1_790_086_400, "a-name")).encoded
         number, windows = Round(1000), 1_000_000
         header = signer.sign(
             UpdateHeader(run, number, digest, digest, windows, windows + 30, 30, digest, 125_000_000, 2.5, admission)
@@ -46,18 +46,18 @@ class Sizes:
             (address,) * 2, admission, "NVIDIA H200", digest,
         )  # fmt: skip
         record = RoundRecord(run, number, digest, digest, 0, (header,))
-        self.header = len(header.sent)
-        self.vote = len(signer.sign(Vote(run, number, digest, digest)).sent)
-        self.heartbeat = len(signer.sign(beat).sent)
-        self.record = len(signer.sign(record).sent) - self.header
-        self.reduced = len(signer.sign(ShardAttestation(run, number, digest, 100, digest)).sent)
-        self.goodbye = len(signer.sign(Goodbye(run, 1_790_000_000_000)).sent)
+        self.header = len(header.encoded)
+        self.vote = len(signer.sign(Vote(run, number, digest, digest)).encoded)
+        self.heartbeat = len(signer.sign(beat).encoded)
+        self.record = len(signer.sign(record).encoded) - self.header
+        self.reduced = len(signer.sign(ShardAttestation(run, number, digest, 100, digest)).encoded)
+        self.goodbye = len(signer.sign(Goodbye(run, 1_790_000_000_000)).encoded)
 
     def of(self, message: Signed, *, names: bool) -> int:
         """Bytes of a message as it travels. `names`: a record lists names of headers, not headers."""
         body = message.body
         if isinstance(body, Heartbeat):
-            return self.heartbeat + 8 * len(body.known)
+            return self.heartbeat + 8 * len(body.known_headers)
         if isinstance(body, UpdateHeader):
             return self.header
         if isinstance(body, Vote):

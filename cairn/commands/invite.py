@@ -31,7 +31,7 @@ def renewed_invite(text: str, home: Path) -> str:
     from peer.node.coordinator_discovery import COORDINATOR_ADDRESS, SPEC
     from peer.node.membership import ADDRESSES, OWN_ADDRESSES, run_folder
     from protocol.coordinator_address import open_coordinator_address
-    from protocol.invite import MAX_SWARM_ADDRESSES, one_of_each
+    from protocol.invite import MAX_SWARM_ADDRESSES, one_per_peer_first
     from protocol.spec import open_spec
 
     invite = parse_invite(text)
@@ -55,5 +55,5 @@ def renewed_invite(text: str, home: Path) -> str:
         address = open_coordinator_address(encoded, invite.run, spec.owner_key).body
         invite = replace(invite, coordinators=address.coordinators, fingerprint=address.fingerprint)
     lines = b"\n".join([value(OWN_ADDRESSES), value(ADDRESSES)]).decode(errors="replace").splitlines()
-    addresses = one_of_each([*(line for line in lines if line.startswith("/")), *invite.addresses])
+    addresses = one_per_peer_first([*(line for line in lines if line.startswith("/")), *invite.addresses])
     return str(replace(invite, addresses=addresses[:MAX_SWARM_ADDRESSES]))

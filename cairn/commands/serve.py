@@ -19,7 +19,7 @@ import click
 from cairn.commands.options import home_option
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError, MalformedError
-from protocol.invite import Endpoint, Invite
+from protocol.invite import HostPort, Invite
 
 if TYPE_CHECKING:
     from cairn.swarm_view import ObserverView
@@ -231,7 +231,7 @@ async def _serve(
             task.cancel()
         node.leave()
         await running
-    final = "none yet" if (f := node.chain.final) is None else str(f.body.round)
+    final = "none yet" if (f := node.chain.finalization) is None else str(f.body.round)
     round_ = node.chain.height(node.chain.head)
     click.echo(f"stopped: round {round_}, final up to round {final}; the same command goes on")
 
@@ -317,7 +317,7 @@ def _write_private(path: Path, text: str) -> None:
         raise CairnError(f"{path} cannot be written: {(e.strerror or str(e)).lower()}; mend the folder") from None
 
 
-def _public(options: ServeOptions, port: int) -> tuple[tuple[Endpoint, ...], tuple[str, ...]]:
+def _public(options: ServeOptions, port: int) -> tuple[tuple[HostPort, ...], tuple[str, ...]]:
     """Return the endpoint for invites and the swarm address to announce, both from --public."""
     if not options.public:
         return (), ()
@@ -325,7 +325,7 @@ def _public(options: ServeOptions, port: int) -> tuple[tuple[Endpoint, ...], tup
     if port == 0 or swarm_port == "0":
         raise CairnError("--public needs ports that stay the same: give --grpc and --swarm one each, not 0")
     try:
-        endpoint = Endpoint(options.public.strip("[]"), port)
+        endpoint = HostPort(options.public.strip("[]"), port)
     except MalformedError as e:
         raise CairnError(f"--public: {e}; write a name like run.example.org, or an address") from None
     try:
@@ -352,8 +352,8 @@ def _endpoint(text: str, option: str) -> tuple[str, int]:
     """Return host and port; port 0 means any free port."""
     try:
         if text.endswith(":0"):
-            return Endpoint.parse(text[:-1] + "1").host, 0
-        endpoint = Endpoint.parse(text)
+            return HostPort.parse(text[:-1] + "1").host, 0
+        endpoint = HostPort.parse(text)
     except MalformedError as e:
         raise CairnError(f"{option}: {e}; write for example 0.0.0.0:7410") from None
     return endpoint.host, endpoint.port

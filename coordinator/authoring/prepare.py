@@ -23,7 +23,7 @@ from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.shards import PARTIAL, ShardWriter, write_file
 from protocol.ids import Digest
 from protocol.merkle import MAX_BLOB, blob_digest
-from protocol.spec import BlobRef, Section, Shard, explain
+from protocol.spec import BlobRef, DataShard, Section, explain
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -52,7 +52,7 @@ class PrepareSettings(Section):
 class DataSplit(Section):
     """One split of the data: its shards, and their numbers of documents, tokens and bytes of UTF-8 text."""
 
-    shards: list[Shard]
+    shards: list[DataShard]
     documents: int
     tokens: int
     text_bytes: int

@@ -68,7 +68,7 @@ def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = 
     layout = _layout(run_file, config)
     genesis = _genesis(run_file, config, layout, workdir, report)
     spec = _spec(run_file, owner, config, layout, prepared, genesis)
-    envelope = sign_spec(owner, spec).sent
+    envelope = sign_spec(owner, spec).encoded
     try:
         write_file(workdir / RUN, json.dumps(run_file.model_dump(mode="json"), indent=1).encode())
         write_file(workdir / SPEC, envelope)  # last, since this file begins the run

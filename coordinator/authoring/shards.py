@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
-from protocol.spec import Shard
+from protocol.spec import DataShard
 
 PARTIAL = ".partial-"
 
@@ -21,7 +21,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, tokens_each: int):
-        self.shards: list[Shard] = []
+        self.shards: list[DataShard] = []
         self._folder, self._split = folder, split
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._tokens_each = tokens_each
@@ -45,7 +45,7 @@ class ShardWriter:
             if self._tokens == self._tokens_each:
                 self._end()
 
-    def finish(self) -> list[Shard]:
+    def finish(self) -> list[DataShard]:
         """End the last shard and return all shards, which are then on disk under their names."""
         if self._tokens:
             self._end()
@@ -75,7 +75,7 @@ class ShardWriter:
         write_file(self._folder / f"{digest}.leaves", b"".join(self._leaves))
         self._path.rename(self._folder / f"{digest}.tokens")
         sync_folder(self._folder)
-        shard = Shard(digest=str(digest), size=self._tokens * self._dtype.itemsize, tokens=self._tokens)
+        shard = DataShard(digest=str(digest), size=self._tokens * self._dtype.itemsize, tokens=self._tokens)
         self.shards.append(shard)
         self._begin()
 

@@ -136,7 +136,7 @@ class CheckpointArchiver:
             if finalization is None:
                 continue
             encoded = encode_certificate(certificate)
-            await asyncio.to_thread(self.archive.mark_final, archived, finalization.sent, encoded)
+            await asyncio.to_thread(self.archive.mark_final, archived, finalization.encoded, encoded)
             log.info("the state of round %d is final: signed in %s", archived.round, archived.folder.name)
             await asyncio.to_thread(self.archive.prune)
             self._wake()
@@ -157,7 +157,7 @@ class CheckpointArchiver:
                 )
             return None
         with contextlib.suppress(OSError, CairnError):
-            last = self._decoder.certificate((archived.folder / CERTIFICATE).read_bytes())
+            last = self._decoder.decode_certificate((archived.folder / CERTIFICATE).read_bytes())
             return last if ends_with_state(last, archived) else None
         return None
 

@@ -136,8 +136,8 @@ def _signed(
         )
     decoder = MessageDecoder(spec.run_id, spec.owner_key)
     try:
-        certificate = decoder.certificate(_read(open_file, CERTIFICATE, MAX_CERTIFICATE))
-        final = decoder.open(archived.final, Finalization).body
+        certificate = decoder.decode_certificate(_read(open_file, CERTIFICATE, MAX_CERTIFICATE))
+        final = decoder.decode(archived.final, Finalization).body
     except ProtocolError as e:
         raise VerificationError(f"the signatures do not hold: {e}") from None
     body = certificate.record.body
@@ -167,7 +167,7 @@ def _count(sent: Sequence[bytes], certificate: Certificate, archived: ArchivedSt
     contributors, found = set(certificate.record.body.contributors), set()
     for encoded in sent:
         try:
-            heartbeat = decoder.open(encoded, Heartbeat)
+            heartbeat = decoder.decode(encoded, Heartbeat)
         except ProtocolError as e:
             raise VerificationError(f"{WITNESSES}: a signature does not hold: {e}") from None
         if (heartbeat.body.head, heartbeat.body.state) == (archived.record, archived.state):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from coordinator.credits.views import MAX_ENTRIES
 from coordinator.errors import CoordinatorError
-from protocol.ledger.entries import Entry, RoundEntry, SettleEntry, VoidEntry, decode_entry, decode_line
+from protocol.ledger.entries import LedgerEntry, RoundEntry, SettleEntry, VoidEntry, decode_entry, decode_line
 
 CSV_TYPE = "text/csv; charset=utf-8"
 PARQUET_TYPE = "application/vnd.apache.parquet"
@@ -84,7 +84,7 @@ async def credit_rows(source: EntrySource) -> AsyncIterator[list[CreditRow]]:
         if not page:
             break
         for sent in page[: size - first]:
-            what = decode_entry(sent).what
+            what = decode_entry(sent).payload
             settled.append(0)
             if isinstance(what, SettleEntry) and what.entry < len(settled):
                 settled[what.entry] = 1
@@ -105,12 +105,12 @@ async def credit_rows(source: EntrySource) -> AsyncIterator[list[CreditRow]]:
 
 
 def _rows(
-    found: Sequence[Lines], entries: Mapping[int, Entry], settled: bytearray, voided: set[tuple[int, int]]
+    found: Sequence[Lines], entries: Mapping[int, LedgerEntry], settled: bytearray, voided: set[tuple[int, int]]
 ) -> list[CreditRow]:
     rows = []
     for group in found:
         entry = entries.get(group.entry)
-        if entry is None or not isinstance(entry.what, RoundEntry) or group.entry >= len(settled):
+        if entry is None or not isinstance(entry.payload, RoundEntry) or group.entry >= len(settled):
             continue
         for i, sent in enumerate(group.lines):
             line = decode_line(sent)
@@ -120,8 +120,8 @@ def _rows(
                     group.entry,
                     i,
                     entry.time,
-                    entry.what.round,
-                    str(entry.what.record),
+                    entry.payload.round,
+                    str(entry.payload.record),
                     str(line.peer),
                     str(line.update),
                     line.windows,
@@ -133,8 +133,8 @@ def _rows(
     return rows
 
 
-async def _entries(source: EntrySource, first: int, end: int) -> dict[int, Entry]:
-    found: dict[int, Entry] = {}
+async def _entries(source: EntrySource, first: int, end: int) -> dict[int, LedgerEntry]:
+    found: dict[int, LedgerEntry] = {}
     while first < end:
         page, _ = await source.entries(first, min(MAX_ENTRIES, end - first))
         if not page:

@@ -16,9 +16,9 @@ from coordinator.ledger import Ledger
 from coordinator.ledger_thread import LedgerThread
 from protocol.errors import ProtocolError
 from protocol.ids import PeerKey, RunId
-from protocol.ledger.accounts import Standing as AccountBalance
+from protocol.ledger.accounts import AccountBalance as AccountBalance
 from protocol.ledger.entries import RoundEntry, VoidEntry, decode_entry, decode_line
-from protocol.ledger.statements import Binding, open_binding
+from protocol.ledger.statements import AccountBinding, open_binding
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Leaderboard:
         self._unread = 0
         """Entries before this one are not in the recent averages yet."""
         self._recent = RecentAverageCredit()
-        self._bound: dict[PeerKey, Binding] = {}
+        self._bound: dict[PeerKey, AccountBinding] = {}
         self._accounts: dict[PeerKey, _Account] = {}
         self._binding_counts: dict[PeerKey, int] = {}
         self._teams: dict[str, list[PeerKey]] | None = None
@@ -153,12 +153,12 @@ class Leaderboard:
             entries = [decode_entry(sent) for sent in ledger.entries(first, PAGE)]
             moved: list[tuple[PeerKey, float, int]] = []
             for entry in entries:
-                if isinstance(entry.what, RoundEntry):
+                if isinstance(entry.payload, RoundEntry):
                     lines = [decode_line(sent) for sent in ledger.lines(entry.sequence)]
                     moved += [(line.peer, entry.time / 1000, line.micro_credits) for line in lines]
-                elif isinstance(entry.what, VoidEntry):
-                    of = decode_entry(ledger.entries(entry.what.entry, 1)[0])
-                    line = decode_line(ledger.lines(entry.what.entry)[entry.what.line])
+                elif isinstance(entry.payload, VoidEntry):
+                    of = decode_entry(ledger.entries(entry.payload.entry, 1)[0])
+                    line = decode_line(ledger.lines(entry.payload.entry)[entry.payload.line])
                     moved.append((line.peer, of.time / 1000, -line.micro_credits))
             return len(entries), moved, ledger.posted()
 
@@ -182,24 +182,24 @@ class Leaderboard:
         async with self._binding:
             self._check(b)
             known = self._bound.get(b.peer)
-            if known is None or known.sent != b.sent:
-                row = BindingRow(b.peer, b.account, b.peer_time, b.sent)
+            if known is None or known.encoded != b.encoded:
+                row = BindingRow(b.peer, b.account, b.peer_time, b.encoded)
                 await self._ledger.run(lambda ledger: ledger.add_binding(row))
                 self._accept(b)  # only when it is on disk: a repetition would be answered as if it were
             return len(self._accounts[b.account].peers)
 
-    def _check(self, b: Binding) -> None:
+    def _check(self, b: AccountBinding) -> None:
         """Raise RefusedError or TooManyError if a binding must not be stored."""
         now = self._now()
-        if max(b.order) > now + CLOCK_TOLERANCE:
-            ahead = max(b.order) - now
+        if max(b.precedence) > now + CLOCK_TOLERANCE:
+            ahead = max(b.precedence) - now
             raise RefusedError(f"your clock is {ahead:.0f} s ahead of the coordinator's: set it, then bind again")
         known = self._bound.get(b.peer)
-        if known is not None and known.sent == b.sent:
+        if known is not None and known.encoded == b.encoded:
             return
         if not self._is_admitted(b.peer):
             raise RefusedError(f"peer {b.peer.short} was never admitted to this run: join it first, then bind")
-        if known is not None and b.order <= known.order:
+        if known is not None and b.precedence <= known.precedence:
             raise RefusedError(f"peer {b.peer.short} has said something newer: sign anew, by a clock that is right")
         account = self._accounts.get(b.account)
         if account is not None and b.peer not in account.peers and len(account.peers) >= MAX_PEERS_OF_ACCOUNT:
@@ -207,10 +207,10 @@ class Leaderboard:
         if self._binding_counts.get(b.peer, 0) >= MAX_BINDINGS_OF_PEER:
             raise TooManyError(f"peer {b.peer.short} was bound {MAX_BINDINGS_OF_PEER} times: that is all it can be")
 
-    def _accept(self, b: Binding) -> None:
+    def _accept(self, b: AccountBinding) -> None:
         self._binding_counts[b.peer] = self._binding_counts.get(b.peer, 0) + 1
         old = self._bound.get(b.peer)
-        if old is not None and b.order <= old.order:
+        if old is not None and b.precedence <= old.precedence:
             return
         if old is not None and old.account != b.account:
             self._accounts[old.account].peers.discard(b.peer)

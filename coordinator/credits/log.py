@@ -123,7 +123,7 @@ class CreditLog:
         if limit > 1:
             size = newest.body.size
             older = await self._ledger.read(lambda ledger: ledger.heads(limit - 1, size))
-        return [newest.sent, *(h.sent for h in older)]
+        return [newest.encoded, *(h.sent for h in older)]
 
     async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]:
         """Return entries from `first` on, and the log's size."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from protocol.identity import Identity
 from protocol.ids import PeerKey
-from protocol.ledger.credits import RoundAccount
-from protocol.ledger.entries import Line
-from protocol.ledger.verdicts import Verdict, seal_verdict
+from protocol.ledger.credits import RoundCredits
+from protocol.ledger.entries import CreditLine
+from protocol.ledger.void_orders import VoidOrder, seal_void_order
 from protocol.spec import RoundSpec, RunSpec
 
 CLOCK_SLACK = 60.0
@@ -29,7 +29,7 @@ class PlausibilityCheck:
         """Apply the round policy in force. The slack only grows: a change never costs earlier credit."""
         self._slack = max(self._slack, rules.exchange_seconds + rules.patience_seconds + CLOCK_SLACK)
 
-    def problem(self, line: Line, seconds: float) -> str:
+    def problem(self, line: CreditLine, seconds: float) -> str:
         """Return why a credit line cannot be true of a peer that had this time (seconds); "" if it can."""
         milliseconds = max(1, int((max(0.0, seconds) + self._slack) * 1000))
         flops = line.tokens * self._flops_per_token
@@ -41,18 +41,18 @@ class PlausibilityCheck:
             f"teraflops a second; this run believes at most {self._limit} of one peer"
         )
 
-    def verdicts(self, account: RoundAccount, seen_at: float, since: dict[PeerKey, float]) -> list[bytes]:
+    def verdicts(self, account: RoundCredits, seen_at: float, since: dict[PeerKey, float]) -> list[bytes]:
         """Return signed verdicts on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
 
         `since` is the time (unix seconds) from which each peer can have worked at its update; peers without one are not
         judged.
         """
         found = []
-        for line in account.entries:
+        for line in account.lines:
             # A start after this record was seen means that the clock was set back: nothing is known.
             if (start := since.get(line.peer)) is None or start > seen_at:
                 continue
             if reason := self.problem(line, seen_at - start):
-                verdict = Verdict(self._run, account.round, account.record, line.peer, line.update, reason)
-                found.append(seal_verdict(self._owner, verdict).sent)
+                verdict = VoidOrder(self._run, account.round, account.record, line.peer, line.update, reason)
+                found.append(seal_void_order(self._owner, verdict).encoded)
         return found

@@ -15,7 +15,7 @@ from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import AnnouncedUpdate, SwarmView
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
-from protocol.ledger.credits import RoundAccount
+from protocol.ledger.credits import RoundCredits
 from protocol.ledger.statements import MAX_REASON, Receipt, sign
 from protocol.spec import RunSpec
 
@@ -42,11 +42,11 @@ class Receipts:
         self._noted: OrderedDict[tuple[Digest, Digest], None] = OrderedDict()
         self._signed: OrderedDict[tuple[Digest, Digest], tuple[Receipt, bytes]] = OrderedDict()
 
-    async def note(self, newest: Sequence[RoundAccount]) -> None:
+    async def note(self, newest: Sequence[RoundCredits]) -> None:
         """Store which announced updates these rounds (newest first) left out. Raises LedgerError."""
         refusals: list[RefusedUpdate] = []
         for account in newest[:LOOK_BACK]:
-            accepted = {line.peer: line.update for line in account.entries}
+            accepted = {line.peer: line.update for line in account.lines}
             for announced in self._view.announced(account.parent):
                 header = announced.header
                 key = (account.record, header.digest)
@@ -88,7 +88,7 @@ class Receipts:
         made = self._signed.pop(key, None)
         if made is None:
             receipt = self._receipt(peer, entry, what)
-            made = (receipt, sign(self._owner, receipt).sent)
+            made = (receipt, sign(self._owner, receipt).encoded)
         self._signed[key] = made
         if len(self._signed) > REMEMBERED:
             self._signed.popitem(last=False)
@@ -106,7 +106,7 @@ class Receipts:
         )  # fmt: skip
 
 
-def why_not(announced: AnnouncedUpdate, account: RoundAccount, has_another: bool) -> str:
+def why_not(announced: AnnouncedUpdate, account: RoundCredits, has_another: bool) -> str:
     """Return the reason in a receipt, for people: at most MAX_REASON bytes."""
     if announced.flaw:
         return _cut(f"it breaks a rule of the chain: {announced.flaw}")

@@ -17,7 +17,7 @@ from protocol.errors import CairnError, ProtocolError
 from protocol.identity import Identity
 from protocol.ids import Digest, RunId
 from protocol.ledger.entries import decode_entry
-from protocol.ledger.statements import TreeHead, Word, open_tree_head, sign
+from protocol.ledger.statements import SignedStatement, TreeHead, open_tree_head, sign
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class TreeHeadSigner:
         self._owner = owner
         self._ledger = ledger
         self._now = now
-        self._newest: Word[TreeHead] | None = None
+        self._newest: SignedStatement[TreeHead] | None = None
         self._kept_at = 0.0
         self._unsigned_since: float | None = None
         self._began = now()
@@ -98,7 +98,7 @@ class TreeHeadSigner:
                 self.problem = f"a fault of the coordinator ({type(e).__name__}: {e}); its log has the details"
             await asyncio.sleep(POLL_SECONDS)
 
-    async def newest(self) -> Word[TreeHead]:
+    async def newest(self) -> SignedStatement[TreeHead]:
         """Return a head that is at most a minute old; it is signed now if the newest is older. Raises LedgerError."""
         async with self._lock:
             newest, now = self._newest, self._now()
@@ -116,7 +116,7 @@ class TreeHeadSigner:
 
         self._unsigned_since = await self._ledger.read(unsigned)
 
-    async def _sign(self, now: float) -> Word[TreeHead]:
+    async def _sign(self, now: float) -> SignedStatement[TreeHead]:
         if self._broken:
             raise LedgerConflictError(self._broken)
         before = self._newest
@@ -149,7 +149,7 @@ class TreeHeadSigner:
         head = sign(self._owner, TreeHead(self._run, size, root, time))
         if before is None or size > covered or now - self._kept_at >= KEEP_UNCHANGED:
             # On disk before it is published: a head that was lost could be contradicted.
-            await self._ledger.run(lambda ledger: ledger.add_head(TreeHeadRow(size, root, time, head.sent)))
+            await self._ledger.run(lambda ledger: ledger.add_head(TreeHeadRow(size, root, time, head.encoded)))
             self._kept_at = now
         self._newest = head
         self._unsigned_since = None

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from coordinator.errors import LedgerError
 from coordinator.ledger import queries, writes
 from coordinator.ledger.database import Database, SqliteDatabase
-from protocol.errors import BooksError, MalformedError
+from protocol.errors import LedgerRuleError, MalformedError
 from protocol.ids import Round, RunId
-from protocol.ledger.books import Books, Posted
-from protocol.ledger.entries import Entry, RoundEntry, SettleEntry, VoidEntry, decode_entry, first_previous
+from protocol.ledger.entries import LedgerEntry, RoundEntry, SettleEntry, VoidEntry, decode_entry, genesis_leaf
+from protocol.ledger.state import LedgerState, PostedEntry
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.spec import RunSpec
 
@@ -51,13 +51,13 @@ def _quickly(db: Database, spec: RunSpec) -> list[str]:
     leaves = []
     for entry, leaf in _chain(db, spec.run_id, first, size):
         leaves.append(leaf)
-        match entry.what:
+        match entry.payload:
             case RoundEntry():
-                count, issued = count + entry.what.count, issued + entry.what.micro_credits
+                count, issued = count + entry.payload.count, issued + entry.payload.micro_credits
             case SettleEntry():
-                settled += entry.what.micro_credits
+                settled += entry.payload.micro_credits
             case VoidEntry():
-                voided += entry.what.micro_credits
+                voided += entry.payload.micro_credits
     if first == 0 and count <= CHECKED_LINES:
         damage = db.damage() if isinstance(db, SqliteDatabase) else ""
         return [damage] if damage else list(check_all(db, spec))
@@ -74,9 +74,9 @@ def _quickly(db: Database, spec: RunSpec) -> list[str]:
     return found
 
 
-def _chain(db: Database, run: RunId, first: int, size: int) -> Iterator[tuple[Entry, bytes]]:
+def _chain(db: Database, run: RunId, first: int, size: int) -> Iterator[tuple[LedgerEntry, bytes]]:
     """Yield the entries from `first` on, each with its leaf hash. Raises MalformedError where the chain is broken."""
-    before = queries.node(db, 0, first - 1) if first else bytes(first_previous(run))
+    before = queries.node(db, 0, first - 1) if first else bytes(genesis_leaf(run))
     at = first
     while at < size:
         rows = db.query(
@@ -100,17 +100,17 @@ def _chain(db: Database, run: RunId, first: int, size: int) -> Iterator[tuple[En
 def _lines_of(db: Database, sequence: int) -> list[str]:
     entry = decode_entry(queries.entries(db, sequence, 1)[0])
     root = tree_hash([leaf_hash(line) for line in queries.lines(db, sequence)])
-    if not isinstance(entry.what, RoundEntry) or root != entry.what.lines_root:
+    if not isinstance(entry.payload, RoundEntry) or root != entry.payload.lines_root:
         return [f"the lines of entry {sequence} are not those that were posted"]
     return []
 
 
 def check_all(db: Database, spec: RunSpec) -> Iterator[str]:
     """Replay the log and yield each difference, also between the log and the derived tables. Reads everything."""
-    books = Books.of(spec)
+    books = LedgerState.of(spec)
     leaves: list[bytes] = []
     size = queries.size(db)
-    seen: dict[int, Posted] = {}
+    seen: dict[int, PostedEntry] = {}
     for at in range(size):
         rows = db.query("SELECT kind, previous, leaf, time, encoded FROM entries WHERE sequence = ?", (at,))
         if not rows:
@@ -119,7 +119,7 @@ def check_all(db: Database, spec: RunSpec) -> Iterator[str]:
         kind, previous, leaf, time, sent = rows[0]
         try:
             posted = books.replay(bytes(sent), queries.lines(db, at))
-        except (BooksError, MalformedError) as e:
+        except (LedgerRuleError, MalformedError) as e:
             yield str(e)
             return
         made = posted.entry
@@ -136,7 +136,7 @@ def check_all(db: Database, spec: RunSpec) -> Iterator[str]:
     yield from _compare_tables(db, books, leaves)
 
 
-def _compare_transfers(db: Database, made: dict[int, Posted]) -> Iterator[str]:
+def _compare_transfers(db: Database, made: dict[int, PostedEntry]) -> Iterator[str]:
     """Yield differences between the transfers and rounds of consecutive entries and their tables."""
     if not made:
         return
@@ -158,18 +158,18 @@ def _compare_transfers(db: Database, made: dict[int, Posted]) -> Iterator[str]:
         ]
         if due != found.get(sequence, []):
             yield f"the transfers of entry {sequence} are not what it does to accounts"
-        what = posted.entry.what
+        what = posted.entry.payload
         if isinstance(what, RoundEntry):
             tokens = sum(line.tokens for line in posted.lines)
             rows = db.query("SELECT number, round, record, parent, tokens FROM rounds WHERE entry = ?", (sequence,))
-            if rows != [(posted.number, what.round, what.record, what.parent, tokens)]:
+            if rows != [(posted.round_index, what.round, what.record, what.parent, tokens)]:
                 yield f"the round of entry {sequence} is noted otherwise than it was posted"
             rows = db.query("SELECT peer FROM lines WHERE entry = ? ORDER BY line", (sequence,))
             if [bytes(peers.get(n, b"")) for (n,) in rows] != [bytes(line.peer) for line in posted.lines]:
                 yield f"the lines of entry {sequence} are noted as those of other peers"
 
 
-def _compare_tables(db: Database, books: Books, leaves: list[bytes]) -> Iterator[str]:
+def _compare_tables(db: Database, books: LedgerState, leaves: list[bytes]) -> Iterator[str]:
     level, at = 0, list(leaves)
     count = db.query("SELECT count(*) FROM nodes")[0][0]
     made = 0
@@ -187,12 +187,12 @@ def _compare_tables(db: Database, books: Books, leaves: list[bytes]) -> Iterator
     if branch != [(r, books.entry_of(Round(r))) for r in range(books.rounds)]:
         yield "the branch of rounds is not the one that the entries lead to"
     balances = queries.read_balances(db)
-    if balances != books.standings:
-        wrong = [p for p in {**balances, **books.standings} if balances.get(p) != books.standings.get(p)]
+    if balances != books.balances:
+        wrong = [p for p in {**balances, **books.balances} if balances.get(p) != books.balances.get(p)]
         yield f"the balances of {len(wrong)} peers are not what the entries give them: {min(wrong).short} and on"
     total = db.query("SELECT count(*) FROM lines")[0][0]
-    if total != sum(s.pending.rounds + s.settled.rounds + s.voided.rounds for s in books.standings.values()):
+    if total != sum(s.pending.rounds + s.settled.rounds + s.voided.rounds for s in books.balances.values()):
         yield "there are lines that no entry has"
     moved = db.query("SELECT coalesce(sum(micro_credits), 0) FROM account_sums")[0][0]
-    if int(moved) or books.zero():
+    if int(moved) or books.imbalance():
         yield f"all accounts together are {int(moved)}, not zero"

@@ -10,10 +10,10 @@ from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, Refu
 from protocol.directive_codec import decode_directive
 from protocol.envelope import open_envelope
 from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.ledger.accounts import Standing
-from protocol.ledger.books import Books, BooksState, Held
-from protocol.ledger.credits import Balance, CreditRule, RoundAccount
-from protocol.ledger.entries import Line, RollbackEntry, SettleEntry, decode_entry, decode_line, first_previous
+from protocol.ledger.accounts import AccountBalance
+from protocol.ledger.credits import Balance, CreditRule, RoundCredits
+from protocol.ledger.entries import CreditLine, RollbackEntry, SettleEntry, decode_entry, decode_line, genesis_leaf
+from protocol.ledger.state import LedgerSnapshot, LedgerState, PendingRound
 from protocol.proofs import root_at
 
 
@@ -77,13 +77,13 @@ def rounds(db: Database, after: int, limit: int) -> list[RoundRow]:
     return [RoundRow(Round(r[0]), Digest(r[1]), Digest(r[2]), *r[3:]) for r in rows]
 
 
-def accounts(db: Database, after: int, limit: int) -> list[RoundAccount]:
+def accounts(db: Database, after: int, limit: int) -> list[RoundCredits]:
     rows = db.query(
         f"SELECT r.round, r.record, r.parent, r.base_state, r.loss, r.entry {_BRANCH} "
         "WHERE b.round > ? ORDER BY b.round LIMIT ?",
         (after, limit),
     )
-    shares: dict[int, list[Line]] = {r[5]: [] for r in rows}
+    shares: dict[int, list[CreditLine]] = {r[5]: [] for r in rows}
     if rows:
         found = db.query(
             "SELECT l.entry, l.encoded FROM branch b JOIN lines l ON l.entry = b.entry "
@@ -93,7 +93,7 @@ def accounts(db: Database, after: int, limit: int) -> list[RoundAccount]:
         for entry, sent in found:
             shares[entry].append(decode_line(bytes(sent)))
     return [
-        RoundAccount(Round(r[0]), Digest(r[1]), Digest(r[2]), Digest(r[3]), r[4], tuple(shares[r[5]])) for r in rows
+        RoundCredits(Round(r[0]), Digest(r[1]), Digest(r[2]), Digest(r[3]), r[4], tuple(shares[r[5]])) for r in rows
     ]
 
 
@@ -225,19 +225,19 @@ def entry_of(db: Database, record: Digest) -> int | None:
 # -- the state to continue from ---------------------------------------------------------------------------------
 
 
-def read_balances(db: Database) -> dict[PeerKey, Standing]:
+def read_balances(db: Database) -> dict[PeerKey, AccountBalance]:
     """Return every peer's balances, from the derived table."""
     rows = db.query(
         "SELECT p.peer, pending_micro, pending_tokens, pending_rounds, settled_micro, settled_tokens, settled_rounds, "
         "voided_micro, voided_tokens, voided_rounds FROM balances s JOIN peers p ON p.id = s.peer"
     )
-    return {PeerKey(r[0]): Standing(Balance(*r[1:4]), Balance(*r[4:7]), Balance(*r[7:10])) for r in rows}
+    return {PeerKey(r[0]): AccountBalance(Balance(*r[1:4]), Balance(*r[4:7]), Balance(*r[7:10])) for r in rows}
 
 
-def read_state(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> Books:
+def read_state(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> LedgerState:
     """Return the ledger's state at the end of the database."""
     last = db.query("SELECT sequence, leaf, time FROM entries ORDER BY sequence DESC LIMIT 1")
-    size, leaf, time = (last[0][0] + 1, Digest(last[0][1]), last[0][2]) if last else (0, first_previous(run), 0)
+    size, leaf, time = (last[0][0] + 1, Digest(last[0][1]), last[0][2]) if last else (0, genesis_leaf(run), 0)
     posted = db.query("SELECT count(*) FROM rounds")[0][0]
     settled = settled_count(db)
     branch = db.query(
@@ -245,17 +245,17 @@ def read_state(db: Database, run: RunId, rule: CreditRule, owner: PeerKey) -> Bo
     )
     reverted = db.query("SELECT record FROM rounds WHERE entry NOT IN (SELECT entry FROM branch)")
     held = db.query("SELECT entry, number, round, record FROM rounds WHERE number >= ? ORDER BY number", (settled,))
-    state = BooksState(
+    state = LedgerSnapshot(
         size, leaf, time, posted, _epoch(db), ((Digest(r[0]), r[1], r[2]) for r in branch),
         (Digest(r[0]) for r in reverted), [_held(db, row) for row in held], read_balances(db),
     )  # fmt: skip
-    return Books.resumed(run, rule, owner, state)
+    return LedgerState.from_snapshot(run, rule, owner, state)
 
 
 def settled_count(db: Database) -> int:
     """Return the number of settled round entries: they settle in the order of their numbers."""
     rows = db.query("SELECT encoded FROM entries WHERE kind = 'settle' ORDER BY sequence DESC LIMIT 1")
-    what = decode_entry(bytes(rows[0][0])).what if rows else None
+    what = decode_entry(bytes(rows[0][0])).payload if rows else None
     if not isinstance(what, SettleEntry):
         return 0
     return db.query("SELECT number FROM rounds WHERE entry = ?", (what.entry,))[0][0] + 1
@@ -264,17 +264,17 @@ def settled_count(db: Database) -> int:
 def _epoch(db: Database) -> int:
     """Return the epoch of the newest rollback; 0 if there was none."""
     rows = db.query("SELECT encoded FROM entries WHERE kind = 'rollback' ORDER BY sequence DESC LIMIT 1")
-    what = decode_entry(bytes(rows[0][0])).what if rows else None
+    what = decode_entry(bytes(rows[0][0])).payload if rows else None
     if not isinstance(what, RollbackEntry):
         return 0
     return decode_directive(open_envelope(what.directive, "directive").payload).epoch
 
 
-def _held(db: Database, row: tuple) -> Held:
+def _held(db: Database, row: tuple) -> PendingRound:
     entry, number, round_, record = row
     lines = db.query("SELECT encoded FROM lines WHERE entry = ? ORDER BY line", (entry,))
     voided = db.query("SELECT line FROM transfers WHERE entry = ? AND target % 4 = 3", (entry,))
-    return Held(
+    return PendingRound(
         entry, number, Round(round_), Digest(record), tuple(decode_line(bytes(r[0])) for r in lines),
         {r[0] for r in voided},
     )  # fmt: skip

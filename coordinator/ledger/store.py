@@ -18,12 +18,12 @@ from coordinator.ledger.database import Database, SqliteDatabase
 from coordinator.ledger.integrity import check_all, check_opened
 from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow, TreeHeadRow
 from coordinator.ledger.schema import migrate
-from protocol.errors import BooksError
+from protocol.errors import LedgerRuleError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.accounts import Standing
-from protocol.ledger.books import Books, Posted
-from protocol.ledger.credits import CreditRule, RoundAccount
+from protocol.ledger.accounts import AccountBalance
+from protocol.ledger.credits import CreditRule, RoundCredits
 from protocol.ledger.entries import encode_line
+from protocol.ledger.state import LedgerState, PostedEntry
 from protocol.spec import RunSpec
 
 
@@ -53,7 +53,7 @@ class Ledger:
         self._rule = CreditRule.of(spec)
         self._now = now
         self._grouped = False
-        self._books: Books | None = None
+        self._books: LedgerState | None = None
         self._numbers: writes.PeerNumbers | None = None
         self._db = connect(where, spec, reader=reader)
         try:
@@ -101,17 +101,17 @@ class Ledger:
         return self._grouped and not self._db.in_transaction
 
     @contextmanager
-    def _writing(self) -> Iterator[tuple[Books, writes.PeerNumbers]]:
+    def _writing(self) -> Iterator[tuple[LedgerState, writes.PeerNumbers]]:
         try:
             with self._db.savepoint() if self._grouped else self._db.transaction():
                 yield self._current()
-        except BooksError as e:
+        except LedgerRuleError as e:
             raise LedgerConflictError(f"{e}. Credits stand as they are in {self.where}") from e
         except BaseException:
             self._forget()
             raise
 
-    def _current(self) -> tuple[Books, writes.PeerNumbers]:
+    def _current(self) -> tuple[LedgerState, writes.PeerNumbers]:
         """Return the state, which is read again if another process has written meanwhile."""
         if self._books is None or self._numbers is None or self._books.size != self.size():
             self._books = queries.read_state(self._db, self.run, self._rule, self._spec.owner_key)
@@ -124,7 +124,7 @@ class Ledger:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def post(self, account: RoundAccount, *, finalization: bytes | None = None) -> bool:
+    def post(self, account: RoundCredits, *, finalization: bytes | None = None) -> bool:
         """Append a final round and the entries that it makes due; return False if the round is posted already.
 
         `finalization` is the owner's, an envelope. Raises LedgerConflictError if another record of this round is
@@ -142,11 +142,11 @@ class Ledger:
                     writes.write_round(self._db, numbers, posted, account, seen_at, finalization)
                 writes.write_transfers(self._db, numbers, posted)
             self._write_balances(books, numbers, made)
-            writes.write_last_seen(self._db, numbers, (e.peer for e in account.entries), seen_at)
+            writes.write_last_seen(self._db, numbers, (e.peer for e in account.lines), seen_at)
             writes.forget_first_seen(self._db, account.round)
         return True
 
-    def _check_same(self, account: RoundAccount, books: Books) -> None:
+    def _check_same(self, account: RoundCredits, books: LedgerState) -> None:
         record = books.record_of(account.round)
         if record != account.record:
             raise LedgerConflictError(
@@ -154,7 +154,7 @@ class Ledger:
                 f"{account.record.short}: a final was reverted. Credits stand as settled; keep {self.where} and find "
                 "out who signed two finals with the run's key before going on"
             )
-        if self.lines(books.entry_of(account.round)) != [encode_line(e) for e in account.entries]:
+        if self.lines(books.entry_of(account.round)) != [encode_line(e) for e in account.lines]:
             raise LedgerConflictError(
                 f"the ledger's lines for round {account.round} are not what record {record.short} earns: the "
                 f"model's parameters or the credit rule are not those of this run, or {self.where} was altered"
@@ -175,14 +175,14 @@ class Ledger:
         Raises LedgerConflictError if the branch has no such round, or the owner's directive does not say so.
         """
         with self._writing() as (books, numbers):
-            if books.has_done(directive):
+            if books.has_rollback(directive):
                 return False
             posted = books.rollback(record, round_, directive, int(self._now() * 1000))
             writes.write(self._db, posted)
             writes.forget_rounds_after(self._db, round_)
         return True
 
-    def _write_balances(self, books: Books, numbers: writes.PeerNumbers, made: list[Posted]) -> None:
+    def _write_balances(self, books: LedgerState, numbers: writes.PeerNumbers, made: list[PostedEntry]) -> None:
         peers = {t.target.peer for posted in made for t in posted.transfers if t.target.peer is not None}
         writes.write_balances(self._db, numbers, books, sorted(peers))
 
@@ -238,7 +238,7 @@ class Ledger:
         """Return rounds of the branch in ascending order, from the one after `after`."""
         return queries.rounds(self._db, after, limit)
 
-    def accounts(self, *, after: int = -1, limit: int = 100) -> list[RoundAccount]:
+    def accounts(self, *, after: int = -1, limit: int = 100) -> list[RoundCredits]:
         """Return rounds of the branch with their lines, in ascending order, from the one after `after`."""
         return queries.accounts(self._db, after, limit)
 
@@ -246,17 +246,17 @@ class Ledger:
         """Return a peer's lines with their status, newest first; of entries before `before`."""
         return queries.history_of(self._db, peer, before, limit)
 
-    def balances(self) -> dict[PeerKey, Standing]:
+    def balances(self) -> dict[PeerKey, AccountBalance]:
         """Return the balances of every peer, from the derived table."""
         return queries.read_balances(self._db)
 
-    def current_balances(self) -> dict[PeerKey, Standing]:
+    def current_balances(self) -> dict[PeerKey, AccountBalance]:
         """Return the balances in memory, within a transaction in progress."""
-        return dict(self._current()[0].standings)
+        return dict(self._current()[0].balances)
 
     def holds(self, record: Digest) -> bool:
         """Return whether a record's credit is pending: posted, and within the hold."""
-        return any(h.record == record for h in self._current()[0].held)
+        return any(h.record == record for h in self._current()[0].pending)
 
     def active_since(self, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
         """Return when the newest posted record with each peer was seen.

@@ -9,11 +9,11 @@ from coordinator.ledger import queries
 from coordinator.ledger.database import Database
 from coordinator.ledger.rows import AdmissionRow, BindingRow, RefusedUpdate, TreeHeadRow
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.accounts import Account
-from protocol.ledger.books import Books, Posted
-from protocol.ledger.credits import RoundAccount
+from protocol.ledger.accounts import LedgerAccount
+from protocol.ledger.credits import RoundCredits
 from protocol.ledger.entries import encode_line
-from protocol.proofs import completed
+from protocol.ledger.state import LedgerState, PostedEntry
+from protocol.proofs import completed_subtrees
 
 _KINDS = {"issuance": 0, "pending": 1, "settled": 2, "voided": 3}
 
@@ -34,30 +34,30 @@ class PeerNumbers:
             self._numbers[peer] = number
         return number
 
-    def known(self, account: Account) -> int | None:
+    def known(self, account: LedgerAccount) -> int | None:
         """Return the number of an account without writing; None for a peer that the tables do not have."""
         if account.peer is not None and account.peer not in self._numbers:
             return None
         return self.account(account)
 
-    def account(self, account: Account) -> int:
+    def account(self, account: LedgerAccount) -> int:
         """Return the number of an account: 0, or 4p + 1, 2, 3."""
         kind = _KINDS[account.kind]
         return kind if account.peer is None else 4 * self.of(account.peer) + kind
 
 
-def write(db: Database, posted: Posted) -> None:
+def write(db: Database, posted: PostedEntry) -> None:
     """Add an entry, and its leaf in the tree."""
     entry = posted.entry
     db.query(
         "INSERT INTO entries (sequence, kind, previous, leaf, time, encoded) VALUES (?, ?, ?, ?, ?, ?)",
-        (entry.sequence, entry.kind, bytes(entry.previous), bytes(posted.leaf), entry.time, posted.sent),
+        (entry.sequence, entry.kind, bytes(entry.previous), bytes(posted.leaf), entry.time, posted.encoded),
     )
     _grow_tree(db, entry.sequence, posted.leaf)
 
 
 def write_round(
-    db: Database, numbers: PeerNumbers, posted: Posted, account: RoundAccount, seen_at: float | None,
+    db: Database, numbers: PeerNumbers, posted: PostedEntry, account: RoundCredits, seen_at: float | None,
     final: bytes | None,
 ) -> None:  # fmt: skip
     """Add the metadata of a round, and its lines."""
@@ -65,7 +65,7 @@ def write_round(
     db.query(
         "INSERT INTO rounds (entry, number, round, record, parent, base_state, loss, tokens, seen_at, final) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (sequence, posted.number, account.round, bytes(account.record), bytes(account.parent),
+        (sequence, posted.round_index, account.round, bytes(account.record), bytes(account.parent),
          bytes(account.base_state), account.loss, account.tokens, seen_at, final),
     )  # fmt: skip
     lines = [(sequence, i, numbers.of(line.peer), encode_line(line)) for i, line in enumerate(posted.lines)]
@@ -73,7 +73,7 @@ def write_round(
     db.query("INSERT INTO branch (round, entry) VALUES (?, ?)", (account.round, sequence))
 
 
-def write_transfers(db: Database, numbers: PeerNumbers, posted: Posted) -> None:
+def write_transfers(db: Database, numbers: PeerNumbers, posted: PostedEntry) -> None:
     """Add the transfers of an entry."""
     if posted.transfers:
         db.many(
@@ -85,11 +85,11 @@ def write_transfers(db: Database, numbers: PeerNumbers, posted: Posted) -> None:
         )
 
 
-def write_balances(db: Database, numbers: PeerNumbers, books: Books, peers: Iterable[PeerKey]) -> None:
+def write_balances(db: Database, numbers: PeerNumbers, books: LedgerState, peers: Iterable[PeerKey]) -> None:
     """Update the derived balances of some peers."""
     rows = []
     for peer in peers:
-        s = books.standings[peer]
+        s = books.balances[peer]
         parts = (s.pending, s.settled, s.voided)
         rows.append((numbers.of(peer), *(n for b in parts for n in (b.micro_credits, b.tokens, b.rounds))))
     names = [f"{kind}_{what}" for kind in ("pending", "settled", "voided") for what in ("micro", "tokens", "rounds")]
@@ -108,7 +108,7 @@ def write_last_seen(db: Database, numbers: PeerNumbers, peers: Iterable[PeerKey]
 
 def _grow_tree(db: Database, index: int, leaf: bytes) -> None:
     """Write the hashes of the subtrees that this leaf completes (RFC 9162 section 2.1)."""
-    for done in completed(index, leaf, partial(queries.node, db))[1:]:  # the first is the leaf itself
+    for done in completed_subtrees(index, leaf, partial(queries.node, db))[1:]:  # the first is the leaf itself
         db.query("INSERT INTO nodes (level, place, hash) VALUES (?, ?, ?)", (done.level, done.index, done.hash))
 
 

@@ -22,7 +22,7 @@ from coordinator.round_observations import RoundObservations
 from coordinator.swarm import SwarmView
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey
-from protocol.ledger.credits import Balance, RoundAccount
+from protocol.ledger.credits import Balance, RoundCredits
 
 MAX_LINES = 20_000
 """Maximum number of credit lines in one answer of /api/rounds: a large swarm gets fewer rounds in it."""
@@ -115,7 +115,7 @@ class PageApi:
             )
         newest = []
         for account in chain.newest(NEWEST_OF_PEER):
-            entry = next((e for e in account.entries if e.peer == key), None)
+            entry = next((e for e in account.lines if e.peer == key), None)
             seen = self._observations.get(account.record)
             absence = next((a for a in (seen.absent or () if seen else ()) if a.peer == key), None)
             if entry is not None or absence is not None:
@@ -147,7 +147,7 @@ class PageApi:
 
     async def accounts(self, after: int, limit: int) -> list[dict[str, Any]]:
         newest = self._chain.newest(1)
-        limit = min(limit, max(1, MAX_LINES // max(1, len(newest[0].entries) if newest else 1)))
+        limit = min(limit, max(1, MAX_LINES // max(1, len(newest[0].lines) if newest else 1)))
         return [
             json_view.account(a, self._chain.is_final(a.round), self._name_of) for a in await self._read(after, limit)
         ]
@@ -178,7 +178,7 @@ class PageApi:
             return None
         return json_view.certificate(found[0], self._name_of)
 
-    async def _one(self, number: int) -> RoundAccount | None:
+    async def _one(self, number: int) -> RoundCredits | None:
         chain = self._chain
         found = next((a for a in chain.newest(len(chain.open) + 64) if a.round == number), None)
         if found is not None:
@@ -186,13 +186,13 @@ class PageApi:
         rows = await self._read(number - 1, 1)
         return rows[0] if rows and rows[0].round == number else None
 
-    async def _read(self, after: int, limit: int) -> list[RoundAccount]:
+    async def _read(self, after: int, limit: int) -> list[RoundCredits]:
         """Return rounds after a number: posted ones, then open ones."""
         accounts = await self._ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
         at = accounts[-1].round if accounts else after
         return accounts + [a for a in self._chain.open if a.round > at][: limit - len(accounts)]
 
-    def _round_view(self, account: RoundAccount) -> RoundOverview:
+    def _round_view(self, account: RoundCredits) -> RoundOverview:
         return round_overview(
             account, self._observations.get(account.record), self._chain.is_final(account.round), self._name_of
         )

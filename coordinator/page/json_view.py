@@ -15,7 +15,7 @@ from coordinator.overview import Overview, PeerOverview, RoundOverview
 from coordinator.round_charts import RoundCharts
 from coordinator.round_observations import RoundObservation
 from protocol.ids import PeerKey
-from protocol.ledger.credits import RoundAccount
+from protocol.ledger.credits import RoundCredits
 from protocol.messages import Certificate
 
 FIRST_PEERS, FIRST_ROUNDS = 25, 8
@@ -90,7 +90,7 @@ def peer(p: PeerOverview) -> dict[str, Any]:
         "bytes_down": h.bytes_down,
         "up_per_second": round(p.up),
         "down_per_second": round(p.down),
-        "relayed_peers": len(h.unheard),
+        "relayed_peers": len(h.unreachable),
         "device": h.device,
     }
 
@@ -110,8 +110,8 @@ def round_row(r: RoundOverview, name_of: NameOf) -> dict[str, Any]:
         "tokens": a.tokens,
         "loss": rounded(a.loss),
         "final": r.final,
-        "contributors": [_named(e.peer, name_of) for e in a.entries[:SHOWN]],
-        "contributors_total": len(a.entries),
+        "contributors": [_named(e.peer, name_of) for e in a.lines[:SHOWN]],
+        "contributors_total": len(a.lines),
         "absent": None if observed is None or observed.absent is None else _absent(observed.absent[:SHOWN], name_of),
         "absent_total": 0 if observed is None else observed.absent_total,
         "observed": None if observed is None else _times(observed),
@@ -127,13 +127,13 @@ def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameO
         "micro_credits": a.micro_credits,
         "contributors": [
             _entry(e, name_of) | {"announced_seconds": None if (t := announced.get(e.peer)) is None else round(t, 2)}
-            for e in a.entries
+            for e in a.lines
         ],
         "absent": None if observed is None or observed.absent is None else _absent(observed.absent, name_of),
     }
 
 
-def account(a: RoundAccount, final: bool, name_of: NameOf) -> dict[str, Any]:
+def account(a: RoundCredits, final: bool, name_of: NameOf) -> dict[str, Any]:
     """Return one round with all its credit lines: enough to check the ledger against the chain."""
     return {
         "round": a.round,
@@ -143,7 +143,7 @@ def account(a: RoundAccount, final: bool, name_of: NameOf) -> dict[str, Any]:
         "loss": rounded(a.loss),
         "tokens": a.tokens,
         "final": final,
-        "entries": [_entry(e, name_of) for e in a.entries],
+        "entries": [_entry(e, name_of) for e in a.lines],
     }
 
 
@@ -169,8 +169,8 @@ def certificate(c: Certificate, name_of: NameOf) -> dict[str, Any]:
             for u in body.updates
         ],
         "votes": [_named(v.author, name_of) for v in c.votes],
-        "parts": [str(p) for p in c.parts],
-        "bytes": {"record": _base64(c.record.sent), "votes": [_base64(v.sent) for v in c.votes]},
+        "parts": [str(p) for p in c.shards],
+        "bytes": {"record": _base64(c.record.encoded), "votes": [_base64(v.encoded) for v in c.votes]},
     }
 
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 from peer.store import Store
 from protocol.chain import Chain, ChainLimits, UnknownParent
-from protocol.errors import ChainError, MalformedError, ProtocolError, RivalOfFinal
+from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
 from protocol.ids import Digest
 from protocol.message_codec import MessageDecoder, encode_certificate
 from protocol.messages import Certificate, Directive, Finalization, Signed
@@ -45,14 +45,14 @@ class CertificateStore:
     def _load(self, chain: Chain) -> None:
         if (encoded := self._store.read_value(DIRECTIVE)) is not None:
             try:
-                chain.take(self._decoder.open(encoded, Directive))  # first: it excludes rolled back rounds
+                chain.add_directive(self._decoder.decode(encoded, Directive))  # first: it excludes rolled back rounds
             except ProtocolError as e:
                 log.warning("the stored directive is left out: %s", e)
         loaded, left_out, why, rolled_back = 0, 0, "", 0
         for data in self._store.certificates():
             try:
-                loaded += chain.add(self._decoder.certificate(data))
-            except RivalOfFinal:
+                loaded += chain.add(self._decoder.decode_certificate(data))
+            except FinalizedConflict:
                 rolled_back += 1
             except UnknownParent as e:
                 if chain.rollback is None:
@@ -66,7 +66,7 @@ class CertificateStore:
             log.info("%d stored certificates are of branches that cannot win any more", rolled_back)
         if (encoded := self._store.read_value(FINALIZATION)) is not None:
             try:
-                chain.add_final(self._decoder.open(encoded, Finalization))
+                chain.add_finalization(self._decoder.decode(encoded, Finalization))
             except ProtocolError as e:
                 log.warning("the stored finalization is left out: %s", e)
         if loaded:
@@ -91,11 +91,11 @@ class CertificateStore:
 
     def store_finalization(self, finalization: Signed[Finalization]) -> None:
         """Write the newest finalization; it is on disk on return. Raise StoreError."""
-        self._store.write_value(FINALIZATION, finalization.sent)
+        self._store.write_value(FINALIZATION, finalization.encoded)
 
     def store_directive(self, directive: Signed[Directive]) -> None:
         """Write the newest directive; it is on disk on return. Raise StoreError."""
-        self._store.write_value(DIRECTIVE, directive.sent)
+        self._store.write_value(DIRECTIVE, directive.encoded)
 
     def after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
         """Return at most `limit` certificates after a record on the main branch, oldest first.
@@ -103,9 +103,9 @@ class CertificateStore:
         Return None when the record is not on it.
         """
         chain = self.chain
-        if record not in chain or chain.on_main(chain.height(record)) != record:
+        if record not in chain or chain.main_chain_at(chain.height(record)) != record:
             return None
-        stop = chain.on_main(min(chain.height(chain.head), chain.height(record) + limit))
+        stop = chain.main_chain_at(min(chain.height(chain.head), chain.height(record) + limit))
         return chain.path(record, chain.head if stop is None else stop)
 
     def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
@@ -118,12 +118,12 @@ class CertificateStore:
         chain = self.chain
         have = [Digest(d) for d in islice(request.have, MAX_HAVE)]
         try:
-            certificates, more = chain.after(have, count=REPLY_CERTIFICATES, size=REPLY_BYTES)
+            certificates, more = chain.certificates_after(have, count=REPLY_CERTIFICATES, size=REPLY_BYTES)
         except UnknownParent as e:
             raise ChainError(str(e)) from None
         return wire.ChainReply(
             certificates=[encode_certificate(c) for c in certificates],
-            final=chain.final.sent if chain.final is not None else b"",
+            final=chain.finalization.encoded if chain.finalization is not None else b"",
             more=more,
-            directive=chain.newest.sent if chain.newest is not None else b"",
+            directive=chain.newest_directive.encoded if chain.newest_directive is not None else b"",
         )

@@ -16,11 +16,11 @@ from peer.node.outbox import NETWORK_ERRORS
 from peer.node.tasks import Tasks
 from protocol.compact_record import (
     CompactRecord,
-    check_headers,
-    check_names,
+    check_header_ids,
+    check_requested_headers,
     compact,
+    header_id,
     is_compact_record,
-    name_of,
     parse_compact_record,
 )
 from protocol.errors import MalformedError
@@ -60,13 +60,13 @@ class HeaderCache:
 
     def add(self, header: Signed[UpdateHeader]) -> None:
         """Keep a verified header."""
-        name = name_of(header.sent)
+        name = header_id(header.encoded)
         if name in self._encoded:
             return
         kept = self._by_author.setdefault(header.author, [])
         self._by_author.move_to_end(header.author)
         kept.append((header.body.round, name))
-        self._encoded[name] = header.sent
+        self._encoded[name] = header.encoded
         if len(kept) > PER_AUTHOR:
             oldest = min(kept, key=lambda entry: entry[0])
             kept.remove(oldest)
@@ -122,21 +122,21 @@ class CompactRecords:
 
     def encode(self, message: Signed) -> bytes:
         """Return a message as it is sent: itself, or the compact form of a large record."""
-        if not isinstance(message.body, RoundRecord) or len(message.sent) < COMPACT_FROM:
-            return message.sent
+        if not isinstance(message.body, RoundRecord) or len(message.encoded) < COMPACT_FROM:
+            return message.encoded
         made = self._made.get(message.digest)
         if made is None:
             short = compact(message)
-            headers = {} if short is None else {name_of(u.sent): u.sent for u in message.body.updates}
+            headers = {} if short is None else {header_id(u.encoded): u.encoded for u in message.body.updates}
             made = self._made[message.digest] = (short, headers)
             if len(self._made) > RECORDS:
                 self._made.popitem(last=False)
         self._made.move_to_end(message.digest)  # a record that is sent again may be asked about again
-        return message.sent if made[0] is None else made[0]
+        return message.encoded if made[0] is None else made[0]
 
     def answer(self, request: wire.Packet) -> wire.Packet:
         """Return the requested headers of the records that this node sent. Raise MalformedError."""
-        names = check_names([bytes(n) for n in request.messages])
+        names = check_header_ids([bytes(n) for n in request.messages])
         found: list[bytes] = []
         for name in dict.fromkeys(names):
             header = next((h for _, hs in self._made.values() if (h := hs.get(name)) is not None), None)
@@ -186,9 +186,9 @@ class CompactRecords:
         except MalformedError as e:
             log.warning("refused a compact record from %s: %s", sender.short, e)
             return None
-        found = self._known(short.names)
-        if len(found) == len(short.names):
-            record = short.complete([found[n] for n in short.names])
+        found = self._known(short.header_ids)
+        if len(found) == len(short.header_ids):
+            record = short.reconstruct([found[n] for n in short.header_ids])
             self._link.charge(sender, len(record))
             return record
         if sender not in self._requesting and len(self._requesting) < REQUESTS:
@@ -202,14 +202,14 @@ class CompactRecords:
     async def _complete(self, sender: PeerKey, short: CompactRecord) -> None:
         """Request the missing headers from the sender, and process the record."""
         try:
-            found = self._known(short.names)
-            missing = [n for n in short.names if n not in found]
+            found = self._known(short.header_ids)
+            missing = [n for n in short.header_ids if n not in found]
             reply = await self._link.request_headers(sender, wire.Packet(messages=missing))
-            found |= check_headers(missing, [bytes(h) for h in reply.messages])
-            if len(found) < len(short.names):
+            found |= check_requested_headers(missing, [bytes(h) for h in reply.messages])
+            if len(found) < len(short.header_ids):
                 log.info("%s names headers in a record that it does not give", sender.short)
                 return
-            record = short.complete([found[n] for n in short.names])
+            record = short.reconstruct([found[n] for n in short.header_ids])
             self._link.charge(sender, len(record))
         except MalformedError as e:
             log.warning("refused the headers of a record from %s: %s", sender.short, e)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from peer.coordinator_client import CoordinatorClient, usable_addresses
 from peer.node.outbox import NETWORK_ERRORS
 from peer.store import Store, StoreError
-from protocol.coordinator_address import newest_of, open_coordinator_address, open_newer
+from protocol.coordinator_address import newest_address, open_coordinator_address, open_if_newer
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId
 from protocol.messages import MAX_ADDRESSES, Signed
@@ -73,7 +73,7 @@ class CoordinatorLocator:
 
     def accept(self, encoded: bytes) -> bool:
         """Keep a record if it is newer than the one before, and return whether it is. Raise ProtocolError."""
-        found = open_newer(encoded, self._run, self._owner, self._newest)
+        found = open_if_newer(encoded, self._run, self._owner, self._newest)
         if found is None:
             return False
         before = self._newest
@@ -84,7 +84,7 @@ class CoordinatorLocator:
         self._changed.set()
         self._changed = asyncio.Event()
         try:
-            self._store.write_value(COORDINATOR_ADDRESS, found.sent)
+            self._store.write_value(COORDINATOR_ADDRESS, found.encoded)
         except StoreError as e:
             log.warning("the coordinator's address was not kept for the next start: %s", e)
         return True
@@ -106,7 +106,7 @@ class CoordinatorLocator:
             self._spec = self._store.read_value(SPEC)
         return wire.CoordinatorAddressReply(
             spec=(self._spec or b"") if request.spec else b"",
-            coordinator_address=self._newest.sent if self._newest is not None else b"",
+            coordinator_address=self._newest.encoded if self._newest is not None else b"",
             addresses=list(addresses)[:MAX_ADDRESSES],
         )
 
@@ -167,7 +167,7 @@ async def discover_run(run: RunId, addresses: Iterable[str]) -> DiscoveredRun | 
     members = await ask_for_coordinator(run, addresses, answers.accept)
     if answers.spec is None:
         return None
-    return DiscoveredRun(answers.encoded, newest_of(answers.records), tuple(answers.addresses), members)
+    return DiscoveredRun(answers.encoded, newest_address(answers.records), tuple(answers.addresses), members)
 
 
 class _Answers:

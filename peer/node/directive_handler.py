@@ -68,7 +68,7 @@ class DirectiveHandler:
 
 def is_banned(chain: Chain, key: PeerKey) -> bool:
     """Return whether the newest directive on the chain bans a peer."""
-    return chain.newest is not None and key in chain.newest.body.banned
+    return chain.newest_directive is not None and key in chain.newest_directive.body.banned
 
 
 def orders_of(resting: bool, policy: RoundPolicy, window: int) -> Orders:
@@ -82,4 +82,4 @@ def describe(directive: Directive, me: PeerKey) -> str:
     since = f" since {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(directive.since))}" if directive.since else ""
     if me in directive.banned:
         return f"banned by the run's owner{why}"
-    return "" if directive.order == "running" else f"{directive.order} by the run's owner{since}{why}"
+    return "" if directive.run_status == "running" else f"{directive.run_status} by the run's owner{since}{why}"

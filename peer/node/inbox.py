@@ -67,7 +67,7 @@ class Inbox:
                 yield None
         for encoded in packet.certificates:
             try:
-                yield CertificateReceived(self._decoder.certificate(encoded), sender)
+                yield CertificateReceived(self._decoder.decode_certificate(encoded), sender)
             except ProtocolError as e:
                 self._refuse(sender, "certificate", e)
                 yield None
@@ -88,15 +88,15 @@ class Inbox:
         kind = kind_of(encoded)
         if kind not in SWARM_KINDS:
             raise MalformedError(f"a message of kind {kind[:32]!r} does not belong in the swarm")
-        signed = self._decoder.open_any(encoded, kind)
+        signed = self._decoder.decode_kind(encoded, kind)
         match signed.body:
             case UpdateHeader():
-                self._decoder.admission_at(signed.body.admission, signed.author, unix_seconds)
+                self._decoder.decode_admission_at(signed.body.admission, signed.author, unix_seconds)
             case Heartbeat() if signed.body.admission:
-                self._decoder.admission_at(signed.body.admission, signed.author, unix_seconds)
+                self._decoder.decode_admission_at(signed.body.admission, signed.author, unix_seconds)
             case RoundRecord():
                 for update in signed.body.updates:
-                    self._decoder.admission_at(update.body.admission, update.author, unix_seconds)
+                    self._decoder.decode_admission_at(update.body.admission, update.author, unix_seconds)
             case _:
                 pass
         return signed
@@ -107,10 +107,10 @@ class Inbox:
             raise MalformedError("a chain reply with too many certificates")
         certificates: list[Certificate] = []
         for encoded in reply.certificates:
-            certificates.append(self._decoder.certificate(encoded))
+            certificates.append(self._decoder.decode_certificate(encoded))
             await asyncio.sleep(0)  # verification takes time: other tasks have a turn
-        final = self._decoder.open_any(reply.final, "final") if reply.final else None
-        directive = self._decoder.open_any(reply.directive, "directive") if reply.directive else None
+        final = self._decoder.decode_kind(reply.final, "final") if reply.final else None
+        directive = self._decoder.decode_kind(reply.directive, "directive") if reply.directive else None
         return ChainReceived(tuple(certificates), final, source, reply.more, directive)
 
     def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:

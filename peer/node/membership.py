@@ -105,7 +105,7 @@ class Membership:
             store.write_value(SPEC, encoded)
         found, absent = search.found, search.absent
         if found is not None and found.coordinator_address is not None:
-            self.locator.accept(found.coordinator_address.sent)
+            self.locator.accept(found.coordinator_address.encoded)
         self.addresses = list(dict.fromkeys(search.addresses))
         if absent is None:
             try:
@@ -137,7 +137,7 @@ class Membership:
     def seconds_left(self) -> float:
         """Return the seconds for which the admission is valid by this clock; 0 when there is no valid one."""
         try:
-            admission = self.decoder.admission_of(self.admission, self.identity.key)
+            admission = self.decoder.decode_admission(self.admission, self.identity.key)
         except ProtocolError:
             return 0.0
         return max(0.0, admission.not_after - time.time())
@@ -152,7 +152,7 @@ class Membership:
         if self.client is None:
             raise PeerError("an observer is not admitted to anything")
         reply = await self.client.admit(self.identity, self.name)
-        self.admission = reply.admission.sent
+        self.admission = reply.admission.encoded
         self.clock_ahead = reply.clock_ahead
         self.store.write_value(ADMISSION, self.admission)
         self.learn(reply.addresses)
@@ -255,7 +255,7 @@ class _RunSearch:
             self.absent = e
             return
         self.absent = None
-        self._encoded, self.addresses = reply.sent, [*reply.addresses, *self.addresses]
+        self._encoded, self.addresses = reply.encoded, [*reply.addresses, *self.addresses]
 
 
 def known_addresses(store: Store) -> list[str]:

@@ -9,7 +9,7 @@ from peer.node.outbox import Outbox
 from peer.node.peer_table import PeerTable
 from peer.node.relay_selector import RelaySelector
 from protocol.ids import Digest, PeerKey, short_id
-from protocol.messages import MAX_UNHEARD, Heartbeat, Signed
+from protocol.messages import MAX_UNREACHABLE, Heartbeat, Signed
 
 UNHEARD_BEATS = 3.0
 """Heartbeat intervals without a direct message after which a member counts as unheard."""
@@ -79,6 +79,6 @@ class MessageRelay:
         """Return the short ids of the members whose messages others are to relay to us, for our heartbeat."""
         now = self._clock()
         if now >= self._unheard_due:
-            found = self._peers.unheard(now, UNHEARD_BEATS * self._beat)[:MAX_UNHEARD]
+            found = self._peers.unheard(now, UNHEARD_BEATS * self._beat)[:MAX_UNREACHABLE]
             self._unheard, self._unheard_due = tuple(short_id(k) for k in found), now + self._beat / 2
         return self._unheard

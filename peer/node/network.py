@@ -158,7 +158,7 @@ class Network:
     async def _use_dht(self) -> None:
         swarm = self.swarm
         if self._heartbeat is not None:
-            await swarm.publish(self._heartbeat.sent, PRESENCE_SECONDS)
+            await swarm.publish(self._heartbeat.encoded, PRESENCE_SECONDS)
         await self.read_dht()
         await swarm.refresh_addresses()
         if await self.search():  # a peer that answered may know others

@@ -36,7 +36,7 @@ class Outbox:
     def __init__(
         self,
         transport: Callable[[PeerKey, wire.Packet, float], Awaitable[None]],
-        encode: Callable[[Signed], bytes] = lambda message: message.sent,
+        encode: Callable[[Signed], bytes] = lambda message: message.encoded,
     ):
         """Use `encode` to get the bytes of a message."""
         self._transport = transport

@@ -26,7 +26,7 @@ class RelaySelector:
         """`heartbeats`: of all members, our own included; heartbeats without an admission are ignored."""
         beats = {k: beat.body for k, beat in heartbeats.items() if beat.body.admission}
         self._short = {k: short_id(k) for k in beats}
-        self._unheard = {k: frozenset(body.unheard) for k, body in beats.items() if body.unheard}
+        self._unheard = {k: frozenset(body.unreachable) for k, body in beats.items() if body.unreachable}
         self._ring = sorted((sha256(k), k) for k in beats)
 
     def cut_off_from(self, author: PeerKey) -> list[PeerKey]:

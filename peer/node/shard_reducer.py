@@ -22,7 +22,7 @@ from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
-from protocol.reduce import Reduction, part_count
+from protocol.reduce import Reduction, shard_count
 from protocol.rounds.events import BlobInvalid, ShardReduced, ShardUnavailable
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import OuterSpec
@@ -68,7 +68,7 @@ class ReducedShardFormat:
 
     def check(self, blob: Blob) -> None:
         """Check structure, bounds and finiteness. Raise CodecError."""
-        self.reduction.check(blob, self.count, self.shard)
+        self.reduction.check_shard(blob, self.count, self.shard)
 
 
 class ShardReducer:
@@ -143,7 +143,7 @@ class ShardReducer:
 
     def format_of(self, contributors: int, shard: int) -> ReducedShardFormat:
         """Return the format of a shard, by the number of the record's contributors."""
-        return ReducedShardFormat(self._reduction, part_count(contributors, self._size), shard)
+        return ReducedShardFormat(self._reduction, shard_count(contributors, self._size), shard)
 
     def drop(self, record: Digest) -> None:
         """Stop the work on a record, and forget its shards unless they are kept for another reason."""

@@ -20,7 +20,7 @@ from peer.store import Store
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed
-from protocol.reduce import Reduction, part_count
+from protocol.reduce import Reduction, shard_count
 from protocol.spec import RoundSpec
 
 log = logging.getLogger("peer.slice_relay")
@@ -111,7 +111,7 @@ class SliceRelay:
 
     def _relay(self, record: Signed[RoundRecord], author: PeerKey, blob: Digest, shard: int, by: PeerKey) -> None:
         contributors = len(record.body.updates)
-        chunks = tuple(self._reduction.chunks(part_count(contributors, self._size), shard))
+        chunks = tuple(self._reduction.chunks(shard_count(contributors, self._size), shard))
         if record.body.round != self._round:
             self._round, self._relayed = record.body.round, 0
         arriving = self._store.in_progress(blob)

@@ -244,10 +244,10 @@ class StateLoader:
         record = certificate.record
         listed, holders = record.body.updates, list(record.body.contributors)
         wanted: list[tuple[Digest, list[PeerKey], BlobFormat | None]]
-        if certificate.parts:
+        if certificate.shards:
             wanted = [
                 (blob, holders, self._reducer.format_of(len(listed), shard))
-                for shard, blob in enumerate(certificate.parts)
+                for shard, blob in enumerate(certificate.shards)
             ]
         else:
             wanted = [(u.body.blob, [u.author, *holders], None) for u in listed]
@@ -257,7 +257,7 @@ class StateLoader:
         finally:
             for task in tasks:
                 task.cancel()  # when one is unavailable, the others would delay the next attempt
-        if not certificate.parts:
+        if not certificate.shards:
             updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in zip(listed, files, strict=True))
             return RoundUpdates(record.body.round, certificate.digest, updates)
         own = [(u, f) for u in listed if u.author == self._me for f in self._own([u.body.blob])]
@@ -281,7 +281,7 @@ class StateLoader:
             if own is None or not (last or own in wanted):
                 continue
             last = False
-            if certificate.parts and self._store.has(own):
+            if certificate.shards and self._store.has(own):
                 try:
                     found.append(await self._round(certificate))
                 except StoreFull:

@@ -33,7 +33,7 @@ def store_epoch(store: Store, epoch: int) -> None:
 
 def remove_outdated_state(store: Store, chain: Chain, folder: Path) -> None:
     """Remove the saved state if the run was rolled back since. Raise StoreError, OSError."""
-    epoch = 0 if chain.newest is None else chain.newest.body.epoch
+    epoch = 0 if chain.newest_directive is None else chain.newest_directive.body.epoch
     if saved_epoch(store) < epoch:
         remove_saved_state(folder)
 

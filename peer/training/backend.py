@@ -81,7 +81,7 @@ class OuterSide(Protocol):
     def add_back(self, blob: bytes, only: bytes | None = None) -> None:
         """Add an own update that was not accepted to the feedback. Raise CodecError.
 
-        `only`: a packed `Selection` of the values that the round which accepted the update did not transmit.
+        `only`: a packed `ResidualMask` of the values that the round which accepted the update did not transmit.
         """
         ...
 
@@ -127,7 +127,7 @@ class TrainingBackend(Protocol):
         ...
 
     def close(self, *, in_order: bool = False) -> None:
-        """End the writing of a state, and all other ranks. `in_order`: nothing has failed, so there is time."""
+        """End the writing of a state, and all other ranks. `canonical_order`: nothing has failed, so there is time."""
         ...
 
     # -- states ------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from protocol.assignment import WindowTable
 from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, check_leaves, chunk_size, leaf_hash
-from protocol.spec import DataSpec, Shard
+from protocol.spec import DataShard, DataSpec
 
 LEAVES_KEPT = 64 * 1024 * 1024
 """Maximum bytes of leaf hashes in memory: those of 512 GiB of shards."""
@@ -170,7 +170,7 @@ class WindowReader:
             self._leaves.popitem(last=False)
         return leaves
 
-    def _from_any(self, ref: Shard, what: str, get: Callable[[ShardSource], bytes]) -> bytes:
+    def _from_any(self, ref: DataShard, what: str, get: Callable[[ShardSource], bytes]) -> bytes:
         """Return the bytes of the first source that has them; failed ones come last. Raise DataUnavailableError."""
         now = time.monotonic()
         reasons = []

@@ -21,7 +21,7 @@ from protocol.errors import CodecError
 from protocol.ids import Digest
 from protocol.merkle import blob_digest
 from protocol.reduce import Reduction
-from protocol.untransmitted import dropped
+from protocol.untransmitted import untransmitted
 
 ENTRIES_MOST = 64
 """Maximum number of updates in the account."""
@@ -82,8 +82,8 @@ class ErrorFeedbackLedger:
         """Keep of an update that counts only the values that its round did not transmit."""
         try:
             shards = update.shards()
-            mask = dropped(update.blob, shards, self._reduction, self._device) if shards else None
-            only = mask and mask.packed()
+            mask = untransmitted(update.blob, shards, self._reduction, self._device) if shards else None
+            only = mask and mask.to_bytes()
             if name in self.entries and only is not None and self.entries[name].only == blob_digest(only):
                 return
             self._remove(name, update.blob)

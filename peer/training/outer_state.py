@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from peer.mapped import mapped_files
-from protocol.codec import Codec, Run
+from protocol.codec import Batch, Codec
 from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
-from protocol.untransmitted import Selection
+from protocol.untransmitted import ResidualMask
 
 
 class OuterState:
@@ -103,17 +103,17 @@ class OuterState:
     def add_back(self, blob: bytes, only: bytes | None = None) -> None:
         """Add an own update that was not accepted to the feedback. Raise CodecError.
 
-        `only`: a packed `Selection` of the values that the round which accepted it did not transmit.
+        `only`: a packed `ResidualMask` of the values that the round which accepted it did not transmit.
         """
         self.codec.check(blob)
-        self.codec.add_to(blob, self.feedback, only=selector(self.codec, only, self.feedback))
+        self.codec.add_to(blob, self.feedback, mask=selector(self.codec, only, self.feedback))
 
     @torch.no_grad()
     def subtract(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
         """Take out of the feedback what `add_back` added, times `factor`, the decay since then. Raise CodecError."""
         self.codec.check(blob)
         decoded = {n: torch.zeros_like(t) for n, t in self.feedback.items()}
-        self.codec.add_to(blob, decoded, only=selector(self.codec, only, decoded))
+        self.codec.add_to(blob, decoded, mask=selector(self.codec, only, decoded))
         for name, e in self.feedback.items():
             e.sub_(decoded[name].mul_(factor))
 
@@ -135,9 +135,9 @@ class OuterState:
             local.copy_(self.anchor[name]).add_(progress[name].to(local.device))
 
 
-def selector(codec: Codec, only: bytes | None, into: Mapping[str, Tensor]) -> Callable[[Run], Tensor] | None:
-    """Return the `only` argument of `Codec.add_to` for a packed `Selection`. Raise CodecError."""
+def selector(codec: Codec, only: bytes | None, into: Mapping[str, Tensor]) -> Callable[[Batch], Tensor] | None:
+    """Return the `only` argument of `Codec.add_to` for a packed `ResidualMask`. Raise CodecError."""
     if only is None:
         return None
     device = next((t.device for t in into.values()), torch.device("cpu"))
-    return Selection.unpacked(codec, only, device).over
+    return ResidualMask.from_bytes(codec, only, device).batch_mask

@@ -141,7 +141,7 @@ class SingleProcessBackend:
         shapes = {t.name: t.shape for t in self._model_layout.tensors}
         named = {f"{group}/{n}": s for group in (FEEDBACK, PROGRESS) for n, s in shapes.items()}
         layout = Layout.of(named | {n: tuple(t.shape) for n, t in self.inner.moments()[1].items()})
-        return ShardedFile(layout, {0: layout.whole})
+        return ShardedFile(layout, {0: layout.full_slices})
 
     def _tensors(self, file: ShardedFile) -> Iterator[TensorToSave]:
         moments = self.inner.moments()[1]

@@ -104,7 +104,7 @@ class Trainer:
         self.checkpointer.save_now()
 
     def close(self, *, in_order: bool = False) -> None:
-        """Stop reading ahead, and end other ranks: `in_order` when nothing has failed."""
+        """Stop reading ahead, and end other ranks: `canonical_order` when nothing has failed."""
         self.steps.batches.close()
         self.checkpointer.close()
         self.backend.close(in_order=in_order)

@@ -6,17 +6,17 @@ signatures, files or networks, and nothing here weighs or averages updates: that
 
 from __future__ import annotations
 
+from protocol.codec.batches import Batch
 from protocol.codec.int8 import Int8Codec
 from protocol.codec.interface import Codec, Decoded
 from protocol.codec.none import RawCodec
-from protocol.codec.runs import Run
 from protocol.codec.sign import SignCodec
 from protocol.codec.sparse import SparseCodec
 from protocol.codec.sparse8 import Sparse8Codec
 from protocol.layout import CODEC_CHUNK, Layout
-from protocol.spec import SUM_KEEPS, CodecSpec
+from protocol.spec import MEAN_KEEP_FACTOR, CodecSpec
 
-__all__ = ["Codec", "Decoded", "Run", "make_codec", "make_sum_codec"]
+__all__ = ["Codec", "Decoded", "Batch", "make_codec", "make_shard_codec"]
 
 
 def make_codec(spec: CodecSpec, layout: Layout) -> Codec:
@@ -30,11 +30,11 @@ def make_codec(spec: CodecSpec, layout: Layout) -> Codec:
     return RawCodec(layout)
 
 
-def make_sum_codec(codec: Codec, layout: Layout) -> Codec:
+def make_shard_codec(codec: Codec, layout: Layout) -> Codec:
     """What a mean of updates of this codec is sent by, once it is summed up (see `protocol.reduce`).
 
     Encoding with it gives the same bytes on every machine, whatever the device and the number of threads.
     """
     if isinstance(codec, SparseCodec):
-        return Sparse8Codec(layout, min(CODEC_CHUNK, SUM_KEEPS * codec.kept))
+        return Sparse8Codec(layout, min(CODEC_CHUNK, MEAN_KEEP_FACTOR * codec.kept))
     return RawCodec(layout) if isinstance(codec, RawCodec) else Int8Codec(layout)

@@ -42,7 +42,7 @@ def pack(fields: Tensor, width: int) -> Tensor:
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     """The inverse of `pack`, with what lies beyond: uint8 [n, packed_size] to uint8 [n, c], count <= c < count + 8.
 
-    Fields from `count` on hold the filling bits; a strict reader checks that they are zero (`overfilled`).
+    Fields from `count` on hold the filling bits; a strict reader checks that they are zero (`has_padding_bits`).
     """
     if width in _WORDS:
         return _table(width, packed.device).take(packed.to(torch.int64)).view(torch.uint8)
@@ -60,7 +60,7 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     return x.view(torch.uint8)
 
 
-def overfilled(packed: Tensor, count: int, width: int) -> Tensor:
+def has_padding_bits(packed: Tensor, count: int, width: int) -> Tensor:
     """Which rows of uint8 [n, packed_size(count, width)] have filling bits that are set: bool [n]."""
     used = count * width % 8
     return (packed[:, -1] >> used != 0) if used else torch.zeros(len(packed), dtype=torch.bool, device=packed.device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.codec.interface import Codec, Decoded, refuse
-from protocol.codec.scales import MAX_INPUT, from_wire, not_below, to_wire
+from protocol.codec.interface import Codec, Decoded, reject_rows
+from protocol.codec.scales import MAX_INPUT, decode_scales, encode_scales, round_up_to_scale
 
 SCALE = 2
 LEVELS = 127
@@ -19,53 +19,53 @@ class Int8Codec(Codec):
 
     identifier = 2
     kept = 0
-    everyone_sends = True
+    sends_all = True
 
     def record_size(self, width: int) -> int:
         return SCALE + width
 
     def _encode(self, x: Tensor) -> Tensor:
-        scale, codes = quantised(x)
-        x.sub_(exact(scale, codes))
-        return torch.cat([to_wire(scale), codes.view(torch.uint8)], 1)
+        scale, codes = quantise(x)
+        x.sub_(dequantise(scale, codes))
+        return torch.cat([encode_scales(scale), codes.view(torch.uint8)], 1)
 
     def _decode(self, records: Tensor, width: int) -> Decoded:
-        return Decoded(exact(*read(records[:, :SCALE], records[:, SCALE:])).view(-1), None)
+        return Decoded(dequantise(*read_codes(records[:, :SCALE], records[:, SCALE:])).view(-1), None)
 
     def _check(self, records: Tensor, width: int) -> None:
-        read(records[:, :SCALE], records[:, SCALE:])
+        read_codes(records[:, :SCALE], records[:, SCALE:])
 
-    def _energies(self, records: Tensor, width: int) -> Tensor:
-        return squares(*read(records[:, :SCALE], records[:, SCALE:]))
+    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
+        return sum_squares(*read_codes(records[:, :SCALE], records[:, SCALE:]))
 
 
-def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest scales that cover the rows of fp32 [n, c], fp32 [n, 1], and codes, int8 [n, c], -127 to 127.
 
     Every operation is exact or correctly rounded: the same bits on every device. Raises RecordError for values that are
     not finite or above MAX_INPUT.
     """
     largest = x.abs().amax(1, keepdim=True)
-    refuse(~(largest.view(-1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
-    scale = not_below(largest / torch.full_like(largest, LEVELS))
+    reject_rows(~(largest.view(-1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
+    scale = round_up_to_scale(largest / torch.full_like(largest, LEVELS))
     # Rows with a scale of 0 hold nothing near 1: divided by that, everything rounds to 0. No ratio reaches 127.5.
     return scale, (x / torch.where(scale > 0, scale, 1)).round_().to(torch.int8)
 
 
-def exact(scale: Tensor, codes: Tensor) -> Tensor:
+def dequantise(scale: Tensor, codes: Tensor) -> Tensor:
     """What the codes stand for, fp32 [n, c], which knows no -0."""
     return codes.to(torch.float32) * scale
 
 
-def read(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+def read_codes(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     """The scales, fp32 [n, 1], and codes, int8 [n, c], of uint8 from a stranger. Raises RecordError."""
-    scale = from_wire(scales, MAX_SCALE)
+    scale = decode_scales(scales, MAX_SCALE)
     wanted = codes.view(torch.int8)
-    refuse(wanted.amin(1) < -LEVELS, "a value is -128")
+    reject_rows(wanted.amin(1) < -LEVELS, "a value is -128")
     return scale, wanted
 
 
-def squares(scale: Tensor, codes: Tensor) -> Tensor:
+def sum_squares(scale: Tensor, codes: Tensor) -> Tensor:
     """The sum of squares of each row's values: fp64 [n], exact."""
     wide = codes.to(torch.int32)
     total = (wide * wide).sum(1, dtype=torch.int64)

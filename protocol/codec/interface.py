@@ -20,14 +20,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from protocol.codec.runs import RUN_CHUNKS, RUN_CHUNKS_DEVICE, Run, Span, cut
+from protocol.codec.batches import BATCH_CHUNKS, BATCH_CHUNKS_DEVICE, Batch, ChunkRange, split_into_batches
 from protocol.errors import CodecError
-from protocol.layout import CODEC_CHUNK, Layout, Part
-from protocol.state import flat, held
+from protocol.layout import CODEC_CHUNK, Layout, TensorSlice
+from protocol.state import flat_view, local_views
 
 MAGIC = b"CRN1"
 FORMAT = 1
-CHECKED_BYTES = 256 * 1024
+CHECK_BATCH_BYTES = 256 * 1024
 """Of records that are checked at once: in a thread beside a busy one, each operation may wait for the interpreter."""
 HEADER = 40
 
@@ -44,7 +44,7 @@ class RecordError(Exception):
         self.reason = reason
 
 
-def refuse(bad: Tensor, reason: str) -> None:
+def reject_rows(bad: Tensor, reason: str) -> None:
     """Raises RecordError with the first row in which `bad` (bool [n] or [n, c]) holds."""
     if bad.any():
         raise RecordError(int(bad.nonzero()[0, 0]), reason)
@@ -69,7 +69,7 @@ class Codec(ABC):
     """The codec's byte in the header."""
     kept: int
     """Coordinates kept of a full chunk, for the header; 0 when that is no parameter of the codec."""
-    everyone_sends: bool
+    sends_all: bool
     """Every update says something of every coordinate, also when it says 0."""
 
     def __init__(self, layout: Layout):
@@ -108,7 +108,7 @@ class Codec(ABC):
         self._decode(records, width)
 
     @abstractmethod
-    def _energies(self, records: Tensor, width: int) -> Tensor:
+    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
         """The sum of squares of each record's values: fp64 [n], the same bits everywhere. Raises RecordError."""
 
     # -- encoding -------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ class Codec(ABC):
         is not defined; what it keeps is what it subtracts. Raises CodecError when e has a value that is not finite or
         absurdly large (e is then spoilt).
         """
-        parts = [flat(feedback, t) for t in self.layout.tensors]
+        parts = [flat_view(feedback, t) for t in self.layout.tensors]
         blob = bytearray(self.size)
         blob[:HEADER] = self.header
-        for run in self.runs(device=parts[0].device):
-            self.encode_run(run, [parts[p.index][run.source(p)] for p in run.pieces], blob)
+        for run in self.batches(device=parts[0].device):
+            self.encode_batch(run, [parts[p.index][run.source_slice(p)] for p in run.segments], blob)
         return blob
 
     def encode_chunks(self, index: int, first: int, values: Tensor) -> bytearray:
@@ -138,28 +138,28 @@ class Codec(ABC):
         if values.dim() != 1 or first < 0 or stop > numel or (stop != numel and stop % CODEC_CHUNK):
             raise CodecError(f"{self._where(index)}: coordinates {start} to {stop} of {numel} are not whole chunks")
         records = bytearray(self._records_size(values.numel()))
-        span = Span(index, start, stop, 0)
-        for run in cut([span], _most(values.device), self.record_size(CODEC_CHUNK)):
-            here = [run.source(p) for p in run.pieces]
-            self.encode_run(run, [values[h.start - start : h.stop - start] for h in here], records)
+        span = ChunkRange(index, start, stop, 0)
+        for run in split_into_batches([span], _batch_limit(values.device), self.record_size(CODEC_CHUNK)):
+            here = [run.source_slice(p) for p in run.segments]
+            self.encode_batch(run, [values[h.start - start : h.stop - start] for h in here], records)
         return records
 
-    def encode_run(self, run: Run, parts: Sequence[Tensor], into: bytearray) -> None:
+    def encode_batch(self, batch: Batch, tensors: Sequence[Tensor], into: bytearray) -> None:
         """Encode a run's coordinates, in place, and put the records where they belong in `into`, a blob.
 
         `parts`: fp32, each of the run's pieces; or one tensor of all of them. Raises CodecError.
         """
-        x = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        x = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
         try:
-            records = self._encode(x.view(run.count, run.width))
+            records = self._encode(x.view(batch.count, batch.width))
         except RecordError as e:
-            raise CodecError(f"{self._row(run, e.row)}: {e.reason}") from None
-        if len(parts) > 1:
-            for piece, part in zip(run.pieces, parts, strict=True):
-                part.copy_(x[run.within(piece)])
+            raise CodecError(f"{self._row(batch, e.row)}: {e.reason}") from None
+        if len(tensors) > 1:
+            for piece, part in zip(batch.segments, tensors, strict=True):
+                part.copy_(x[batch.batch_slice(piece)])
         size = records.shape[1]
         data = records.contiguous().view(-1).cpu().numpy().data
-        for p in run.pieces:
+        for p in batch.segments:
             into[p.offset : p.offset + p.count * size] = data[p.row * size : (p.row + p.count) * size]
 
     # -- decoding -------------------------------------------------------------------------------------------
@@ -169,13 +169,13 @@ class Codec(ABC):
         self.check_header(blob)
         self.check_records(blob)
 
-    def check_records(self, blob: Blob, parts: Sequence[Part] | None = None) -> None:
+    def check_records(self, blob: Blob, slices: Sequence[TensorSlice] | None = None) -> None:
         """Raises CodecError unless the records of some parts (None: all) are valid. Of a blob of the right size."""
-        for run in self.runs(max(RUN_CHUNKS, CHECKED_BYTES // self.record_size(CODEC_CHUNK)), parts=parts):
+        for run in self.batches(max(BATCH_CHUNKS, CHECK_BATCH_BYTES // self.record_size(CODEC_CHUNK)), slices=slices):
             self._read(blob, run, "cpu", self._check)
 
     def check_header(self, blob: Blob) -> None:
-        """Raises CodecError unless the blob has the right size and header: what `decode_run` takes for granted."""
+        """Raises CodecError unless the blob has the right size and header: what `decode_batch` takes for granted."""
         self.check_size(blob)
         if bytes(blob[:HEADER]) != self.header:
             raise CodecError("an update for another codec, format or model: its header is not the run's")
@@ -189,8 +189,8 @@ class Codec(ABC):
         self,
         blob: Blob,
         into: Mapping[str, Tensor],
-        parts: Sequence[Part] | None = None,
-        only: Callable[[Run], Tensor] | None = None,
+        slices: Sequence[TensorSlice] | None = None,
+        mask: Callable[[Batch], Tensor] | None = None,
     ) -> None:
         """into <- into + decode(blob): puts an update that missed its round back into the error feedback.
 
@@ -198,17 +198,17 @@ class Codec(ABC):
         run, which of the values that the blob lists, zeros and ones [run.count, values that a chunk lists], on that
         device. Raises CodecError before anything is changed.
         """
-        mine = held(into, self.layout, parts)
+        mine = local_views(into, self.layout, slices)
         self.check(blob)
         device = next((t.device for _, t in mine.values()), torch.device("cpu"))
-        for run in self.runs(parts=parts, device=device):
-            decoded = self.decode_run(blob, run, device)
+        for run in self.batches(slices=slices, device=device):
+            decoded = self.decode_batch(blob, run, device)
             values = decoded.values.view(run.count, -1)
-            if only is not None:
-                values = values * only(run)
-            for p in run.pieces:
+            if mask is not None:
+                values = values * mask(run)
+            for p in run.segments:
                 start, tensor = mine[p.index]
-                part, rows = tensor[run.source(p, start)], slice(p.row, p.row + p.count)
+                part, rows = tensor[run.source_slice(p, start)], slice(p.row, p.row + p.count)
                 if decoded.positions is None:
                     part.add_(values[rows].view(-1))
                 else:
@@ -218,23 +218,23 @@ class Codec(ABC):
     def decode_tensor(self, blob: Blob, index: int, device: torch.device | str = "cpu") -> Decoded:
         """What the blob says of one tensor. Raises CodecError."""
         self.check_header(blob)
-        runs = sorted(self.runs(tensor=index, device=device), key=lambda run: run.pieces[0].start)
-        parts = [self.decode_run(blob, run, device) for run in runs]
+        runs = sorted(self.batches(tensor=index, device=device), key=lambda run: run.segments[0].start)
+        parts = [self.decode_batch(blob, run, device) for run in runs]
         values = torch.cat([p.values for p in parts])
         if all(p.positions is None for p in parts):
             return Decoded(values, None)
         every = [
-            (torch.arange(run.numel, device=device) if p.positions is None else p.positions) + run.pieces[0].start
+            (torch.arange(run.numel, device=device) if p.positions is None else p.positions) + run.segments[0].start
             for run, p in zip(runs, parts, strict=True)
         ]
         return Decoded(values, torch.cat(every))
 
-    def decode_run(self, blob: Blob, run: Run, device: torch.device | str = "cpu") -> Decoded:
+    def decode_batch(self, blob: Blob, batch: Batch, device: torch.device | str = "cpu") -> Decoded:
         """What a blob whose header was checked says of one run. Raises CodecError."""
-        return self._read(blob, run, device, self._decode)
+        return self._read(blob, batch, device, self._decode)
 
-    def energies(
-        self, blob: Blob, device: torch.device | str = "cpu", parts: Sequence[Part] | None = None
+    def sum_squares(
+        self, blob: Blob, device: torch.device | str = "cpu", slices: Sequence[TensorSlice] | None = None
     ) -> list[float]:
         """The sum of squares of each tensor's decoded values, for exact norms; with `parts`, of these parts of them.
 
@@ -242,11 +242,11 @@ class Codec(ABC):
         chunks is correctly rounded (fsum): neither order nor grouping can change it. Raises CodecError.
         """
         sums = [0.0] * len(self.layout.tensors)
-        left = {p.index: p.chunks for p in (self.layout.whole if parts is None else parts)}
+        left = {p.index: p.chunks for p in (self.layout.full_slices if slices is None else slices)}
         chunks: dict[int, list[float]] = {}  # of tensors that have been seen in part
-        for run in self.runs(parts=parts, device=device):
-            found = self._read(blob, run, device, self._energies).tolist()
-            for p in run.pieces:
+        for run in self.batches(slices=slices, device=device):
+            found = self._read(blob, run, device, self._sum_squares).tolist()
+            for p in run.segments:
                 seen = chunks.setdefault(p.index, [])
                 seen += found[p.row : p.row + p.count]
                 if len(seen) == left[p.index]:
@@ -255,47 +255,47 @@ class Codec(ABC):
 
     # -- where things are -----------------------------------------------------------------------------------
 
-    def runs(
+    def batches(
         self,
         limit: int | None = None,
         *,
         tensor: int | None = None,
-        parts: Sequence[Part] | None = None,
+        slices: Sequence[TensorSlice] | None = None,
         device: torch.device | str = "cpu",
-    ) -> Iterator[Run]:
+    ) -> Iterator[Batch]:
         """The runs, of at most `limit` chunks (without: what suits the device), that cover the model, one tensor, or
         some parts."""
-        if parts is None:
-            parts = self.layout.whole if tensor is None else self.layout.whole[tensor : tensor + 1]
-        spans = [Span(p.index, p.start, p.stop, self.place(p)[0]) for p in parts]
-        return cut(spans, limit or _most(device), self.record_size(CODEC_CHUNK))
+        if slices is None:
+            slices = self.layout.full_slices if tensor is None else self.layout.full_slices[tensor : tensor + 1]
+        spans = [ChunkRange(p.index, p.start, p.stop, self.record_range(p)[0]) for p in slices]
+        return split_into_batches(spans, limit or _batch_limit(device), self.record_size(CODEC_CHUNK))
 
-    def place(self, part: Part) -> tuple[int, int]:
+    def record_range(self, tensor_slice: TensorSlice) -> tuple[int, int]:
         """Where the records of a part begin in every blob, and how many bytes they have."""
-        before = part.start // CODEC_CHUNK * self.record_size(CODEC_CHUNK)
-        return self._offsets[part.index] + before, self._records_size(part.numel)
+        before = tensor_slice.start // CODEC_CHUNK * self.record_size(CODEC_CHUNK)
+        return self._offsets[tensor_slice.index] + before, self._records_size(tensor_slice.numel)
 
     def _records_size(self, numel: int) -> int:
         whole, rest = divmod(numel, CODEC_CHUNK)
         return whole * self.record_size(CODEC_CHUNK) + (self.record_size(rest) if rest else 0)
 
-    def _read(self, blob: Blob, run: Run, device: torch.device | str, how: Callable[[Tensor, int], T]) -> T:
-        size, view = self.record_size(run.width), memoryview(blob)
+    def _read(self, blob: Blob, batch: Batch, device: torch.device | str, how: Callable[[Tensor, int], T]) -> T:
+        size, view = self.record_size(batch.width), memoryview(blob)
         # A copy: the view may be of a read-only file, and must not change between the check and the use.
-        data = bytearray().join([view[p.offset : p.offset + p.count * size] for p in run.pieces])
-        records = torch.frombuffer(data, dtype=torch.uint8).view(run.count, size)
+        data = bytearray().join([view[p.offset : p.offset + p.count * size] for p in batch.segments])
+        records = torch.frombuffer(data, dtype=torch.uint8).view(batch.count, size)
         try:
-            return how(records.to(device), run.width)
+            return how(records.to(device), batch.width)
         except RecordError as e:
-            raise CodecError(f"{self._row(run, e.row)}: {e.reason}") from None
+            raise CodecError(f"{self._row(batch, e.row)}: {e.reason}") from None
 
-    def _row(self, run: Run, row: int) -> str:
-        piece = run.piece_of(row)
+    def _row(self, batch: Batch, row: int) -> str:
+        piece = batch.segment_at(row)
         return f"{self._where(piece.index)}, chunk {piece.start // CODEC_CHUNK + row - piece.row}"
 
     def _where(self, index: int) -> str:
         return f"tensor {self.layout.tensors[index].name[:120]!r}"
 
 
-def _most(device: torch.device | str) -> int:
-    return RUN_CHUNKS if torch.device(device).type == "cpu" else RUN_CHUNKS_DEVICE
+def _batch_limit(device: torch.device | str) -> int:
+    return BATCH_CHUNKS if torch.device(device).type == "cpu" else BATCH_CHUNKS_DEVICE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.codec.interface import Codec, Decoded, refuse
+from protocol.codec.interface import Codec, Decoded, reject_rows
 from protocol.codec.scales import MAX_INPUT, MAX_VALUE
 from protocol.layout import CODEC_CHUNK
 
@@ -15,13 +15,13 @@ class RawCodec(Codec):
 
     identifier = 3
     kept = 0
-    everyone_sends = True
+    sends_all = True
 
     def record_size(self, width: int) -> int:
         return 4 * width
 
     def _encode(self, x: Tensor) -> Tensor:
-        refuse(~(x.abs().amax(1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
+        reject_rows(~(x.abs().amax(1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
         records = x.clone().view(torch.uint8)
         x.zero_()
         return records
@@ -29,7 +29,7 @@ class RawCodec(Codec):
     def _decode(self, records: Tensor, width: int) -> Decoded:
         return Decoded(_values(records).view(-1), None)
 
-    def _energies(self, records: Tensor, width: int) -> Tensor:
+    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
         values = _values(records)
         square = torch.zeros((records.shape[0], CODEC_CHUNK), dtype=torch.float64, device=records.device)
         square[:, :width] = values.to(torch.float64)
@@ -43,5 +43,5 @@ class RawCodec(Codec):
 
 def _values(records: Tensor) -> Tensor:
     values = records.contiguous().view(torch.float32)
-    refuse(~(values.abs().amax(1) <= MAX_VALUE), f"a value is not finite, or larger than {MAX_VALUE:g}")
+    reject_rows(~(values.abs().amax(1) <= MAX_VALUE), f"a value is not finite, or larger than {MAX_VALUE:g}")
     return values

@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from protocol.codec.bits import overfilled, pack, packed_size, unpack
-from protocol.codec.interface import RecordError, refuse
-from protocol.codec.rows import ones
+from protocol.codec.bits import has_padding_bits, pack, packed_size, unpack
+from protocol.codec.interface import RecordError, reject_rows
+from protocol.codec.rows import nonzero
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,22 @@ class Positions:
         lows = packed_size(self.k, self.low)
         positions = self._ones(packed[:, lows:], self._high).sub_(torch.arange(self.k, device=packed.device))
         if self.low:
-            refuse(overfilled(packed[:, :lows], self.k, self.low), "filling bits of the low parts of positions are set")
+            reject_rows(
+                has_padding_bits(packed[:, :lows], self.k, self.low),
+                "filling bits of the low parts of positions are set",
+            )
             low = unpack(packed[:, :lows], self.k, self.low)
             positions.bitwise_left_shift_(self.low).bitwise_or_(low[:, : self.k])
-            refuse(positions[:, 1:] <= positions[:, :-1], "positions do not increase")
-            refuse(positions[:, -1] >= self.m, "a position lies beyond the chunk's end")
+            reject_rows(positions[:, 1:] <= positions[:, :-1], "positions do not increase")
+            reject_rows(positions[:, -1] >= self.m, "a position lies beyond the chunk's end")
         return positions
 
     def _ones(self, packed: Tensor, length: int) -> Tensor:
         """Where the k ones of each row of `length` bits are: int64 [n, k]. Raises RecordError unless there are k."""
-        refuse(overfilled(packed, length, 1), "filling bits of the positions are set")
+        reject_rows(has_padding_bits(packed, length, 1), "filling bits of the positions are set")
         bits = unpack(packed, length, 1)
         n, stride = bits.shape
-        found = ones(bits.view(-1))
+        found = nonzero(bits.view(-1))
         if len(found) == n * self.k:
             found = found.view(n, self.k)
             found.sub_(torch.arange(0, n * stride, stride, device=bits.device).unsqueeze(1))

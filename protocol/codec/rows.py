@@ -14,13 +14,13 @@ _MAGNITUDE = 0x7FFFFFFF
 """All bits of a fp32 but the sign. As integers, magnitudes are ordered as they are as numbers, NaNs above infinity."""
 
 
-def largest(x: Tensor, k: int) -> Tensor:
+def topk(x: Tensor, k: int) -> Tensor:
     """Where the k largest magnitudes of each row of fp32 [n, m] are, k < m: int64 [n, k], increasing.
 
     Of equal ones the first. NaN counts as larger than every number.
     """
     if x.device.type != "cpu":
-        return _largest_by_torch(x, k)
+        return _topk_by_torch(x, k)
     n, m = x.shape
     magnitudes = np.bitwise_and(x.numpy().view(np.int32), _MAGNITUDE)
     least = np.partition(magnitudes, m - k, axis=1)[:, m - k, None]
@@ -35,7 +35,7 @@ def largest(x: Tensor, k: int) -> Tensor:
     return torch.from_numpy(chosen)
 
 
-def _largest_by_torch(x: Tensor, k: int) -> Tensor:
+def _topk_by_torch(x: Tensor, k: int) -> Tensor:
     n, m = x.shape
     magnitudes = x.contiguous().view(torch.int32) & _MAGNITUDE
     # Which of several equals topk takes is not defined; how large the last of them is, is.
@@ -48,14 +48,14 @@ def _largest_by_torch(x: Tensor, k: int) -> Tensor:
     return chosen.view(n, k) - torch.arange(0, n * m, m, device=x.device).unsqueeze(1)
 
 
-def falling(x: Tensor) -> Tensor:
+def sort_descending(x: Tensor) -> Tensor:
     """Each row of fp32 [n, m], without NaN, from its largest to its smallest."""
     if x.device.type != "cpu":
         return torch.sort(x, dim=1, descending=True).values
     return torch.from_numpy(np.sort(x.numpy(), axis=1)).flip(1)
 
 
-def ones(bits: Tensor) -> Tensor:
+def nonzero(bits: Tensor) -> Tensor:
     """Where uint8 [n] of zeros and ones is one: int64, increasing."""
     if bits.device.type != "cpu":
         return bits.nonzero().view(-1)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.codec.bits import overfilled, pack, packed_size, unpack
-from protocol.codec.interface import Codec, Decoded, refuse
-from protocol.codec.scales import MAX_INPUT, from_wire, nearest, to_wire
+from protocol.codec.bits import has_padding_bits, pack, packed_size, unpack
+from protocol.codec.interface import Codec, Decoded, reject_rows
+from protocol.codec.scales import MAX_INPUT, decode_scales, encode_scales, round_to_scale
 
 SCALE = 2
 
@@ -22,18 +22,18 @@ class SignCodec(Codec):
 
     identifier = 4
     kept = 0
-    everyone_sends = True
+    sends_all = True
 
     def record_size(self, width: int) -> int:
         return SCALE + packed_size(width, 1)
 
     def _encode(self, x: Tensor) -> Tensor:
         magnitudes = x.abs()
-        refuse(~(magnitudes.amax(1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
-        scale = nearest(magnitudes.mean(1, keepdim=True))
+        reject_rows(~(magnitudes.amax(1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
+        scale = round_to_scale(magnitudes.mean(1, keepdim=True))
         minus = torch.signbit(x).to(torch.uint8)
         x.sub_(_values(scale, minus))
-        return torch.cat([to_wire(scale), pack(minus, 1)], 1)
+        return torch.cat([encode_scales(scale), pack(minus, 1)], 1)
 
     def _decode(self, records: Tensor, width: int) -> Decoded:
         scale, packed = _parts(records, width)
@@ -42,16 +42,16 @@ class SignCodec(Codec):
     def _check(self, records: Tensor, width: int) -> None:
         _parts(records, width)
 
-    def _energies(self, records: Tensor, width: int) -> Tensor:
-        scale = from_wire(records[:, :SCALE]).view(-1).to(torch.float64)
+    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
+        scale = decode_scales(records[:, :SCALE]).view(-1).to(torch.float64)
         return torch.mul(scale * scale, torch.full_like(scale, width))  # 16 bits times 13: exact
 
 
 def _parts(records: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The scales, fp32 [n, 1], and the signs, packed: uint8. Raises RecordError."""
     packed = records[:, SCALE:]
-    refuse(overfilled(packed, width, 1), "filling bits of the signs are set")
-    return from_wire(records[:, :SCALE]), packed
+    reject_rows(has_padding_bits(packed, width, 1), "filling bits of the signs are set")
+    return decode_scales(records[:, :SCALE]), packed
 
 
 def _values(scale: Tensor, minus: Tensor) -> Tensor:

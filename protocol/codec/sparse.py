@@ -12,11 +12,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from protocol.codec.bits import overfilled, pack, packed_size, unpack
-from protocol.codec.interface import Codec, Decoded, refuse
+from protocol.codec.bits import has_padding_bits, pack, packed_size, unpack
+from protocol.codec.interface import Codec, Decoded, reject_rows
 from protocol.codec.positions import Positions
-from protocol.codec.rows import falling, largest
-from protocol.codec.scales import MAX_INPUT, from_wire, nearest, to_wire
+from protocol.codec.rows import sort_descending, topk
+from protocol.codec.scales import MAX_INPUT, decode_scales, encode_scales, round_to_scale
 from protocol.layout import CODEC_CHUNK, Layout
 
 SCALES = 4
@@ -34,7 +34,7 @@ class SparseCodec(Codec):
     """Keeps `k` of each full chunk, 1 <= k <= 4096, and the same share, rounded up, of a shorter one."""
 
     identifier = 1
-    everyone_sends = False
+    sends_all = False
 
     def __init__(self, layout: Layout, k: int):
         self.kept = k
@@ -54,15 +54,15 @@ class SparseCodec(Codec):
             chosen, values = None, x
         else:
             # NaN is taken for the largest of all, so none is missed below.
-            chosen = largest(x, coding.k)
+            chosen = topk(x, coding.k)
             values = x.gather(1, chosen)
         magnitudes = values.abs()
-        refuse(~(magnitudes.amax(1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
+        reject_rows(~(magnitudes.amax(1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")
         lo, hi = two_levels(magnitudes)
         high = (magnitudes - lo) > (hi - magnitudes)
         codes = high.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 1)
         rest = values - _values(lo, hi, codes)
-        parts = [to_wire(torch.cat([lo, hi], 1)), pack(codes, 2)]
+        parts = [encode_scales(torch.cat([lo, hi], 1)), pack(codes, 2)]
         if chosen is None:
             x.copy_(rest)
         else:
@@ -86,7 +86,7 @@ class SparseCodec(Codec):
         if not coding.dense:
             coding.decode(records[:, SCALES : SCALES + coding.size])
 
-    def _energies(self, records: Tensor, width: int) -> Tensor:
+    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
         coding = self.positions(width)
         lo, hi = (s.view(-1).to(torch.float64) for s in _scales(records))
         packed = records[:, SCALES + coding.size :]
@@ -99,16 +99,16 @@ class SparseCodec(Codec):
 
 def _scales(records: Tensor) -> tuple[Tensor, Tensor]:
     """lo and hi, fp32 [n, 1] each. Raises RecordError."""
-    scales = from_wire(records[:, :SCALES])
+    scales = decode_scales(records[:, :SCALES])
     lo, hi = scales[:, :1], scales[:, 1:]
-    refuse(lo > hi, "the low scale is above the high one")
+    reject_rows(lo > hi, "the low scale is above the high one")
     return lo, hi
 
 
 def _parts(records: Tensor, coding: Positions) -> tuple[Tensor, Tensor, Tensor]:
     """lo and hi, fp32 [n, 1] each, and the values, packed: uint8. Raises RecordError."""
     packed = records[:, SCALES + coding.size :]
-    refuse(overfilled(packed, coding.k, 2), "filling bits of the values are set")
+    reject_rows(has_padding_bits(packed, coding.k, 2), "filling bits of the values are set")
     return *_scales(records), packed
 
 
@@ -132,13 +132,13 @@ def two_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     lo = (magnitudes * ~above).sum(1, keepdim=True) / (k - count).clamp(min=1)
     hi = torch.where(count > 0, hi, lo)  # all are equal
     # The mean of equal numbers can miss them by a rounding.
-    return nearest(torch.minimum(lo, hi)), nearest(torch.maximum(lo, hi))
+    return round_to_scale(torch.minimum(lo, hi)), round_to_scale(torch.maximum(lo, hi))
 
 
 def _best_split(magnitudes: Tensor) -> Tensor:
     """Between the two groups of fp32 [n, k] whose means leave the least squared error: fp32 [n, 1]."""
     k = magnitudes.shape[1]
-    ordered = falling(magnitudes)
+    ordered = sort_descending(magnitudes)
     if k == 1:
         return ordered
     upper = ordered.cumsum(1)

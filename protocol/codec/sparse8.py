@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.codec.int8 import SCALE, exact, quantised, read, squares
+from protocol.codec.int8 import SCALE, dequantise, quantise, read_codes, sum_squares
 from protocol.codec.interface import Codec, Decoded
 from protocol.codec.positions import Positions
-from protocol.codec.rows import largest
-from protocol.codec.scales import to_wire
+from protocol.codec.rows import topk
+from protocol.codec.scales import encode_scales
 from protocol.codec.sparse import positions_of
 from protocol.layout import Layout
 
@@ -23,7 +23,7 @@ class Sparse8Codec(Codec):
     """Keeps `k` of each full chunk, 1 <= k <= 4096, and the same share, rounded up, of a shorter one."""
 
     identifier = 5
-    everyone_sends = False
+    sends_all = False
 
     def __init__(self, layout: Layout, k: int):
         self.kept = k
@@ -39,26 +39,26 @@ class Sparse8Codec(Codec):
 
     def _encode(self, x: Tensor) -> Tensor:
         coding = self.positions(x.shape[1])
-        chosen = None if coding.dense else largest(x, coding.k)  # NaN is taken for the largest of all
+        chosen = None if coding.dense else topk(x, coding.k)  # NaN is taken for the largest of all
         values = x if chosen is None else x.gather(1, chosen)
-        scale, codes = quantised(values)
-        rest = values - exact(scale, codes)
+        scale, codes = quantise(values)
+        rest = values - dequantise(scale, codes)
         if chosen is None:
             x.copy_(rest)
         else:
             x.scatter_(1, chosen, rest)
         positions = [] if chosen is None else [coding.encode(chosen)]
-        return torch.cat([to_wire(scale), *positions, codes.view(torch.uint8)], 1)
+        return torch.cat([encode_scales(scale), *positions, codes.view(torch.uint8)], 1)
 
     def _decode(self, records: Tensor, width: int) -> Decoded:
         coding = self.positions(width)
         at = SCALE + coding.size
-        values = exact(*read(records[:, :SCALE], records[:, at:])).view(-1)
+        values = dequantise(*read_codes(records[:, :SCALE], records[:, at:])).view(-1)
         if coding.dense:
             return Decoded(values, None)
         positions = coding.decode(records[:, SCALE:at])
         starts = torch.arange(0, records.shape[0] * width, width, device=records.device)
         return Decoded(values, positions.add_(starts.unsqueeze(1)).view(-1))
 
-    def _energies(self, records: Tensor, width: int) -> Tensor:
-        return squares(*read(records[:, :SCALE], records[:, SCALE + self.positions(width).size :]))
+    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
+        return sum_squares(*read_codes(records[:, :SCALE], records[:, SCALE + self.positions(width).size :]))

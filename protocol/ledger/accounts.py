@@ -7,7 +7,7 @@ from typing import Literal
 
 from protocol.ids import PeerKey
 from protocol.ledger.credits import Balance
-from protocol.ledger.entries import Line
+from protocol.ledger.entries import CreditLine
 
 Kind = Literal["issuance", "pending", "settled", "voided"]
 
@@ -18,7 +18,7 @@ VOIDED: Kind = "voided"
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class LedgerAccount:
     """Printed as "issuance", "pending/HEXKEY", "settled/HEXKEY", "voided/HEXKEY"."""
 
     kind: Kind
@@ -35,13 +35,13 @@ class Transfer:
     sequence: int
     entry: int
     line: int
-    source: Account
-    target: Account
+    source: LedgerAccount
+    target: LedgerAccount
     micro_credits: int
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AccountBalance:
     """A peer's three balances."""
 
     pending: Balance = Balance()
@@ -52,7 +52,7 @@ class Standing:
         """One of the three."""
         return getattr(self, kind)
 
-    def moved(self, line: Line, source: Kind, target: Kind) -> Standing:
+    def moved(self, line: CreditLine, source: Kind, target: Kind) -> AccountBalance:
         """After a transfer of a line."""
         changed = {target: self.of(target).plus(line)}
         if source != ISSUANCE:

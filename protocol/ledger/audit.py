@@ -11,14 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import BooksError, MalformedError
+from protocol.errors import LedgerRuleError, MalformedError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.accounts import Standing
-from protocol.ledger.books import Books
-from protocol.ledger.credits import RoundAccount
+from protocol.ledger.accounts import AccountBalance
+from protocol.ledger.credits import RoundCredits
 from protocol.ledger.entries import (
-    Entry,
-    Line,
+    CreditLine,
+    LedgerEntry,
     RollbackEntry,
     RoundEntry,
     SettleEntry,
@@ -26,12 +25,13 @@ from protocol.ledger.entries import (
     decode_entry,
     decode_line,
     encode_line,
-    first_previous,
+    genesis_leaf,
     lines_root,
 )
+from protocol.ledger.state import LedgerState
 from protocol.ledger.statements import TreeHead
 from protocol.merkle import leaf_hash, tree_hash
-from protocol.proofs import Appender
+from protocol.proofs import MerkleFrontier
 from protocol.spec import RunSpec
 
 MAX_LINES_NAMED = 20
@@ -43,15 +43,15 @@ REMEMBERED = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Finding:
     """Where the log is not what it should be. `entry`: which; None for what is about the log as a whole."""
 
     entry: int | None
-    words: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
-class SeenHead:
+class TrustedTreeHead:
     """A verified tree head, and where it is from, for people: "signed" or "seen by this machine"."""
 
     head: TreeHead
@@ -59,7 +59,7 @@ class SeenHead:
 
 
 @dataclass(slots=True)
-class Report:
+class AuditReport:
     """What an audit found. `unproved`: what could not be checked, and why; amounts in micro-credits."""
 
     entries: int = 0
@@ -70,18 +70,18 @@ class Report:
     pending: int = 0
     settled: int = 0
     voided: int = 0
-    standings: dict[PeerKey, Standing] = field(default_factory=dict)
-    differences: list[Difference] = field(default_factory=list)
-    unproved: list[Difference] = field(default_factory=list)
+    balances: dict[PeerKey, AccountBalance] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    unproved: list[Finding] = field(default_factory=list)
 
     @property
     def clean(self) -> bool:
         """Everything was checked, and all is as it should be."""
-        return not self.differences and not self.unproved
+        return not self.findings and not self.unproved
 
 
-Find = Callable[[Digest], RoundAccount | None]
-"""What the certificate of a record earns whom (`credits.account_for`); None for a record of no known certificate."""
+CreditsLookup = Callable[[Digest], RoundCredits | None]
+"""What the certificate of a record earns whom (`credits.credits_of`); None for a record of no known certificate."""
 
 
 class Auditor:
@@ -95,19 +95,19 @@ class Auditor:
     def __init__(
         self,
         spec: RunSpec,
-        find: Find,
-        heads: Sequence[SeenHead] = (),
+        find: CreditsLookup,
+        heads: Sequence[TrustedTreeHead] = (),
         *,
-        is_left: Callable[[Digest], bool] | None = None,
+        is_abandoned: Callable[[Digest], bool] | None = None,
     ):
         self._run = spec.run_id
         self._find = find
-        self._is_left = is_left or (lambda record: False)
-        self._books = Books.of(spec)
-        self._log = Appender()
+        self._is_left = is_abandoned or (lambda record: False)
+        self._books = LedgerState.of(spec)
+        self._log = MerkleFrontier()
         self._number = 0
         """Of the entry that should come next."""
-        self._leaves: OrderedDict[int, bytes] = OrderedDict({-1: bytes(first_previous(spec.run_id))})
+        self._leaves: OrderedDict[int, bytes] = OrderedDict({-1: bytes(genesis_leaf(spec.run_id))})
         self._time = 0
         self._missing: list[int] = []
         """Numbers of entries that are missing so far."""
@@ -122,9 +122,9 @@ class Auditor:
         """Rounds that are not of the chain, and whether their certificates are known."""
         self._rolled_back = 0
         """The entry of the newest rollback."""
-        self._wanted: dict[int, list[SeenHead]] = {}
+        self._wanted: dict[int, list[TrustedTreeHead]] = {}
         self._heads = list(heads)
-        self.report = Report()
+        self.report = AuditReport()
         for seen in heads:
             self._wanted.setdefault(seen.head.size, []).append(seen)
         self._check_order(heads)
@@ -135,16 +135,16 @@ class Auditor:
         """The record of the newest round that is credited."""
         return self._books.tip
 
-    def take(self, sent: bytes, lines: Sequence[bytes] = ()) -> None:
+    def add(self, encoded: bytes, lines: Sequence[bytes] = ()) -> None:
         """The next entry as it was given, and the lines of a round."""
         report, place = self.report, self._log.size
-        leaf = leaf_hash(sent)
+        leaf = leaf_hash(encoded)
         self._log.append(leaf)
         report.entries += 1
         try:
-            entry = decode_entry(sent)
+            entry = decode_entry(encoded)
         except MalformedError as e:
-            self._say(place, f"entry {place} cannot be read: {e}")
+            self._add_finding(place, f"entry {place} cannot be read: {e}")
             self._number = max(self._number, place + 1)
             self._remember(place, leaf)
         else:
@@ -155,7 +155,9 @@ class Auditor:
             self._remember(entry.sequence, leaf)
         self._check_heads()
 
-    def finish(self, final: Round | None = None, record: Digest | None = None, *, epoch: int | None = None) -> Report:
+    def finish(
+        self, finalized: Round | None = None, record: Digest | None = None, *, epoch: int | None = None
+    ) -> AuditReport:
         """The report. `final`: the newest round that the owner has signed as final, as the swarm holds it; `record` its
         record. `epoch`: of the newest rollback that the swarm has heard of; None when nobody of it was asked."""
         report, books = self.report, self._books
@@ -163,59 +165,59 @@ class Auditor:
             n = self._rolled_back
             words = f"entry {n}: no member that was asked has heard of this rollback (number {books.epoch} of the run)"
             why = "it is minutes old, or what it takes back was never the swarm's: audit again in a while"
-            report.unproved.append(Difference(n, f"{words}: {why}"))
+            report.unproved.append(Finding(n, f"{words}: {why}"))
         for of, n in self._early.items():
-            self._say(n, f"entry {n} settles entry {of}, which is not due")
+            self._add_finding(n, f"entry {n} settles entry {of}, which is not due")
         for n, (orphan, proved) in self._orphans.items():
             why = (
                 "the swarm follows another" if proved else "this round was invented, or its certificate is kept from us"
             )
-            self._say(
+            self._add_finding(
                 n,
                 f"entry {n} credits round {orphan.round} with record {orphan.record.short}, which is not in the chain: "
                 f"{why}",
             )
         if (due := books.due) is not None:
-            self._say(None, f"the settlement of entry {due} is due, and the log ends without it")
-        if final is not None and final >= books.rounds:
-            missing = f"round {books.rounds}" if final == books.rounds else f"rounds {books.rounds} to {final}"
-            self._say(None, f"the log ends before {missing}: final by the owner's word, and not credited")
-        elif final is not None and record is not None and books.record_of(final) != record:
-            self._say(
-                books.entry_of(final),
-                f"entry {books.entry_of(final)} credits round {final} with record {books.record_of(final).short}; the "
-                f"owner has signed record {record.short} as final",
+            self._add_finding(None, f"the settlement of entry {due} is due, and the log ends without it")
+        if finalized is not None and finalized >= books.rounds:
+            missing = f"round {books.rounds}" if finalized == books.rounds else f"rounds {books.rounds} to {finalized}"
+            self._add_finding(None, f"the log ends before {missing}: final by the owner's word, and not credited")
+        elif finalized is not None and record is not None and books.record_of(finalized) != record:
+            self._add_finding(
+                books.entry_of(finalized),
+                f"entry {books.entry_of(finalized)} credits round {finalized} with record "
+                f"{books.record_of(finalized).short}; the owner has signed record {record.short} as final",
             )
         for seen in (s for heads in self._wanted.values() for s in heads):
-            self._say(
+            self._add_finding(
                 None,
                 f"a tree head over {seen.head.size} entries was {seen.origin}, but the log has {self._log.size}: "
                 "entries were removed",
             )
         report.root = str(self._log.root())
-        report.standings = dict(books.standings)
-        report.issued = -books.sums["issuance"]
-        report.pending, report.settled = books.sums["pending"], books.sums["settled"]
-        report.voided = books.sums["voided"]
-        report.differences.sort(key=lambda d: (d.entry is None, d.entry or 0))
+        report.balances = dict(books.balances)
+        report.issued = -books.totals["issuance"]
+        report.pending, report.settled = books.totals["pending"], books.totals["settled"]
+        report.voided = books.totals["voided"]
+        report.findings.sort(key=lambda d: (d.entry is None, d.entry or 0))
         return report
 
     # -- the log itself --------------------------------------------------------------------------------------
 
-    def _check_place(self, entry: Entry, place: int) -> None:
+    def _check_place(self, entry: LedgerEntry, place: int) -> None:
         """Number, hash chain and time."""
         n, expected = entry.sequence, self._number
         if entry.run != self._run:
-            self._say(place, f"place {place} holds an entry of another run ({entry.run.short})")
+            self._add_finding(place, f"place {place} holds an entry of another run ({entry.run.short})")
         if n > expected:
             self._missing += range(expected, min(n, expected + MAX_GAP))
             missing = f"entry {expected} is" if n == expected + 1 else f"entries {expected} to {n - 1} are"
-            self._say(expected, f"place {place} holds entry {n}: {missing} missing there")
+            self._add_finding(expected, f"place {place} holds entry {n}: {missing} missing there")
         elif n < expected:
-            self._say(n, f"place {place} holds entry {n}: it stands there twice, or the order was changed")
+            self._add_finding(n, f"place {place} holds entry {n}: it stands there twice, or the order was changed")
         before = self._leaves.get(n - 1)
         if before is not None and before != entry.previous:
-            self._say(
+            self._add_finding(
                 max(0, n - 1),
                 f"entry {n} names another entry before it than entry {n - 1} as it is now: one of the two was changed "
                 "after it was written"
@@ -223,7 +225,7 @@ class Auditor:
                 else "entry 0 does not begin the log of this run",
             )
         if entry.time < self._time and not n < expected:
-            self._say(n, f"entry {n} is of {entry.time} ms, before the entry before it ({self._time} ms)")
+            self._add_finding(n, f"entry {n} is of {entry.time} ms, before the entry before it ({self._time} ms)")
         self._time = max(self._time, entry.time)
         self._number = max(expected, n + 1)
 
@@ -236,31 +238,31 @@ class Auditor:
         """The heads over as many entries as there are now."""
         for seen in self._wanted.pop(self._log.size, ()):
             if self._log.root() != seen.head.root:
-                self._say(
+                self._add_finding(
                     None,
                     f"the tree head over {seen.head.size} entries that was {seen.origin} has root "
                     f"{seen.head.root.short}, and these entries hash to {self._log.root().short}: an entry before "
                     f"number {seen.head.size} was changed, added or removed since, or the head is of another log",
                 )
 
-    def _check_order(self, heads: Iterable[SeenHead]) -> None:
+    def _check_order(self, heads: Iterable[TrustedTreeHead]) -> None:
         by_size: dict[int, Digest] = {}
         signed = sorted((s.head for s in heads), key=lambda h: (h.time, h.size))
         for a, b in zip(signed, signed[1:], strict=False):
             if b.size < a.size:
-                self._say(None, f"a tree head over {b.size} entries was signed after one over {a.size}")
+                self._add_finding(None, f"a tree head over {b.size} entries was signed after one over {a.size}")
         for head in signed:
             if by_size.setdefault(head.size, head.root) != head.root:
-                self._say(None, f"two tree heads over {head.size} entries were signed with different roots")
+                self._add_finding(None, f"two tree heads over {head.size} entries were signed with different roots")
 
     # -- what entries say ------------------------------------------------------------------------------------
 
-    def _check_what(self, entry: Entry, lines: list[bytes]) -> None:
-        books, what, n = self._books, entry.what, entry.sequence
+    def _check_what(self, entry: LedgerEntry, lines: list[bytes]) -> None:
+        books, what, n = self._books, entry.payload, entry.sequence
         # What the log itself is has been looked at above: the books are to judge what is said.
         books.size, books.leaf, books.time = n, entry.previous, min(books.time, entry.time)
         if lines and not isinstance(what, RoundEntry):
-            self._say(n, f"entry {n} is no round, and has lines")
+            self._add_finding(n, f"entry {n} is no round, and has lines")
         if not (isinstance(what, SettleEntry) and what.entry == books.due):
             self._settle_what_is_due(entry)
         try:
@@ -274,7 +276,7 @@ class Auditor:
                 case SettleEntry():
                     self._compare(entry, books._settle(what.entry, entry.time).entry)
                 case VoidEntry():
-                    self._compare(entry, books._void(what.verdict, entry.time).entry)
+                    self._compare(entry, books._void(what.void_order, entry.time).entry)
                 case RollbackEntry():
                     self._compare(entry, books._rollback(what.record, what.round, what.directive, entry.time).entry)
                     self._rolled_back = n
@@ -284,18 +286,18 @@ class Auditor:
                         if proved:
                             continue
                         self.report.unproved.append(
-                            Difference(m, f"entry {m}: nobody gives the certificate of round {gone.round}, which the "
+                            Finding(m, f"entry {m}: nobody gives the certificate of round {gone.round}, which the "
                                        "owner has rolled back")
                         )  # fmt: skip
-        except BooksError as e:
-            self._say(n, f"entry {n} ({entry.kind}): {e}")
+        except LedgerRuleError as e:
+            self._add_finding(n, f"entry {n} ({entry.kind}): {e}")
 
-    def _settle_what_is_due(self, entry: Entry) -> None:
+    def _settle_what_is_due(self, entry: LedgerEntry) -> None:
         books, n = self._books, entry.sequence
         while (due := books.due) is not None:
             if self._early.pop(due, None) is None:
                 self._wanting.add(due)
-                self._say(n, f"the settlement of entry {due} is missing: it was due before entry {n}")
+                self._add_finding(n, f"the settlement of entry {due} is missing: it was due before entry {n}")
             books.size = self._spare(n)
             books._settle(due, entry.time)
         books.size = n
@@ -304,19 +306,19 @@ class Auditor:
         """The number of a missing entry, for what takes its place."""
         return self._missing.pop(0) if self._missing else number
 
-    def _compare(self, entry: Entry, made: Entry) -> None:
-        if entry.what != made.what:
-            self._say(
+    def _compare(self, entry: LedgerEntry, made: LedgerEntry) -> None:
+        if entry.payload != made.payload:
+            self._add_finding(
                 entry.sequence,
                 f"entry {entry.sequence} says {_said(entry)}; what follows from the chain is {_said(made)}",
             )
 
-    def _round(self, entry: Entry, what: RoundEntry, lines: list[bytes]) -> None:
+    def _round(self, entry: LedgerEntry, what: RoundEntry, lines: list[bytes]) -> None:
         n, report = entry.sequence, self.report
         report.rounds += 1
         report.lines += len(lines)
         if (first := self._posted.setdefault(what.record, n)) != n:
-            self._say(n, f"entry {n} credits round {what.round} again: entry {first} has done so")
+            self._add_finding(n, f"entry {n} credits round {what.round} again: entry {first} has done so")
             return
         account = self._find(what.record)
         if account is None:
@@ -334,10 +336,10 @@ class Auditor:
         self._books.size = n
         self._books._post(account, entry.time)
 
-    def _check_round(self, n: int, what: RoundEntry, account: RoundAccount, lines: list[bytes]) -> None:
+    def _check_round(self, n: int, what: RoundEntry, account: RoundCredits, lines: list[bytes]) -> None:
         """Against the certificate: what the entry says, and each line."""
-        true = [encode_line(line) for line in account.entries]
-        root = lines_root(account.entries)
+        true = [encode_line(line) for line in account.lines]
+        root = lines_root(account.lines)
         wrong = [
             f"{name} {said}, not {is_}"
             for name, said, is_ in (
@@ -349,16 +351,22 @@ class Auditor:
             if said != is_
         ]
         if wrong:
-            self._say(n, f"entry {n} says of record {what.record.short}: {'; '.join(wrong)} as its certificate says")
+            self._add_finding(
+                n, f"entry {n} says of record {what.record.short}: {'; '.join(wrong)} as its certificate says"
+            )
         if lines != true:
             self._name_lines(n, what, account, lines, true)
             if tree_hash([leaf_hash(line) for line in lines]) != what.lines_root and what.lines_root == root:
-                self._say(n, f"the lines of entry {n} do not hash to what the entry commits to: lines were changed")
+                self._add_finding(
+                    n, f"the lines of entry {n} do not hash to what the entry commits to: lines were changed"
+                )
         if what.lines_root != root:
-            self._say(n, f"entry {n} commits to other lines than the certificate of round {account.round} gives")
+            self._add_finding(
+                n, f"entry {n} commits to other lines than the certificate of round {account.round} gives"
+            )
 
     def _name_lines(
-        self, n: int, what: RoundEntry, account: RoundAccount, lines: list[bytes], true: list[bytes]
+        self, n: int, what: RoundEntry, account: RoundCredits, lines: list[bytes], true: list[bytes]
     ) -> None:
         named = 0
         for i in range(max(len(lines), len(true))):
@@ -367,26 +375,28 @@ class Auditor:
                 continue
             named += 1
             if named <= MAX_LINES_NAMED:
-                line = account.entries[i] if is_ is not None else None
-                self._say(n, f"line {i} of entry {n} (round {what.round}): {_line_words(said, line)}")
+                line = account.lines[i] if is_ is not None else None
+                self._add_finding(n, f"line {i} of entry {n} (round {what.round}): {_line_words(said, line)}")
         if named > MAX_LINES_NAMED:
-            self._say(n, f"{named - MAX_LINES_NAMED} more lines of entry {n} differ")
+            self._add_finding(n, f"{named - MAX_LINES_NAMED} more lines of entry {n} differ")
 
-    def _as_told(self, entry: Entry, what: RoundEntry, lines: list[bytes]) -> RoundAccount | None:
+    def _as_told(self, entry: LedgerEntry, what: RoundEntry, lines: list[bytes]) -> RoundCredits | None:
         """A round without a certificate, as the log itself has it."""
         if tree_hash([leaf_hash(line) for line in lines]) != what.lines_root:
-            self._say(entry.sequence, f"the lines of entry {entry.sequence} do not hash to what the entry commits to")
+            self._add_finding(
+                entry.sequence, f"the lines of entry {entry.sequence} do not hash to what the entry commits to"
+            )
         try:
             shares = tuple(decode_line(line) for line in lines)
         except MalformedError as e:
-            self._say(entry.sequence, f"the lines of entry {entry.sequence} cannot be read: {e}")
+            self._add_finding(entry.sequence, f"the lines of entry {entry.sequence} cannot be read: {e}")
             return None
-        return RoundAccount(what.round, what.record, what.parent, what.parent, 0.0, shares)
+        return RoundCredits(what.round, what.record, what.parent, what.parent, 0.0, shares)
 
-    def _post_what_is_missing(self, account: RoundAccount, entry: Entry) -> None:
+    def _post_what_is_missing(self, account: RoundCredits, entry: LedgerEntry) -> None:
         """Rounds of the chain between where the books are and this one, of which the log has no entry."""
         books = self._books
-        missing: list[RoundAccount] = []
+        missing: list[RoundCredits] = []
         parent = account.parent
         while parent != books.tip and len(missing) < MAX_GAP:
             known = self._find(parent)
@@ -396,7 +406,7 @@ class Auditor:
             parent = known.parent
         n = entry.sequence
         for round_ in reversed(missing):
-            self._say(
+            self._add_finding(
                 n,
                 f"round {round_.round} (record {round_.record.short}) is not credited before entry {n}, which credits "
                 "a later one",
@@ -410,14 +420,14 @@ class Auditor:
                 books.size = self._spare(n)
                 books._settle(due, entry.time)
 
-    def _say(self, entry: int | None, words: str) -> None:
-        if len(self.report.differences) < MAX_DIFFERENCES:
-            self.report.differences.append(Difference(entry, words))
+    def _add_finding(self, entry: int | None, words: str) -> None:
+        if len(self.report.findings) < MAX_DIFFERENCES:
+            self.report.findings.append(Finding(entry, words))
 
 
-def _said(entry: Entry) -> str:
+def _said(entry: LedgerEntry) -> str:
     """An entry in words."""
-    what = entry.what
+    what = entry.payload
     match what:
         case RoundEntry():
             return f"round {what.round}, {what.count} lines, {what.micro_credits} micro-credits"
@@ -429,7 +439,7 @@ def _said(entry: Entry) -> str:
             return f"back to round {what.round}, record {what.record.short}"
 
 
-def _line_words(said: bytes | None, true: Line | None) -> str:
+def _line_words(said: bytes | None, true: CreditLine | None) -> str:
     """What a line says, and what it should."""
     if said is None and true is not None:
         return f"it is missing; peer {true.peer.short} earned {true.micro_credits} micro-credits"

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.entries import Line
+from protocol.ledger.entries import CreditLine
 from protocol.messages import Certificate
 from protocol.spec import RunSpec
 
@@ -44,7 +44,7 @@ class CreditRule:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundAccount:
+class RoundCredits:
     """One round as the ledger and the page know it: derived from its certificate alone.
 
     `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
@@ -56,26 +56,26 @@ class RoundAccount:
     parent: Digest
     base_state: Digest
     loss: float
-    entries: tuple[Line, ...]
+    lines: tuple[CreditLine, ...]
 
     @property
     def tokens(self) -> int:
-        return sum(e.tokens for e in self.entries)
+        return sum(e.tokens for e in self.lines)
 
     @property
     def micro_credits(self) -> int:
-        return sum(e.micro_credits for e in self.entries)
+        return sum(e.micro_credits for e in self.lines)
 
 
-def account_for(certificate: Certificate, rule: CreditRule) -> RoundAccount:
+def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
     """What a certificate earns whom. Entries are by ascending peer key, as in the record."""
     record = certificate.record.body
     entries = tuple(
-        Line(u.author, u.digest, u.body.windows, u.body.windows * rule.window, rule.micro_credits(u.body.windows))
+        CreditLine(u.author, u.digest, u.body.windows, u.body.windows * rule.window, rule.micro_credits(u.body.windows))
         for u in record.updates
     )
     loss = sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
-    return RoundAccount(record.round, certificate.digest, record.parent, record.base_state, loss, entries)
+    return RoundCredits(record.round, certificate.digest, record.parent, record.base_state, loss, entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +86,23 @@ class Balance:
     tokens: int = 0
     rounds: int = 0
 
-    def plus(self, line: Line) -> Balance:
+    def plus(self, line: CreditLine) -> Balance:
         """With what a line brings."""
         return Balance(self.micro_credits + line.micro_credits, self.tokens + line.tokens, self.rounds + 1)
 
-    def minus(self, line: Line) -> Balance:
+    def minus(self, line: CreditLine) -> Balance:
         """Without what a line brought."""
         return Balance(self.micro_credits - line.micro_credits, self.tokens - line.tokens, self.rounds - 1)
 
-    def and_(self, other: Balance) -> Balance:
+    def combined(self, other: Balance) -> Balance:
         """Both together."""
         return Balance(self.micro_credits + other.micro_credits, self.tokens + other.tokens, self.rounds + other.rounds)
 
 
-def pending(rounds: Iterable[RoundAccount]) -> dict[PeerKey, Balance]:
+def sum_credits(rounds: Iterable[RoundCredits]) -> dict[PeerKey, Balance]:
     """Balances over rounds that are not final yet: they change when the chain does."""
     balances: dict[PeerKey, Balance] = {}
     for account in rounds:
-        for entry in account.entries:
+        for entry in account.lines:
             balances[entry.peer] = balances.get(entry.peer, Balance()).plus(entry)
     return balances

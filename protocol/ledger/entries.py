@@ -22,7 +22,7 @@ from protocol.wire import ledger_pb2 as wire
 MAX_LINE = 128
 """Bytes of a line: two digests, three counts."""
 
-MAX_VERDICT = 1024
+MAX_VOID_ORDER = 1024
 """Bytes of the envelope of a verdict."""
 
 MAX_ENTRY = MAX_ENVELOPE + 1024
@@ -30,7 +30,7 @@ MAX_ENTRY = MAX_ENVELOPE + 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CreditLine:
     """What one accepted update earned: a leaf of its round's lines. `update` is the digest of its signed header."""
 
     peer: PeerKey
@@ -68,7 +68,7 @@ class VoidEntry:
     entry: int
     line: int
     micro_credits: int
-    verdict: bytes
+    void_order: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +80,33 @@ class RollbackEntry:
     directive: bytes
 
 
-What = RoundEntry | SettleEntry | VoidEntry | RollbackEntry
+EntryPayload = RoundEntry | SettleEntry | VoidEntry | RollbackEntry
 
 KINDS: dict[type, str] = {RoundEntry: "round", SettleEntry: "settle", VoidEntry: "void", RollbackEntry: "rollback"}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """An entry of the log: its place, the leaf hash of the one before, unix milliseconds, and what it says."""
 
     run: RunId
     sequence: int
     previous: Digest
     time: int
-    what: What
+    payload: EntryPayload
 
     @property
     def kind(self) -> str:
         """ "round", "settle", "void" or "rollback"."""
-        return KINDS[type(self.what)]
+        return KINDS[type(self.payload)]
 
 
-def first_previous(run: RunId) -> Digest:
+def genesis_leaf(run: RunId) -> Digest:
     """What the first entry of a run's log names as the one before."""
     return Digest(sha256(b"cairn/v1/ledger", run))
 
 
-def lines_root(lines: Sequence[Line]) -> Digest:
+def lines_root(lines: Sequence[CreditLine]) -> Digest:
     """The Merkle tree hash over a round's lines, in the record's order."""
     return tree_hash([leaf_hash(encode_line(line)) for line in lines])
 
@@ -114,7 +114,7 @@ def lines_root(lines: Sequence[Line]) -> Digest:
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-def encode_line(line: Line) -> bytes:
+def encode_line(line: CreditLine) -> bytes:
     """The one way to write a line."""
     message = wire.Line(
         peer=line.peer, update=line.update, windows=line.windows, tokens=line.tokens, micro_credits=line.micro_credits
@@ -122,10 +122,10 @@ def encode_line(line: Line) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def encode_entry(entry: Entry) -> bytes:
+def encode_entry(entry: LedgerEntry) -> bytes:
     """The one way to write an entry."""
     message = wire.Entry(run=entry.run, sequence=entry.sequence, previous=entry.previous, time=entry.time)
-    what = entry.what
+    what = entry.payload
     if isinstance(what, RoundEntry):
         message.round.CopyFrom(
             wire.RoundEntry(
@@ -138,7 +138,7 @@ def encode_entry(entry: Entry) -> bytes:
     elif isinstance(what, VoidEntry):
         message.void.CopyFrom(
             wire.VoidEntry(
-                entry=what.entry, line=what.line, micro_credits=what.micro_credits, verdict=what.verdict
+                entry=what.entry, line=what.line, micro_credits=what.micro_credits, verdict=what.void_order
             )
         )  # fmt: skip
     else:
@@ -149,29 +149,29 @@ def encode_entry(entry: Entry) -> bytes:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def decode_line(sent: bytes) -> Line:
+def decode_line(encoded: bytes) -> CreditLine:
     """Raises MalformedError for anything but what `encode_line` writes of a line within bounds."""
-    m = _parsed(wire.Line(), sent, "a line", MAX_LINE)
+    m = _parsed(wire.Line(), encoded, "a line", MAX_LINE)
     if not m.windows or not m.tokens:
         raise MalformedError("a line of the ledger covers at least one window")
-    line = Line(
+    line = CreditLine(
         PeerKey(m.peer), Digest(m.update), _count("windows", m.windows), _count("tokens", m.tokens),
         _count("micro-credits", m.micro_credits),
     )  # fmt: skip
-    if encode_line(line) != sent:
+    if encode_line(line) != encoded:
         raise MalformedError("a line of the ledger is not in canonical form")
     return line
 
 
-def decode_entry(sent: bytes) -> Entry:
+def decode_entry(encoded: bytes) -> LedgerEntry:
     """Raises MalformedError for anything but what `encode_entry` writes of an entry within bounds."""
-    m = _parsed(wire.Entry(), sent, "an entry", MAX_ENTRY)
+    m = _parsed(wire.Entry(), encoded, "an entry", MAX_ENTRY)
     kind = m.WhichOneof("what")
     if kind is None:
         raise MalformedError("an entry of the ledger that says nothing")
     what = _READ[kind](getattr(m, kind))
-    entry = Entry(RunId(m.run), _count("sequence", m.sequence), Digest(m.previous), _count("time", m.time), what)
-    if encode_entry(entry) != sent:
+    entry = LedgerEntry(RunId(m.run), _count("sequence", m.sequence), Digest(m.previous), _count("time", m.time), what)
+    if encode_entry(entry) != encoded:
         raise MalformedError("an entry of the ledger is not in canonical form")
     return entry
 
@@ -191,8 +191,8 @@ def _settle(m: wire.SettleEntry) -> SettleEntry:
 
 
 def _void(m: wire.VoidEntry) -> VoidEntry:
-    if not 1 <= len(m.verdict) <= MAX_VERDICT:
-        raise MalformedError(f"a verdict of {len(m.verdict)} bytes: want 1 to {MAX_VERDICT}")
+    if not 1 <= len(m.verdict) <= MAX_VOID_ORDER:
+        raise MalformedError(f"a verdict of {len(m.verdict)} bytes: want 1 to {MAX_VOID_ORDER}")
     return VoidEntry(
         _count("entry", m.entry), _count("line", m.line, MAX_CONTRIBUTORS - 1),
         _count("micro-credits", m.micro_credits), bytes(m.verdict),

@@ -71,7 +71,7 @@ class BindAccount:
     envelope of the peer's `BindPeer`."""
 
     run: RunId
-    peer_word: bytes
+    peer_statement: bytes
     time: int
     name: str
     team: str
@@ -81,17 +81,17 @@ T = TypeVar("T", TreeHead, Receipt, BindPeer, BindAccount)
 
 
 @dataclass(frozen=True, slots=True)
-class Word(Generic[T]):
+class SignedStatement(Generic[T]):
     """A verified statement, who signed it, its digest, and the envelope to keep and to pass on."""
 
     body: T
     author: PeerKey
     digest: Digest
-    sent: bytes
+    encoded: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class AccountBinding:
     """A peer and an account that both said so. Of several of a peer, that with the greatest `order` counts."""
 
     peer: PeerKey
@@ -100,58 +100,58 @@ class Binding:
     team: str
     peer_time: int
     account_time: int
-    sent: bytes
+    encoded: bytes
 
     @property
-    def order(self) -> tuple[int, int]:
+    def precedence(self) -> tuple[int, int]:
         """The peer's word decides first: an account cannot keep a peer that has gone to another."""
         return self.peer_time, self.account_time
 
 
-def sign(identity: Identity, body: T) -> Word[T]:
+def sign(identity: Identity, body: T) -> SignedStatement[T]:
     """The signed statement. Raises MalformedError for one that others would refuse."""
     kind, limit, encode, decode = _KINDS[type(body)]
     e = seal(identity, kind, encode(body).SerializeToString(deterministic=True))
-    if len(e.sent) > limit or decode(e.payload) != body:
+    if len(e.encoded) > limit or decode(e.payload) != body:
         raise MalformedError(f"this {kind} has no form on the wire: a text or a number is too large")
-    return Word(body, e.author, e.digest, e.sent)
+    return SignedStatement(body, e.author, e.digest, e.encoded)
 
 
-def open_tree_head(sent: bytes, run: RunId, owner: PeerKey) -> Word[TreeHead]:
+def open_tree_head(sent: bytes, run: RunId, owner: PeerKey) -> SignedStatement[TreeHead]:
     """Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
     return _open(sent, TreeHead, run, owner)
 
 
-def open_receipt(sent: bytes, run: RunId, owner: PeerKey) -> Word[Receipt]:
+def open_receipt(sent: bytes, run: RunId, owner: PeerKey) -> SignedStatement[Receipt]:
     """Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
     return _open(sent, Receipt, run, owner)
 
 
-def open_bind_peer(sent: bytes, run: RunId) -> Word[BindPeer]:
+def open_bind_peer(sent: bytes, run: RunId) -> SignedStatement[BindPeer]:
     """A peer's word for an account, to be signed by the account. Raises MalformedError, SignatureError."""
     return _open(sent, BindPeer, run, None)
 
 
-def open_binding(sent: bytes, run: RunId) -> Binding:
+def open_binding(sent: bytes, run: RunId) -> AccountBinding:
     """Both words, verified. Raises MalformedError, SignatureError; AdmissionError when they name different accounts."""
     outer = _open(sent, BindAccount, run, None)
-    inner = _open(outer.body.peer_word, BindPeer, run, None)
+    inner = _open(outer.body.peer_statement, BindPeer, run, None)
     if inner.body.account != outer.author:
         raise AdmissionError(
             f"peer {inner.author.short} binds itself to account {inner.body.account.short}, not to "
             f"{outer.author.short}, which signs"
         )
     b = outer.body
-    return Binding(inner.author, outer.author, b.name, b.team, inner.body.time, b.time, outer.sent)
+    return AccountBinding(inner.author, outer.author, b.name, b.team, inner.body.time, b.time, outer.encoded)
 
 
-def bind(peer: Identity, account: Identity, run: RunId, time: int, name: str, team: str = "") -> Binding:
+def bind(peer: Identity, account: Identity, run: RunId, time: int, name: str, team: str = "") -> AccountBinding:
     """Both words, signed. Raises MalformedError for names that are too long or not printable."""
     inner = sign(peer, BindPeer(run, account.key, time))
-    return open_binding(sign(account, BindAccount(run, inner.sent, time, name, team)).sent, run)
+    return open_binding(sign(account, BindAccount(run, inner.encoded, time, name, team)).encoded, run)
 
 
-def _open(sent: bytes, body: type[T], run: RunId, by: PeerKey | None) -> Word[T]:
+def _open(sent: bytes, body: type[T], run: RunId, by: PeerKey | None) -> SignedStatement[T]:
     kind, limit, encode, decode = _KINDS[body]
     if by is not None and author_of(sent, limit=limit) != by:
         raise AdmissionError(f"a {kind} that is not signed by the run's owner")
@@ -161,7 +161,7 @@ def _open(sent: bytes, body: type[T], run: RunId, by: PeerKey | None) -> Word[T]
         raise MalformedError(f"a {kind} that is not in canonical form")
     if decoded.run != run:
         raise MalformedError(f"a {kind} of another run ({decoded.run.short})")
-    return Word(decoded, e.author, e.digest, e.sent)
+    return SignedStatement(decoded, e.author, e.digest, e.encoded)
 
 
 # -- the forms on the wire -------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def _decode_bind_peer(payload: bytes) -> BindPeer:
 
 
 def _encode_bind_account(b: BindAccount) -> Message:
-    return wire.BindAccount(run=b.run, peer_word=b.peer_word, time=b.time, name=b.name, team=b.team)
+    return wire.BindAccount(run=b.run, peer_word=b.peer_statement, time=b.time, name=b.name, team=b.team)
 
 
 def _decode_bind_account(payload: bytes) -> BindAccount:

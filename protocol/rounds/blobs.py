@@ -112,8 +112,8 @@ BlobOrigin = UpdateBlob | ShardBlob
 def applied_blobs(certificate: Certificate) -> dict[Digest, BlobOrigin]:
     """Return the blobs that make the state after a certificate's record: its shards if it has any, else its updates."""
     record = certificate.record
-    if certificate.parts:
-        return {blob: ShardBlob(record, i) for i, blob in enumerate(certificate.parts)}
+    if certificate.shards:
+        return {blob: ShardBlob(record, i) for i, blob in enumerate(certificate.shards)}
     return {u.body.blob: UpdateBlob(u) for u in record.body.updates}
 
 

@@ -74,17 +74,17 @@ class BranchQuarantine:
 
     def _add(self, record: Digest, until: float, *, underweight: bool, failures: int) -> bool:
         c = self._c
-        if c.chain.floor is not None and c.chain.is_ancestor(record, c.chain.floor):
+        if c.chain.required_ancestor is not None and c.chain.is_ancestor(record, c.chain.required_ancestor):
             return False
         old = self._entries.pop(record, None)
         tries = 0 if old is None else old.tries + 1
         absent = frozenset() if underweight else self._absent(record)
         number = len(c.chain.certificate(record).record.body.updates)
         self._entries[record] = _Entry(c.now, until, tries, underweight, failures, absent, number)
-        c.chain.set_aside(record)
+        c.chain.quarantine(record)
         while len(self._entries) > MAX_QUARANTINED:
             oldest = next(iter(self._entries))
-            c.chain.take_back(oldest)
+            c.chain.release(oldest)
             del self._entries[oldest]
         return True
 
@@ -121,7 +121,7 @@ class BranchQuarantine:
             # A returned contributor is no reason to search at each message.
             self._next_check = c.now + c.policy.heartbeat_seconds / 2
         for record, entry in list(self._entries.items()):
-            if entry.active and not c.chain.is_aside(record) or record not in c.chain:
+            if entry.active and not c.chain.is_quarantined(record) or record not in c.chain:
                 del self._entries[record]  # finalized, or gone
             elif not entry.active or entry.retried_since is not None:
                 continue
@@ -155,7 +155,7 @@ class BranchQuarantine:
         key = (frozenset(due), c.chain.head, len(c.chain))
         if key != self._tips_for or any(tip not in c.chain for tip in self._tips.values()):
             self._tips_for = key
-            self._tips = {r: tip for r in due if (tip := c.chain.head_with(r)) is not None}
+            self._tips = {r: tip for r in due if (tip := c.chain.head_if_released(r)) is not None}
         if self._turn not in self._tips:
             # Branches that are lighter than the head are no candidates: nobody would move there.
             entries = {r: self._entries[r] for r in self._tips}
@@ -177,7 +177,7 @@ class BranchQuarantine:
     def _release(self, record: Digest) -> None:
         entry = self._entries[record]
         entry.active, entry.retried_since = False, None
-        self._c.chain.take_back(record)
+        self._c.chain.release(record)
 
     def _is_back(self, key: PeerKey) -> bool:
         """Return whether a member was heard from more than once: one heartbeat can come from behind a split."""

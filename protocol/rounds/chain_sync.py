@@ -98,7 +98,7 @@ class ChainSync:
             return []
         for source in [s for s, c in self._claims.items() if c.head in chain]:
             del self._claims[source]
-        if chain.is_seeking:
+        if chain.is_missing_required_ancestor:
             return list(self._claims)
         weight, head = chain.weight(chain.head), chain.head
         return [s for s, c in self._claims.items() if c.weight > weight or (c.weight == weight and c.head < head)]

@@ -15,7 +15,7 @@ from protocol.messages import (
     Signed,
     UpdateHeader,
     Vote,
-    parts_digest,
+    shards_digest,
     votes_needed,
 )
 from protocol.rounds.actions import Broadcast
@@ -116,7 +116,7 @@ class Consensus:
             self._revision = before.revision + 1
         r = RoundState(c.policy, c.chain, parent, self._trainer.state, c.now, self._revision)
         self.round = r
-        self.exchange = Reduce(c, r) if c.chain.reduces(parent) else Gather(c, r)
+        self.exchange = Reduce(c, r) if c.chain.is_reduced_after(parent) else Gather(c, r)
         lasted = 0.0 if before is None or before.number + 1 != r.number else c.now - before.began
         self._stragglers = Stragglers(c, r, self.exchange, lasted)
         self._repeats = 0
@@ -190,7 +190,7 @@ class Consensus:
         if record.author not in record.body.contributors or len(record.body.updates) > c.policy.max_members:
             c.notify("warning", "refused", refused + "it breaks the rules", record.author)
             return None
-        if (reason := c.chain.flaw(record.body)) is not None:
+        if (reason := c.chain.validation_error(record.body)) is not None:
             c.notify("warning", "refused", refused + reason, record.author)
             return None
         for u in record.body.updates:
@@ -227,7 +227,7 @@ class Consensus:
             return None  # too few have voted for anything: a cheap check, made for each vote
         if (shards := x.shards(p)) is None:
             return None
-        votes = r.votes_for(p.record, parts_digest(shards))
+        votes = r.votes_for(p.record, shards_digest(shards))
         if len(votes) < needed:
             return None
         certificate = Certificate(p.record, tuple(votes), shards)
@@ -380,7 +380,7 @@ class Consensus:
         if not any(h.author == c.me for h in listed):
             return None
         updates = tuple(sorted(listed, key=lambda h: h.author))
-        directive = c.chain.to_carry(r.parent)
+        directive = c.chain.directive_to_include(r.parent)
         record = c.signer.sign(RoundRecord(c.run, r.number, r.parent, self._state(), attempt, updates, directive))
         r.propose(record)
         c.emit(Broadcast(record))
@@ -404,7 +404,7 @@ class Consensus:
         if p is None or r.last_vote is not None and r.last_vote.body.record == p.record.digest:
             return None
         c, record = self._c, p.record
-        vote = c.signer.sign(Vote(c.run, r.number, record.digest, parts_digest(x.shards(p) or ())))
+        vote = c.signer.sign(Vote(c.run, r.number, record.digest, shards_digest(x.shards(p) or ())))
         r.cast(vote, c.now)
         c.emit(Broadcast(vote))
         return self._receive_vote(vote)

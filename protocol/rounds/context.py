@@ -70,19 +70,19 @@ class Context:
 
     def adopt_policy(self, parent: Digest) -> None:
         """Adopt the policy of the round after this record."""
-        self.policy = self.base.under(self.chain.standing(parent).changes)
+        self.policy = self.base.under(self.chain.directives(parent).changes)
         self.members.adopt_policy(self.policy)
         self.blobs.grow(_blob_bound(self.policy))
 
     @property
     def directive(self) -> Directive:
         """The owner's newest directive, carried by a record or not; a neutral one while none is known."""
-        newest = self.chain.newest
+        newest = self.chain.newest_directive
         return self._neutral if newest is None else newest.body
 
     def is_banned(self, key: PeerKey) -> bool:
         """Return whether the newest directive bans a peer. Records before that may still list its updates."""
-        newest = self.chain.newest
+        newest = self.chain.newest_directive
         if newest is not self._banned_by:
             self._banned_by, self._banned = newest, frozenset(() if newest is None else newest.body.banned)
         return key in self._banned
@@ -90,7 +90,7 @@ class Context:
     @property
     def resting(self) -> bool:
         """True when the owner wants no update of ours."""
-        return self.directive.order != "running" or self.is_banned(self.me)
+        return self.directive.run_status != "running" or self.is_banned(self.me)
 
     def emit(self, action: Action) -> None:
         """Append an action to the step's output."""

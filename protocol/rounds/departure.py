@@ -108,7 +108,7 @@ class Departure:
         """Note a newer directive: it counts at once, and may end an order to stop."""
         self._ordered_from = 0.0
         if not self._c.resting:
-            self._ordered_at, self.is_over = None, self._reached_total or self._c.chain.is_stranded
+            self._ordered_at, self.is_over = None, self._reached_total or self._c.chain.is_rolled_back_past_root
 
     def reached_total(self, weight: int) -> None:
         """Complete the run when this weight is its total."""
@@ -123,7 +123,7 @@ class Departure:
         banned = c.is_banned(c.me)
         if (
             self.is_over
-            or not (directive.order == "ended" or banned)
+            or not (directive.run_status == "ended" or banned)
             or not c.deadlines.due("order", self._ordered_from)
         ):
             return
@@ -131,7 +131,9 @@ class Departure:
         longest = c.policy.exchange_seconds + c.policy.patience_seconds
         if (announced or busy) and not c.deadlines.due("order", self._ordered_at + longest):
             return
-        reason = "the run has been ended by its owner" if directive.order == "ended" else "banned by the run's owner"
+        reason = (
+            "the run has been ended by its owner" if directive.run_status == "ended" else "banned by the run's owner"
+        )
         if banned:
             self._stop(reason + because(directive))
         else:

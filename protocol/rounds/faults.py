@@ -46,7 +46,7 @@ def blob_invalid(c: Context, consensus: Consensus, tip: Digest | None, blob: Dig
     if certified is not None and origin is not None:
         text = f"record {certified.short} was certified with a bad {origin.kind}: dropped"
         c.notify("error", "bad-record", text, author)
-        c.chain.condemn(certified)
+        c.chain.mark_invalid(certified)
 
 
 def two_means(chain: Chain, certificate: Certificate) -> tuple[str, PeerKey] | None:
@@ -54,11 +54,11 @@ def two_means(chain: Chain, certificate: Certificate) -> tuple[str, PeerKey] | N
 
     The two are branches of the chain like any others; the notice is for people.
     """
-    rival = chain.on_main(certificate.record.body.round + 1)
+    rival = chain.main_chain_at(certificate.record.body.round + 1)
     if certificate.digest in chain or rival is None or rival == chain.root:
         return None
     other = chain.certificate(rival)
-    if other.record.digest != certificate.record.digest or other.parts == certificate.parts:
+    if other.record.digest != certificate.record.digest or other.shards == certificate.shards:
         return None
     first = {v.author for v in other.votes}
     twice = [v.author for v in certificate.votes if v.author in first]

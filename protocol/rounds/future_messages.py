@@ -46,22 +46,22 @@ class FutureMessages:
         else:
             self._strangers[message.author] = None
         room = MAX_BYTES if trusted else MAX_STRANGER_BYTES
-        if any(m.digest == message.digest for m in mine) or self._bytes + len(message.sent) > room:
+        if any(m.digest == message.digest for m in mine) or self._bytes + len(message.encoded) > room:
             return
         attests = isinstance(message.body, ShardAttestation)
         alike = [m for m in mine if isinstance(m.body, ShardAttestation) == attests]
         if len(alike) >= (ATTESTATIONS_PER_AUTHOR if attests else PER_AUTHOR):
             mine.remove(alike[0])
-            self._bytes -= len(alike[0].sent)
+            self._bytes -= len(alike[0].encoded)
         mine.append(message)
-        self._bytes += len(message.sent)
+        self._bytes += len(message.encoded)
 
     def _drop_a_stranger(self) -> bool:
         if not self._strangers:
             return False
         author = next(iter(self._strangers))
         del self._strangers[author]
-        self._bytes -= sum(len(m.sent) for m in self._kept.pop(author, ()))
+        self._bytes -= sum(len(m.encoded) for m in self._kept.pop(author, ()))
         return True
 
     def pop(self, number: int) -> list[RoundMessage]:
@@ -75,7 +75,7 @@ class FutureMessages:
             else:
                 del self._kept[author]
         self._strangers = {author: None for author in self._strangers if author in self._kept}
-        self._bytes = sum(len(m.sent) for messages in self._kept.values() for m in messages)
+        self._bytes = sum(len(m.encoded) for messages in self._kept.values() for m in messages)
         order = {UpdateHeader: 0, RoundRecord: 1, Vote: 2, ShardAttestation: 3}
         return sorted(now, key=lambda m: order[type(m.body)])
 

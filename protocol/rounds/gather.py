@@ -73,7 +73,7 @@ class Gather:
 
     def accepts(self, vote: Vote) -> bool:
         """Return whether a vote names no shards."""
-        return vote.parts is None
+        return vote.shards_digest is None
 
     def shards(self, p: Proposal) -> tuple[Digest, ...] | None:
         """Return no shards: a certificate names none."""

@@ -28,7 +28,7 @@ class Governance:
     def accept(self, directive: Signed[Directive], source: PeerKey | None) -> bool:
         """Accept the owner's directive from anybody. Return whether it is newer than what was known."""
         try:
-            return self._c.chain.take(directive)
+            return self._c.chain.add_directive(directive)
         except ChainError as e:
             self._c.notify("error", "directive", str(e), source)
             return False
@@ -49,16 +49,16 @@ class Governance:
 
     def notify_pause(self, before: Directive | None, now: Directive) -> None:
         """Notify people when the run is paused or resumed."""
-        was_running = before is None or before.order == "running"
-        if was_running and now.order == "paused":
+        was_running = before is None or before.run_status == "running"
+        if was_running and now.run_status == "paused":
             text = f"paused by the run's owner{because(now)}: nothing is trained until the run goes on"
             self._c.notify("warning", "paused", text)
-        elif not was_running and now.order == "running":
+        elif not was_running and now.run_status == "running":
             self._c.notify("info", "resumed", "the run goes on: its owner has said so")
 
     def inform(self, source: PeerKey, beat: Heartbeat) -> None:
         """Send our directive to a peer whose heartbeats show for a while that it does not have it."""
-        c, directive, member = self._c, self._c.chain.newest, self._c.members.get(source)
+        c, directive, member = self._c, self._c.chain.newest_directive, self._c.members.get(source)
         if member is not None and beat.sequence <= member.beat.sequence:
             return  # a replay: anybody could have the directive sent to its author again and again
         if directive is None or beat.directive_sequence == directive.body.sequence:

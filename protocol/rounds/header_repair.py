@@ -28,9 +28,9 @@ def known_headers(r: RoundState | None, head: Digest, phase: Phase, beats: int) 
 
 def pass_on_headers(c: Context, r: RoundState, to: PeerKey, beat: Heartbeat) -> None:
     """Send the headers that a member of the same round misses: each by its author, and by a few others of us."""
-    if not r.headers or (not beat.known and beat.phase == Phase.EXCHANGING):
+    if not r.headers or (not beat.known_headers and beat.phase == Phase.EXCHANGING):
         return
-    known = set(beat.known)
+    known = set(beat.known_headers)
     every = max(1, len(c.members) // 3)
     missing = [
         h

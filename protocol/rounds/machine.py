@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from protocol.chain import Chain, RivalOfFinal, UnknownParent
+from protocol.chain import Chain, FinalizedConflict, UnknownParent
 from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.message_codec import Signer
@@ -212,7 +212,7 @@ class RoundMachine:
         updates that may still return to the error feedback.
         """
         c = self._c
-        final = -1 if c.chain.final is None else c.chain.final.body.round
+        final = -1 if c.chain.finalization is None else c.chain.finalization.body.round
         return retained(c.base, c.chain) | self._consensus.blobs() | set(c.own.since(final + 1))
 
     def summary(self, now: float) -> Summary:
@@ -225,7 +225,7 @@ class RoundMachine:
         found = c.members.sizes() | c.blobs.sizes() | c.own.sizes() | self._sync.sizes() | self._consensus.sizes()
         found |= self._chain_sync.sizes() | self._future.sizes() | self._governance.sizes()
         limits = c.chain.limits
-        return found | {"records": (len(c.chain), limits.max_records + limits.max_side)}
+        return found | {"records": (len(c.chain), limits.max_records + limits.max_side_records)}
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class RoundMachine:
     def _receive_finalization(self, message: Signed[Finalization]) -> None:
         c = self._c
         try:
-            if c.chain.add_final(message):
+            if c.chain.add_finalization(message):
                 c.emit(StoreFinalization(message))
                 self._leave_dropped()
         except ChainError as e:
@@ -281,14 +281,14 @@ class RoundMachine:
     # -- directives ------------------------------------------------------------------------------------------
 
     def _receive_directive(self, directive: Signed[Directive], source: PeerKey | None) -> None:
-        before = self._c.chain.newest
+        before = self._c.chain.newest_directive
         if self._governance.accept(directive, source):
             self._directive_changed(before)
             self._leave_dropped()
 
     def _directive_changed(self, before: Signed[Directive] | None) -> None:
         """Follow a newer directive of the chain: from a message, or from a record."""
-        c, newest = self._c, self._c.chain.newest
+        c, newest = self._c, self._c.chain.newest_directive
         if newest is None:
             return
         was, now = (None if before is None else before.body), newest.body
@@ -298,7 +298,7 @@ class RoundMachine:
         self._governance.dismiss_banned(now)
         self._departure.directive_changed()
         self._consensus.exclude_banned()
-        if was is not None and was.order != "running" and not c.resting:
+        if was is not None and was.run_status != "running" and not c.resting:
             self._consensus.pause_ended()
         self._governance.notify_pause(was, now)
 
@@ -307,7 +307,7 @@ class RoundMachine:
         if back is None:
             return
         text = f"the run's owner has rolled the run back to round {back.round}, record {back.record.short}"
-        if c.chain.is_stranded:
+        if c.chain.is_rolled_back_past_root:
             text += ": that is further back than is remembered here"
             c.notify("warning", "rollback", text + (". Start the coordinator again" if c.observer else ""))
             self._departure.strand(text)
@@ -336,16 +336,16 @@ class RoundMachine:
         """Put certificates into the tree, oldest first; return how many were new."""
         c, added = self._c, 0
         for certificate in certificates:
-            twice, before = two_means(c.chain, certificate), c.chain.newest
+            twice, before = two_means(c.chain, certificate), c.chain.newest_directive
             try:
                 if not c.chain.add(certificate):
                     continue
             except UnknownParent:
                 # Heartbeats show who has the rest; it is requested in due time.
                 break
-            except RivalOfFinal as e:
+            except FinalizedConflict as e:
                 c.notify("info", "refused", f"a certificate is refused: {e}", source)
-                proof = tuple(m for m in (c.chain.final, c.chain.newest) if m is not None)
+                proof = tuple(m for m in (c.chain.finalization, c.chain.newest_directive) if m is not None)
                 if source is not None and proof:
                     c.emit(Send(source, proof))
                 break
@@ -353,7 +353,7 @@ class RoundMachine:
                 c.notify("warning", "refused", f"a certificate is refused: {e}", source)
                 break
             finally:
-                if c.chain.newest is not before:
+                if c.chain.newest_directive is not before:
                     self._directive_changed(before)
             added += 1
             if twice is not None:
@@ -479,7 +479,7 @@ class RoundMachine:
             decided = c.chain.certificate(parent)
             listed = decided.record.body.updates
             c.members.contributed(u.author for u in listed)
-            unused = consensus.blobs() - {u.body.blob for u in listed} - set(decided.parts)
+            unused = consensus.blobs() - {u.body.blob for u in listed} - set(decided.shards)
             for action in c.blobs.forget(b for b in sorted(unused) if b not in c.own):
                 c.emit(action)
         c.adopt_policy(parent)

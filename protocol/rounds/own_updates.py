@@ -59,7 +59,7 @@ class OwnUpdates:
         """Note, after a restart, the own updates that the chain has accepted lately."""
         height = chain.height(chain.head)
         for h in range(max(chain.height(chain.root), height - REMEMBERED) + 1, height + 1):
-            record = chain.on_main(h)
+            record = chain.main_chain_at(h)
             if record is not None:
                 self._note_in(chain, record)
 

@@ -70,8 +70,8 @@ class RoundPolicy:
         return ChainLimits(
             max_update_windows=self.max_update_windows,
             max_members=self.max_members,
-            exchange=self.exchange,
-            window=self.window,
+            reduce_plan=self.exchange,
+            window_tokens=self.window,
         )
 
 

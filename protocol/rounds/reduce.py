@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import MAX_LACKING, RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote
+from protocol.messages import MAX_MISSING_AUTHORS, RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote
 from protocol.rounds.actions import Broadcast, CancelReduce, ReduceShard
 from protocol.rounds.blobs import BlobOrigin, ShardBlob
 from protocol.rounds.context import Context
@@ -101,7 +101,7 @@ class Reduce:
         """Open the tally of a new proposal with the attestations that came before it; drop those of evicted ones."""
         current = None if self._current is None else self._current.record.digest
         for digest in [d for d in self._tallies if d not in self._r.proposals and d != current]:
-            self._bytes -= sum(len(a.sent) for a in self._tallies.pop(digest).all())
+            self._bytes -= sum(len(a.encoded) for a in self._tallies.pop(digest).all())
         self._abandoned &= self._r.proposals.keys()
         if added is None:
             return
@@ -110,7 +110,7 @@ class Reduce:
         for author, attestations in list(self._early.items()):
             for key in [key for key in attestations if key[0] == record.digest]:
                 attestation = attestations.pop(key)
-                self._bytes -= len(attestation.sent)
+                self._bytes -= len(attestation.encoded)
                 self._add(added, attestation)
             if not attestations:
                 del self._early[author]
@@ -155,7 +155,7 @@ class Reduce:
 
     def accepts(self, vote: Vote) -> bool:
         """Return whether a vote names shards."""
-        return vote.parts is not None
+        return vote.shards_digest is not None
 
     def shards(self, p: Proposal) -> tuple[Digest, ...] | None:
         """Return the digests of all its shards; None while one is not agreed."""
@@ -233,7 +233,7 @@ class Reduce:
         if not self._has_duty(record, shard):
             return
         listed = self._r.proposals[record].record.body.contributors
-        named = sorted({a for a in authors if a in listed and a != self._c.me})[:MAX_LACKING]
+        named = sorted({a for a in authors if a in listed and a != self._c.me})[:MAX_MISSING_AUTHORS]
         if named:
             self._attest(ShardAttestation(self._c.run, self._r.number, record, shard, None, tuple(named)))
 
@@ -263,7 +263,7 @@ class Reduce:
         It does not when its author has attested the shard before, has no seat in the committee, or there is no room.
         """
         p = self._r.proposals.get(attestation.body.record)
-        if self._bytes + len(attestation.sent) > MAX_ATTESTATION_BYTES:
+        if self._bytes + len(attestation.encoded) > MAX_ATTESTATION_BYTES:
             added = False
         else:
             added = self._add_early(attestation) if p is None else self._add(p, attestation)
@@ -271,9 +271,9 @@ class Reduce:
             self._check_second(p, attestation)
             return False
         if p is not None:
-            if p is self._current and self._tallies[p.record.digest].agreed[attestation.body.part] is not None:
+            if p is self._current and self._tallies[p.record.digest].agreed[attestation.body.shard] is not None:
                 self._r.changed()
-            self._compare(p, attestation.body.part)
+            self._compare(p, attestation.body.shard)
             self._report_unavailable()
         return True
 
@@ -286,13 +286,13 @@ class Reduce:
             if len(self._early) >= 2 * r.policy.max_members:
                 return False
             mine = self._early[author] = {}
-        key = (attestation.body.record, attestation.body.part)
+        key = (attestation.body.record, attestation.body.shard)
         if key in mine:
             return False
         if len(mine) >= self._per_author:
-            self._bytes -= len(mine.pop(next(iter(mine))).sent)
+            self._bytes -= len(mine.pop(next(iter(mine))).encoded)
         mine[key] = attestation
-        self._bytes += len(attestation.sent)
+        self._bytes += len(attestation.encoded)
         return True
 
     @property
@@ -300,15 +300,15 @@ class Reduce:
         return RECORDS_PER_AUTHOR * self._r.policy.exchange.committee
 
     def _add(self, p: Proposal, attestation: Signed[ShardAttestation]) -> bool:
-        c, tally, shard = self._c, self._tallies[p.record.digest], attestation.body.part
+        c, tally, shard = self._c, self._tallies[p.record.digest], attestation.body.shard
         if not tally.seats(attestation.author, shard) or attestation.author in tally.attestations[shard]:
             return False
-        self._bytes += len(attestation.sent)
+        self._bytes += len(attestation.encoded)
         if tally.add(attestation) and (blob := tally.agreed[shard]) is not None:
             self._r.require(p, blob, held=c.blobs.holds(blob), invalid=c.blobs.is_invalid(blob))
         listed = p.record.body.contributors
         # A proposal that leaves out most does not count: its author could have filled the committees with its own.
-        if attestation.body.lacking and 2 * len(listed) > len(self._r.headers):
+        if attestation.body.missing and 2 * len(listed) > len(self._r.headers):
             self._unavailable |= tally.unavailable(shard) & set(listed) & self._r.headers.keys()
         return True
 
@@ -325,9 +325,9 @@ class Reduce:
     def _check_second(self, p: Proposal | None, attestation: Signed[ShardAttestation]) -> None:
         author, body = attestation.author, attestation.body
         tally = None if p is None else self._tallies[p.record.digest]
-        if tally is None or not tally.seats(author, body.part):
+        if tally is None or not tally.seats(author, body.shard):
             return
-        first = tally.attestations[body.part].get(author)
+        first = tally.attestations[body.shard].get(author)
         # A member that missed slices at first and got them later has not lied.
         if first is not None and None not in (first.body.blob, body.blob) and first.body.blob != body.blob:
             self._accuse(author, "equivocation", f"peer {author.short} signed two digests of one shard")

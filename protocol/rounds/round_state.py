@@ -107,7 +107,7 @@ class RoundState:
             return f"it claims windows from {body.first_window} on, which the chain has accepted already"
         if body.epoch != self.epoch:
             return "it is from before the run was rolled back, or from after it"
-        if header.author in self.chain.standing(self.parent).banned:
+        if header.author in self.chain.directives(self.parent).banned:
             return "the run's owner has banned its author"
         if not size_ok(body.blob_size):
             return f"a blob of {body.blob_size} bytes is no update of this run"
@@ -201,14 +201,14 @@ class RoundState:
             if evicted is None:
                 return None
             self._forget_record(evicted)
-        if self._record_bytes + len(record.sent) > MAX_RECORD_BYTES:
+        if self._record_bytes + len(record.encoded) > MAX_RECORD_BYTES:
             return None
         p = Proposal(record, now, missing, any(is_invalid(u.body.blob) for u in record.body.updates))
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
                 other.equivocal = p.equivocal = True
         self.proposals[record.digest] = p
-        self._record_bytes += len(record.sent)
+        self._record_bytes += len(record.encoded)
         self.changed()
         return p
 
@@ -236,7 +236,7 @@ class RoundState:
     def _forget_record(self, record: Digest) -> None:
         evicted = self.proposals.pop(record, None)
         if evicted is not None:
-            self._record_bytes -= len(evicted.record.sent)
+            self._record_bytes -= len(evicted.record.encoded)
             self.changed()
 
     def require(self, p: Proposal, blob: Digest, *, held: bool, invalid: bool) -> None:
@@ -268,7 +268,7 @@ class RoundState:
                 return False
             mine = self.votes[vote.author] = {}
         if (old := mine.get(vote.body.record)) is not None:
-            if old.body.parts == vote.body.parts:
+            if old.body.shards_digest == vote.body.shards_digest:
                 return False
             del mine[vote.body.record]
         if len(mine) >= VOTES_PER_AUTHOR:
@@ -281,7 +281,7 @@ class RoundState:
         found = []
         for author in record.body.contributors:
             vote = self.votes.get(author, {}).get(record.digest)
-            if vote is not None and payload in (None, vote.body.parts):
+            if vote is not None and payload in (None, vote.body.shards_digest):
                 found.append(vote)
         return found
 

@@ -41,7 +41,7 @@ class ShardTally:
 
     def add(self, attestation: Signed[ShardAttestation]) -> bool:
         """Add a member's first attestation of a shard. Return True when the shard is agreed by it."""
-        shard = attestation.body.part
+        shard = attestation.body.shard
         seated, received = self.committees[shard], self.attestations[shard]
         received[attestation.author] = attestation
         if self.agreed[shard] is not None:
@@ -64,13 +64,13 @@ class ShardTally:
 
     def unavailable(self, shard: int) -> set[PeerKey]:
         """Return the authors whose updates more than half of a shard's committee cannot get, or use."""
-        counts = Counter(author for a in self.attestations[shard].values() for author in a.body.lacking)
+        counts = Counter(author for a in self.attestations[shard].values() for author in a.body.missing)
         return {author for author, count in counts.items() if 2 * count > len(self.committees[shard])}
 
     def unavailable_to(self, member: PeerKey) -> set[PeerKey]:
         """Return the authors whose updates one member attested that it cannot get."""
         own = [received[member] for received in self.attestations if member in received]
-        return {author for attestation in own for author in attestation.body.lacking}
+        return {author for attestation in own for author in attestation.body.missing}
 
     def silent(self) -> set[PeerKey]:
         """Return the members that attested nothing of a shard that is not agreed."""

@@ -298,7 +298,7 @@ class StateSync:
             if c.members.is_waited_for(author, number):
                 return False
         record = certificate.digest
-        floor = c.chain.floor
+        floor = c.chain.required_ancestor
         if floor is not None and c.chain.is_ancestor(record, floor):
             # Links that broke a moment ago need time to carry again: no reason to alarm people yet.
             patience = min(UNAVAILABLE * c.policy.patience_seconds, MAX_UNAVAILABLE_SECONDS)
@@ -319,7 +319,7 @@ class StateSync:
             return False
         if not c.deadlines.due("blobs", self._waiting[1] + 2 * c.policy.heartbeat_seconds):
             return False
-        tip = chain.best_after(applied)
+        tip = chain.best_descendant(applied)
         if tip == applied:
             return False
         following = chain.path(applied, tip)[0]

@@ -7,9 +7,9 @@ from functools import cache
 from coordinator.ledger import AdmissionRow, RefusedUpdate
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round, sha256
-from protocol.ledger.credits import CreditRule, RoundAccount
-from protocol.ledger.entries import Line
-from protocol.ledger.verdicts import Verdict, seal_verdict
+from protocol.ledger.credits import CreditRule, RoundCredits
+from protocol.ledger.entries import CreditLine
+from protocol.ledger.void_orders import VoidOrder, seal_void_order
 from tests.support.coordinator_fakes import make_spec, peer
 from tests.support.specs import OWNER
 
@@ -27,15 +27,15 @@ def record(round_: int) -> Digest:
 
 
 @cache
-def account(round_: int) -> RoundAccount:
+def account(round_: int) -> RoundCredits:
     """Three to six peers, of windows that differ."""
     lines = []
     for i, key in enumerate(_KEYS):
         if (round_ + i) % PEERS < 3 + round_ % 4:
             windows = 1000 + 10 * round_ + i
             update = Digest(sha256(record(round_), key))
-            lines.append(Line(key, update, windows, windows * RULE.window, RULE.micro_credits(windows)))
-    return RoundAccount(Round(round_), record(round_), record(round_ - 1), Digest(bytes(32)), 3.0, tuple(lines))
+            lines.append(CreditLine(key, update, windows, windows * RULE.window, RULE.micro_credits(windows)))
+    return RoundCredits(Round(round_), record(round_), record(round_ - 1), Digest(bytes(32)), 3.0, tuple(lines))
 
 
 @cache
@@ -44,8 +44,8 @@ def verdict(round_: int) -> bytes | None:
     if round_ % VOIDED_EVERY:
         return None
     a = account(round_)
-    line = a.entries[0]
-    return seal_verdict(OWNER, Verdict(SPEC.run_id, a.round, a.record, line.peer, line.update, "chaos")).sent
+    line = a.lines[0]
+    return seal_void_order(OWNER, VoidOrder(SPEC.run_id, a.round, a.record, line.peer, line.update, "chaos")).encoded
 
 
 def admitted(number: int) -> AdmissionRow:

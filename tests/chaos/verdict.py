@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from coordinator.errors import LedgerError
 from coordinator.ledger import Ledger
-from protocol.ledger.accounts import Standing
+from protocol.ledger.accounts import AccountBalance
 from tests.chaos import story
 
 
@@ -31,10 +31,10 @@ def _not_the_story(ledger: Ledger) -> list[str]:
         found.append("the rounds are not those that were posted")
     for n in range(count):
         settled = count - 1 - n >= story.SPEC.credit.hold_rounds
-        for i, line in enumerate(story.account(n).entries):
+        for i, line in enumerate(story.account(n).lines):
             voided = i == 0 and story.verdict(n) is not None
             kind = "voided" if voided else "settled" if settled else "pending"
-            s = expected.get(line.peer, Standing())
+            s = expected.get(line.peer, AccountBalance())
             expected[line.peer] = s.moved(line, "issuance", kind)
     if ledger.balances() != expected:
         found.append("credit is lost or doubled")

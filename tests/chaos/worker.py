@@ -13,7 +13,7 @@ from collections.abc import Callable
 import coordinator.ledger_thread as threads
 from coordinator.errors import LedgerError
 from coordinator.ledger import Ledger, store, writes
-from protocol.ledger.credits import RoundAccount
+from protocol.ledger.credits import RoundCredits
 from tests.chaos import story
 
 AT_ONCE = 4
@@ -101,7 +101,7 @@ def _one_by_one(ledger: Ledger, jobs) -> None:
 class _InTwoTransactions(store.Ledger):
     """Writes the entries of a round first, and what they do to accounts then."""
 
-    def post(self, account: RoundAccount, *, final: bytes | None = None) -> bool:
+    def post(self, account: RoundCredits, *, final: bytes | None = None) -> bool:
         with self._writing() as (books, numbers):
             if account.round < books.rounds:
                 return False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.chain import Chain
-from protocol.errors import RivalOfFinal, UnknownParent
+from protocol.errors import FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Certificate, Directive, Finalization, Signed
@@ -55,19 +55,19 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
     decoder = _OPENERS.setdefault(bytes(spec.run_id), MessageDecoder(spec.run_id, spec.owner_key))
     chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
     if (word := store / "values" / "directive").exists():
-        chain.take(decoder.open(word.read_bytes(), Directive))
+        chain.add_directive(decoder.decode(word.read_bytes(), Directive))
     stored, parents = 0, dict[Digest, Digest]()
     for file in sorted((store / "chain").glob("*-*")):
-        certificate = decoder.certificate(file.read_bytes()[32:])
+        certificate = decoder.decode_certificate(file.read_bytes()[32:])
         parents[certificate.digest] = certificate.record.body.parent
         # Of rounds that were rolled back, or built on such.
-        with suppress(RivalOfFinal, *([UnknownParent] if chain.rollback is not None else [])):
+        with suppress(FinalizedConflict, *([UnknownParent] if chain.rollback is not None else [])):
             chain.add(certificate)
         stored += 1
     final = None
     if (value := store / "values" / "final").exists():
-        final = decoder.open(value.read_bytes(), Finalization)
-        chain.add_final(final)
+        final = decoder.decode(value.read_bytes(), Finalization)
+        chain.add_finalization(final)
     path = chain.path(chain.genesis, chain.head)
     return Branch(path, stored, final, longest_side(parents, {c.digest for c in path}))
 

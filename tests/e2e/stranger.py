@@ -71,7 +71,7 @@ class Stranger:
     def _take(self, sender: PeerKey, packet: wire.Packet) -> None:
         for sent in packet.messages:
             with suppress(ProtocolError):
-                message = self.decoder.open_any(sent, kind_of(sent))
+                message = self.decoder.decode_kind(sent, kind_of(sent))
                 if isinstance(message.body, Heartbeat):
                     known = self.heartbeats.get(message.author)
                     if known is None or known.sequence < message.body.sequence:
@@ -91,25 +91,25 @@ class Stranger:
     async def admit(self) -> bytes:
         """Get an ordinary admission from the coordinator."""
         async with CoordinatorClient(self.world.invite) as client:
-            return (await client.admit(self.identity, "stranger")).admission.sent
+            return (await client.admit(self.identity, "stranger")).admission.encoded
 
     def admission(self, *, not_before: int, not_after: int) -> bytes:
         """One that the owner signed in this test."""
         body = Admission(self.spec.run_id, self.key, not_before, not_after, "stranger")
-        return KeySigner(self.world.owner).sign(body).sent
+        return KeySigner(self.world.owner).sign(body).encoded
 
     def heartbeat(self, **changes: Any) -> Signed[Heartbeat]:
         self._sequence += 1
         body = Heartbeat(
             run=self.spec.run_id, sequence=self._sequence, round=Round(0), head=Digest(bytes(32)), weight=0, windows=0,
-            phase="observing", tokens_per_second=0.0, loss=0.0, bytes_up=0, bytes_down=0, known=(),
+            phase="observing", tokens_per_second=0.0, loss=0.0, bytes_up=0, bytes_down=0, known_headers=(),
             addresses=tuple(self.swarm.addresses), admission=b"", device="",
         )  # fmt: skip
         return self.signer.sign(replace(body, **changes))
 
     async def tell(self, message: Signed[Any]) -> None:
         """One message to all three members."""
-        await asyncio.gather(*(self.send(name, message.sent) for name in MEMBERS))
+        await asyncio.gather(*(self.send(name, message.encoded) for name in MEMBERS))
 
     async def listen(self) -> None:
         """Be known to all members, so that they broadcast to this peer too: an observer without an admission."""

@@ -52,17 +52,17 @@ async def test_messages_that_break_the_protocol_are_refused_with_the_reason(swar
         now = int(time.time())
         expired = liar.admission(not_before=now - 90_000, not_after=now - 3_600)
         own = Admission(liar.spec.run_id, liar.key, now - 10, now + 3600, "self-made")
-        self_made = KeySigner(liar.identity).sign(own).sent
+        self_made = KeySigner(liar.identity).sign(own).encoded
         good = liar.admission(not_before=now - 10, not_after=now + 3600)
         adas = swarm.admission_of("ada")
         blob = Digest(os.urandom(32))
-        forged = bytearray(liar.heartbeat().sent)
+        forged = bytearray(liar.heartbeat().encoded)
         forged[-1] ^= 1
         lies: dict[str, bytes] = {
-            r"another run": liar.heartbeat(run=RunId(os.urandom(32))).sent,
-            r"the admission of peer \w+ is not valid now": liar.heartbeat(admission=expired).sent,
-            r"not signed by the run's owner": liar.heartbeat(admission=self_made).sent,
-            rf"presents an admission of {swarm.key('ada').short}": liar.header(beat, adas, blob).sent,
+            r"another run": liar.heartbeat(run=RunId(os.urandom(32))).encoded,
+            r"the admission of peer \w+ is not valid now": liar.heartbeat(admission=expired).encoded,
+            r"not signed by the run's owner": liar.heartbeat(admission=self_made).encoded,
+            rf"presents an admission of {swarm.key('ada').short}": liar.header(beat, adas, blob).encoded,
             r"signature": bytes(forged),
             r"at most 65536 are accepted": oversized(liar),
             r"do not parse": b"\xff" * 100,
@@ -85,7 +85,7 @@ async def test_messages_that_break_the_protocol_are_refused_with_the_reason(swar
 def oversized(liar: Stranger) -> bytes:
     """Return a well signed heartbeat of too many bytes; no honest signer makes one."""
     body = wire.Heartbeat(run=liar.spec.run_id, known=range(2**60, 2**60 + 9000))
-    return seal(liar.identity, "heartbeat", body.SerializeToString()).sent
+    return seal(liar.identity, "heartbeat", body.SerializeToString()).encoded
 
 
 async def test_a_peer_with_another_spec_is_in_another_run_and_nobody_hears_it(swarm: World):
@@ -97,7 +97,7 @@ async def test_a_peer_with_another_spec_is_in_another_run_and_nobody_hears_it(sw
     try:
         for name in PEERS:
             with pytest.raises((PeerRefused, PeerUnreachable)):
-                await liar.send(name, liar.heartbeat().sent)
+                await liar.send(name, liar.heartbeat().encoded)
         await goes_on(swarm, liar)
         assert all(liar.key.short not in swarm.log(n) for n in PEERS)
     finally:
@@ -178,7 +178,7 @@ async def test_nobody_sees_an_update_of_an_open_round_who_has_not_announced_one(
                 assert f"you have not announced an update in round {header.round} yet" in reply.reason
                 # Now it commits to something, and ada serves it at once, while the round is as open as before.
                 beat = replace(liar.heartbeats[ada], round=header.round, head=header.parent, state=header.base_state)
-                await liar.send("ada", liar.header(beat, admission, Digest(os.urandom(32))).sent)
+                await liar.send("ada", liar.header(beat, admission, Digest(os.urandom(32))).encoded)
                 reply = await liar.ask_for_chunk("ada", header.blob)
                 return reply.status is ReplyStatus.OK and len(reply.data) == liar.blob_size
 

@@ -13,7 +13,7 @@ from cairn.demo.processes import free_ports
 from peer.coordinator_client import Admission, CoordinatorClient
 from peer.node.coordinator_discovery import COORDINATOR_ADDRESS
 from protocol.coordinator_address import open_coordinator_address
-from protocol.invite import Endpoint, Invite
+from protocol.invite import HostPort, Invite
 from protocol.message_codec import MessageDecoder
 from tests.e2e.chains import check_same
 from tests.e2e.world import World
@@ -35,10 +35,10 @@ class Moving(World):
         super().__enter__()
         return self
 
-    def move(self) -> Endpoint:
+    def move(self) -> HostPort:
         self.grpc, self.page, self.swarm = free_ports(3)
         self.start_coordinator()
-        return Endpoint("127.0.0.1", self.grpc)
+        return HostPort("127.0.0.1", self.grpc)
 
     def join(self, name: str, invite: Invite, *more: str) -> None:
         self._start(
@@ -47,7 +47,7 @@ class Moving(World):
             "--device", "cpu", "--listen", "/ip4/127.0.0.1/tcp/0", "--plain", *more,
         )  # fmt: skip
 
-    def knows(self, name: str) -> tuple[Endpoint, ...]:
+    def knows(self, name: str) -> tuple[HostPort, ...]:
         """Return the coordinator's address that a peer has stored."""
         file = self.peer_folder(name) / "store" / "values" / COORDINATOR_ADDRESS
         if not file.exists():
@@ -56,7 +56,7 @@ class Moving(World):
 
     def admitted_until(self, name: str) -> int:
         decoder = MessageDecoder(self.spec.run_id, self.spec.owner_key)
-        return decoder.open(self.admission_of(name), Admission).body.not_after
+        return decoder.decode(self.admission_of(name), Admission).body.not_after
 
 
 async def test_who_brings_the_invite_of_the_first_day_enters_wherever_the_coordinator_is_and_however_long_it_is_away():
@@ -69,7 +69,7 @@ async def test_who_brings_the_invite_of_the_first_day_enters_wherever_the_coordi
             world.join(name, first)
         await world.contributes_after("ada", 0)
         await world.contributes_after("alan", 0)
-        here = Endpoint("127.0.0.1", world.grpc)
+        here = HostPort("127.0.0.1", world.grpc)
         await world.until("both know where it is", lambda: world.knows("ada") == world.knows("alan") == (here,))
 
         world.processes["coordinator"].kill()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from protocol.reduce_plan import part_count
+from protocol.reduce_plan import shard_count
 from tests.e2e.chains import Branch, check_same
 from tests.e2e.world import World
 
@@ -22,7 +22,7 @@ def check_reduced(world: World, branch: Branch) -> None:
     """Check that each round was reduced, with the number of shards that its contributors and updates give."""
     for c in branch.path:
         updates = c.record.body.updates
-        assert len(c.parts) == part_count(len(updates), updates[0].body.blob_size) > 0
+        assert len(c.shards) == shard_count(len(updates), updates[0].body.blob_size) > 0
 
 
 def held_whole(world: World, name: str) -> set[bytes]:
@@ -41,7 +41,7 @@ async def test_a_swarm_that_reduces_goes_on_when_one_dies_and_takes_in_another()
         await world.healthy(PEERS)
         await world.round_after(PEERS, 3)
         check_reduced(world, world.branch("ada"))
-        assert max(len(c.parts) for c in world.branch("ada").path) == 3
+        assert max(len(c.shards) for c in world.branch("ada").path) == 3
 
         world.processes["alan"].kill()  # at any moment: its slices are missing, and so is it in its committees
         await world.round_after(["ada", "grace"], 2)

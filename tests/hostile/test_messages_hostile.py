@@ -11,7 +11,16 @@ from protocol.envelope import seal
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import PeerKey, Round
 from protocol.message_codec import KINDS, KeySigner, MessageDecoder, encode_certificate
-from protocol.messages import MAX_KNOWN, Admission, Finalization, Goodbye, Heartbeat, RoundRecord, UpdateHeader, Vote
+from protocol.messages import (
+    MAX_KNOWN_HEADERS,
+    Admission,
+    Finalization,
+    Goodbye,
+    Heartbeat,
+    RoundRecord,
+    UpdateHeader,
+    Vote,
+)
 from protocol.wire import swarm_pb2 as wire
 from tests.support.mutating import mutated
 from tests.support.signed import (
@@ -50,36 +59,36 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[PeerKey]:
 def test_a_header_is_verified_once_alone_in_a_record_and_in_a_certificate(verified: list[PeerKey]):
     o = decoder()
     for sent in SENT:
-        o.header(sent)
+        o.decode_header(sent)
     assert len(verified) == 2 * len(SENT)  # and each admission
-    o.open(RECORD.sent, RoundRecord)
-    o.certificate(encode_certificate(CERTIFICATE))
+    o.decode(RECORD.encoded, RoundRecord)
+    o.decode_certificate(encode_certificate(CERTIFICATE))
     assert len(verified) == 2 * len(SENT) + 1 + len(CERTIFICATE.votes)
 
 
 def test_one_admitted_key_cannot_have_a_thousand_headers_verified(verified: list[PeerKey]):
-    many = [header(PEERS[1], blob_size=i).sent for i in range(1000)]
+    many = [header(PEERS[1], blob_size=i).encoded for i in range(1000)]
     with pytest.raises(MalformedError, match="each author once"):
-        decoder().open(raw(STRANGER, "record", wire_record(many)), RoundRecord)
+        decoder().decode(raw(STRANGER, "record", wire_record(many)), RoundRecord)
     assert verified == [STRANGER.key]
 
 
 def test_strangers_cannot_have_a_thousand_headers_verified(verified: list[PeerKey]):
     keys = sorted((identity(f"sybil {i}") for i in range(1000)), key=lambda i: i.key)
-    many = [header(i, admission=b"").sent for i in keys]
+    many = [header(i, admission=b"").encoded for i in keys]
     with pytest.raises(ProtocolError):
-        decoder().open(raw(STRANGER, "record", wire_record(many)), RoundRecord)
+        decoder().decode(raw(STRANGER, "record", wire_record(many)), RoundRecord)
     assert len(verified) <= 2
 
 
 def test_strangers_cannot_have_a_thousand_votes_verified(verified: list[PeerKey]):
     o = decoder()
-    o.open(RECORD.sent, RoundRecord)
+    o.decode(RECORD.encoded, RoundRecord)
     verified.clear()
     voters = sorted((identity(f"sybil {i}") for i in range(1000)), key=lambda i: i.key)
-    sent = wire.Certificate(record=RECORD.sent, votes=[vote(v, RECORD).sent for v in voters]).SerializeToString()
+    sent = wire.Certificate(record=RECORD.encoded, votes=[vote(v, RECORD).encoded for v in voters]).SerializeToString()
     with pytest.raises(MalformedError, match="no contributor"):
-        o.certificate(sent)
+        o.decode_certificate(sent)
     assert verified == []
 
 
@@ -93,19 +102,19 @@ def remembered(o: MessageDecoder) -> int:
 def test_a_refused_message_is_not_remembered():
     o = decoder()
     for sent in (
-        header(STRANGER, admission=b"").sent,
-        KeySigner(STRANGER).sign(Finalization(RUN, Round(3), digest(1))).sent,
+        header(STRANGER, admission=b"").encoded,
+        KeySigner(STRANGER).sign(Finalization(RUN, Round(3), digest(1))).encoded,
     ):
         for body in (UpdateHeader, Finalization):
             with pytest.raises(ProtocolError):
-                o.open(sent, body)
+                o.decode(sent, body)
     assert remembered(o) == 0
 
 
 def test_what_is_remembered_is_bounded_in_number():
     o = decoder(remember=10)
     for i in range(100):
-        o.open(KeySigner(STRANGER).sign(Goodbye(RUN, i)).sent, Goodbye)
+        o.decode(KeySigner(STRANGER).sign(Goodbye(RUN, i)).encoded, Goodbye)
     assert remembered(o) == 10
 
 
@@ -113,35 +122,37 @@ def test_what_is_remembered_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(message_codec, "MAX_REMEMBERED", 1024 * 1024)
     o = decoder()
     for i in range(100):
-        o.open(heartbeat(STRANGER, admission=b"", sequence=i, known=(2**63,) * 1000).sent, Heartbeat)
+        o.decode(heartbeat(STRANGER, admission=b"", sequence=i, known_headers=(2**63,) * 1000).encoded, Heartbeat)
     assert 10 <= remembered(o) <= 30
-    o.open(heartbeat(STRANGER, admission=b"", known=(1,) * MAX_KNOWN).sent, Heartbeat)  # about a sixth of it
+    o.decode(
+        heartbeat(STRANGER, admission=b"", known_headers=(1,) * MAX_KNOWN_HEADERS).encoded, Heartbeat
+    )  # about a sixth of it
 
 
 def test_a_message_too_large_to_remember_opens_all_the_same(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(message_codec, "MAX_REMEMBERED", 1000)
     o = decoder()
-    assert o.certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
+    assert o.decode_certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
     assert remembered(o) == 0
 
 
 def test_a_flood_by_strangers_leaves_headers_remembered(verified: list[PeerKey]):
     o = decoder(remember=10)
-    o.header(SENT[0])
+    o.decode_header(SENT[0])
     for i in range(30):
-        o.open(KeySigner(STRANGER).sign(Goodbye(RUN, i)).sent, Goodbye)
-        o.open(heartbeat(STRANGER, admission=b"", sequence=i).sent, Heartbeat)
-        o.open(vote(STRANGER, RECORD, round=Round(i)).sent, Vote)
+        o.decode(KeySigner(STRANGER).sign(Goodbye(RUN, i)).encoded, Goodbye)
+        o.decode(heartbeat(STRANGER, admission=b"", sequence=i).encoded, Heartbeat)
+        o.decode(vote(STRANGER, RECORD, round=Round(i)).encoded, Vote)
         with pytest.raises(ProtocolError):
-            o.header(header(STRANGER, admission=b"", blob_size=i).sent)
+            o.decode_header(header(STRANGER, admission=b"", blob_size=i).encoded)
     verified.clear()
-    o.header(SENT[0])
+    o.decode_header(SENT[0])
     assert verified == []
 
 
 # -- fuzz -----------------------------------------------------------------------------------------------------
 
-_SEEDS = [s.sent for s in ONE_OF_EACH] + [encode_certificate(CERTIFICATE)]
+_SEEDS = [s.encoded for s in ONE_OF_EACH] + [encode_certificate(CERTIFICATE)]
 
 
 @given(st.one_of(st.binary(max_size=300), mutated(_SEEDS)))
@@ -150,10 +161,10 @@ def test_whatever_arrives_is_opened_or_an_error_of_the_protocol(sent: bytes):
     for body in KINDS:
         if sent not in _SEEDS:
             with pytest.raises(ProtocolError):
-                o.open(sent, body)
+                o.decode(sent, body)
     if sent not in _SEEDS:
         try:
-            o.certificate(sent)  # its own bytes are not signed: a certificate may be written in several ways
+            o.decode_certificate(sent)  # its own bytes are not signed: a certificate may be written in several ways
         except ProtocolError:
             pass
 
@@ -162,7 +173,7 @@ def test_whatever_arrives_is_opened_or_an_error_of_the_protocol(sent: bytes):
 def test_whatever_is_signed_is_opened_or_an_error_of_the_protocol(body: type, payload: bytes):
     signer = OWNER if body in (Admission, Finalization) else PEERS[1]
     try:
-        decoder().open(seal(signer, KINDS[body][0], payload).sent, body)
+        decoder().decode(seal(signer, KINDS[body][0], payload).encoded, body)
     except ProtocolError:
         pass
 
@@ -171,11 +182,11 @@ def test_whatever_is_signed_is_opened_or_an_error_of_the_protocol(body: type, pa
 def test_whatever_a_member_signs_is_opened_or_an_error_of_the_protocol(data: st.DataObject):
     good = data.draw(st.sampled_from(ONE_OF_EACH))
     kind = KINDS[type(good.body)][0]
-    payload = bytearray(wire.Envelope.FromString(good.sent).payload)
+    payload = bytearray(wire.Envelope.FromString(good.encoded).payload)
     for _ in range(data.draw(st.integers(1, 3))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     signer = OWNER if type(good.body) in (Admission, Finalization) else PEERS[1]
     try:
-        decoder().open(seal(signer, kind, bytes(payload)).sent, type(good.body))
+        decoder().decode(seal(signer, kind, bytes(payload)).encoded, type(good.body))
     except ProtocolError as e:
         assert str(e).isprintable()

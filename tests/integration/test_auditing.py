@@ -37,7 +37,7 @@ from peer.swarm.errors import PeerRefused, PeerUnreachable
 from protocol.chain import Chain, UnknownParent
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.credits import CreditRule, account_for
+from protocol.ledger.credits import CreditRule, credits_of
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry, encode_line, lines_root
 from protocol.ledger.statements import TreeHead, open_receipt, sign
 from protocol.merkle import leaf_hash, tree_hash
@@ -68,11 +68,11 @@ class Asker:
         if chain is None:
             raise PeerUnreachable(f"peer {member.short} does not answer")
         try:
-            found, more = chain.after(have, count=3)
+            found, more = chain.certificates_after(have, count=3)
         except UnknownParent as e:
             raise PeerRefused(str(e)) from None
-        final = chain.final.sent if chain.final is not None else b""
-        word = chain.newest.sent if chain.newest is not None else b""
+        final = chain.finalization.encoded if chain.finalization is not None else b""
+        word = chain.newest_directive.encoded if chain.newest_directive is not None else b""
         sent = [encode_certificate(c) for c in found]
         return wire.ChainReply(certificates=sent, final=final, more=more, directive=word)
 
@@ -92,7 +92,7 @@ class World:
         """Return the chain that a member keeps, from a round on."""
         limits = RoundPolicy.of(SPEC).chain_limits
         if first:
-            limits = replace(limits, max_records=1, keep_at_least=len(self.swarm.chain.certificates) - first)
+            limits = replace(limits, max_records=1, min_main_records=len(self.swarm.chain.certificates) - first)
         chain = Chain(SPEC.run_id, SPEC.genesis.name, limits)
         for certificate in self.swarm.chain.certificates:
             chain.add(certificate)
@@ -126,7 +126,7 @@ class World:
 
     async def post(self, rounds: int) -> None:
         for _ in range(rounds):
-            account = account_for(self.swarm.chain.add({1: 40, 2: 30, 3: 20}), RULE)
+            account = credits_of(self.swarm.chain.add({1: 40, 2: 30, 3: 20}), RULE)
             self.clock[0] += 61
             await self.ledger.run(lambda ledger, a=account: ledger.post(a))
             await self.log.heads(None, 1)
@@ -187,7 +187,7 @@ class World:
         return await audit_log(self.connect(), self.folder / home)
 
     async def found(self) -> list[str]:
-        return [d.words for d in (await self.audit()).report.differences]
+        return [d.message for d in (await self.audit()).report.findings]
 
 
 @asynccontextmanager
@@ -289,7 +289,7 @@ async def test_a_credit_moved_to_another_peer_is_named_though_its_hashes_were_ma
         thief = next(i for i in map(identity, range(1000)) if lines[0].peer < i.key < lines[2].peer)
         lines[1] = replace(lines[1], peer=thief.key)
         old = decode_entry(row(w, f"SELECT encoded FROM entries WHERE sequence = {entry}")[0])
-        new = encode_entry(replace(old, what=replace(old.what, lines_root=lines_root(lines))))  # type: ignore[arg-type]
+        new = encode_entry(replace(old, payload=replace(old.payload, lines_root=lines_root(lines))))  # type: ignore[arg-type]
         await w.falsified(
             f"UPDATE lines SET encoded = x'{encode_line(lines[1]).hex()}' WHERE entry = {entry} AND line = 1",
             f"UPDATE entries SET encoded = x'{new.hex()}', leaf = x'{leaf_hash(new).hex()}' WHERE sequence = {entry}",
@@ -326,7 +326,7 @@ async def test_the_end_cut_off_is_named_by_what_this_machine_saw(tmp_path, monke
         assert (await w.audit()).clean
         size = row(w, "SELECT count(*) FROM entries")[0]
         cut = [row(w, f"SELECT leaf FROM entries WHERE sequence = {n}")[0] for n in range(size - 2)]
-        head = sign(OWNER, TreeHead(SPEC.run_id, size - 2, tree_hash(cut), int(w.clock[0] * 1000))).sent
+        head = sign(OWNER, TreeHead(SPEC.run_id, size - 2, tree_hash(cut), int(w.clock[0] * 1000))).encoded
         await w.falsified(
             f"DELETE FROM entries WHERE sequence >= {size - 2}", f"DELETE FROM lines WHERE entry >= {size - 2}",
             f"DELETE FROM rounds WHERE entry >= {size - 2}", "DELETE FROM branch WHERE round >= 7", "DELETE FROM heads",
@@ -339,8 +339,8 @@ async def test_the_end_cut_off_is_named_by_what_this_machine_saw(tmp_path, monke
 
 async def test_a_forged_head_is_named(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
-        forged = sign(OWNER, TreeHead(SPEC.run_id, 5, digest("forged"), 1_700_000_000_000)).sent
-        stranger = sign(identity("s"), TreeHead(SPEC.run_id, 3, digest("forged"), 1_700_000_000_000)).sent
+        forged = sign(OWNER, TreeHead(SPEC.run_id, 5, digest("forged"), 1_700_000_000_000)).encoded
+        stranger = sign(identity("s"), TreeHead(SPEC.run_id, 3, digest("forged"), 1_700_000_000_000)).encoded
         await w.falsified(
             f"INSERT INTO heads (id, size, root, time, encoded) VALUES (0, 5, x'{'00' * 32}', 5, x'{forged.hex()}')",
             f"INSERT INTO heads (id, size, root, time, encoded) VALUES (-1, 3, x'{'00' * 32}', 5, x'{stranger.hex()}')",
@@ -352,7 +352,7 @@ async def test_a_forged_head_is_named(tmp_path, monkeypatch):
 
 async def test_an_invented_round_is_named(tmp_path, monkeypatch):
     async with made(tmp_path, monkeypatch) as w:
-        invented = account_for(w.swarm.chain.fork(8).add({1: 500, 9: 500}), RULE)
+        invented = credits_of(w.swarm.chain.fork(8).add({1: 500, 9: 500}), RULE)
         w.clock[0] += 61
         await w.ledger.run(lambda ledger: ledger.post(invented))
         found = await w.found()
@@ -370,7 +370,7 @@ async def test_a_branch_that_the_swarm_does_not_follow_is_named(tmp_path, monkey
         w.chains = {peer(1).key: chain}
         w.swarm.chain = lighter
         for _ in range(2):
-            account = account_for(lighter.add({8: 5}), RULE)
+            account = credits_of(lighter.add({8: 5}), RULE)
             w.clock[0] += 61
             await w.ledger.run(lambda ledger, a=account: ledger.post(a))
         found = await w.found()
@@ -383,11 +383,11 @@ async def test_a_rollback_is_clean_also_when_members_have_left_the_branch(tmp_pa
         w.swarm.chain = old.fork(6)
         await w.rollback(old.certificates[5].digest)
         for _ in range(4):
-            account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)
+            account = credits_of(w.swarm.chain.add({1: 50, 2: 50}), RULE)
             w.clock[0] += 61
             await w.ledger.run(lambda ledger, a=account: ledger.post(a))
         found = await w.audit()
-        assert len(found.report.unproved) == 2 and found.report.differences == []
+        assert len(found.report.unproved) == 2 and found.report.findings == []
         w.swarm.left = old.certificates[6:]
         found = await w.audit()
         assert found.clean, _lines(found)
@@ -400,7 +400,7 @@ async def test_a_rollback_that_no_member_has_heard_of_is_unproved(tmp_path, monk
         w.clock[0] += 61
         await w.log.heads(None, 1)
         found = await w.audit()
-        assert any("no member that was asked has heard of this rollback" in d.words for d in found.report.unproved)
+        assert any("no member that was asked has heard of this rollback" in d.message for d in found.report.unproved)
 
 
 async def test_what_the_coordinator_alone_tells_of_a_rollback_is_not_what_members_have_heard(tmp_path, monkeypatch):
@@ -410,14 +410,14 @@ async def test_what_the_coordinator_alone_tells_of_a_rollback_is_not_what_member
         w.chains = {peer(1).key: w.chain()}
         w.swarm.chain = members.fork(6)
         await w.rollback(record)
-        account = account_for(w.swarm.chain.add({8: 5}), RULE)
+        account = credits_of(w.swarm.chain.add({8: 5}), RULE)
         w.clock[0] += 61
         await w.ledger.run(lambda ledger: ledger.post(account))
         w.swarm.left = members.certificates[6:]
         w.clock[0] += 61
         await w.log.heads(None, 1)
         found = await w.audit()
-        assert any("no member that was asked has heard of this rollback" in d.words for d in found.report.unproved)
+        assert any("no member that was asked has heard of this rollback" in d.message for d in found.report.unproved)
 
 
 async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_looked_for(tmp_path, monkeypatch):
@@ -429,7 +429,7 @@ async def test_rounds_long_past_are_the_chains_also_after_a_rolled_back_one_was_
         await w.rollback(old.certificates[5].digest)
         w.swarm.left = old.certificates[6:]
         for _ in range(12):
-            account = account_for(w.swarm.chain.add({1: 50, 2: 50}), RULE)
+            account = credits_of(w.swarm.chain.add({1: 50, 2: 50}), RULE)
             w.clock[0] += 61
             await w.ledger.run(lambda ledger, a=account: ledger.post(a))
         found = await w.audit()
@@ -444,8 +444,8 @@ async def test_an_old_final_that_was_rolled_back_is_no_reason_to_blame_the_log(t
         for _ in range(3):
             w.swarm.chain.add({1: 40, 2: 30, 3: 20})
             stale.add(w.swarm.chain.certificates[-1])
-        stale.add_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, Round(7), w.swarm.chain.head)))
-        assert knowing.take(word)
+        stale.add_finalization(KeySigner(OWNER).sign(Finalization(SPEC.run_id, Round(7), w.swarm.chain.head)))
+        assert knowing.add_directive(word)
         w.swarm.chain = w.swarm.chain.fork(5)
         w.chains = {peer(1).key: knowing, peer(2).key: stale}
         assert await w.found() == []
@@ -455,7 +455,7 @@ async def test_a_branch_of_the_owners_own_is_named_though_its_certificates_are_g
     async with made(tmp_path, monkeypatch, rounds=5) as w:
         lighter = w.swarm.chain.fork(5)
         w.swarm.chain.add({1: 40, 2: 30, 3: 20})
-        account = account_for(lighter.add({8: 5}), RULE)
+        account = credits_of(lighter.add({8: 5}), RULE)
         w.swarm.left = lighter.certificates[5:]
         await w.ledger.run(lambda ledger: ledger.post(account))
         found = await w.found()
@@ -467,7 +467,9 @@ async def test_what_is_final_and_not_credited_is_named(tmp_path, monkeypatch):
         for _ in range(3):
             w.swarm.chain.add({1: 40, 2: 30, 3: 20})
         chain = w.chain()
-        chain.add_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, 6, w.swarm.chain.certificates[6].digest)))  # type: ignore
+        chain.add_finalization(
+            KeySigner(OWNER).sign(Finalization(SPEC.run_id, 6, w.swarm.chain.certificates[6].digest))
+        )  # type: ignore
         w.chains = {peer(1).key: chain}
         found = await w.found()
         assert found == ["the log ends before rounds 5 to 6: final by the owner's word, and not credited"]
@@ -609,7 +611,7 @@ def admit_request(number: int) -> bytes:
     from protocol.wire import coordinator_pb2
 
     body = coordinator_pb2.AdmitBody(run=SPEC.run_id, time=int(time.time()), name=f"peer {number}")
-    return seal(peer(number), "admit", body.SerializeToString(deterministic=True)).sent
+    return seal(peer(number), "admit", body.SerializeToString(deterministic=True)).encoded
 
 
 def late_header(swarm: FakeSwarm) -> Any:

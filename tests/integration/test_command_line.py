@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from protocol.ids import Digest, RunId
-from protocol.invite import Endpoint, Invite
+from protocol.invite import HostPort, Invite
 from tests.support.command_line import cairn, refused
 from tests.support.specs import digest
 from tests.support.waiting import LIMIT
@@ -64,7 +64,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def invite(port: int = 9) -> str:
-    return str(Invite(RunId(digest("run")), Digest(digest("tls")), (Endpoint("127.0.0.1", port),)))
+    return str(Invite(RunId(digest("run")), Digest(digest("tls")), (HostPort("127.0.0.1", port),)))
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def an_invite() -> Invite:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    return Invite(RunId(digest("run")), Digest(bytes(32)), (Endpoint("127.0.0.1", port),))
+    return Invite(RunId(digest("run")), Digest(bytes(32)), (HostPort("127.0.0.1", port),))
 
 
 @pytest.mark.parametrize("command", [("peer", "join"), ("status",)])

@@ -36,18 +36,18 @@ def line_of(directive) -> str:
 
 @pytest.mark.asyncio
 async def test_an_order_is_kept_told_and_given_again_after_a_restart(tmp_path):
-    first = word(5, order="paused", reason="moving")
+    first = word(5, run_status="paused", reason="moving")
     async with running(tmp_path) as (coordinator, swarm):
         async with client(coordinator) as c:
             assert not (await c.publish_directive()).directive
-            reply = await c.publish_directive(first.sent)
-        assert reply.directive == first.sent and swarm.directives == [first]
+            reply = await c.publish_directive(first.encoded)
+        assert reply.directive == first.encoded and swarm.directives == [first]
         async with client(coordinator) as c:
-            assert (await c.publish_directive(first.sent)).directive == first.sent  # once more: the same
+            assert (await c.publish_directive(first.encoded)).directive == first.encoded  # once more: the same
             with pytest.raises(CoordinatorRefused, match="newer directive"):
-                await c.publish_directive(word(4).sent)
+                await c.publish_directive(word(4).encoded)
             with pytest.raises(CairnError, match="owner"):
-                await c.publish_directive(word(9, peer(1)).sent)
+                await c.publish_directive(word(9, peer(1)).encoded)
         assert swarm.directives == [first]
     async with running(tmp_path, swarm=FakeSwarm(SPEC)) as (coordinator, swarm):
         assert swarm.directives == [first] == [coordinator.control.newest]
@@ -59,7 +59,9 @@ async def test_whoever_looks_is_told_of_pauses_ends_and_bans_in_words(tmp_path):
         swarm.round({0: 10, 1: 10})
         await settled(coordinator, 1)
         async with client(coordinator) as c:
-            await c.publish_directive(word(1, order="paused", reason="moving", since=0, banned=(peer(1).key,)).sent)
+            await c.publish_directive(
+                word(1, run_status="paused", reason="moving", since=0, banned=(peer(1).key,)).encoded
+            )
             swarm.beat(0, phase="paused")
             swarm.beat(1, phase="training")
             coordinator._overview = None
@@ -75,7 +77,7 @@ async def test_whoever_looks_is_told_of_pauses_ends_and_bans_in_words(tmp_path):
             said = (await get.get("/metrics")).text
             assert 'cairn_peers{phase="paused"} 1.0' in said and 'cairn_state{state="paused"} 1.0' in said
         async with client(coordinator) as c:
-            await c.publish_directive(word(2, order="running", since=0).sent)
+            await c.publish_directive(word(2, run_status="running", since=0).encoded)
             coordinator._overview = None
             assert {p.phase for p in coordinator.overview().peers} == {"paused", "training"}
 
@@ -99,7 +101,7 @@ async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
         swarm.round({0: 10})
         await settled(coordinator, 1)
         async with client(coordinator) as c:
-            await c.publish_directive(word(1, changes=slower, from_round=2).sent)
+            await c.publish_directive(word(1, changes=slower, from_round=2).encoded)
         assert coordinator.directives.round_policy == SPEC.round, "not yet"
         swarm.round({0: 10})
         await settled(coordinator, 2)
@@ -108,7 +110,7 @@ async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
         assert judged.round_limit == 5000 + 700 + SPEC.round.patience_seconds
         assert coordinator.peers.member_seconds == coordinator.observations.member_seconds == 300
         async with client(coordinator) as c:
-            await c.publish_directive(word(2, from_round=0).sent)
+            await c.publish_directive(word(2, from_round=0).encoded)
         assert coordinator.directives.round_policy == SPEC.round, "as in the spec again"
 
 
@@ -116,11 +118,11 @@ async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
 async def test_the_banned_and_newcomers_of_an_ended_run_are_refused_with_the_reason(tmp_path):
     async with running(tmp_path) as (coordinator, _):
         async with client(coordinator) as c:
-            await c.publish_directive(word(1, banned=(peer(1).key,), reason="wrong updates").sent)
+            await c.publish_directive(word(1, banned=(peer(1).key,), reason="wrong updates").encoded)
             with pytest.raises(CoordinatorRefused, match=r"banned this key \(wrong updates\)"):
                 await c.admit(peer(1), "one")
             await c.admit(peer(2), "two")
-            await c.publish_directive(word(2, order="ended").sent)
+            await c.publish_directive(word(2, run_status="ended").encoded)
             with pytest.raises(CoordinatorRefused, match="ended by its owner"):
                 await c.admit(peer(3), "three")
 
@@ -137,15 +139,15 @@ async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is
         back = word(3, rollback=Rollback(1, to.digest, Round(3), state(3)))
         async with client(coordinator) as c:
             with pytest.raises(CairnError):
-                await c.publish_directive(back.sent)
+                await c.publish_directive(back.encoded)
             assert swarm.directives == [] and coordinator.control.newest is None
             swarm.blobs.add(state(3))
             swarm.chain = swarm.chain.fork(3)
-            await c.publish_directive(back.sent)
+            await c.publish_directive(back.encoded)
         assert chain.posted == (2, to.digest) and coordinator._finalizer.epoch == 1 and swarm.offered == [state(3)]
-        later = word(4, rollback=back.body.rollback, order="paused")
+        later = word(4, rollback=back.body.rollback, run_status="paused")
         async with client(coordinator) as c:
-            await c.publish_directive(later.sent)
+            await c.publish_directive(later.encoded)
         assert chain.posted == (2, to.digest)
     lines = (tmp_path / FILE).read_text().splitlines()
     assert lines == [line_of(back), "done 1", line_of(later)]
@@ -165,14 +167,16 @@ async def test_a_word_that_the_swarm_has_from_elsewhere_is_heeded_and_no_order_i
         swarm.directives.append(theirs)
         async with client(coordinator) as c:
             with pytest.raises(CoordinatorRefused, match="the swarm knows a newer directive"):
-                await c.publish_directive(word(8, order="paused").sent)  # by a peer that does not know of the ban
+                await c.publish_directive(
+                    word(8, run_status="paused").encoded
+                )  # by a peer that does not know of the ban
         swarm.turn_to(swarm.chain.fork(3))
         await until(lambda: coordinator._finalizer.epoch == 1 and chain.posted == (2, to.digest))
         async with client(coordinator) as c:
-            assert (await c.publish_directive()).directive == theirs.sent
+            assert (await c.publish_directive()).directive == theirs.encoded
             with pytest.raises(CoordinatorRefused, match="banned"):
                 await c.admit(peer(1), "one")
-            await c.publish_directive(word(9, banned=(peer(1).key,), rollback=back, order="paused").sent)
+            await c.publish_directive(word(9, banned=(peer(1).key,), rollback=back, run_status="paused").encoded)
     assert DirectiveFile(tmp_path, MessageDecoder(RUN, OWNER.key, remember=4)).read()[1] == {1}
 
 
@@ -187,9 +191,9 @@ async def test_two_rollbacks_that_were_ordered_at_once_are_not_both_taken(tmp_pa
             word(n, rollback=Rollback(1, swarm.chain.certificates[n - 1].digest, Round(n), state(n))) for n in (1, 2)
         )
         async with client(coordinator) as c:
-            await c.publish_directive(first.sent)
+            await c.publish_directive(first.encoded)
             with pytest.raises(CoordinatorRefused, match="rolled back meanwhile"):
-                await c.publish_directive(second.sent)
+                await c.publish_directive(second.encoded)
         assert swarm.directives == [first] and swarm.offered == [state(1)]
 
 
@@ -213,14 +217,14 @@ async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_led
         swarm.blobs.add(state(2))
         swarm.chain = swarm.chain.fork(2)
         async with client(coordinator) as c:
-            await c.publish_directive(back.sent)
+            await c.publish_directive(back.encoded)
         for i in range(8):
             swarm.chain.add({2: 5 + i}, attempt=1)
         swarm.changed()
         await settled(coordinator, 6)
         last = coordinator.chain.posted
     (tmp_path / FILE).unlink()
-    swarm.directives = [word(4, rollback=back.body.rollback, order="paused")]
+    swarm.directives = [word(4, rollback=back.body.rollback, run_status="paused")]
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         await control.asyncio.sleep(0.1)
         assert coordinator.chain.posted == last and not coordinator.problem

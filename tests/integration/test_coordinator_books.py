@@ -6,7 +6,7 @@ import asyncio
 
 from coordinator import service
 from coordinator.ledger.store import connect
-from protocol.ledger.credits import CreditRule, account_for, pending
+from protocol.ledger.credits import CreditRule, credits_of, sum_credits
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
 from tests.support.coordinator_service import client, running, settled
 from tests.support.waiting import until
@@ -24,9 +24,9 @@ async def test_what_a_peer_is_told_is_the_same_on_both_databases_and_after_a_res
         async with running(tmp_path, SPEC, swarm, **where) as (c, _), client(c) as ask:
             await settled(c, len(swarm.chain.certificates))
             account = await ask.account(peer(1).key)
-    accounts = [account_for(a, CreditRule.of(SPEC)) for a in swarm.chain.certificates]
+    accounts = [credits_of(a, CreditRule.of(SPEC)) for a in swarm.chain.certificates]
     posted = len(accounts) - DEPTH
-    has, waits = pending(accounts[: posted - 2])[peer(1).key], pending(accounts[posted - 2 :])[peer(1).key]
+    has, waits = sum_credits(accounts[: posted - 2])[peer(1).key], sum_credits(accounts[posted - 2 :])[peer(1).key]
     assert (account.micro_credits_settled, account.micro_credits_pending) == (has.micro_credits, waits.micro_credits)
     assert account.rounds == len(accounts)
     assert [(e.round, e.settled) for e in account.newest] == [(r, r < posted - 2) for r in reversed(range(7))]

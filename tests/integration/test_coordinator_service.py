@@ -31,7 +31,7 @@ from protocol.coordinator_address import CoordinatorAddress
 from protocol.envelope import seal
 from protocol.errors import CairnError
 from protocol.ids import Digest
-from protocol.invite import TLS_NAME, Endpoint, Invite
+from protocol.invite import TLS_NAME, HostPort, Invite
 from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
@@ -163,7 +163,7 @@ async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(t
     async with running(tmp_path / "a") as (a, _), running(tmp_path / "b") as (b, _):
         ask = client(a)
         channel = await ask._channel(ask._places[0])
-        pem = await asyncio.to_thread(server_certificate, Endpoint("127.0.0.1", a.grpc_port))
+        pem = await asyncio.to_thread(server_certificate, HostPort("127.0.0.1", a.grpc_port))
         import ssl
 
         credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(pem).encode())
@@ -183,14 +183,14 @@ async def test_nobody_there_and_no_coordinator_there_are_told_apart(tmp_path):
         s.bind(("127.0.0.1", 0))
         free = s.getsockname()[1]
     async with running(tmp_path) as (c, _):
-        async with client(c, coordinators=(Endpoint("127.0.0.1", free),)) as ask:
+        async with client(c, coordinators=(HostPort("127.0.0.1", free),)) as ask:
             with pytest.raises(CoordinatorUnreachable, match=f"127.0.0.1:{free} does not answer.*is it running"):
                 await ask.status()
-        async with client(c, coordinators=(Endpoint("127.0.0.1", c.page_port),)) as ask:
+        async with client(c, coordinators=(HostPort("127.0.0.1", c.page_port),)) as ask:
             with pytest.raises(WrongCoordinator, match="does not speak TLS"):
                 await ask.status()
         # The second address of the invite is tried when the first is silent.
-        both = (Endpoint("127.0.0.1", free), Endpoint("127.0.0.1", c.grpc_port))
+        both = (HostPort("127.0.0.1", free), HostPort("127.0.0.1", c.grpc_port))
         async with client(c, coordinators=both) as ask:
             assert (await ask.status()).name == "tiny"
 
@@ -228,7 +228,7 @@ async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_
     async with running(tmp_path, swarm=swarm, listen_port=port):
         assert await told(swarm, 3) == first
     swarm.words = swarm.words[:1]
-    public = (Endpoint("new.example", 1),)
+    public = (HostPort("new.example", 1),)
     # Its clock was set back meanwhile: what it says is newer all the same.
     async with running(tmp_path, swarm=swarm, public=public, now=lambda: 1000.0):
         moved = await told(swarm, 2)
@@ -260,10 +260,10 @@ async def test_a_client_goes_where_the_owner_says_and_back_to_the_invites_addres
 
 async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, monkeypatch):
     async with running(tmp_path) as (c, swarm):
-        old = replace(c.invite(), coordinators=(Endpoint("127.0.0.1", 1),))
+        old = replace(c.invite(), coordinators=(HostPort("127.0.0.1", 1),))
         await told(swarm, 1)
         asked: list[list[str]] = []
-        known = coordinator_discovery.DiscoveredRun(sign_spec(OWNER, SPEC).sent, swarm.words[0], (), 1)
+        known = coordinator_discovery.DiscoveredRun(sign_spec(OWNER, SPEC).encoded, swarm.words[0], (), 1)
 
         async def find(run, addresses):
             asked.append(list(addresses))
@@ -279,7 +279,7 @@ async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, 
 
 
 async def test_at_the_place_that_the_owner_names_another_certificate_is_refused(tmp_path):
-    async with running(tmp_path) as (c, swarm), client(c, coordinators=(Endpoint("127.0.0.1", 1),)) as ask:
+    async with running(tmp_path) as (c, swarm), client(c, coordinators=(HostPort("127.0.0.1", 1),)) as ask:
         ask.moved(replace(await told(swarm, 1), fingerprint=Digest(bytes(32))))
         with pytest.raises(WrongCoordinator):
             await ask.get_run()
@@ -288,7 +288,7 @@ async def test_at_the_place_that_the_owner_names_another_certificate_is_refused(
 async def test_a_silent_server_is_given_up_in_time(tmp_path):
     async with running(tmp_path) as (c, _):
         server = await asyncio.start_server(lambda r, w: asyncio.sleep(NEVER), "127.0.0.1", 0)
-        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+        endpoint = HostPort("127.0.0.1", server.sockets[0].getsockname()[1])
         async with client(c, coordinators=(endpoint,)) as ask:
             with pytest.raises(CairnError):
                 await ended(ask.status())
@@ -303,9 +303,9 @@ async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
     async with running(tmp_path) as (c, _), raw_stub(c) as stub:
         body = wire.AdmitBody(run=bytes(SPEC.run_id), time=int(time.time()), name="x")
         good = seal(peer(1), "admit", body.SerializeToString(deterministic=True))
-        forged = bytearray(good.sent)
+        forged = bytearray(good.encoded)
         forged[-1] ^= 1
-        other_kind = seal(peer(1), "vote", good.payload).sent
+        other_kind = seal(peer(1), "vote", good.payload).encoded
         long_name = seal(peer(1), "admit", wire.AdmitBody(run=bytes(SPEC.run_id), time=int(time.time()), name="n" * 41).SerializeToString())  # fmt: skip  # noqa: E501
         other_run = seal(peer(1), "admit", wire.AdmitBody(run=bytes(32), time=int(time.time())).SerializeToString())
         for request, expected in [
@@ -313,8 +313,8 @@ async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
             (b"\xff" * 200, code.INVALID_ARGUMENT),
             (bytes(forged), code.UNAUTHENTICATED),
             (other_kind, code.UNAUTHENTICATED),
-            (long_name.sent, code.INVALID_ARGUMENT),
-            (other_run.sent, code.NOT_FOUND),
+            (long_name.encoded, code.INVALID_ARGUMENT),
+            (other_run.encoded, code.NOT_FOUND),
             (b"x" * 2000, code.INVALID_ARGUMENT),
         ]:
             got, said = await refusal(stub.Admit(wire.AdmitRequest(request=request), timeout=LIMIT))
@@ -326,7 +326,7 @@ async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
         ] is code.INVALID_ARGUMENT
         too_big = await refusal(stub.Admit(wire.AdmitRequest(request=b"x" * 100_000), timeout=LIMIT))
         assert too_big[0] is code.RESOURCE_EXHAUSTED
-        assert (await stub.Admit(wire.AdmitRequest(request=good.sent), timeout=LIMIT)).admission
+        assert (await stub.Admit(wire.AdmitRequest(request=good.encoded), timeout=LIMIT)).admission
 
 
 async def test_one_who_asks_too_much_is_told_to_wait_and_the_table_of_callers_is_bounded(tmp_path, monkeypatch):
@@ -567,10 +567,10 @@ async def _until_closed(reader: asyncio.StreamReader) -> bytes:
 
 def test_an_invite_made_by_the_coordinator_is_read_by_its_client(tmp_path):
     async def check():
-        async with running(tmp_path, public=(Endpoint("run.example.org", 7100),)) as (c, _):
+        async with running(tmp_path, public=(HostPort("run.example.org", 7100),)) as (c, _):
             invite = c.invite("otter")
             assert Invite.parse(str(invite)) == invite
-            assert invite.coordinators == (Endpoint("run.example.org", 7100),) and invite.code == "otter"
+            assert invite.coordinators == (HostPort("run.example.org", 7100),) and invite.code == "otter"
             assert c.page_url.startswith("http://127.0.0.1:")
 
     asyncio.run(check())

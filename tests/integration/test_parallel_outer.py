@@ -27,7 +27,7 @@ from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
-from protocol.untransmitted import dropped
+from protocol.untransmitted import untransmitted
 from tests.support.parallel_world import join, run_ranks, write_json
 from tests.support.specs import TINY_LLAMA
 
@@ -75,19 +75,19 @@ def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
     side.rebase()
     seen.append(digest())
     assert _codec is not None
-    if not _codec.everyone_sends:
-        selection = dropped(dense(30), [p.read_bytes() for p in sums], Reduction.of(_codec))
+    if not _codec.sends_all:
+        selection = untransmitted(dense(30), [p.read_bytes() for p in sums], Reduction.of(_codec))
         assert selection is not None
-        side.add_back(dense(30), selection.packed())
-        side.add_back(dense(31), selection.packed())
-        side.subtract(dense(31), 0.5, selection.packed())
+        side.add_back(dense(30), selection.to_bytes())
+        side.add_back(dense(31), selection.to_bytes())
+        side.subtract(dense(31), 0.5, selection.to_bytes())
     blob = side.announce()
     seen.append(blob_digest(blob).hex() if blob else "")
     # An error on one rank is raised on all.
-    if _codec.everyone_sends:
+    if _codec.sends_all:
         sums[2].write_bytes(sums[2].read_bytes()[:-40] + (b"\xff" if isinstance(_codec, RawCodec) else b"\x80") * 40)
     with pytest.raises(CodecError):
-        if _codec.everyone_sends:
+        if _codec.sends_all:
             side.advance_reduced(sums)
         else:
             side.advance([others[0], Contribution(KEYS[0], 1, rubbish)])

@@ -15,7 +15,7 @@ from peer.training.parallel.ownership import ChunkOwnership
 from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import make_codec
 from protocol.ids import PeerKey, sha256
-from protocol.layout import CODEC_CHUNK, MOMENTUM, Layout, Part
+from protocol.layout import CODEC_CHUNK, MOMENTUM, Layout, TensorSlice
 from protocol.merkle import blob_digest
 from protocol.outer import Contribution, apply
 from protocol.spec import CodecSpec, OuterSpec
@@ -40,7 +40,7 @@ def dealt(layout: Layout, ranks: int, stages: int = 1) -> ChunkOwnership:
     return ChunkOwnership.of(layout, [i % stages for i in range(len(layout.tensors))], of_stage)
 
 
-def cut(layout: Layout, tensors: dict[str, Tensor], parts: tuple[Part, ...]) -> dict[str, Tensor]:
+def cut(layout: Layout, tensors: dict[str, Tensor], parts: tuple[TensorSlice, ...]) -> dict[str, Tensor]:
     """Return copies of these slices."""
     return {
         layout.tensors[p.index].name: tensors[layout.tensors[p.index].name].view(-1)[p.start : p.stop].clone()
@@ -119,7 +119,7 @@ def test_updates_and_rounds_by_parts_are_those_of_the_whole_bit_for_bit(spec, ra
         for rank in range(ranks):
             for part in owned.parts[rank]:
                 flat = learnt[LAYOUT.tensors[part.index].name].view(-1)[part.start : part.stop]
-                at, size = codec.place(part)
+                at, size = codec.record_range(part)
                 joined[at : at + size] = codec.encode_chunks(part.index, part.start // CODEC_CHUNK, flat)
         assert joined == blob
         assert all(torch.equal(learnt[name], whole[name]) for name in whole)
@@ -127,7 +127,7 @@ def test_updates_and_rounds_by_parts_are_those_of_the_whole_bit_for_bit(spec, ra
     apply(state, contributions, codec, outer)
     for rank in range(ranks):
         share = cut(layout, by_parts, owned.within(layout, names)[rank])
-        apply(share, contributions, codec, outer, parts=owned.parts[rank])
+        apply(share, contributions, codec, outer, slices=owned.parts[rank])
         expected = cut(layout, state, owned.within(layout, names)[rank])
         assert all(torch.equal(share[n], expected[n]) for n in expected)
     into = noise(LAYOUT, 5)

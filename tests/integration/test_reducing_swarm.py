@@ -22,7 +22,7 @@ from protocol.message_codec import KeySigner
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
-from protocol.reduce_plan import committees, part_count
+from protocol.reduce_plan import committees, shard_count
 from protocol.rounds.events import BlobHeld, ShardReduced
 from protocol.spec import CodecSpec, OuterSpec
 from tests.support.swarm_world import RUN, Member, Pool
@@ -91,7 +91,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
         headers = [header(m, m.store.put(blobs[m.key])) for m in lent]
         ordered = tuple(sorted(headers, key=lambda h: h.author))
         record = KeySigner(lent[0].identity).sign(RoundRecord(RUN, Round(0), PARENT, PARENT, 0, ordered))
-        parts = part_count(4, CODEC.size)
+        parts = shard_count(4, CODEC.size)
         assert parts == 4 < CODEC.size // CHUNK
         seats = committees(PARENT, 0, record.body.contributors, parts, 2)
         drivers = {m.key: Driver(m) for m in lent}

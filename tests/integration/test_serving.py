@@ -19,7 +19,7 @@ from cairn.demo.story import MARK, _clear
 from peer.store import Store
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest
-from protocol.invite import Endpoint, Invite
+from protocol.invite import HostPort, Invite
 from protocol.merkle import blob_digest
 from protocol.spec import RunSpec
 from tests.support.specs import tiny_spec
@@ -91,7 +91,7 @@ def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
 async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_when_that_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "INVITE_SECONDS", 0.01)
-    made = Invite(tiny_spec().run_id, Digest(bytes(32)), (Endpoint("c.example", 1),), addresses=("/a",))
+    made = Invite(tiny_spec().run_id, Digest(bytes(32)), (HostPort("c.example", 1),), addresses=("/a",))
     codes: list[str] = []
     coordinator: Any = SimpleNamespace(invite=lambda code: codes.append(code) or made)
     config: Any = SimpleNamespace(folder=tmp_path, codes=("the-code",))

@@ -56,7 +56,7 @@ def forgeries() -> dict[str, DHTRecord]:
     a, b = Author(identity(1)), Author(identity(2))
     good = a.heartbeat()
     other_run = RunId(b"o" * 32)
-    goodbye = KeySigner(a.identity).sign(Goodbye(RUN, 1)).sent
+    goodbye = KeySigner(a.identity).sign(Goodbye(RUN, 1)).encoded
     dumps = MSGPackSerializer.dumps
     return {
         "another's key": record(a, subkey=dumps(b.key.hex())),
@@ -72,7 +72,7 @@ def forgeries() -> dict[str, DHTRecord]:
         "infinity": record(a, expiration_time=float("inf")),
         "no time": record(a, expiration_time=float("nan")),
         "expired": record(a, life=-10),
-        "too big": record(a, value=dumps(a.heartbeat(addresses=["x" * 199] * 16, known=tuple(range(2000))))),
+        "too big": record(a, value=dumps(a.heartbeat(addresses=["x" * 199] * 16, known_headers=tuple(range(2000))))),
         "nothing": record(a, value=b""),
         "text": record(a, value=dumps("x")),
         "a map": record(a, value=dumps({"a": 1})),

@@ -23,7 +23,7 @@ from cairn.watch_screen import WatchScreen
 from coordinator.alerts.tracker import Alert
 from peer.coordinator_client import AlertStatus, PeerStatus, RoundStatus, SwarmStatus
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.invite import Endpoint, Invite
+from protocol.invite import HostPort, Invite
 from tests.support.coordinator_fakes import FakeSwarm, make_spec
 from tests.support.coordinator_service import running, settled
 from tests.support.waiting import LIMIT, until
@@ -152,7 +152,7 @@ async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path,
 @pytest.mark.parametrize("terminal", [True, False])
 def test_ctrl_c_ends_it_cleanly(terminal):
     """Nobody answers at this invite: it waits, and ends at once on Ctrl-C."""
-    invite = str(Invite(SPEC.run_id, Digest(bytes(32)), (Endpoint("127.0.0.1", 1),), "", ()))
+    invite = str(Invite(SPEC.run_id, Digest(bytes(32)), (HostPort("127.0.0.1", 1),), "", ()))
     main, side = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "cairn", "watch", invite], stdin=side, stdout=side, stderr=side, cwd=ROOT,

@@ -78,7 +78,7 @@ class FakeLog:
 
         async def head(_: Request) -> Response:
             body = wire.TreeHead(run=bytes(32), size=ROUNDS, root=tree_hash(leaves()), time=1)
-            return JSONResponse({"heads": [b64(seal(OWNER, "tree-head", body.SerializeToString()).sent)]})
+            return JSONResponse({"heads": [b64(seal(OWNER, "tree-head", body.SerializeToString()).encoded)]})
 
         async def entries(request: Request) -> Response:
             first = int(request.query_params["first"])

@@ -108,7 +108,7 @@ class World:
             made = Coordinator(
                 config,
                 spec,
-                sign_spec(OWNER, spec).sent,
+                sign_spec(OWNER, spec).encoded,
                 OWNER,
                 self.swarm,
                 make_archiver(spec, self.folder, self.swarm),

@@ -118,7 +118,7 @@ class History:
 
 
 def _admission(spec: RunSpec, owner: Identity, peer: PeerKey) -> bytes:
-    return KeySigner(owner).sign(Admission(spec.run_id, peer, 0, 2**33, "")).sent
+    return KeySigner(owner).sign(Admission(spec.run_id, peer, 0, 2**33, "")).encoded
 
 
 def make_history(

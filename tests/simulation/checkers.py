@@ -60,16 +60,16 @@ def check_parts(world: World) -> None:
     parts of whose committee more than half lie, and records that nobody honest voted for."""
     for certificate in world.records.values():
         body = certificate.record.body
-        if not certificate.parts or not any(world.by_key[v.author].honest for v in certificate.votes):
+        if not certificate.shards or not any(world.by_key[v.author].honest for v in certificate.votes):
             continue
         for part, committee in enumerate(world.policy.exchange.committees(body)):
             if 2 * sum(not world.by_key[k].honest for k in committee) > len(committee):
                 continue
             where = f"round {body.round}, record {certificate.record.digest.short}, part {part}"
-            if certificate.parts[part] != part_of(body, len(certificate.parts), part):
+            if certificate.shards[part] != part_of(body, len(certificate.shards), part):
                 raise Broken(f"{where} is not the mean of its updates, and most of its committee is honest")
             for u in body.updates:
-                if u.body.blob in world.bad_blobs and bad_slice(u.body.blob, len(certificate.parts)) == part:
+                if u.body.blob in world.bad_blobs and bad_slice(u.body.blob, len(certificate.shards)) == part:
                     raise Broken(f"{where} has a bad update in it, and most of its committee is honest")
 
 
@@ -148,7 +148,7 @@ def check_words(world: World) -> None:
             if any(u.body.windows > most for u in body.updates):
                 raise Broken(f"{where} lists an update of more than {most} windows")
             if body.directive is not None:
-                if said and body.directive.body.rank <= said[-1].rank:
+                if said and body.directive.body.precedence <= said[-1].precedence:
                     raise Broken(f"{where} carries a directive that is not newer")
                 carried.append(body.directive)
             if carried and carried[-1].body.from_round <= body.round + 1:
@@ -162,7 +162,7 @@ def check_words_reached(world: World) -> None:
         chain, at = node.machine.chain, node.trainer_record
         if at is None:
             continue
-        if newest is not None and chain.newest is not newest:
+        if newest is not None and chain.newest_directive is not newest:
             raise Broken(f"peer {node.index} does not know the owner's last word")
         if newest is not None and (back := newest.body.rollback) is not None:
             way = list(reversed(way_to(world, at)))

@@ -56,7 +56,7 @@ class CommitteeWork:
         n, w, record, part = self.node, self.node.world, action.record, action.shard
         if not n.alive or incarnation != n.incarnation or (record.digest, part) not in self.under_way:
             return
-        parts = w.policy.exchange.part_count(len(record.body.updates))
+        parts = w.policy.exchange.shard_count(len(record.body.updates))
         missing = []
         for u in record.body.updates:
             blob = u.body.blob

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Heartbeat, RoundRecord, ShardAttestation, Signed, Vote, parts_digest
+from protocol.messages import Heartbeat, RoundRecord, ShardAttestation, Signed, Vote, shards_digest
 from protocol.rounds import events as ev
 from tests.simulation.committee import part_of
 from tests.simulation.node import Node
@@ -71,7 +71,7 @@ HOSTILE = (Equivocator, Withholder, Poisoner, Boaster)
 
 def lie(word: ShardAttestation) -> Digest:
     """The wrong digest that all liars agree on."""
-    return Digest(sha256(b"lie", word.record, bytes([word.part])))
+    return Digest(sha256(b"lie", word.record, bytes([word.shard])))
 
 
 class Liar(Node):
@@ -149,20 +149,20 @@ class TwoMinded(Recorder):
         """Return what the second half gets instead."""
         body = message.body
         record = self.seen.get(body.record) if isinstance(body, Vote | ShardAttestation) else None
-        if record is None or isinstance(body, Vote) and body.parts is None:
+        if record is None or isinstance(body, Vote) and body.shards_digest is None:
             return message
         committees, lies = self.world.policy.exchange.committees(record), {}
         for part, seated in enumerate(committees):
             if 2 * sum(isinstance(self.world.by_key[key], TwoMinded) for key in seated) > len(seated):
                 lies[part] = lie(ShardAttestation(self.world.run, body.round, body.record, part, None))
         if isinstance(body, ShardAttestation):
-            if body.blob is None or body.part not in lies:
+            if body.blob is None or body.shard not in lies:
                 return message
-            self.blobs.add(lies[body.part])
-            return self.signer.sign(replace(body, blob=lies[body.part]))
+            self.blobs.add(lies[body.shard])
+            return self.signer.sign(replace(body, blob=lies[body.shard]))
         count = len(committees)
         parts = [lies.get(i, part_of(record, count, i)) for i in range(count)]
-        return self.signer.sign(replace(body, parts=parts_digest(parts)))
+        return self.signer.sign(replace(body, shards_digest=shards_digest(parts)))
 
 
 class Silent(Node):
@@ -185,7 +185,7 @@ class Accuser(Recorder):
         if _own_word(self, message) and (record := self.seen.get(message.body.record)) is not None:
             others = tuple(key for key in record.contributors if key != self.key)
             if others:
-                message = self.signer.sign(replace(message.body, blob=None, lacking=others))
+                message = self.signer.sign(replace(message.body, blob=None, missing=others))
         super().broadcast(message)
 
 

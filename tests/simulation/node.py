@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from peer.node.driver import RoundDriver
 from peer.node.events import EventQueue, NodeEvents
 from peer.node.round_timings import RoundTimings
-from protocol.chain import Chain, RivalOfFinal, UnknownParent
+from protocol.chain import Chain, FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.rounds import actions as do
@@ -80,14 +80,14 @@ class Node:
         self.incarnation += 1
         chain = Chain(w.run, w.genesis_state, w.policy.chain_limits)
         if self.directive is not None:
-            chain.take(self.directive)
+            chain.add_directive(self.directive)
         for certificate in self.certificates:
             try:
                 chain.add(certificate)
-            except (UnknownParent, RivalOfFinal):
+            except (UnknownParent, FinalizedConflict):
                 continue
         if self.final is not None:
-            chain.add_final(self.final)
+            chain.add_finalization(self.final)
         self.trainer = Trainer(
             self.index * 1000 + self.incarnation, self.speed, w.policy.max_update_windows, w.clock.now
         )
@@ -283,9 +283,9 @@ class Node:
         if not self.alive:
             w.clock.after(CHAIN_DEADLINE, asker.later, incarnation, ev.ChainUnanswered(self.key))
             return
-        certificates, more = self.machine.chain.after(have, count=8)
+        certificates, more = self.machine.chain.certificates_after(have, count=8)
         chain = self.machine.chain
-        event = ev.ChainReceived(certificates, chain.final, self.key, more, chain.newest)
+        event = ev.ChainReceived(certificates, chain.finalization, self.key, more, chain.newest_directive)
         w.clock.after(w.network.delay(), asker.later, incarnation, event)
 
     # -- the trainer: one thing at a time, in order ------------------------------------------------------------

@@ -51,9 +51,9 @@ class Owner:
         height = max((n.machine.chain.height(n.machine.chain.head) for n in world.honest), default=0)
         match rng.choice(("pause", "resume", "resume", "ban", "unban", "policy", "rollback", "rollback", "replay")):
             case "pause":
-                self.say(order="paused")
+                self.say(run_status="paused")
             case "resume":
-                self.say(order="running")
+                self.say(run_status="running")
             case "ban":
                 others = [n.key for n in world.nodes[3:] if not n.observer]
                 if others and len(self.body.banned) < len(world.nodes) // 4:
@@ -82,14 +82,14 @@ class Owner:
         up = [n for n in world.nodes if n.alive and (n.observer or (n.honest and n.key not in self.body.banned))]
         up = [n for n in up if n.observer] or up
         # The owner rolls back what it sees, and it knows its own words.
-        up = [n for n in up if self.newest is None or n.machine.chain.newest is self.newest]
+        up = [n for n in up if self.newest is None or n.machine.chain.newest_directive is self.newest]
         if not up:
             return False
         chain = self.rng.choice(up).machine.chain
         height, root = chain.height(chain.head), chain.height(chain.root)
         found = []
         for at in range(max(root, height - 4 * every) // every * every, height + 1, every):
-            record = chain.on_main(at)
+            record = chain.main_chain_at(at)
             if record is not None and record != chain.root:
                 state = self.state_of(record)
                 if any(state in n.checkpoints for n in world.nodes if n.honest):

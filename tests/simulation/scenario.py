@@ -169,8 +169,8 @@ class Scenario:
             node.drifts = False
             if not node.alive:
                 node.boot()
-        if self.orders and world.owner.body.order != "running":
-            world.owner.say(order="running")
+        if self.orders and world.owner.body.run_status != "running":
+            world.owner.say(run_status="running")
         self.changed = world.clock.now
 
     # -- checking on the way ----------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Scenario:
         # A branch may be left for a shorter one: a heavier one, or one whose updates can be had.
         self._watched = (self._watched[0], min(height, self._watched[1]))
         longest = 2 * p.max_seconds + p.exchange_seconds + p.patience_seconds + 2 * p.member_seconds
-        paused = world.owner.body.order != "running"
+        paused = world.owner.body.run_status != "running"
         if not any(n.speed >= 1.0 for n in group) or self._watched[0] < self.changed or paused:
             self._watched = (now, height)
         elif height > self._watched[1]:

@@ -16,7 +16,7 @@ from protocol.messages import (
     Signed,
     UpdateHeader,
     Vote,
-    parts_digest,
+    shards_digest,
 )
 
 
@@ -48,13 +48,13 @@ class FakeSigner:
                 content = (body.parent, number(body.attempt), *(u.digest for u in body.updates))
                 content += (body.directive.digest,) if body.directive is not None else ()
             case Vote():
-                content = (body.record, number(body.round), body.parts or b"")
+                content = (body.record, number(body.round), body.shards_digest or b"")
             case Finalization():
                 content = (body.record, number(body.round), *((number(body.epoch),) if body.epoch else ()))
             case Directive():
                 content = (repr(astuple(body)).encode(),)
             case ShardAttestation():
-                content = (body.record, number(body.part), body.blob or b"", *body.lacking)
+                content = (body.record, number(body.shard), body.blob or b"", *body.missing)
             case _:
                 raise TypeError(f"the simulator signs no {type(body).__name__}")
         digest = Digest(sha256(LABELS[type(body)], self.key, *content))
@@ -63,5 +63,5 @@ class FakeSigner:
 
 def certificate(record: Signed[RoundRecord], keys, parts: tuple[Digest, ...] = ()) -> Certificate:
     """With votes of these contributors."""
-    vote = Vote(record.body.run, record.body.round, record.digest, parts_digest(parts))
+    vote = Vote(record.body.run, record.body.round, record.digest, shards_digest(parts))
     return Certificate(record, tuple(FakeSigner(k).sign(vote) for k in sorted(keys)), parts)

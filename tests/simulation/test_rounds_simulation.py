@@ -117,19 +117,19 @@ def test_a_rollback_is_followed_within_seconds_by_all_and_by_who_was_away():
     assert disagreement(world.honest) is None and before > to.round
     for node in world.honest:
         chain = node.machine.chain
-        assert chain.height(chain.head) > to.round and chain.standing(chain.head).epoch == 1
+        assert chain.height(chain.head) > to.round and chain.directives(chain.head).epoch == 1
         assert not node.trainer.rests
 
 
 def test_a_pause_stops_all_within_seconds_and_loses_nothing():
     world = calm_world(Node)
-    world.owner.say(order="paused")
+    world.owner.say(run_status="paused")
     world.clock.run_until(60.0)
     height, trained = world.height(), [len(n.trainer.trained) for n in world.nodes]
     world.clock.run_until(100.0)
     assert world.height() == height and [len(n.trainer.trained) for n in world.nodes] == trained
     assert {n.machine.phase for n in world.nodes} == {"paused"}
-    world.owner.say(order="running")
+    world.owner.say(run_status="running")
     world.clock.run_until(115.0)
     assert world.height() >= height + 2
     for node in world.nodes:
@@ -138,7 +138,7 @@ def test_a_pause_stops_all_within_seconds_and_loses_nothing():
 
 def test_an_ended_run_is_left_by_all_once_the_open_round_is_decided():
     world = calm_world(Node)
-    world.owner.say(order="ended")
+    world.owner.say(run_status="ended")
     world.clock.run_until(65.0)
     assert all(n.done for n in world.nodes) and disagreement(world.honest) is None
 
@@ -159,7 +159,7 @@ def test_a_peer_that_follows_no_rollback_is_caught():
     world.owner.roll_back()
     world.clock.run_until(46.0)
     for deaf in [world.nodes[0]]:
-        deaf.machine.chain.take = lambda word: False  # type: ignore[method-assign]
+        deaf.machine.chain.add_directive = lambda word: False  # type: ignore[method-assign]
     world.clock.run_until(60.0)
     with pytest.raises(Broken, match="rolled back|last word"):
         check_words_reached(world)
@@ -241,7 +241,7 @@ def test_fifty_peers_agree_round_after_round(exchange):
     check_sizes(world)
     assert world.height() >= 2
     assert all(len(c.record.body.updates) >= 45 for c in world.records.values())
-    assert all(len(c.parts) in (0, len(c.record.body.updates)) for c in world.records.values())
+    assert all(len(c.shards) in (0, len(c.record.body.updates)) for c in world.records.values())
 
 
 # -- negative controls: a rule is broken, and the checker for it says so ------------------------------------------
@@ -326,7 +326,7 @@ def test_who_has_announced_and_does_not_say_which_headers_it_knows_is_not_sent_t
     class Listening(Node):
         def broadcast(self, message):
             if isinstance(message.body, Heartbeat) and message.body.phase == "exchanging":
-                beats.append(len(message.body.known))
+                beats.append(len(message.body.known_headers))
             super().broadcast(message)
 
         def send(self, action):

@@ -13,7 +13,7 @@ from protocol.rounds.actions import ApplyRecord, Resync
 
 def state_after(state: Digest, certificate: Certificate) -> Digest:
     """What a record makes of a state: by its updates, or by the parts of their mean."""
-    return Digest(sha256(b"state", state, certificate.record.digest, *certificate.parts))
+    return Digest(sha256(b"state", state, certificate.record.digest, *certificate.shards))
 
 
 class Trainer:

@@ -150,7 +150,7 @@ class World:
         givers = [n for n in self.nodes if n.alive and self.network.connected(observer.index, n.index)]
         since = chain.height(record) - 2 * self.policy.checkpoint_every
         for height in range(max(chain.height(chain.root), since) + 1, chain.height(record) + 1):
-            at = chain.on_main(height)
+            at = chain.main_chain_at(height)
             for blob in () if at is None else applied_blobs(chain.certificate(at)):
                 if not any(n.gives(blob, observer.key) for n in givers):
                     return False
@@ -161,10 +161,10 @@ class World:
         for node in self.nodes:
             if node.observer and node.alive:
                 chain = node.machine.chain
-                if chain.newest is not self.owner.newest:
+                if chain.newest_directive is not self.owner.newest:
                     continue  # it has been down: the owner's coordinator knows its own words
                 height = chain.height(chain.head) - depth
-                record = chain.on_main(height) if height > self._finals else None
+                record = chain.main_chain_at(height) if height > self._finals else None
                 if record is not None and self._available(node, record):
                     self._finals = height
                     final = OWNER.sign(Finalization(self.run, height - 1, record, self.owner.body.epoch))

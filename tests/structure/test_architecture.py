@@ -53,6 +53,7 @@ WORLD_CALLS = {"open", "input", "print", "breakpoint", "torch.rand", "torch.rand
 
 INTERNAL_ERRORS = {
     "RecordError": "within the codec, which turns it into a CodecError that names the place",
+    "InvariantError": "a bug of the round machine, which ends the process with a traceback",
 }
 """Exceptions beside the tree of CairnError that never leave their package. Those named _So are a file's own."""
 

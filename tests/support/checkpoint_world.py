@@ -75,7 +75,7 @@ class CheckpointWorld:
             }
             | changes
         )
-        self.envelope = sign_spec(OWNER, self.spec).sent
+        self.envelope = sign_spec(OWNER, self.spec).encoded
         monkeypatch.setattr(fakes, "state", lambda r: self.digests.get(r) or fakes.Digest(bytes([r]) * 32))
         self.swarm = fakes.FakeSwarm(self.spec)
         (folder / "run").mkdir(exist_ok=True)
@@ -114,7 +114,7 @@ class CheckpointWorld:
         """Signed by the owner, by the record that names it."""
         c = self.swarm.chain.certificates[archived.round]
         final = KeySigner(OWNER).sign(Finalization(self.spec.run_id, c.record.body.round, c.digest))
-        return self.archive.mark_final(archived, final.sent, encode_certificate(c))
+        return self.archive.mark_final(archived, final.encoded, encode_certificate(c))
 
     def final(self, round_: int) -> ArchivedState:
         """Archive a finalized state; the spec finalizes round 0."""

@@ -95,4 +95,4 @@ def assert_refused_or_sane(codec, blob) -> None:
         if decoded.positions is not None:
             p = decoded.positions
             assert (p[1:] > p[:-1]).all() and 0 <= p[0] and p[-1] < tensor.numel
-        assert all(e >= 0 for e in codec.energies(blob))
+        assert all(e >= 0 for e in codec.sum_squares(blob))

@@ -17,7 +17,7 @@ from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.ledger.credits import CreditRule, RoundAccount, account_for
+from protocol.ledger.credits import CreditRule, RoundCredits, credits_of
 from protocol.message_codec import KeySigner
 from protocol.messages import (
     Admission,
@@ -60,7 +60,7 @@ def back_to(
 ) -> bytes:
     """Return the owner's directive that rolls the run back to the record of a round, for the `epoch`-th time."""
     back = Rollback(epoch, record, Round(round_ + 1), state(round_ + 1))
-    return KeySigner(by).sign(Directive(spec.run_id, sequence, rollback=back)).sent
+    return KeySigner(by).sign(Directive(spec.run_id, sequence, rollback=back)).encoded
 
 
 class ChainMaker:
@@ -105,7 +105,7 @@ class ChainMaker:
             first = self.next_windows.get(identity.key, 0)
             header = UpdateHeader(
                 self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
-                Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent, epoch=epoch,
+                Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.encoded, epoch=epoch,
             )  # fmt: skip
             headers.append(KeySigner(identity).sign(header))
         carried = self.directive if round_ == self._carries else None
@@ -254,12 +254,12 @@ class FakeSwarm:
         self.heard[peer(number).key] = ReceivedHeartbeat(replace(heartbeat, **fields), seconds_since)
 
 
-def make_accounts(rounds: int) -> list[RoundAccount]:
+def make_accounts(rounds: int) -> list[RoundCredits]:
     """Return the accounts of the first rounds of a chain with three peers."""
     chain = ChainMaker(make_spec())
     for r in range(rounds):
         chain.add({n: 500 + 10 * n + r for n in range(3)}, loss=5 - r / 100)
-    return [account_for(c, CreditRule.of(chain.spec)) for c in chain.certificates]
+    return [credits_of(c, CreditRule.of(chain.spec)) for c in chain.certificates]
 
 
 def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:

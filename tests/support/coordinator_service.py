@@ -17,7 +17,7 @@ from peer.coordinator_client import (
     CoordinatorClient,
     server_certificate,
 )
-from protocol.invite import TLS_NAME, Endpoint
+from protocol.invite import TLS_NAME, HostPort
 from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2_grpc as stubs
 from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec
@@ -32,7 +32,7 @@ async def running(tmp_path, spec=SPEC, swarm=None, now=time.time, **config):
     swarm = swarm or FakeSwarm(spec)
     places = dict(listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
     coordinator = Coordinator(
-        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).sent, OWNER, swarm,
+        CoordinatorConfig(tmp_path, **(places | config)), spec, sign_spec(OWNER, spec).encoded, OWNER, swarm,
         make_archiver(spec, tmp_path, swarm), now=now,
     )  # fmt: skip
     await coordinator.start()
@@ -55,7 +55,7 @@ async def settled(coordinator, rounds: int) -> None:
 async def raw_stub(coordinator):
     import ssl
 
-    der = await asyncio.to_thread(server_certificate, Endpoint("127.0.0.1", coordinator.grpc_port))
+    der = await asyncio.to_thread(server_certificate, HostPort("127.0.0.1", coordinator.grpc_port))
     channel = grpc.aio.secure_channel(
         f"127.0.0.1:{coordinator.grpc_port}",
         grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode()),

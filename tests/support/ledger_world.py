@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.ids import Digest, Round
-from protocol.ledger.audit import Auditor, Report, SeenHead
-from protocol.ledger.books import Books, Posted
-from protocol.ledger.credits import CreditRule, RoundAccount, account_for
-from protocol.ledger.entries import Line, decode_entry, encode_entry, encode_line, first_previous, lines_root
+from protocol.ledger.audit import Auditor, AuditReport, TrustedTreeHead
+from protocol.ledger.credits import CreditRule, RoundCredits, credits_of
+from protocol.ledger.entries import CreditLine, decode_entry, encode_entry, encode_line, genesis_leaf, lines_root
+from protocol.ledger.state import LedgerState, PostedEntry
 from protocol.ledger.statements import TreeHead
-from protocol.ledger.verdicts import Verdict, seal_verdict
+from protocol.ledger.void_orders import VoidOrder, seal_void_order
 from protocol.merkle import leaf_hash, tree_hash
 from tests.support.coordinator_fakes import ChainMaker, back_to, make_spec
 from tests.support.specs import OWNER
@@ -33,25 +33,25 @@ class LedgerWorld:
     def __init__(self, rounds: int = 8, **changes: Any):
         self.spec = make_spec(**({"credit": {"hold_rounds": HOLD, "flops_per_parameter_token": 1000}} | changes))
         self.maker = ChainMaker(self.spec)
-        self.books = Books.of(self.spec)
-        self.accounts: dict[Digest, RoundAccount] = {}
+        self.books = LedgerState.of(self.spec)
+        self.accounts: dict[Digest, RoundCredits] = {}
         self.log: list[Written] = []
-        self.heads: list[SeenHead] = []
+        self.heads: list[TrustedTreeHead] = []
         self.time = 1_700_000_000_000
         for r in range(rounds):
             self.round({1: 40 + r, 2: 30, 3: 20})
 
-    def round(self, work: dict[int, int]) -> RoundAccount:
-        account = account_for(self.maker.add(work), CreditRule.of(self.spec))
+    def round(self, work: dict[int, int]) -> RoundCredits:
+        account = credits_of(self.maker.add(work), CreditRule.of(self.spec))
         self.accounts[account.record] = account
         self.time += 60_000
         self.keep(self.books.post_round(account, self.time))
         return account
 
-    def void(self, account: RoundAccount, line: int, reason: str = "a copy") -> None:
-        share = account.entries[line]
-        verdict = Verdict(self.spec.run_id, account.round, account.record, share.peer, share.update, reason)
-        self.keep([self.books.void(seal_verdict(OWNER, verdict).sent, self.time)])
+    def void(self, account: RoundCredits, line: int, reason: str = "a copy") -> None:
+        share = account.lines[line]
+        verdict = VoidOrder(self.spec.run_id, account.round, account.record, share.peer, share.update, reason)
+        self.keep([self.books.void(seal_void_order(OWNER, verdict).encoded, self.time)])
 
     def rollback(self, to: int) -> None:
         record = self.books.record_of(Round(to))
@@ -59,14 +59,14 @@ class LedgerWorld:
         self.keep([self.books.rollback(record, Round(to), word, self.time)])
         self.maker = self.maker.fork(to + 1)
 
-    def keep(self, posted: list[Posted]) -> None:
-        self.log += [Written(p.sent, [encode_line(line) for line in p.lines]) for p in posted]
+    def keep(self, posted: list[PostedEntry]) -> None:
+        self.log += [Written(p.encoded, [encode_line(line) for line in p.lines]) for p in posted]
 
     def sign(self) -> TreeHead:
         """Return a tree head over the present log."""
         root = tree_hash([leaf_hash(w.sent) for w in self.log])
         head = TreeHead(self.spec.run_id, len(self.log), root, self.time)
-        self.heads.insert(0, SeenHead(head))
+        self.heads.insert(0, TrustedTreeHead(head))
         return head
 
     def entry_of(self, round_: int) -> int:
@@ -85,34 +85,34 @@ class LedgerWorld:
     def change_entry(self, entry: int, **changes: Any) -> None:
         """Change the contents of an entry, and leave the hash chain."""
         old = decode_entry(self.log[entry].sent)
-        self.log[entry].sent = encode_entry(replace(old, what=replace(old.what, **changes)))  # type: ignore[arg-type]
+        self.log[entry].sent = encode_entry(replace(old, payload=replace(old.payload, **changes)))  # type: ignore[arg-type]
 
     def hash_again(self, first: int = 0) -> None:
         """Forge the log like an attacker with the whole database: numbers, roots of lines, sums and hash chain."""
         from protocol.ledger.entries import RoundEntry, decode_line
 
-        previous = first_previous(self.spec.run_id)
+        previous = genesis_leaf(self.spec.run_id)
         for i, written in enumerate(self.log):
             entry = decode_entry(written.sent)
             if i >= first:
-                if isinstance(entry.what, RoundEntry) and written.lines:
-                    lines: list[Line] = [decode_line(line) for line in written.lines]
+                if isinstance(entry.payload, RoundEntry) and written.lines:
+                    lines: list[CreditLine] = [decode_line(line) for line in written.lines]
                     what = replace(
-                        entry.what, lines_root=lines_root(lines), count=len(lines),
+                        entry.payload, lines_root=lines_root(lines), count=len(lines),
                         micro_credits=sum(line.micro_credits for line in lines),
                     )  # fmt: skip
-                    entry = replace(entry, what=what)
+                    entry = replace(entry, payload=what)
                 written.sent = encode_entry(replace(entry, sequence=i, previous=previous))
             previous = Digest(leaf_hash(written.sent))
 
     # -- auditing --------------------------------------------------------------------------------------------
 
-    def audit(self, final: int | None = None) -> Report:
+    def audit(self, final: int | None = None) -> AuditReport:
         auditor = Auditor(self.spec, self.accounts.get, self.heads)
         for written in self.log:
-            auditor.take(written.sent, written.lines)
+            auditor.add(written.sent, written.lines)
         return auditor.finish(None if final is None else Round(final))
 
     def found(self, **how: Any) -> list[str]:
         """Return the differences that an audit finds, in words."""
-        return [d.words for d in self.audit(**how).differences]
+        return [d.message for d in self.audit(**how).findings]

@@ -345,7 +345,7 @@ class NodeWorld:
             store.put(self.genesis.read_bytes())
         decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
-        membership = Membership(me, self.spec, decoder, store, None, name, admission(self.spec, me).sent, ways_in)
+        membership = Membership(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
         node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu"))
         self.run(name, node, store)
         return node

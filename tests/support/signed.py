@@ -22,7 +22,7 @@ from protocol.messages import (
     Signed,
     UpdateHeader,
     Vote,
-    parts_digest,
+    shards_digest,
 )
 from protocol.wire import swarm_pb2 as wire
 from tests.support.specs import OWNER, admission, digest, identity, tiny_spec
@@ -32,7 +32,7 @@ RUN = SPEC.run_id
 OTHER_RUN = tiny_spec(seed=2).run_id
 PEERS = sorted((identity(i) for i in range(7)), key=lambda i: i.key)
 STRANGER = identity("stranger")
-ADMISSIONS = {i.key: admission(SPEC, i).sent for i in PEERS}
+ADMISSIONS = {i.key: admission(SPEC, i).encoded for i in PEERS}
 
 
 def decoder(**options: int) -> MessageDecoder:
@@ -59,7 +59,7 @@ def vote(voter: Identity, of: Signed[RoundRecord], **changes: Any) -> Signed[Vot
 def heartbeat(peer: Identity, **changes: Any) -> Signed[Heartbeat]:
     body = Heartbeat(
         run=RUN, sequence=1, round=Round(3), head=digest("head"), weight=100, windows=7, phase="training",
-        tokens_per_second=2000.0, loss=3.5, bytes_up=10, bytes_down=20, known=(1, 2**64 - 1),
+        tokens_per_second=2000.0, loss=3.5, bytes_up=10, bytes_down=20, known_headers=(1, 2**64 - 1),
         addresses=("/ip4/127.0.0.1/tcp/1",), admission=ADMISSIONS.get(peer.key, b""), device="cpu",
     )  # fmt: skip
     return KeySigner(peer).sign(dataclasses.replace(body, **changes))
@@ -70,7 +70,9 @@ RECORD = record(HEADERS)
 VOTES = [vote(p, RECORD) for p in PEERS]
 CERTIFICATE = Certificate(RECORD, tuple(VOTES[:5]))
 PARTS = tuple(digest(f"part {i}") for i in range(7))
-REDUCED_CERTIFICATE = Certificate(RECORD, tuple(vote(p, RECORD, parts=parts_digest(PARTS)) for p in PEERS[:5]), PARTS)
+REDUCED_CERTIFICATE = Certificate(
+    RECORD, tuple(vote(p, RECORD, shards_digest=shards_digest(PARTS)) for p in PEERS[:5]), PARTS
+)
 DIRECTIVE = Directive(
     RUN, 1_700_000_000_000, "paused", 1_700_000_000, "moving house", tuple(sorted(p.key for p in PEERS[:2])), Round(7),
     RoundChanges(target_tokens=4096, max_seconds=2.5, max_members=9),
@@ -88,11 +90,11 @@ ONE_OF_EACH: list[Signed[Any]] = [
 
 def raw(signer: Identity, kind: str, message: Any) -> bytes:
     """Return a signed message that no honest signer would make."""
-    return seal(signer, kind, message.SerializeToString()).sent
+    return seal(signer, kind, message.SerializeToString()).encoded
 
 
 def wire_header(peer: Identity = PEERS[1], **changes: Any) -> wire.UpdateHeader:
-    m = wire.UpdateHeader.FromString(wire.Envelope.FromString(header(peer).sent).payload)
+    m = wire.UpdateHeader.FromString(wire.Envelope.FromString(header(peer).encoded).payload)
     for field, value in changes.items():
         setattr(m, field, value)
     return m
@@ -105,4 +107,4 @@ def wire_record(headers: list[bytes], **changes: Any) -> wire.RoundRecord:
     return m
 
 
-SENT = [h.sent for h in HEADERS]
+SENT = [h.encoded for h in HEADERS]

@@ -112,10 +112,10 @@ class Member:
         """Return a signed heartbeat."""
         fields: dict[str, Any] = dict(
             run=RUN, sequence=sequence, round=Round(0), head=Digest(bytes(32)), weight=0, windows=0, phase="training",
-            tokens_per_second=0.0, loss=0.0, bytes_up=0, bytes_down=0, known=(), addresses=(), admission=b"",
+            tokens_per_second=0.0, loss=0.0, bytes_up=0, bytes_down=0, known_headers=(), addresses=(), admission=b"",
             device="cpu",
         )  # fmt: skip
-        return KeySigner(self.identity).sign(Heartbeat(**(fields | changes))).sent
+        return KeySigner(self.identity).sign(Heartbeat(**(fields | changes))).encoded
 
 
 @asynccontextmanager

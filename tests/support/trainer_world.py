@@ -18,6 +18,7 @@ from protocol.model import build_model, model_layout, parameters_of, plain_confi
 from protocol.spec import (
     BlobRef,
     CodecSpec,
+    DataShard,
     DataSpec,
     InnerSpec,
     ModelSpec,
@@ -25,7 +26,6 @@ from protocol.spec import (
     RoundSpec,
     RunSpec,
     Schedule,
-    Shard,
 )
 from protocol.state import checkpoint_chunks, state_layout
 
@@ -88,7 +88,7 @@ class World:
             model=ModelSpec(config=config, tensors=[(t.name, list(t.shape)) for t in model_layout(model).tensors]),
             genesis=BlobRef(digest=blob_digest(data).hex(), size=len(data)),
             tokenizer=nowhere,
-            data=DataSpec(window=WINDOW, train=[Shard(digest=shard.hex(), size=len(tokens), tokens=4096)]),
+            data=DataSpec(window=WINDOW, train=[DataShard(digest=shard.hex(), size=len(tokens), tokens=4096)]),
             inner=InnerSpec(
                 **({"optimiser": "adamw", "lr": 3e-3, "batch": BATCH, "schedule": Schedule(kind="constant")} | inner)
             ),

@@ -226,7 +226,7 @@ class DistributedBackend:
         return ""
 
     def close(self, *, in_order: bool = False) -> None:
-        """End all ranks: by a command if `in_order`, by a signal otherwise. Idempotent."""
+        """End all ranks: by a command if `canonical_order`, by a signal otherwise. Idempotent."""
         if self._closing:
             return
         self._closing = True

@@ -25,7 +25,7 @@ from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import Codec
 from protocol.errors import MalformedError
 from protocol.ids import Digest
-from protocol.layout import CODEC_CHUNK, Layout, Part
+from protocol.layout import CODEC_CHUNK, Layout, TensorSlice
 from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
@@ -87,7 +87,7 @@ class ShardedOuterState:
             for part, first in self._pieces():
                 values = self.feedback[self._name(part.index)][first * CODEC_CHUNK :][: PIECE * CODEC_CHUNK]
                 records += self.codec.encode_chunks(part.index, part.start // CODEC_CHUNK + first, values)
-        places = {rank: [self.codec.place(p) for p in parts] for rank, parts in self.owned.parts.items()}
+        places = {rank: [self.codec.record_range(p) for p in parts] for rank, parts in self.owned.parts.items()}
         sizes = [sum(size for _, size in places[rank]) for rank in range(self.group.world)]
         every = self.group.gather(records, sizes)
         if every is None:
@@ -101,7 +101,7 @@ class ShardedOuterState:
                 at += size
         return bytes(blob)
 
-    def _pieces(self) -> Iterator[tuple[Part, int]]:
+    def _pieces(self) -> Iterator[tuple[TensorSlice, int]]:
         """Yield the owned slices, PIECE chunks at a time: (slice, the first chunk in it)."""
         for part in self.parts:
             for first in range(0, part.chunks, PIECE):
@@ -113,7 +113,7 @@ class ShardedOuterState:
         with self.group.together():
             if base is None:
                 raise MalformedError("a round was to be applied, and no state is held")
-            apply(base, contributions, self.codec, self.spec, parts=self.parts)
+            apply(base, contributions, self.codec, self.spec, slices=self.parts)
         self.base = base
 
     def advance_reduced(self, parts: Sequence[Path]) -> None:
@@ -122,7 +122,7 @@ class ShardedOuterState:
         with self.group.together():
             if base is None:
                 raise MalformedError("a round was to be applied, and no state is held")
-            apply_reduced(base, mapped_files(parts), Reduction.of(self.codec), self.spec, parts=self.parts)
+            apply_reduced(base, mapped_files(parts), Reduction.of(self.codec), self.spec, slices=self.parts)
         self.base = base
 
     def load(self, path: Path) -> None:
@@ -251,7 +251,7 @@ class ShardedOuterState:
                 local.copy_(self.built.shard_of(name, whole))
 
 
-def _slice(tensor: Tensor, part: Part) -> Tensor:
+def _slice(tensor: Tensor, part: TensorSlice) -> Tensor:
     return tensor.reshape(-1)[part.start : part.stop]
 
 

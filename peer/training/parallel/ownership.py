@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.layout import CODEC_CHUNK, Layout, Part
+from protocol.layout import CODEC_CHUNK, Layout, TensorSlice
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class ChunkOwnership:
     """
 
     layout: Layout
-    parts: Mapping[int, tuple[Part, ...]]
+    parts: Mapping[int, tuple[TensorSlice, ...]]
     """Each rank's slices, in layout order; at most one of a tensor."""
-    owners: Sequence[tuple[tuple[int, Part], ...]]
+    owners: Sequence[tuple[tuple[int, TensorSlice], ...]]
     """Each tensor's (rank, slice) pairs, which cover it in order."""
 
     @classmethod
     def of(cls, layout: Layout, stages: Sequence[int], ranks: Sequence[Sequence[int]]) -> ChunkOwnership:
         """Distribute a layout: `stages` has the stage of each tensor, `ranks` the ranks of each stage."""
-        parts: dict[int, list[Part]] = {r: [] for of_stage in ranks for r in of_stage}
-        owners: list[list[tuple[int, Part]]] = [[] for _ in layout.tensors]
+        parts: dict[int, list[TensorSlice]] = {r: [] for of_stage in ranks for r in of_stage}
+        owners: list[list[tuple[int, TensorSlice]]] = [[] for _ in layout.tensors]
         for stage, of_stage in enumerate(ranks):
             mine = [i for i, s in enumerate(stages) if s == stage]
             total = sum(layout.tensors[i].chunks for i in mine)
@@ -45,20 +45,20 @@ class ChunkOwnership:
                         n += 1
                     count = min(tensor.chunks - first, ends[n] - at)
                     stop = min(tensor.numel, (first + count) * CODEC_CHUNK)
-                    part = Part(i, first * CODEC_CHUNK, stop)
+                    part = TensorSlice(i, first * CODEC_CHUNK, stop)
                     parts[of_stage[n]].append(part)
                     owners[i].append((of_stage[n], part))
                     first, at = first + count, at + count
         return cls(layout, {r: tuple(p) for r, p in parts.items()}, [tuple(o) for o in owners])
 
-    def within(self, other: Layout, names: Mapping[str, str]) -> Mapping[int, tuple[Part, ...]]:
+    def within(self, other: Layout, names: Mapping[str, str]) -> Mapping[int, tuple[TensorSlice, ...]]:
         """Return the same distribution of another layout; `names` maps its tensors' names to this one's.
 
         Momentum, feedback and the like are held this way: by the rank that holds their parameter.
         """
         index = {t.name: i for i, t in enumerate(self.layout.tensors)}
-        found: dict[int, list[Part]] = {r: [] for r in self.parts}
+        found: dict[int, list[TensorSlice]] = {r: [] for r in self.parts}
         for i, tensor in enumerate(other.tensors):
             for rank, part in self.owners[index[names[tensor.name]]]:
-                found[rank].append(Part(i, part.start, part.stop))
+                found[rank].append(TensorSlice(i, part.start, part.stop))
         return {r: tuple(p) for r, p in found.items()}

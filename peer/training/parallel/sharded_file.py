@@ -16,9 +16,9 @@ from torch import Tensor
 
 from peer.durable import write_at
 from protocol.ids import Digest
-from protocol.layout import Layout, Part
+from protocol.layout import Layout, TensorSlice
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
-from protocol.state import STAGE
+from protocol.state import STAGING_BYTES
 
 HASH = 32
 
@@ -34,7 +34,7 @@ class ByteRange:
 class ShardedFile:
     """The file of one layout. `parts`: each rank's slices of the tensors, in layout order."""
 
-    def __init__(self, layout: Layout, parts: Mapping[int, Sequence[Part]]):
+    def __init__(self, layout: Layout, parts: Mapping[int, Sequence[TensorSlice]]):
         self.layout = layout
         self.parts = parts
         header = len(layout.checkpoint_header())
@@ -128,7 +128,7 @@ class ShardedFile:
         if rank == 0:
             yield memoryview(self.layout.checkpoint_header())
         for tensor in tensors:
-            whole = (tensor,) if tensor.device.type == "cpu" else tensor.split(STAGE // 4)
+            whole = (tensor,) if tensor.device.type == "cpu" else tensor.split(STAGING_BYTES // 4)
             for some in whole:
                 yield some.detach().contiguous().cpu().numpy().data.cast("B")
 

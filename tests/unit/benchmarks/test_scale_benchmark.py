@@ -50,8 +50,8 @@ def test_a_few_machines_and_shadows_give_the_figures_of_machines_alone(exchange)
 
 def test_sizes_are_those_of_real_messages():
     sizes, shape = Sizes(), Shape(4, "1M", "sign")
-    assert abs(sizes.of(HEADERS[1], names=True) - len(HEADERS[1].sent)) < 60
-    assert abs(sizes.of(VOTES[1], names=True) - len(VOTES[1].sent)) < 60
+    assert abs(sizes.of(HEADERS[1], names=True) - len(HEADERS[1].encoded)) < 60
+    assert abs(sizes.of(VOTES[1], names=True) - len(VOTES[1].encoded)) < 60
     assert sizes.of(RECORD, names=True) < sizes.of(RECORD, names=False) / 3
     assert shape.blob == make_codec(shape.coder, shape.layout).size
     assert sum(shape.slice_bytes(p) for p in range(shape.parts)) >= shape.blob - 1

@@ -145,7 +145,7 @@ async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, qui
             swarm.round({0: 600, 1: 700})
             await settled(c, len(swarm.chain.certificates))
             await c._watcher.check()
-        await c.control.accept(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, order=order)).sent)
+        await c.control.accept(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, run_status=order)).encoded)
         for _ in range(60):
             clock[0] += 100
             for n in range(6):

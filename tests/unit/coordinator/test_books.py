@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.envelope import seal
-from protocol.errors import BooksError, MalformedError, SignatureError
+from protocol.errors import LedgerRuleError, MalformedError, SignatureError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.books import Books, Posted
-from protocol.ledger.credits import CreditRule, account_for
+from protocol.ledger.credits import CreditRule, credits_of
 from protocol.ledger.entries import (
     MAX_ENTRY,
-    Entry,
-    Line,
+    CreditLine,
+    LedgerEntry,
     RollbackEntry,
     RoundEntry,
     SettleEntry,
@@ -25,10 +24,11 @@ from protocol.ledger.entries import (
     decode_line,
     encode_entry,
     encode_line,
-    first_previous,
+    genesis_leaf,
     lines_root,
 )
-from protocol.ledger.verdicts import MAX_REASON, Verdict, open_verdict, seal_verdict
+from protocol.ledger.state import LedgerState, PostedEntry
+from protocol.ledger.void_orders import MAX_REASON, VoidOrder, open_void_order, seal_void_order
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.message_codec import KeySigner
 from protocol.messages import MAX_CONTRIBUTORS, Directive
@@ -41,24 +41,24 @@ RULE = CreditRule.of(SPEC)
 digests = st.binary(min_size=32, max_size=32).map(Digest)
 keys = st.binary(min_size=32, max_size=32).map(PeerKey)
 counts = st.integers(0, 2**53)
-lines = st.builds(Line, keys, digests, st.integers(1, 2**53), st.integers(1, 2**53), counts)
+lines = st.builds(CreditLine, keys, digests, st.integers(1, 2**53), st.integers(1, 2**53), counts)
 whats = st.one_of(
     st.builds(RoundEntry, st.integers(0, 2**40).map(Round), digests, digests, digests, st.integers(1, 1024), counts),
     st.builds(SettleEntry, counts, st.integers(0, 1024), counts),
     st.builds(VoidEntry, counts, st.integers(0, 1023), counts, st.binary(min_size=1, max_size=1024)),
     st.builds(RollbackEntry, digests, st.integers(0, 2**40).map(Round), st.binary(min_size=1, max_size=2000)),
 )
-entries = st.builds(Entry, st.just(SPEC.run_id), counts, digests, counts, whats)
+entries = st.builds(LedgerEntry, st.just(SPEC.run_id), counts, digests, counts, whats)
 
 
 @given(entries, lines)
-def test_what_is_written_is_read_back(entry: Entry, line: Line):
+def test_what_is_written_is_read_back(entry: LedgerEntry, line: CreditLine):
     assert decode_entry(encode_entry(entry)) == entry
     assert decode_line(encode_line(line)) == line
 
 
 @given(entries, st.data())
-def test_every_change_of_a_byte_is_another_entry_or_refused(entry: Entry, data):
+def test_every_change_of_a_byte_is_another_entry_or_refused(entry: LedgerEntry, data):
     sent = bytearray(encode_entry(entry))
     at = data.draw(st.integers(0, len(sent) - 1))
     sent[at] ^= data.draw(st.integers(1, 255))
@@ -79,14 +79,14 @@ def test_any_bytes_are_refused_or_written_the_same_again(sent: bytes):
 
 
 def test_what_is_out_of_bounds_is_refused():
-    entry = Entry(SPEC.run_id, 0, first_previous(SPEC.run_id), 1, SettleEntry(0, 1, 1))
+    entry = LedgerEntry(SPEC.run_id, 0, genesis_leaf(SPEC.run_id), 1, SettleEntry(0, 1, 1))
     for wrong in (
         replace(entry, sequence=2**53 + 1),
         replace(entry, time=2**60),
-        replace(entry, what=SettleEntry(0, MAX_CONTRIBUTORS + 1, 1)),
-        replace(entry, what=RollbackEntry(Digest(bytes(32)), Round(0), b"")),
-        replace(entry, what=VoidEntry(0, 0, 1, bytes(2000))),
-        replace(entry, what=RoundEntry(Round(0), *[Digest(bytes(32))] * 3, 0, 1)),
+        replace(entry, payload=SettleEntry(0, MAX_CONTRIBUTORS + 1, 1)),
+        replace(entry, payload=RollbackEntry(Digest(bytes(32)), Round(0), b"")),
+        replace(entry, payload=VoidEntry(0, 0, 1, bytes(2000))),
+        replace(entry, payload=RoundEntry(Round(0), *[Digest(bytes(32))] * 3, 0, 1)),
     ):
         with pytest.raises(MalformedError):
             decode_entry(encode_entry(wrong))
@@ -97,59 +97,59 @@ def test_what_is_out_of_bounds_is_refused():
     with pytest.raises(MalformedError):
         decode_entry(encode_entry(entry) + b"\x92\x06\x01x")  # a field that is not known
     with pytest.raises(MalformedError, match="at least one window"):
-        decode_line(encode_line(Line(peer(0).key, Digest(bytes(32)), 0, 0, 0)))
+        decode_line(encode_line(CreditLine(peer(0).key, Digest(bytes(32)), 0, 0, 0)))
 
 
 def test_a_verdict_is_the_owners_on_this_run_and_for_people():
-    verdict = Verdict(SPEC.run_id, Round(3), Digest(bytes(32)), peer(1).key, Digest(bytes(32)), "too fast")
-    sent = seal_verdict(OWNER, verdict).sent
-    assert open_verdict(sent, SPEC.run_id, OWNER.key) == verdict
+    verdict = VoidOrder(SPEC.run_id, Round(3), Digest(bytes(32)), peer(1).key, Digest(bytes(32)), "too fast")
+    sent = seal_void_order(OWNER, verdict).encoded
+    assert open_void_order(sent, SPEC.run_id, OWNER.key) == verdict
     with pytest.raises(SignatureError, match="does not own"):
-        open_verdict(seal_verdict(peer(1), verdict).sent, SPEC.run_id, OWNER.key)
+        open_void_order(seal_void_order(peer(1), verdict).encoded, SPEC.run_id, OWNER.key)
     with pytest.raises(SignatureError, match="a verdict on run"):
-        open_verdict(sent, make_spec(seed=3).run_id, OWNER.key)
+        open_void_order(sent, make_spec(seed=3).run_id, OWNER.key)
     with pytest.raises(SignatureError):
-        open_verdict(seal(OWNER, "final", b"").sent, SPEC.run_id, OWNER.key)
+        open_void_order(seal(OWNER, "final", b"").encoded, SPEC.run_id, OWNER.key)
     for reason in ("", "x" * (MAX_REASON + 1), "a\x1b[2J"):
         with pytest.raises(MalformedError, match="the reason"):
-            seal_verdict(OWNER, replace(verdict, reason=reason))
+            seal_void_order(OWNER, replace(verdict, reason=reason))
 
 
 # -- the state machine ---------------------------------------------------------------------------------------
 
 
-def story() -> list[Posted]:
+def story() -> list[PostedEntry]:
     """Six rounds, a verdict, a rollback, two rounds more."""
-    chain, books = ChainMaker(SPEC), Books.of(SPEC)
-    accounts = [account_for(chain.add({n: 5000 + n + r for n in range(3)}), RULE) for r in range(6)]
+    chain, books = ChainMaker(SPEC), LedgerState.of(SPEC)
+    accounts = [credits_of(chain.add({n: 5000 + n + r for n in range(3)}), RULE) for r in range(6)]
     made = []
     for r, account in enumerate(accounts):
         made += books.post_round(account, 1000 + r)
-    line = accounts[5].entries[1]
-    verdict = Verdict(SPEC.run_id, Round(5), accounts[5].record, line.peer, line.update, "no")
-    made.append(books.void(seal_verdict(OWNER, verdict).sent, 2000))
+    line = accounts[5].lines[1]
+    verdict = VoidOrder(SPEC.run_id, Round(5), accounts[5].record, line.peer, line.update, "no")
+    made.append(books.void(seal_void_order(OWNER, verdict).encoded, 2000))
     made.append(books.rollback(accounts[3].record, Round(3), back_to(SPEC, accounts[3].record, 3), 3000))
     other = chain.fork(4)
     for r in range(2):
-        made += books.post_round(account_for(other.add({5: 7000 + r}), RULE), 4000)
+        made += books.post_round(credits_of(other.add({5: 7000 + r}), RULE), 4000)
     return made
 
 
 STORY = story()
 
 
-def taken(upto: int) -> Books:
-    books = Books.of(SPEC)
+def taken(upto: int) -> LedgerState:
+    books = LedgerState.of(SPEC)
     for posted in STORY[:upto]:
-        books.replay(posted.sent, [encode_line(line) for line in posted.lines])
+        books.replay(posted.encoded, [encode_line(line) for line in posted.lines])
     return books
 
 
 def test_every_entry_is_replayed_to_the_same_transfers():
-    books = Books.of(SPEC)
+    books = LedgerState.of(SPEC)
     for posted in STORY:
-        assert books.replay(posted.sent, [encode_line(line) for line in posted.lines]) == posted
-        assert books.zero() == 0
+        assert books.replay(posted.encoded, [encode_line(line) for line in posted.lines]) == posted
+        assert books.imbalance() == 0
     assert books.due is None and books.size == len(STORY) and books.posted == 8 and books.rounds == 6
 
 
@@ -164,24 +164,24 @@ def test_transfers_are_double_entry_and_every_line_leaves_pending_once():
 
 
 def test_leaves_are_chained_and_the_lines_are_under_their_root():
-    before = first_previous(SPEC.run_id)
+    before = genesis_leaf(SPEC.run_id)
     for posted in STORY:
         assert posted.entry.previous == before
-        before = Digest(leaf_hash(posted.sent))
-        if isinstance(posted.entry.what, RoundEntry):
-            assert posted.entry.what.lines_root == tree_hash([leaf_hash(encode_line(line)) for line in posted.lines])
+        before = Digest(leaf_hash(posted.encoded))
+        if isinstance(posted.entry.payload, RoundEntry):
+            assert posted.entry.payload.lines_root == tree_hash([leaf_hash(encode_line(line)) for line in posted.lines])
 
 
 @pytest.mark.parametrize("at", range(len(STORY)))
 def test_any_other_entry_in_its_place_is_refused_and_changes_nothing(at: int):
     posted = STORY[at]
     sent_lines = [encode_line(line) for line in posted.lines]
-    e, what = posted.entry, posted.entry.what
-    wrong: list[tuple[Entry, list[bytes]]] = [
+    e, what = posted.entry, posted.entry.payload
+    wrong: list[tuple[LedgerEntry, list[bytes]]] = [
         (replace(e, sequence=e.sequence + 1), sent_lines),
         (replace(e, previous=Digest(bytes(32))), sent_lines),
         (replace(e, run=make_spec(seed=5).run_id), sent_lines),
-        (replace(e, what=SettleEntry(99, 1, 1)), []),
+        (replace(e, payload=SettleEntry(99, 1, 1)), []),
     ]
     if isinstance(what, RoundEntry):
         more = replace(posted.lines[0], micro_credits=posted.lines[0].micro_credits + 1)
@@ -191,28 +191,28 @@ def test_any_other_entry_in_its_place_is_refused_and_changes_nothing(at: int):
         wrong += [
             (e, []),
             (e, cheat),
-            (replace(e, what=replace(what, lines_root=lines_root(altered), micro_credits=amount)), cheat),
+            (replace(e, payload=replace(what, lines_root=lines_root(altered), micro_credits=amount)), cheat),
             (e, sent_lines[::-1] if len(sent_lines) > 1 else [*sent_lines, *sent_lines]),
-            (replace(e, what=replace(what, micro_credits=amount)), sent_lines),
-            (replace(e, what=replace(what, round=Round(what.round + 1))), sent_lines),
-            (replace(e, what=replace(what, parent=Digest(bytes(32)))), sent_lines),
+            (replace(e, payload=replace(what, micro_credits=amount)), sent_lines),
+            (replace(e, payload=replace(what, round=Round(what.round + 1))), sent_lines),
+            (replace(e, payload=replace(what, parent=Digest(bytes(32)))), sent_lines),
         ]
     else:
         wrong.append((e, [encode_line(STORY[0].lines[0])]))
     if isinstance(what, SettleEntry | VoidEntry):
-        wrong.append((replace(e, what=replace(what, micro_credits=what.micro_credits + 1)), []))
-        wrong.append((replace(e, what=replace(what, entry=what.entry + 1)), []))
+        wrong.append((replace(e, payload=replace(what, micro_credits=what.micro_credits + 1)), []))
+        wrong.append((replace(e, payload=replace(what, entry=what.entry + 1)), []))
     if e.time > 1000:
         wrong.append((replace(e, time=999), sent_lines))
     books = taken(at)
     for entry, with_lines in wrong:
-        with pytest.raises((BooksError, MalformedError)):
+        with pytest.raises((LedgerRuleError, MalformedError)):
             books.replay(encode_entry(entry), with_lines)
     for later in STORY[at + 1 :]:
-        if later.sent != posted.sent:
-            with pytest.raises(BooksError):
-                books.replay(later.sent, [encode_line(line) for line in later.lines])
-    assert books.replay(posted.sent, sent_lines) == posted
+        if later.encoded != posted.encoded:
+            with pytest.raises(LedgerRuleError):
+                books.replay(later.encoded, [encode_line(line) for line in later.lines])
+    assert books.replay(posted.encoded, sent_lines) == posted
 
 
 def test_books_that_go_on_from_a_state_make_the_same_entries():
@@ -220,33 +220,33 @@ def test_books_that_go_on_from_a_state_make_the_same_entries():
         if (books := taken(at)).due is not None:
             continue
         for posted in STORY[at:]:
-            assert books.replay(posted.sent, [encode_line(line) for line in posted.lines]) == posted
+            assert books.replay(posted.encoded, [encode_line(line) for line in posted.lines]) == posted
 
 
 def test_lines_that_are_not_ascending_or_twice_the_same_peer_are_refused():
-    account = account_for(ChainMaker(SPEC).add({0: 5000, 1: 5000}), RULE)
-    a, b = account.entries
+    account = credits_of(ChainMaker(SPEC).add({0: 5000, 1: 5000}), RULE)
+    a, b = account.lines
     for entries_ in ((b, a), (a, a), ()):
-        with pytest.raises(BooksError):
-            Books.of(SPEC).post_round(replace(account, entries=entries_), 1)
+        with pytest.raises(LedgerRuleError):
+            LedgerState.of(SPEC).post_round(replace(account, lines=entries_), 1)
 
 
 def test_a_rollback_says_what_the_owners_word_says_and_is_done_once():
-    chain, books = ChainMaker(SPEC), Books.of(SPEC)
-    accounts = [account_for(chain.add({n: 5000 + r for n in range(3)}), RULE) for r in range(4)]
+    chain, books = ChainMaker(SPEC), LedgerState.of(SPEC)
+    accounts = [credits_of(chain.add({n: 5000 + r for n in range(3)}), RULE) for r in range(4)]
     for account in accounts:
         books.post_round(account, 1000)
-    pause = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, "paused", 5)).sent
-    with pytest.raises(BooksError, match="rolls nothing back"):
+    pause = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, "paused", 5)).encoded
+    with pytest.raises(LedgerRuleError, match="rolls nothing back"):
         books.rollback(accounts[1].record, Round(1), pause, 2000)
-    with pytest.raises(BooksError, match="goes back to round 2"):
+    with pytest.raises(LedgerRuleError, match="goes back to round 2"):
         books.rollback(accounts[1].record, Round(1), back_to(SPEC, accounts[2].record, 2), 2000)
-    with pytest.raises(BooksError, match="of another run"):
+    with pytest.raises(LedgerRuleError, match="of another run"):
         other = make_spec(seed=3)
         books.rollback(accounts[1].record, Round(1), back_to(other, accounts[1].record, 1), 2000)
     word = back_to(SPEC, accounts[2].record, 2)
-    assert not books.has_done(word)
+    assert not books.has_rollback(word)
     books.rollback(accounts[2].record, Round(2), word, 2000)
-    assert books.has_done(word) and books.has_done(back_to(SPEC, accounts[2].record, 2, sequence=9))
-    with pytest.raises(BooksError, match="done once"):
+    assert books.has_rollback(word) and books.has_rollback(back_to(SPEC, accounts[2].record, 2, sequence=9))
+    with pytest.raises(LedgerRuleError, match="done once"):
         books.rollback(accounts[2].record, Round(2), back_to(SPEC, accounts[2].record, 2, sequence=9), 2000)

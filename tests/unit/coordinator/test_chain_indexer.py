@@ -17,9 +17,9 @@ from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from protocol.ids import Round
-from protocol.ledger.credits import CreditRule, account_for, pending
+from protocol.ledger.credits import CreditRule, credits_of, sum_credits
 from protocol.ledger.entries import VoidEntry, decode_entry
-from protocol.ledger.verdicts import open_verdict
+from protocol.ledger.void_orders import open_void_order
 from protocol.message_codec import KeySigner
 from protocol.messages import Finalization
 from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer
@@ -86,9 +86,9 @@ async def test_a_round_is_final_when_enough_are_built_on_it(tmp_path):
         final = swarm.finals[-1]
         assert (final.author, final.body.round) == (OWNER.key, 1)
         assert final.body.record == swarm.chain.certificates[1].record.digest
-        accounts = [account_for(c, RULE) for c in swarm.chain.certificates]
-        assert f.settled == pending(accounts[:2])
-        assert f.pending == pending(accounts[2:])
+        accounts = [credits_of(c, RULE) for c in swarm.chain.certificates]
+        assert f.settled == sum_credits(accounts[:2])
+        assert f.pending == sum_credits(accounts[2:])
 
 
 async def test_pending_credits_follow_the_chain_when_it_turns_and_settled_ones_stay(tmp_path):
@@ -114,10 +114,10 @@ async def test_a_coordinator_that_was_away_catches_up_and_counts_every_round_onc
             rounds(swarm, 2)
             total = len(swarm.chain.certificates)
             await until(lambda total=total: f.head and f.head[0] == total - 1)
-            accounts = [account_for(c, RULE) for c in swarm.chain.certificates]
+            accounts = [credits_of(c, RULE) for c in swarm.chain.certificates]
             cut = max(0, total - DEPTH)
-            assert f.settled == pending(accounts[:cut])
-            assert f.pending == pending(accounts[cut:])
+            assert f.settled == sum_credits(accounts[:cut])
+            assert f.pending == sum_credits(accounts[cut:])
             assert f.history.tokens == sum(a.tokens for a in accounts[:cut])
     finals = [s.body.round for s in swarm.finals]
     assert finals == sorted(finals)
@@ -266,13 +266,13 @@ async def test_final_rounds_are_pending_until_they_were_held_long_enough(tmp_pat
     accounts = []
     for rounds_more in (DEPTH + 4, 3):  # the second time after a restart
         rounds(swarm, rounds_more)
-        accounts = [account_for(c, RULE) for c in swarm.chain.certificates]
+        accounts = [credits_of(c, RULE) for c in swarm.chain.certificates]
         async with following(swarm, tmp_path) as (f, until):
             await until(lambda: f.head and f.head[1] == swarm.head)
             posted = len(accounts) - DEPTH
             assert f.posted == (posted - 1, accounts[posted - 1].record)
-            assert f.settled == pending(accounts[: posted - 2])
-            assert f.pending == pending(accounts[posted - 2 :])
+            assert f.settled == sum_credits(accounts[: posted - 2])
+            assert f.pending == sum_credits(accounts[posted - 2 :])
             assert not f.voided
 
 
@@ -280,7 +280,7 @@ def test_when_the_clock_was_set_back_nobody_is_judged_by_it():
     spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
     swarm = FakeSwarm(spec)
     swarm.round({0: 900_000_000 // spec.data.window})
-    account, who = account_for(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
+    account, who = credits_of(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
     judge = PlausibilityCheck(spec, OWNER)
     assert len(judge.verdicts(account, 10_000.0, {who: 9_990.0})) == 1
     assert judge.verdicts(account, 10_000.0, {who: 13_000.0}) == []
@@ -313,8 +313,8 @@ async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_
         assert {p: b.rounds for p, b in f.voided.items()} == {peer(3).key: 1, peer(4).key: 1}
         assert f.pending[peer(2).key].rounds == 1 and f.pending[peer(4).key].rounds == 2
     read = Ledger(tmp_path / "ledger.sqlite", spec)
-    voids = [e.what for e in map(decode_entry, read.entries(0, 100)) if isinstance(e.what, VoidEntry)]
-    reasons = [open_verdict(v.verdict, spec.run_id, OWNER.key).reason for v in voids]
+    voids = [e.payload for e in map(decode_entry, read.entries(0, 100)) if isinstance(e.payload, VoidEntry)]
+    reasons = [open_void_order(v.void_order, spec.run_id, OWNER.key).reason for v in voids]
     assert (
         "900000000 tokens in 110 s (80 s of them slack) are 1.42 teraflops a second" in reasons[0]
         and "at most 1 of one peer" in reasons[0]
@@ -328,7 +328,7 @@ async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 4)
         await until(lambda: f.posted and f.posted[0] == 3)
-        old = [account_for(c, RULE) for c in swarm.chain.certificates]
+        old = [credits_of(c, RULE) for c in swarm.chain.certificates]
         swarm.finals.clear()
         directive = back_to(HOLDING, old[1].record, 1)
         assert await f.rollback(old[1].record, Round(1), directive)
@@ -339,11 +339,11 @@ async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what
             other.add({5: 800 + r}, attempt=1)
         swarm.turn_to(other)
         await until(lambda: f.posted and f.posted[0] == 3)
-        new = [account_for(c, RULE) for c in other.certificates]
+        new = [credits_of(c, RULE) for c in other.certificates]
         assert f.posted[1] == new[3].record and not f.problem
-        assert f.settled == pending(old[:4])
-        assert f.pending == pending(new[2:])
+        assert f.settled == sum_credits(old[:4])
+        assert f.pending == sum_credits(new[2:])
         with pytest.raises(LedgerConflictError, match="has no such round"):
             await f.rollback(old[3].record, Round(3), back_to(HOLDING, old[3].record, 3, 2))
     async with following(swarm, tmp_path) as (f, until):
-        assert f.posted == (3, new[3].record) and f.settled == pending(old[:4])
+        assert f.posted == (3, new[3].record) and f.settled == sum_credits(old[:4])

@@ -20,7 +20,7 @@ from coordinator.checkpoints.copies import CopyStore
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
 from protocol.ids import Digest, Round
-from protocol.invite import Endpoint, Invite
+from protocol.invite import HostPort, Invite
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Admission, Finalization, Heartbeat
 from protocol.spec import sign_spec
@@ -36,7 +36,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWorld:
 
 
 def invite(world: CheckpointWorld, run=None) -> str:
-    return str(Invite(run or world.spec.run_id, Digest(bytes(32)), (Endpoint("c.example", 1),)))
+    return str(Invite(run or world.spec.run_id, Digest(bytes(32)), (HostPort("c.example", 1),)))
 
 
 def test_a_final_state_verifies_by_the_invite_and_by_the_owners_key(world: CheckpointWorld):
@@ -75,7 +75,7 @@ def _other_state(folder: Path, world: CheckpointWorld) -> None:
 def _signed_by_another(folder: Path, world: CheckpointWorld) -> None:
     c = world.swarm.chain.certificates[5]
     final = KeySigner(identity("liar")).sign(Finalization(world.spec.run_id, Round(5), c.digest))
-    _sheet(folder, final=base64.b64encode(final.sent).decode())
+    _sheet(folder, final=base64.b64encode(final.encoded).decode())
 
 
 def _of_round(number: int) -> Callable[[Path, CheckpointWorld], None]:
@@ -84,7 +84,7 @@ def _of_round(number: int) -> Callable[[Path, CheckpointWorld], None]:
     def change(folder: Path, world: CheckpointWorld) -> None:
         c = world.swarm.chain.certificates[number]
         final = KeySigner(OWNER).sign(Finalization(world.spec.run_id, Round(number), c.digest))
-        _sheet(folder, final=base64.b64encode(final.sent).decode())
+        _sheet(folder, final=base64.b64encode(final.encoded).decode())
         (folder / "certificate.bin").write_bytes(encode_certificate(c))
 
     return change
@@ -93,7 +93,7 @@ def _of_round(number: int) -> Callable[[Path, CheckpointWorld], None]:
 def _another_owner(folder: Path, world: CheckpointWorld) -> None:
     liar = identity("liar")
     spec = world.spec.model_copy(update={"owner": liar.key.hex()})
-    (folder / "spec.signed").write_bytes(sign_spec(liar, spec).sent)
+    (folder / "spec.signed").write_bytes(sign_spec(liar, spec).encoded)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_another_run_another_owner_and_what_is_no_trust_at_all(world: Checkpoint
 
 def _heartbeat(world: CheckpointWorld, number: int, head: Digest, state: Digest) -> bytes:
     who, run = peer(number), world.spec.run_id
-    admitted = KeySigner(OWNER).sign(Admission(run, who.key, 0, 2**33, "")).sent
+    admitted = KeySigner(OWNER).sign(Admission(run, who.key, 0, 2**33, "")).encoded
     beat = Heartbeat(run, 1, Round(5), head, 0, 0, "training", 1.0, 1.0, 0, 0, (), (), admitted, "cpu", state)
-    return KeySigner(who).sign(beat).sent
+    return KeySigner(who).sign(beat).encoded
 
 
 def _last(world: CheckpointWorld, *holders: int) -> ArchivedState:
@@ -151,7 +151,7 @@ def _last(world: CheckpointWorld, *holders: int) -> ArchivedState:
     words = [_heartbeat(world, n, last.digest, world.digests[5]) for n in holders]
     made = world.add(5, certificate=sent, witnesses=words)
     final = KeySigner(OWNER).sign(Finalization(world.spec.run_id, Round(4), last.digest))
-    return world.archive.mark_final(made, final.sent, sent)
+    return world.archive.mark_final(made, final.encoded, sent)
 
 
 def test_the_last_state_is_what_the_last_contributors_sign_that_they_hold(world: CheckpointWorld):

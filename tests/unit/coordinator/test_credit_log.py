@@ -25,10 +25,10 @@ from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import AnnouncedUpdate
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.ledger.credits import CreditRule, account_for
+from protocol.ledger.credits import CreditRule, credits_of
 from protocol.ledger.entries import RoundEntry, decode_entry, decode_line
 from protocol.ledger.statements import bind, open_receipt, open_tree_head
-from protocol.ledger.verdicts import Verdict, seal_verdict
+from protocol.ledger.void_orders import VoidOrder, seal_void_order
 from protocol.merkle import leaf_hash
 from protocol.message_codec import KeySigner
 from protocol.messages import UpdateHeader
@@ -98,7 +98,7 @@ class World:
         await self.open()
 
     async def post(self, work: dict[int, int]):
-        account = account_for(self.swarm.chain.add(work), RULE)
+        account = credits_of(self.swarm.chain.add(work), RULE)
         self.clock[0] += 60
         await self.receipts_made.note([account])
         await self.ledger.run(lambda ledger: ledger.post(account))
@@ -146,7 +146,7 @@ async def made(place: str):
 async def test_a_receipt_says_what_was_accepted_and_when_it_settles(ledger_place):
     async with made(ledger_place) as w:
         account = await w.post({1: 40, 2: 30})
-        line = next(x for x in account.entries if x.peer == peer(1).key)
+        line = next(x for x in account.lines if x.peer == peer(1).key)
         (item,) = (await w.receipts(1)).items
         r = open_receipt(item.sent, SPEC.run_id, OWNER.key).body
         assert r == item.receipt and item.status == "pending"
@@ -203,7 +203,7 @@ async def test_a_refusal_that_could_not_be_written_is_written_the_next_time(ledg
     async with made(ledger_place) as w:
         for number in (3, 4):
             w.announce(number)
-        account = account_for(w.swarm.chain.add({1: 40}), RULE)
+        account = credits_of(w.swarm.chain.add({1: 40}), RULE)
         await w.ledger.run(lambda ledger: ledger.post(account))
         with monkeypatch.context() as m:
             m.setattr(Ledger, "add_refusal", failing)
@@ -220,7 +220,7 @@ def failing(*_: Any) -> None:
 async def test_a_round_that_never_becomes_final_gives_no_receipts(ledger_place):
     async with made(ledger_place) as w:
         w.announce(3)
-        lost = account_for(w.swarm.chain.fork(0).add({1: 5}), RULE)
+        lost = credits_of(w.swarm.chain.fork(0).add({1: 5}), RULE)
         await w.receipts_made.note([lost])  # seen at the head once, and left by the chain
         await w.post({1: 40})
         assert len((await w.receipts(3)).items) == 1
@@ -249,9 +249,9 @@ async def test_a_voided_line_is_said_and_its_receipt_stays(ledger_place):
     async with made(ledger_place) as w:
         account = await w.post({1: 40, 2: 30})
         (before,) = (await w.receipts(1)).items
-        line = next(x for x in account.entries if x.peer == peer(1).key)
-        verdict = Verdict(SPEC.run_id, account.round, account.record, line.peer, line.update, "a copy")
-        await w.ledger.run(lambda ledger: ledger.void(seal_verdict(OWNER, verdict).sent))
+        line = next(x for x in account.lines if x.peer == peer(1).key)
+        verdict = VoidOrder(SPEC.run_id, account.round, account.record, line.peer, line.update, "a copy")
+        await w.ledger.run(lambda ledger: ledger.void(seal_void_order(OWNER, verdict).encoded))
         await w.refresh()
         (after,) = (await w.receipts(1)).items
         assert (after.status, after.sent) == ("voided", before.sent)
@@ -263,7 +263,7 @@ def test_a_long_reason_is_cut_to_what_a_receipt_holds():
     header = KeySigner(peer(1)).sign(
         UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
     )
-    account = account_for(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
+    account = credits_of(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
     reason = why_not(AnnouncedUpdate(header, False, "ü" * 400), account, False)
     assert len(reason.encode()) <= 200 and reason.endswith("...")
 
@@ -349,12 +349,12 @@ async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
         bigger = head.__class__(SPEC.run_id, 99, digest("root"), head.time)
         from protocol.ledger.statements import sign
 
-        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(OWNER, bigger).sent.hex()}'")
+        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(OWNER, bigger).encoded.hex()}'")
         log = await reopened(w)
         with pytest.raises(LedgerConflictError, match="a tree head over 99 was signed"):
             await log.newest()
         await w.ledger.close()
-        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(identity('forger'), bigger).sent.hex()}'")
+        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(identity('forger'), bigger).encoded.hex()}'")
         log = await reopened(w)
         with pytest.raises(LedgerConflictError, match="none of this run's owner"):
             await log.newest()
@@ -429,7 +429,7 @@ async def test_entries_lines_and_proofs_are_those_of_the_signed_head(ledger_plac
             check_inclusion(leaf_hash(sent), n, size, await w.log.inclusion(n, size), head.root)
         found, following = await w.log.lines(0, 1000)
         assert following == size
-        rounds = [n for n, sent in enumerate(entries) if isinstance(decode_entry(sent).what, RoundEntry)]
+        rounds = [n for n, sent in enumerate(entries) if isinstance(decode_entry(sent).payload, RoundEntry)]
         assert [g.entry for g in found] == rounds
         await w.post({1: 40})
         w.clock[0] += 61
@@ -509,9 +509,9 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
     async with made(ledger_place) as w:
         await w.post({1: 40, 2: 30, 3: 20})
         now = int(w.clock[0])
-        assert await w.log.bind(bind(peer(1), ada, SPEC.run_id, now, "ada", "engines").sent) == 1
-        assert await w.log.bind(bind(peer(2), ada, SPEC.run_id, now, "ada", "engines").sent) == 2
-        assert await w.log.bind(bind(peer(3), bob, SPEC.run_id, now, "bob", "engines").sent) == 1
+        assert await w.log.bind(bind(peer(1), ada, SPEC.run_id, now, "ada", "engines").encoded) == 1
+        assert await w.log.bind(bind(peer(2), ada, SPEC.run_id, now, "ada", "engines").encoded) == 2
+        assert await w.log.bind(bind(peer(3), bob, SPEC.run_id, now, "bob", "engines").encoded) == 1
         view = await w.log.summary(ada.key)
         assert (view.kind, view.name, view.team, len(view.peers)) == ("account", "ada", "engines", 2)
         assert view.pending == RULE.micro_credits(40) + RULE.micro_credits(30)
@@ -520,7 +520,7 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
         (team,) = await w.log.leaderboard("team", 10, "")
         assert (team.key, team.pending) == ("engines", view.pending + RULE.micro_credits(20))
         # A peer that goes to another account takes what it has earned along; a newer name counts.
-        assert await w.log.bind(bind(peer(2), bob, SPEC.run_id, now + 1, "Bob", "").sent) == 2
+        assert await w.log.bind(bind(peer(2), bob, SPEC.run_id, now + 1, "Bob", "").encoded) == 2
         await w.restart()
         assert (await w.log.summary(ada.key)).peers == (peer(1).key,)
         assert (await w.log.summary(bob.key)).name == "Bob"
@@ -529,7 +529,7 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
 
 async def test_a_binding_whose_write_failed_is_written_when_it_comes_again(ledger_place, monkeypatch):
     async with made(ledger_place) as w:
-        word = bind(peer(1), identity("ada"), SPEC.run_id, int(w.clock[0]), "ada").sent
+        word = bind(peer(1), identity("ada"), SPEC.run_id, int(w.clock[0]), "ada").encoded
         with monkeypatch.context() as m:
             m.setattr(Ledger, "add_binding", failing)
             with pytest.raises(LedgerError):
@@ -550,8 +550,8 @@ async def test_what_is_voided_while_recent_credits_are_read_is_taken_out_once(le
         await w.ledger.open(w.place, SPEC, lambda: w.clock[0])
         board = w.leaderboard()
         await board.load()
-        verdict = Verdict(SPEC.run_id, account.round, account.record, peer(1).key, account.entries[0].update, "no")
-        await w.ledger.run(lambda ledger: ledger.void(seal_verdict(OWNER, verdict).sent))
+        verdict = VoidOrder(SPEC.run_id, account.round, account.record, peer(1).key, account.lines[0].update, "no")
+        await w.ledger.run(lambda ledger: ledger.void(seal_void_order(OWNER, verdict).encoded))
         await board.load_recent()
         await board.refresh()
         one = RULE.micro_credits(40) * math.log(2) / 7
@@ -573,9 +573,9 @@ async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_
 
     async with made(ledger_place) as w:
         ada = identity("ada")
-        word = bind(peer(1), ada, SPEC.run_id, int(w.clock[0]), "ada").sent
+        word = bind(peer(1), ada, SPEC.run_id, int(w.clock[0]), "ada").encoded
         w.announce(3, late=True)
-        account = account_for(w.swarm.chain.add({1: 40}), RULE)
+        account = credits_of(w.swarm.chain.add({1: 40}), RULE)
         with monkeypatch.context() as m:
             m.setattr(Ledger, "add_binding", full)
             m.setattr(Ledger, "add_refusal", full)
@@ -596,7 +596,7 @@ async def test_standings_are_up_to_date_also_when_a_page_was_just_full(tmp_path,
     monkeypatch.setattr("coordinator.credits.leaderboard.PAGE", 2)
     async with made(str(tmp_path / "ledger.sqlite")) as w:
         for _ in range(2):
-            account = account_for(w.swarm.chain.add({1: 40}), RULE)
+            account = credits_of(w.swarm.chain.add({1: 40}), RULE)
             await w.ledger.run(lambda ledger, a=account: ledger.post(a))
         await w.refresh()
         assert (await w.log.summary(peer(1).key)).pending == 2 * RULE.micro_credits(40)
@@ -607,23 +607,23 @@ async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):
     async with made(ledger_place) as w:
         now = int(w.clock[0])
         first = bind(peer(1), ada, SPEC.run_id, now, "ada")
-        assert await w.log.bind(first.sent) == await w.log.bind(first.sent) == 1  # again: nothing happens
+        assert await w.log.bind(first.encoded) == await w.log.bind(first.encoded) == 1  # again: nothing happens
         assert len(await w.ledger.read(lambda ledger: ledger.bindings())) == 1
         with pytest.raises(RefusedError, match="newer"):
-            await w.log.bind(bind(peer(1), bob, SPEC.run_id, now - 5, "bob").sent)
+            await w.log.bind(bind(peer(1), bob, SPEC.run_id, now - 5, "bob").encoded)
         with pytest.raises(RefusedError, match="clock is 5000 s ahead"):
-            await w.log.bind(bind(peer(1), bob, SPEC.run_id, now + 5000, "bob").sent)
+            await w.log.bind(bind(peer(1), bob, SPEC.run_id, now + 5000, "bob").encoded)
         with pytest.raises(RefusedError, match="never admitted"):
-            await w.log.bind(bind(identity("stranger"), ada, SPEC.run_id, now, "ada").sent)
+            await w.log.bind(bind(identity("stranger"), ada, SPEC.run_id, now, "ada").encoded)
         from protocol.ledger.statements import BindAccount, BindPeer, sign
 
-        stolen = sign(peer(2), BindPeer(SPEC.run_id, bob.key, now)).sent
+        stolen = sign(peer(2), BindPeer(SPEC.run_id, bob.key, now)).encoded
         with pytest.raises(AdmissionError):
-            await w.log.bind(sign(ada, BindAccount(SPEC.run_id, stolen, now, "ada", "")).sent)
+            await w.log.bind(sign(ada, BindAccount(SPEC.run_id, stolen, now, "ada", "")).encoded)
         monkeypatch.setattr("coordinator.credits.leaderboard.MAX_PEERS_OF_ACCOUNT", 1)
         with pytest.raises(TooManyError, match="at most 1 peers"):
-            await w.log.bind(bind(peer(2), ada, SPEC.run_id, now, "ada").sent)
+            await w.log.bind(bind(peer(2), ada, SPEC.run_id, now, "ada").encoded)
         monkeypatch.setattr("coordinator.credits.leaderboard.MAX_BINDINGS_OF_PEER", 1)
         with pytest.raises(TooManyError, match="bound 1 times"):
-            await w.log.bind(bind(peer(1), ada, SPEC.run_id, now + 1, "ada").sent)
+            await w.log.bind(bind(peer(1), ada, SPEC.run_id, now + 1, "ada").encoded)
         assert time.time() > 0 and (await w.log.summary(ada.key)).peers == (peer(1).key,)

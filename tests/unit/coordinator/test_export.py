@@ -30,7 +30,7 @@ from peer.node.snapshot import Snapshot, write_snapshot
 from peer.store import Store
 from protocol.errors import CairnError
 from protocol.ids import Digest, RunId
-from protocol.invite import Endpoint, Invite
+from protocol.invite import HostPort, Invite
 from protocol.layout import MOMENTUM, Layout
 from protocol.message_codec import encode_certificate
 from protocol.model import build_model, load_state, model_layout, parameters_of, plain_config
@@ -328,8 +328,8 @@ def test_what_is_no_checkpoint_is_said_to_be_none(world: World, tmp_path: Path):
 def test_a_checkpoint_of_another_run_is_refused(begin: Callable[..., World], tmp_path: Path):
     world = begin()
     archived = world.archive(4)
-    other = Invite(RunId(digest("other")), Digest(digest("tls")), (Endpoint("127.0.0.1", 9),))
-    same = Invite(world.spec.run_id, Digest(digest("tls")), (Endpoint("127.0.0.1", 9),))
+    other = Invite(RunId(digest("other")), Digest(digest("tls")), (HostPort("127.0.0.1", 9),))
+    same = Invite(world.spec.run_id, Digest(digest("tls")), (HostPort("127.0.0.1", 9),))
     assert "not of run" in refused("export", archived, tmp_path / "out", "--invite", str(other))
     export(archived, tmp_path / "out", "--invite", str(same))
     assert "--invite" in refused("export", archived, tmp_path / "out", "--invite", "cairn1:abc")

@@ -16,7 +16,7 @@ from coordinator.ledger.database import Database, SqliteDatabase
 from coordinator.ledger.schema import migrate, migrations
 from coordinator.ledger.store import connect
 from protocol.ids import Digest
-from protocol.ledger.credits import Balance, CreditRule, account_for, pending
+from protocol.ledger.credits import Balance, CreditRule, credits_of, sum_credits
 from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_accounts, make_spec, peer
 
 SPEC = make_spec()
@@ -51,8 +51,8 @@ def test_credits_are_whole_micro_credits_of_model_flops():
     assert RULE.micro_credits(1000) == 6 * PARAMETERS * 1000 * window // 10**9
     assert CreditRule(6, 10**9, 128).micro_credits(10**6) == 768_000_000  # beyond what a double divides exactly
     chain = ChainMaker(SPEC)
-    account = account_for(chain.add({0: 1000, 1: 3000}), RULE)
-    assert {e.peer: e.micro_credits for e in account.entries} == {
+    account = credits_of(chain.add({0: 1000, 1: 3000}), RULE)
+    assert {e.peer: e.micro_credits for e in account.lines} == {
         peer(0).key: RULE.micro_credits(1000),
         peer(1).key: RULE.micro_credits(3000),
     }
@@ -65,7 +65,7 @@ def test_a_settled_round_is_read_back_whole(ledger):
     assert ledger.accounts(limit=10) == accounts
     assert ledger.accounts(after=2, limit=1) == accounts[3:4]
     assert ledger.last() == (4, accounts[4].record)
-    assert settled_in(ledger) == pending(accounts)
+    assert settled_in(ledger) == sum_credits(accounts)
     newest = ledger.history_of(peer(0).key, limit=2)
     assert [e.round for e in newest] == [4, 3]
 
@@ -75,13 +75,13 @@ def test_settling_a_round_again_changes_nothing(ledger):
     for account in accounts + accounts:
         ledger.post(account)
     assert ledger.post(accounts[1]) is False
-    assert settled_in(ledger) == pending(accounts)
+    assert settled_in(ledger) == sum_credits(accounts)
 
 
 def test_another_record_for_a_settled_round_is_refused_loudly(ledger):
     chain = ChainMaker(SPEC)
-    first = account_for(chain.add({0: 10}), RULE)
-    other = account_for(ChainMaker(SPEC).add({0: 10}, attempt=1), RULE)
+    first = credits_of(chain.add({0: 10}), RULE)
+    other = credits_of(ChainMaker(SPEC).add({0: 10}, attempt=1), RULE)
     ledger.post(first)
     with pytest.raises(LedgerConflictError, match="settled with record"):
         ledger.post(other)
@@ -91,7 +91,7 @@ def test_another_record_for_a_settled_round_is_refused_loudly(ledger):
 def test_other_entries_for_a_settled_record_are_refused_loudly(ledger):
     account = make_accounts(1)[0]
     ledger.post(account)
-    inflated = replace(account, entries=tuple(replace(e, micro_credits=e.micro_credits + 1) for e in account.entries))
+    inflated = replace(account, lines=tuple(replace(e, micro_credits=e.micro_credits + 1) for e in account.lines))
     with pytest.raises(LedgerConflictError, match="not what record"):
         ledger.post(inflated)
 
@@ -116,7 +116,7 @@ def filled(ledger) -> None:
     accounts = make_accounts(4)
     for account in accounts:
         ledger.post(account)
-    a, line = accounts[0], accounts[0].entries[0]
+    a, line = accounts[0], accounts[0].lines[0]
     ledger.add_refusal(RefusedUpdate(a.round, a.parent, a.record, line.peer, line.update, "came too late", 5.0))
     ledger.add_head(TreeHeadRow(ledger.size(), ledger.root(), 5, b"head"))
     ledger.add_binding(BindingRow(line.peer, peer(7).key, 5, b"word"))
@@ -263,10 +263,10 @@ def test_admissions_of_peers_without_credits_are_forgotten_in_the_end(ledger):
 
 def test_a_ledger_that_forgets_uniqueness_would_be_caught_by_these_tests():
     accounts = make_accounts(3)
-    doubled = pending(accounts + accounts[:1])
-    assert doubled != pending(accounts)
-    assert doubled[peer(0).key] == pending(accounts)[peer(0).key].plus(
-        next(e for e in accounts[0].entries if e.peer == peer(0).key)
+    doubled = sum_credits(accounts + accounts[:1])
+    assert doubled != sum_credits(accounts)
+    assert doubled[peer(0).key] == sum_credits(accounts)[peer(0).key].plus(
+        next(e for e in accounts[0].lines if e.peer == peer(0).key)
     )
     assert Balance() == Balance(0, 0, 0)
 

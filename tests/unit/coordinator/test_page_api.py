@@ -187,9 +187,9 @@ def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
 
     given = get.get("/api/rounds/4/certificate").json()
     decoder = MessageDecoder(world.swarm.spec.run_id, OWNER.key)
-    record = decoder.open(base64.b64decode(given["bytes"]["record"]), RoundRecord)
+    record = decoder.decode(base64.b64decode(given["bytes"]["record"]), RoundRecord)
     assert str(record.digest) == given["record"] and record.body.round == 4
-    votes = [decoder.open(base64.b64decode(v), Vote) for v in given["bytes"]["votes"]]
+    votes = [decoder.decode(base64.b64decode(v), Vote) for v in given["bytes"]["votes"]]
     assert {v.body.record for v in votes} == {record.digest} and len(votes) == len(given["votes"])
 
 

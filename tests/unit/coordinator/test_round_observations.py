@@ -12,7 +12,7 @@ from coordinator.peer_registry import RATE_SECONDS, PeerRegistry
 from coordinator.round_charts import round_charts
 from coordinator.round_observations import MAX_WITH_ABSENCES, RoundObservations, TypicalDurations
 from protocol.ids import Digest
-from protocol.ledger.credits import CreditRule, account_for
+from protocol.ledger.credits import CreditRule, credits_of
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
 
 SPEC = make_spec()
@@ -30,7 +30,7 @@ class Watch:
         self.swarm.listen(self.seen.receive)
 
     def certified(self, certificate):
-        return self.seen.decide(account_for(certificate, RULE), self.swarm.heartbeats())
+        return self.seen.decide(credits_of(certificate, RULE), self.swarm.heartbeats())
 
     def round(self, work, *, train=20.0, exchange=4.0, commit=1.0):
         certificate = self.swarm.chain.add(work)

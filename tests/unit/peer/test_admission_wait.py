@@ -21,7 +21,7 @@ from peer.store import Store
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.errors import CairnError
 from protocol.ids import Digest
-from protocol.invite import Endpoint
+from protocol.invite import HostPort
 from protocol.message_codec import MessageDecoder
 from tests.support.coordinator_fakes import make_spec, state
 from tests.support.specs import OWNER, admission, identity
@@ -96,8 +96,8 @@ async def test_it_asks_again_says_so_and_leaves_the_swarm_when_it_is_admitted(ne
     assert caplog.text.count("waiting for the coordinator") == 1  # not at each attempt
     monkeypatch.setattr(admission_wait, "RETRY_SECONDS", 60.0)
     await asyncio.sleep(0.1)
-    word = sign_coordinator_address(OWNER, CoordinatorAddress(SPEC.run_id, 5, (Endpoint("c", 1),), Digest(bytes(32))))
-    node.membership.locator.accept(word.sent)  # a member tells: it is asked at once, not after a minute
+    word = sign_coordinator_address(OWNER, CoordinatorAddress(SPEC.run_id, 5, (HostPort("c", 1),), Digest(bytes(32))))
+    node.membership.locator.accept(word.encoded)  # a member tells: it is asked at once, not after a minute
     await asyncio.wait_for(waits, 10)
     assert newcomer.seconds_left() > 80_000 and newcomer.locator.newest == word
     assert node.snapshot().finished and not newcomer.client.closed

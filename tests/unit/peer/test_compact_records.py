@@ -10,13 +10,13 @@ from peer.node import compact_records as module
 from peer.node.compact_records import IN_PACKET, PER_AUTHOR, CompactRecords, HeaderCache
 from peer.swarm.errors import PeerUnreachable
 from protocol.compact_record import (
-    BRIEF_LIMIT,
-    NAME_BYTES,
-    check_headers,
-    check_names,
+    HEADER_ID_BYTES,
+    MAX_COMPACT_RECORD,
+    check_header_ids,
+    check_requested_headers,
     compact,
+    header_id,
     is_compact_record,
-    name_of,
     parse_compact_record,
 )
 from protocol.errors import MalformedError, SignatureError
@@ -27,7 +27,7 @@ from tests.support.recorded_tasks import RecordedTasks
 from tests.support.signed import HEADERS, PEERS, RECORD, decoder, header, heartbeat, record
 
 A, B = PEERS[1].key, PEERS[2].key
-SENT = [h.sent for h in HEADERS]
+SENT = [h.encoded for h in HEADERS]
 
 
 def brief_of(of=RECORD) -> bytes:
@@ -55,31 +55,35 @@ def changed(**changes) -> bytes:
 def test_a_record_is_put_together_to_the_byte_and_opened_as_ever():
     sent = brief_of()
     brief = parse_compact_record(sent)
-    assert is_compact_record(sent) and not is_compact_record(RECORD.sent) and brief.author == RECORD.author
-    assert len(sent) < len(RECORD.sent) / 10
-    assert brief.complete(SENT) == RECORD.sent
-    assert decoder().open(brief.complete(SENT), RoundRecord) == RECORD
+    assert is_compact_record(sent) and not is_compact_record(RECORD.encoded) and brief.author == RECORD.author
+    assert len(sent) < len(RECORD.encoded) / 10
+    assert brief.reconstruct(SENT) == RECORD.encoded
+    assert decoder().decode(brief.reconstruct(SENT), RoundRecord) == RECORD
 
 
-@pytest.mark.parametrize("headers", [SENT[:-1], SENT[::-1], [*SENT, SENT[0]], [*SENT[:-1], header(PEERS[0]).sent[:-1]]])
+@pytest.mark.parametrize(
+    "headers", [SENT[:-1], SENT[::-1], [*SENT, SENT[0]], [*SENT[:-1], header(PEERS[0]).encoded[:-1]]]
+)
 def test_other_headers_than_are_named_are_refused(headers):
     with pytest.raises(MalformedError, match="other headers"):
-        parse_compact_record(brief_of()).complete(headers)
+        parse_compact_record(brief_of()).reconstruct(headers)
 
 
 def test_a_brief_that_its_author_did_not_sign_comes_to_nothing():
-    for sent in (changed(key=bytes(A)), changed(signature=bytes(64)), changed(names=[name_of(SENT[0])])):
+    for sent in (changed(key=bytes(A)), changed(signature=bytes(64)), changed(names=[header_id(SENT[0])])):
         brief = parse_compact_record(sent)
         with pytest.raises(SignatureError):
-            decoder().open(brief.complete([h for h in SENT if name_of(h) in brief.names]), RoundRecord)
+            decoder().decode(brief.reconstruct([h for h in SENT if header_id(h) in brief.header_ids]), RoundRecord)
 
 
 @pytest.mark.parametrize(
     "sent",
     [
-        b"", b"rubbish", RECORD.sent, changed(signature=b"x" * 63), changed(key=b"x"), changed(names=[]),
-        changed(names=[b"x" * (NAME_BYTES + 1)]), changed(names=[b"x" * NAME_BYTES] * 2), changed(payload=b"\xff\xff"),
-        changed(names=[i.to_bytes(NAME_BYTES, "big") for i in range(MAX_CONTRIBUTORS + 1)]), bytes(BRIEF_LIMIT + 1),
+        b"", b"rubbish", RECORD.encoded, changed(signature=b"x" * 63), changed(key=b"x"), changed(names=[]),
+        changed(names=[b"x" * (HEADER_ID_BYTES + 1)]), changed(names=[b"x" * HEADER_ID_BYTES] * 2),
+        changed(payload=b"\xff\xff"),
+        changed(names=[i.to_bytes(HEADER_ID_BYTES, "big") for i in range(MAX_CONTRIBUTORS + 1)]),
+        bytes(MAX_COMPACT_RECORD + 1),
     ],
 )  # fmt: skip
 def test_what_is_no_brief_is_refused(sent):
@@ -88,19 +92,19 @@ def test_what_is_no_brief_is_refused(sent):
 
 
 def test_a_brief_of_the_most_contributors_fits():
-    names = [i.to_bytes(NAME_BYTES, "big") for i in range(MAX_CONTRIBUTORS)]
-    assert len(parse_compact_record(changed(names=names)).names) == MAX_CONTRIBUTORS
+    names = [i.to_bytes(HEADER_ID_BYTES, "big") for i in range(MAX_CONTRIBUTORS)]
+    assert len(parse_compact_record(changed(names=names)).header_ids) == MAX_CONTRIBUTORS
 
 
 def test_what_is_asked_for_and_given_is_bounded():
-    names = [name_of(h) for h in SENT]
-    assert check_headers(names, SENT) == dict(zip(names, SENT, strict=True))
+    names = [header_id(h) for h in SENT]
+    assert check_requested_headers(names, SENT) == dict(zip(names, SENT, strict=True))
     for headers in ([*SENT, SENT[0]], [b"x" * 700], [b"something else"]):
         with pytest.raises(MalformedError):
-            check_headers(names, headers)
-    for wanted in ([b"short"], [bytes(NAME_BYTES)] * (MAX_CONTRIBUTORS + 1)):
+            check_requested_headers(names, headers)
+    for wanted in ([b"short"], [bytes(HEADER_ID_BYTES)] * (MAX_CONTRIBUTORS + 1)):
         with pytest.raises(MalformedError):
-            check_names(wanted)
+            check_header_ids(wanted)
 
 
 # -- between nodes --------------------------------------------------------------------------------------------
@@ -157,9 +161,9 @@ async def test_who_holds_the_headers_has_the_record_at_once(sides):
     sender, receiver = sides
     for h in HEADERS:
         receiver.records.note(h)
-    beat = heartbeat(PEERS[3]).sent
-    assert await receiver.get(beat, sender.records.encode(RECORD)) == [beat, RECORD.sent]
-    assert not receiver.asked and receiver.charged == len(RECORD.sent)
+    beat = heartbeat(PEERS[3]).encoded
+    assert await receiver.get(beat, sender.records.encode(RECORD)) == [beat, RECORD.encoded]
+    assert not receiver.asked and receiver.charged == len(RECORD.encoded)
 
 
 async def test_who_lacks_some_asks_the_sender_for_those_alone(sides):
@@ -167,22 +171,22 @@ async def test_who_lacks_some_asks_the_sender_for_those_alone(sides):
     for h in HEADERS[:-2]:
         receiver.records.note(h)
     sent = sender.records.encode(RECORD)
-    assert await receiver.get(sent) == [] and receiver.asked == [2] and receiver.taken == [RECORD.sent]
+    assert await receiver.get(sent) == [] and receiver.asked == [2] and receiver.taken == [RECORD.encoded]
     # What came with a record is held like what came alone.
     receiver.records.note(RECORD)
-    assert await receiver.get(sent) == [RECORD.sent] and receiver.asked == [2]
+    assert await receiver.get(sent) == [RECORD.encoded] and receiver.asked == [2]
 
 
 async def test_small_records_and_all_else_go_as_they_are(monkeypatch):
     side = Side()
-    assert [side.records.encode(m) for m in (RECORD, HEADERS[1])] == [RECORD.sent, HEADERS[1].sent]
+    assert [side.records.encode(m) for m in (RECORD, HEADERS[1])] == [RECORD.encoded, HEADERS[1].encoded]
     monkeypatch.setattr(module, "COMPACT_FROM", 0)
-    assert is_compact_record(side.records.encode(RECORD)) and side.records.encode(HEADERS[1]) == HEADERS[1].sent
+    assert is_compact_record(side.records.encode(RECORD)) and side.records.encode(HEADERS[1]) == HEADERS[1].encoded
 
 
 async def test_headers_are_given_of_records_that_went_out_and_of_no_others(sides):
     sender, _ = sides
-    names = wire.Packet(messages=[name_of(h) for h in SENT])
+    names = wire.Packet(messages=[header_id(h) for h in SENT])
     assert not sender.records.answer(names).messages
     sender.records.encode(RECORD)
     assert list(sender.records.answer(names).messages) == SENT
@@ -199,7 +203,7 @@ async def test_an_author_of_many_headers_pushes_out_its_own_only_and_the_record_
         receiver.records.note(more)
         sender.records.note(more)
     assert await receiver.get(sender.records.encode(RECORD)) == []
-    assert receiver.asked == [1] and receiver.taken == [RECORD.sent]
+    assert receiver.asked == [1] and receiver.taken == [RECORD.encoded]
 
 
 @pytest.mark.parametrize("error", [PeerUnreachable("gone"), MalformedError("rubbish"), asyncio.TimeoutError()])
@@ -210,7 +214,7 @@ async def test_a_sender_that_does_not_give_headers_costs_the_record_and_nothing_
     assert await receiver.get(sent) == [] and not receiver.taken
     receiver.error = None
     receiver.tasks.spawned.clear()
-    assert await receiver.get(sent) == [] and receiver.taken == [RECORD.sent]
+    assert await receiver.get(sent) == [] and receiver.taken == [RECORD.encoded]
 
 
 async def test_a_sender_that_knows_its_headers_no_more_leads_to_nothing(sides):
@@ -232,7 +236,7 @@ async def test_of_one_packet_some_briefs_are_looked_at_and_each_is_charged(sides
     sender, receiver = sides
     receiver.records.note(RECORD)
     found = await receiver.get(*[sender.records.encode(RECORD)] * (2 * IN_PACKET))
-    assert len(found) == IN_PACKET and receiver.charged == IN_PACKET * len(RECORD.sent)
+    assert len(found) == IN_PACKET and receiver.charged == IN_PACKET * len(RECORD.encoded)
 
 
 async def test_one_request_is_under_way_for_a_sender_and_so_many_in_all(sides, monkeypatch):
@@ -241,12 +245,12 @@ async def test_one_request_is_under_way_for_a_sender_and_so_many_in_all(sides, m
     receiver.gate = asyncio.Event()
     receiver.members = {p.key for p in PEERS}
     for sender in [A, A, B, *(p.key for p in PEERS[3:])]:
-        await receiver.get(changed(names=[bytes([sender[0]]) * NAME_BYTES]), sender=sender)
+        await receiver.get(changed(names=[bytes([sender[0]]) * HEADER_ID_BYTES]), sender=sender)
     await asyncio.sleep(0)
     assert receiver.asked == [1, 1]
     assert len(receiver.tasks.spawned) == 2
     await receiver.tasks.cancel()
-    await receiver.get(changed(names=[b"c" * NAME_BYTES]), sender=A)
+    await receiver.get(changed(names=[b"c" * HEADER_ID_BYTES]), sender=A)
     await asyncio.sleep(0)
     assert receiver.asked == [1, 1, 1]
     await receiver.tasks.cancel()
@@ -259,8 +263,8 @@ def test_headers_that_are_held_are_bounded(monkeypatch):
         for p in PEERS:
             held.add(header(p, inner_steps=1 + i))
     assert len(held) <= 3 * PER_AUTHOR and held.authors == 3
-    assert held.get(name_of(header(PEERS[-1], inner_steps=2 * PER_AUTHOR).sent)) is not None
-    assert held.get(name_of(header(PEERS[0], inner_steps=1).sent)) is None
+    assert held.get(header_id(header(PEERS[-1], inner_steps=2 * PER_AUTHOR).encoded)) is not None
+    assert held.get(header_id(header(PEERS[0], inner_steps=1).encoded)) is None
 
 
 async def test_records_that_others_may_ask_about_are_bounded(sides, monkeypatch):
@@ -276,7 +280,7 @@ def test_old_headers_that_are_replayed_push_out_nothing():
     held.add(now)
     for i in range(2 * PER_AUTHOR):
         held.add(header(PEERS[0], round=i))
-    assert held.get(name_of(now.sent)) is not None and len(held) == PER_AUTHOR
+    assert held.get(header_id(now.encoded)) is not None and len(held) == PER_AUTHOR
 
 
 async def test_a_record_that_is_sent_again_is_still_answered_for(monkeypatch):
@@ -286,4 +290,4 @@ async def test_a_record_that_is_sent_again_is_still_answered_for(monkeypatch):
     for attempt in range(1, 4):
         records.encode(RECORD)
         records.encode(record(HEADERS[:2], attempt=attempt))
-    assert len(records.answer(wire.Packet(messages=[name_of(h.sent) for h in HEADERS])).messages) == len(HEADERS)
+    assert len(records.answer(wire.Packet(messages=[header_id(h.encoded) for h in HEADERS])).messages) == len(HEADERS)

@@ -21,7 +21,7 @@ from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_ad
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.identity import Identity
 from protocol.ids import PeerKey
-from protocol.invite import Endpoint, Invite
+from protocol.invite import HostPort, Invite
 from protocol.messages import Signed
 from protocol.spec import sign_spec
 from protocol.wire import swarm_pb2 as wire
@@ -29,11 +29,11 @@ from tests.support.signed import HEADERS, PEERS, decoder
 from tests.support.specs import OWNER, digest, identity, tiny_spec
 
 RUN = tiny_spec()
-SENT = sign_spec(OWNER, RUN).sent
-NOW, MOVED = Endpoint("c.example", 7410), Endpoint("d.example", 7410)
+SENT = sign_spec(OWNER, RUN).encoded
+NOW, MOVED = HostPort("c.example", 7410), HostPort("d.example", 7410)
 
 
-def word(sequence: int, where: Endpoint = NOW, owner: Identity = OWNER, run=RUN.run_id):
+def word(sequence: int, where: HostPort = NOW, owner: Identity = OWNER, run=RUN.run_id):
     return sign_coordinator_address(
         owner, CoordinatorAddress(run, sequence, (where,), digest("certificate"), ("/ip4/9.9.9.9/tcp/1",))
     )
@@ -50,21 +50,21 @@ def test_the_newest_word_is_kept_over_a_restart_and_said_once(store):
     moved: list[Any] = []
     locator = CoordinatorLocator(store, RUN, cast(Any, SimpleNamespace(moved=moved.append)))
     assert locator.newest is None
-    taken = [locator.accept(word(s).sent) for s in (5, 7, 7, 6, 5, 8)]
+    taken = [locator.accept(word(s).encoded) for s in (5, 7, 7, 6, 5, 8)]
     assert taken == [True, True, False, False, False, True]
     assert [body.sequence for body in moved] == [5, 7, 8]
     assert CoordinatorLocator(store, RUN).newest == word(8)
 
 
 @pytest.mark.parametrize(
-    "sent", [word(9, owner=identity("liar")).sent, word(9, run=digest("x")).sent, b"\x0a\x0bwhere"]
+    "sent", [word(9, owner=identity("liar")).encoded, word(9, run=digest("x")).encoded, b"\x0a\x0bwhere"]
 )
 def test_what_is_not_the_owners_word_on_this_run_changes_nothing(store, sent, caplog):
     locator = CoordinatorLocator(store, RUN)
-    locator.accept(word(5).sent)
+    locator.accept(word(5).encoded)
     with pytest.raises(ProtocolError):
         locator.accept(sent)
-    assert locator.newest == word(5) and store.read_value(COORDINATOR_ADDRESS) == word(5).sent
+    assert locator.newest == word(5) and store.read_value(COORDINATOR_ADDRESS) == word(5).encoded
     store.write_value(COORDINATOR_ADDRESS, sent)
     assert CoordinatorLocator(store, RUN).newest is None and "is ignored" in caplog.text
 
@@ -75,16 +75,16 @@ def test_a_full_disk_costs_the_next_start_a_question_not_this_one_the_word(store
 
     locator = CoordinatorLocator(store, RUN)
     monkeypatch.setattr(cast(Any, store), "write_value", full)
-    assert locator.accept(word(5).sent) and locator.newest == word(5) and "no space left" in caplog.text
+    assert locator.accept(word(5).encoded) and locator.newest == word(5) and "no space left" in caplog.text
 
 
 def test_anybody_is_told_of_this_run_and_nobody_of_another(store):
     locator = CoordinatorLocator(store, RUN)
     ask = wire.CoordinatorAddressRequest(run=RUN.run_id, spec=True)
     assert locator.answer(ask, ()) == wire.CoordinatorAddressReply(spec=SENT)
-    locator.accept(word(5).sent)
+    locator.accept(word(5).encoded)
     reply = locator.answer(ask, [f"/ip4/1.1.1.1/tcp/{i}" for i in range(1000)])
-    assert reply.coordinator_address == word(5).sent and len(reply.addresses) == 16
+    assert reply.coordinator_address == word(5).encoded and len(reply.addresses) == 16
     assert not locator.answer(wire.CoordinatorAddressRequest(run=RUN.run_id), ()).spec
     with pytest.raises(MalformedError, match="another run"):
         locator.answer(wire.CoordinatorAddressRequest(run=bytes(32)), ())
@@ -93,11 +93,11 @@ def test_anybody_is_told_of_this_run_and_nobody_of_another(store):
 def test_in_a_packet_a_flood_of_words_is_not_looked_at_and_the_rest_of_it_is(store, caplog):
     locator = CoordinatorLocator(store, RUN)
     inbox = Inbox(decoder(), locator)
-    flood = [word(i).sent for i in range(1, 50)]
-    packet = wire.Packet(messages=[*flood, HEADERS[1].sent])
+    flood = [word(i).encoded for i in range(1, 50)]
+    packet = wire.Packet(messages=[*flood, HEADERS[1].encoded])
     assert sum(e is not None for e in inbox.packet(PEERS[1].key, packet, 1e9)) == 1
     assert locator.newest == word(MAX_ADDRESS_RECORDS) and not caplog.text
-    list(inbox.packet(PEERS[1].key, wire.Packet(messages=[word(99, owner=identity("liar")).sent]), 1e9))
+    list(inbox.packet(PEERS[1].key, wire.Packet(messages=[word(99, owner=identity("liar")).encoded]), 1e9))
     assert locator.newest == word(MAX_ADDRESS_RECORDS) and "not signed by the run's owner" in caplog.text
 
 
@@ -109,7 +109,7 @@ class FakeNetwork:
         self.said: list[bytes] = []
 
     def send_to_all(self, message: Signed[Any]) -> None:
-        self.said.append(message.sent)
+        self.said.append(message.encoded)
 
     def everyone(self) -> list[PeerKey]:
         return list(self._answers)
@@ -128,9 +128,9 @@ async def test_of_what_members_say_the_newest_true_word_is_kept(store):
     locator = CoordinatorLocator(store, RUN)
     keys = [identity(i).key for i in range(6)]
     answers: list[Any] = [
-        wire.CoordinatorAddressReply(coordinator_address=word(99, owner=identity("liar")).sent),
-        wire.CoordinatorAddressReply(coordinator_address=word(5).sent),
-        wire.CoordinatorAddressReply(coordinator_address=word(7, MOVED).sent),
+        wire.CoordinatorAddressReply(coordinator_address=word(99, owner=identity("liar")).encoded),
+        wire.CoordinatorAddressReply(coordinator_address=word(5).encoded),
+        wire.CoordinatorAddressReply(coordinator_address=word(7, MOVED).encoded),
         wire.CoordinatorAddressReply(coordinator_address=b"x" * 1_000_000),
         wire.CoordinatorAddressReply(),
         CairnError("silent"),
@@ -145,13 +145,13 @@ async def test_a_newer_word_is_passed_on_once_and_of_many_at_once_only_the_last(
     locator, network = CoordinatorLocator(store, RUN), FakeNetwork({})
     passing = asyncio.create_task(module.pass_on(cast(Any, network), locator))
     await asyncio.sleep(0)
-    locator.accept(word(1).sent)
+    locator.accept(word(1).encoded)
     await asyncio.sleep(0.01)
     for i in range(2, 30):
-        locator.accept(word(i).sent)
-        locator.accept(word(i).sent)
+        locator.accept(word(i).encoded)
+        locator.accept(word(i).encoded)
     await asyncio.sleep(0.2)
-    assert network.said == [word(1).sent, word(29).sent]
+    assert network.said == [word(1).encoded, word(29).encoded]
     passing.cancel()
 
 
@@ -178,12 +178,12 @@ async def test_a_newcomer_takes_the_runs_own_spec_and_the_newest_word_of_its_own
     got = await found(
         monkeypatch,
         wire.CoordinatorAddressReply(),
-        wire.CoordinatorAddressReply(spec=sign_spec(OWNER, other).sent),
+        wire.CoordinatorAddressReply(spec=sign_spec(OWNER, other).encoded),
         wire.CoordinatorAddressReply(
-            spec=SENT, coordinator_address=word(99, owner=identity("liar")).sent, addresses=["/lie"]
+            spec=SENT, coordinator_address=word(99, owner=identity("liar")).encoded, addresses=["/lie"]
         ),
-        wire.CoordinatorAddressReply(spec=SENT, coordinator_address=word(5).sent, addresses=[here, "no", "/" * 300]),
-        wire.CoordinatorAddressReply(spec=SENT, coordinator_address=word(7, MOVED).sent, addresses=[here]),
+        wire.CoordinatorAddressReply(spec=SENT, coordinator_address=word(5).encoded, addresses=[here, "no", "/" * 300]),
+        wire.CoordinatorAddressReply(spec=SENT, coordinator_address=word(7, MOVED).encoded, addresses=[here]),
         wire.CoordinatorAddressReply(spec=SENT),
     )
     assert got is not None and got.encoded == SENT and got.coordinator_address == word(7, MOVED)
@@ -228,7 +228,7 @@ def test_a_member_prints_an_invite_with_where_the_coordinator_is_and_itself_firs
             [f"/ip4/2.2.2.2/tcp/{i}/p2p/{name}" for name in "BCD" for i in (1, 2)], own=["/ip4/3.3.3.3/tcp/1/p2p/ME"]
         )
         assert (store.read_value(OWN_ADDRESSES) or b"").endswith(b"ME")
-        m.locator.accept(word(5, MOVED).sent)
+        m.locator.accept(word(5, MOVED).encoded)
         new = Invite.parse(renewed_invite(str(old), tmp_path))
     assert new.coordinators == (MOVED,) and new.fingerprint == digest("certificate") and new.code == "the-code"
     assert [a.rpartition("/")[2] for a in new.addresses] == ["ME", "B", "C", "D", "OLD", "B", "C", "D"]

@@ -12,17 +12,17 @@ import torch
 from peer.training.data import Batches, DataError, DataUnavailableError, WindowReader
 from protocol.errors import MalformedError
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
-from protocol.spec import DataSpec, Shard
+from protocol.spec import DataShard, DataSpec
 
 WINDOW = 16
 
 
-def make_shard(folder: Path, tokens: np.ndarray) -> Shard:
+def make_shard(folder: Path, tokens: np.ndarray) -> DataShard:
     data = tokens.tobytes()
     digest = blob_digest(data)
     (folder / f"{digest}.tokens").write_bytes(data)
     (folder / f"{digest}.leaves").write_bytes(b"".join(blob_leaves(data)))
-    return Shard(digest=str(digest), size=len(data), tokens=len(tokens))
+    return DataShard(digest=str(digest), size=len(data), tokens=len(tokens))
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_what_was_learnt_goes_once_when_the_run_was_rolled_back_while_the_peer_w
                 (folder / name).write_text("x")
             back = Rollback(epoch, SPEC.run_id, Round(3), state(3)) if epoch else None
             newest = KeySigner(OWNER).sign(Directive(SPEC.run_id, 9, rollback=back))
-            remove_outdated_state(store, cast(Any, SimpleNamespace(newest=newest)), folder)
+            remove_outdated_state(store, cast(Any, SimpleNamespace(newest_directive=newest)), folder)
             return sum((folder / name).exists() for name in learnt)
 
         assert left(0) == len(learnt) and left(1) == 0 and left(1) == 0  # nothing was reached in between
@@ -96,7 +96,7 @@ def test_a_restart_leaves_out_the_rounds_that_were_rolled_back(tmp_path, monkeyp
         word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, rollback=back))
         log.store_directive(word)
         loaded = CertificateStore(store, decoder, SPEC, limits).chain
-        assert loaded.head == back.record and loaded.newest == word and len(loaded) == 3
+        assert loaded.head == back.record and loaded.newest_directive == word and len(loaded) == 3
 
 
 async def test_the_policy_of_the_open_round_reaches_the_node(tmp_path):

@@ -25,12 +25,12 @@ from peer.store import Store, StoreFull
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.errors import CairnError
 from protocol.ids import Digest
-from protocol.invite import Endpoint, Invite
+from protocol.invite import HostPort, Invite
 from protocol.spec import sign_spec
 from tests.support.specs import OWNER, admission, identity, tiny_spec
 
 RUN = tiny_spec()
-INVITE = Invite(RUN.run_id, Digest(bytes(32)), (Endpoint("c.example", 7410),), addresses=("/ip4/1.1.1.1/tcp/1",))
+INVITE = Invite(RUN.run_id, Digest(bytes(32)), (HostPort("c.example", 7410),), addresses=("/ip4/1.1.1.1/tcp/1",))
 ME = identity("me")
 AWAY = CoordinatorUnreachable("the coordinator does not answer")
 OTHER = WrongCoordinator("another certificate")
@@ -52,7 +52,7 @@ class Client:
     async def get_run(self, *, attempts=None) -> RunInfo:
         if self.run is not None:
             raise self.run
-        return RunInfo(RUN, sign_spec(OWNER, RUN).sent, ("/ip4/2.2.2.2/tcp/2",), "")
+        return RunInfo(RUN, sign_spec(OWNER, RUN).encoded, ("/ip4/2.2.2.2/tcp/2",), "")
 
     async def admit(self, who, name: str) -> GrantedAdmission:
         self.asked += 1
@@ -99,8 +99,8 @@ async def until(look: Callable[[], bool]) -> None:
 
 async def visit(store: Store, seconds: int = 86_400) -> None:
     """What an earlier visit left."""
-    store.write_value(SPEC, sign_spec(OWNER, RUN).sent)
-    store.write_value(ADMISSION, admission(RUN, ME, not_after=int(time.time()) + seconds).sent)
+    store.write_value(SPEC, sign_spec(OWNER, RUN).encoded)
+    store.write_value(ADMISSION, admission(RUN, ME, not_after=int(time.time()) + seconds).encoded)
 
 
 async def test_who_enters_has_the_spec_an_admission_and_every_address_also_for_the_next_time(store, client, tmp_path):
@@ -147,7 +147,7 @@ async def test_a_spec_of_another_run_is_not_taken(store, client, tmp_path, monke
     other = tiny_spec(seed=2)
 
     async def get_run(*, attempts=None) -> RunInfo:
-        return RunInfo(other, sign_spec(OWNER, other).sent, (), "")
+        return RunInfo(other, sign_spec(OWNER, other).encoded, (), "")
 
     monkeypatch.setattr(client, "get_run", get_run)
     with pytest.raises(CairnError):
@@ -186,7 +186,7 @@ async def test_an_admission_is_renewed_before_it_ends_and_an_outage_is_said_loud
         client.admission = AWAY
         await until(lambda: client.asked >= 3)
         assert "0.0 h left" in caplog.text and m.seconds_left() > 0
-        m.admission = admission(RUN, ME, not_after=int(time.time()) - 1).sent
+        m.admission = admission(RUN, ME, not_after=int(time.time()) - 1).encoded
         asked = client.asked
         await until(lambda: client.asked >= asked + 2)
         assert "it has ended: the others refuse" in caplog.text
@@ -212,7 +212,7 @@ async def test_a_full_disk_at_a_renewal_costs_no_admission(store, client, tmp_pa
 
 # -- the coordinator has moved --------------------------------------------------------------------------------
 
-THERE = Endpoint("d.example", 7410)
+THERE = HostPort("d.example", 7410)
 
 
 def word(sequence: int = 5):
@@ -235,7 +235,7 @@ def members(client, monkeypatch):
 
 
 def found(coordinator_address=None) -> DiscoveredRun:
-    return DiscoveredRun(sign_spec(OWNER, RUN).sent, coordinator_address, ("/ip4/5.5.5.5/tcp/5",), 2)
+    return DiscoveredRun(sign_spec(OWNER, RUN).encoded, coordinator_address, ("/ip4/5.5.5.5/tcp/5",), 2)
 
 
 async def test_with_an_old_invite_members_say_where_the_coordinator_is_and_it_admits(store, client, members, tmp_path):
@@ -281,7 +281,7 @@ async def test_a_renewal_asks_members_only_when_nobody_answers_and_goes_where_th
     async def ask() -> None:
         asked.append(1)
         if len(asked) == 2:
-            m.locator.accept(word().sent)
+            m.locator.accept(word().encoded)
             client.admission = None
 
     await m.renew_anywhere(ask)

@@ -41,7 +41,7 @@ class Wire:
     """A transport that notes what went out, and fails or waits as told."""
 
     def __init__(self):
-        self.sent: list[tuple[PeerKey, wire.Packet]] = []
+        self.encoded: list[tuple[PeerKey, wire.Packet]] = []
         self.gate: asyncio.Event | None = None
         self.error: BaseException | None = None
 
@@ -50,10 +50,10 @@ class Wire:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
-        self.sent.append((to, packet))
+        self.encoded.append((to, packet))
 
     def messages(self, to: PeerKey) -> list[bytes]:
-        return [m for t, p in self.sent if t == to for m in p.messages]
+        return [m for t, p in self.encoded if t == to for m in p.messages]
 
 
 # -- the outbox -----------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ async def test_what_is_queued_together_goes_together_and_in_order():
     box.send(A, HEADERS[:2])
     box.send(A, VOTES[:1], [CERTIFICATE])
     await box.flush(1)
-    ((to, packet),) = w.sent
-    assert to == A and list(packet.messages) == [h.sent for h in [*HEADERS[:2], VOTES[0]]]
+    ((to, packet),) = w.encoded
+    assert to == A and list(packet.messages) == [h.encoded for h in [*HEADERS[:2], VOTES[0]]]
     assert list(packet.certificates) == [encode_certificate(CERTIFICATE)]
 
 
@@ -82,7 +82,7 @@ async def test_a_peer_that_does_not_answer_holds_up_nobody_else_and_its_queue_is
     w.gate = None
     box.send(B, HEADERS[1:2])
     await asyncio.sleep(0.01)
-    assert w.messages(B) == [HEADERS[1].sent]
+    assert w.messages(B) == [HEADERS[1].encoded]
     await box.close()
 
 
@@ -96,7 +96,7 @@ async def test_a_newer_heartbeat_takes_the_place_of_one_that_waits():
         box.send(A, [heartbeat(PEERS[5], sequence=sequence), heartbeat(PEERS[6], sequence=sequence)])
     w.gate.set()
     await box.flush(1)
-    assert w.messages(A) == [HEADERS[0].sent] + [heartbeat(PEERS[i], sequence=5).sent for i in (5, 6)]
+    assert w.messages(A) == [HEADERS[0].encoded] + [heartbeat(PEERS[i], sequence=5).encoded for i in (5, 6)]
 
 
 async def test_what_is_sent_in_the_very_moment_in_which_the_queue_ran_dry_is_not_left_lying():
@@ -106,7 +106,7 @@ async def test_what_is_sent_in_the_very_moment_in_which_the_queue_ran_dry_is_not
     (task,) = asyncio.all_tasks() - {asyncio.current_task()}
     task.add_done_callback(lambda _: box.send(A, HEADERS[1:2]))  # after the drain ended, before anything else
     await asyncio.sleep(0.01)
-    assert w.messages(A) == [h.sent for h in HEADERS[:2]]
+    assert w.messages(A) == [h.encoded for h in HEADERS[:2]]
     assert not box.waiting(A) and asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -123,7 +123,7 @@ async def test_who_cannot_be_reached_is_named_once_and_tried_again(error, caplog
     w.error = None
     box.send(A, HEADERS[:1])
     await box.flush(1)
-    assert w.messages(A) == [HEADERS[0].sent] and not box.failures
+    assert w.messages(A) == [HEADERS[0].encoded] and not box.failures
 
 
 async def test_failures_remembered_are_bounded(monkeypatch):
@@ -138,12 +138,12 @@ async def test_failures_remembered_are_bounded(monkeypatch):
 
 
 async def test_a_packet_has_a_size(monkeypatch):
-    monkeypatch.setattr(outbox_module, "MAX_PACKET", 2 * len(HEADERS[0].sent) + 50)
+    monkeypatch.setattr(outbox_module, "MAX_PACKET", 2 * len(HEADERS[0].encoded) + 50)
     w = Wire()
     box = Outbox(w)
     box.send(A, HEADERS[:5])
     await box.flush(1)
-    assert [len(p.messages) for _, p in w.sent] == [2, 2, 1]
+    assert [len(p.messages) for _, p in w.encoded] == [2, 2, 1]
 
 
 # -- the inbox ------------------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ async def test_a_packet_has_a_size(monkeypatch):
 
 def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by_name(caplog):
     inbox = Inbox(decoder())
-    forged = HEADERS[2].sent[:-1] + bytes([HEADERS[2].sent[-1] ^ 1])
-    packet = wire.Packet(messages=[HEADERS[1].sent, forged, b"rubbish", HEADERS[3].sent])
+    forged = HEADERS[2].encoded[:-1] + bytes([HEADERS[2].encoded[-1] ^ 1])
+    packet = wire.Packet(messages=[HEADERS[1].encoded, forged, b"rubbish", HEADERS[3].encoded])
     packet.certificates.append(encode_certificate(CERTIFICATE))
     found = list(inbox.packet(A, packet, 1e9))
     assert [f.message.author for f in found if isinstance(f, MessageReceived)] == [HEADERS[1].author, HEADERS[3].author]
@@ -163,7 +163,7 @@ def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by
 def test_what_does_not_belong_in_the_swarm_is_refused():
     inbox = Inbox(decoder())
     with pytest.raises(MalformedError, match="does not belong"):
-        inbox.message(admission(SPEC, PEERS[1]).sent, 0.0)
+        inbox.message(admission(SPEC, PEERS[1]).encoded, 0.0)
     with pytest.raises(MalformedError):
         inbox.message(raw(PEERS[1], "no such kind", wire.Goodbye()), 0.0)
 
@@ -172,7 +172,7 @@ def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news
     inbox = Inbox(decoder())
     late = 2.0**33 + 601
     for i in range(50):
-        packet = wire.Packet(messages=[heartbeat(PEERS[1], sequence=i).sent])
+        packet = wire.Packet(messages=[heartbeat(PEERS[1], sequence=i).encoded])
         assert not any(inbox.packet(A, packet, late + i))
     assert sum(inbox.refused.values()) == 50 and len(inbox.refused) == 1
     assert caplog.text.count("is not valid now") == 2  # the first and the tenth
@@ -199,7 +199,9 @@ async def test_a_chain_reply_is_taken_whole_or_not_at_all():
 def test_what_was_refused_takes_its_turn_too_and_a_heartbeat_that_came_before_is_no_news():
     inbox = Inbox(decoder())
     beat = heartbeat(PEERS[1])
-    found = list(inbox.packet(A, wire.Packet(messages=[b"rubbish", beat.sent, beat.sent, HEADERS[1].sent] * 2), 1e9))
+    found = list(
+        inbox.packet(A, wire.Packet(messages=[b"rubbish", beat.encoded, beat.encoded, HEADERS[1].encoded] * 2), 1e9)
+    )
     assert [f is None for f in found] == [True, False, False, False] * 2
     assert [inbox.is_repeat(f) for f in found if f is not None] == [False, True, False, True, True, False]
 
@@ -213,7 +215,7 @@ OBSERVER = identity("the coordinator's observer")
 def coordinator_address() -> Signed[Any]:
     """The owner's word, as far as the network looks at it."""
     body = SimpleNamespace(addresses=(way(OBSERVER, 7412),))
-    return Signed(cast(Any, body), VOTES[3].author, VOTES[3].digest, VOTES[3].sent)
+    return Signed(cast(Any, body), VOTES[3].author, VOTES[3].digest, VOTES[3].encoded)
 
 
 class FakeSwarm:
@@ -312,13 +314,13 @@ async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_d
     hear(net, first)
     hear(net, second)
     await net.flush(1)
-    assert swarm.wire.messages(B) == [first.sent, second.sent]
-    assert second.sent in swarm.wire.messages(A)
+    assert swarm.wire.messages(B) == [first.encoded, second.encoded]
+    assert second.encoded in swarm.wire.messages(A)
     assert swarm.dialled == [(theirs[1],), (theirs[2],)], "where each itself is, not whom it names"
-    swarm.wire.sent.clear()
+    swarm.wire.encoded.clear()
     hear(net, heartbeat(PEERS[2], sequence=2))
     await net.flush(1)
-    assert swarm.wire.sent == []
+    assert swarm.wire.encoded == []
     await net.stop(0.1)
 
 
@@ -330,7 +332,7 @@ async def test_a_newcomer_is_told_where_the_coordinator_is_as_far_as_that_is_kno
     hear(net, heartbeat(PEERS[2]))
     hear(net, heartbeat(PEERS[2], sequence=2))
     await net.flush(1)
-    assert swarm.wire.messages(B).count(word.sent) == 1 and word.sent not in swarm.wire.messages(A)
+    assert swarm.wire.messages(B).count(word.encoded) == 1 and word.encoded not in swarm.wire.messages(A)
     await net.stop(0.1)
 
 
@@ -390,7 +392,7 @@ async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_int
         await asyncio.sleep(0)
     assert len(dialled) == 1
     await net.flush(1)
-    told = [m for m in swarm.wire.messages(B) if m != heartbeat(PEERS[2]).sent]
+    told = [m for m in swarm.wire.messages(B) if m != heartbeat(PEERS[2]).encoded]
     assert len(told) == 1, "of a newcomer"
     monkeypatch.setattr(network_module, "STRANGERS_DIALLED", 3)
     for word, there in ((b"", 3), (b"a member", 13)):
@@ -415,12 +417,12 @@ async def test_more_than_fits_a_packet_is_taken_from_the_dht(monkeypatch):
 async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else():
     w = await world()
     net, swarm = w.network, w.swarms[0]
-    deaf = heartbeat(PEERS[1], unheard=(short_id(PEERS[2].key),))
+    deaf = heartbeat(PEERS[1], unreachable=(short_id(PEERS[2].key),))
     for beat in (deaf, heartbeat(PEERS[2]), heartbeat(PEERS[3])):
         hear(net, beat)
     net.broadcast(heartbeat(PEERS[0]))
     await net.flush(1)
-    swarm.wire.sent.clear()
+    swarm.wire.encoded.clear()
     w.passed = SPEC.round.heartbeat_seconds + 1  # a heartbeat's time has passed
     for message in (heartbeat(PEERS[2], sequence=2), HEADERS[2], VOTES[2]):
         hear(net, message)
@@ -429,22 +431,22 @@ async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else
     hear(net, HEADERS[3])  # that is heard
     net.observe(heartbeat(PEERS[2], sequence=3), PEERS[3].key)  # not first-hand: who passed it on passes it on to all
     await net.flush(1)
-    assert [to for to, _ in swarm.wire.sent] == [A] * len(swarm.wire.sent)
+    assert [to for to, _ in swarm.wire.encoded] == [A] * len(swarm.wire.encoded)
     passed_on = swarm.wire.messages(A)
     assert len(passed_on) == 3
-    assert {heartbeat(PEERS[2], sequence=2).sent, HEADERS[2].sent, VOTES[2].sent} <= set(passed_on)
-    assert not {heartbeat(PEERS[2], sequence=3).sent, HEADERS[3].sent} & set(passed_on)
+    assert {heartbeat(PEERS[2], sequence=2).encoded, HEADERS[2].encoded, VOTES[2].encoded} <= set(passed_on)
+    assert not {heartbeat(PEERS[2], sequence=3).encoded, HEADERS[3].encoded} & set(passed_on)
     await net.stop(0.1)
 
 
 async def test_who_says_too_much_is_passed_on_no_further_until_the_next_heartbeat():
     w = await world()
     net, swarm = w.network, w.swarms[0]
-    for beat in (heartbeat(PEERS[1], unheard=(short_id(PEERS[2].key),)), heartbeat(PEERS[2]), heartbeat(PEERS[3])):
+    for beat in (heartbeat(PEERS[1], unreachable=(short_id(PEERS[2].key),)), heartbeat(PEERS[2]), heartbeat(PEERS[3])):
         hear(net, beat)
     net.broadcast(heartbeat(PEERS[0]))
     await net.flush(1)
-    swarm.wire.sent.clear()
+    swarm.wire.encoded.clear()
     w.passed = SPEC.round.heartbeat_seconds + 1
     for i in range(100):
         hear(net, vote(PEERS[2], HEADERS[i % 3], round=Round(i)))
@@ -459,8 +461,8 @@ async def test_strangers_are_not_introduced_to_everybody_but_hear_of_everybody()
     watcher = heartbeat(PEERS[2], admission=b"")
     hear(net, watcher)
     await net.flush(1)
-    assert watcher.sent not in swarm.wire.messages(A)
-    assert heartbeat(PEERS[1]).sent in swarm.wire.messages(B)
+    assert watcher.encoded not in swarm.wire.messages(A)
+    assert heartbeat(PEERS[1]).encoded in swarm.wire.messages(B)
     await net.stop(0.1)
 
 
@@ -475,11 +477,11 @@ async def test_in_a_crowd_a_few_introduce_whom_others_tell_of(monkeypatch):
             if other is not me:
                 hear(net, heartbeat(other))
         await net.flush(1)
-        swarm.wire.sent.clear()
+        swarm.wire.encoded.clear()
         net.observe(newcomer, next(p.key for p in PEERS if p is not me))
         await asyncio.sleep(0)
         await net.flush(1)
-        told = {to for to, p in swarm.wire.sent if newcomer.sent in p.messages} - {newcomer.author}
+        told = {to for to, p in swarm.wire.encoded if newcomer.encoded in p.messages} - {newcomer.author}
         assert len(told) in (0, 5) and bool(told) == bool(swarm.wire.messages(newcomer.author))
         assert (way(PEERS[6], 1),) in swarm.dialled
         introducers += bool(told)
@@ -500,10 +502,10 @@ async def test_in_a_crowd_who_enters_by_us_is_introduced_unless_two_others_do_it
     hear(net, newcomer)
     for other in PEERS[1 : 1 + others]:
         net.observe(heartbeat(PEERS[6], sequence=2), other.key)
-    assert newcomer.sent not in swarm.wire.messages(A)
+    assert newcomer.encoded not in swarm.wire.messages(A)
     await asyncio.sleep(0.1)
     await net.flush(1)
-    assert (newcomer.sent in swarm.wire.messages(A)) == (others < 2)
+    assert (newcomer.encoded in swarm.wire.messages(A)) == (others < 2)
     await net.stop(0.1)
 
 
@@ -522,10 +524,10 @@ async def test_who_said_goodbye_is_sent_nothing_more():
     hear(net, heartbeat(PEERS[1]))
     hear(net, KeySigner(PEERS[1]).sign(Goodbye(RUN, 9)))
     await net.flush(1)
-    swarm.wire.sent.clear()
+    swarm.wire.encoded.clear()
     net.broadcast(HEADERS[3])
     await net.flush(1)
-    assert swarm.wire.sent == []
+    assert swarm.wire.encoded == []
     await net.stop(0.1)
     assert swarm.stopped
 
@@ -558,10 +560,10 @@ async def test_who_is_out_of_sight_is_dialled_a_few_at_a_time_and_hears_of_us_an
         seen.update(dialled)
     assert seen == {way(p, i) for i, p in enumerate(lost)} | set(w.membership.addresses[2:])
     swarm.found = [lost[0].key]
-    swarm.wire.sent.clear()
+    swarm.wire.encoded.clear()
     assert await net.search() == [lost[0].key]
     await net.flush(1)
-    assert swarm.wire.messages(lost[0].key) == [mine.sent]
+    assert swarm.wire.messages(lost[0].key) == [mine.encoded]
     await net.stop(0.1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.reduce_plan import part_count
+from protocol.reduce_plan import shard_count
 from protocol.rounds.policy import RoundPolicy
 from tests.support.node_world import TIMERS, NodeWorld
 
@@ -46,8 +46,8 @@ async def test_rounds_are_reduced_by_committees_also_while_peers_come_and_go(wor
     await w.rounds(four[:3], 4)
     for c in w.path("ada"):
         updates = c.record.body.updates
-        assert len(c.parts) == part_count(len(updates), updates[0].body.blob_size)
-    assert max(len(c.parts) for c in w.path("ada")) == 3
+        assert len(c.shards) == shard_count(len(updates), updates[0].body.blob_size)
+    assert max(len(c.shards) for c in w.path("ada")) == 3
     await w.kill("alan")
     await w.rounds(["ada", "grace"], 2)
     w.start("alan")
@@ -65,7 +65,7 @@ async def test_rounds_are_reduced_by_committees_also_while_peers_come_and_go(wor
             f"{name} keeps nothing of others' updates",
             lambda n=name, f=foreign, s=store: not (f - w.announced(n)) & (w.slices(n) | s.blobs().keys()),
         )
-        assert {part for c in w.path(name)[-2:] for part in c.parts} <= store.blobs().keys()
+        assert {part for c in w.path(name)[-2:] for part in c.shards} <= store.blobs().keys()
 
 
 @pytest.mark.parametrize("codec", [{"kind": "sign"}, {"kind": "sparse", "k": 256}, {"kind": "none"}])
@@ -77,7 +77,7 @@ async def test_small_updates_have_one_part_which_a_committee_makes_for_all(world
     await w.rounds(names, 3)
     await w.until("a round of all four", lambda: max(len(c.record.body.updates) for c in w.path("ada")) == 4)
     await w.rounds(names, 1)
-    assert all(len(c.parts) == 1 for c in w.path("ada"))
+    assert all(len(c.shards) == 1 for c in w.path("ada"))
     assert all(len(set(same.values())) == 1 for same in states(w).values())
 
 

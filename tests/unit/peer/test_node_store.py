@@ -99,7 +99,8 @@ def test_what_was_kept_is_there_after_a_restart_with_its_final(store):
     record = made.certificates[2].record
     log.store_finalization(KeySigner(OWNER).sign(Finalization(SPEC.run_id, record.body.round, record.digest)))
     chain = log_over(store).chain
-    assert chain.head == made.head and chain.final is not None and chain.final.body.record == record.digest
+    assert chain.head == made.head and chain.finalization is not None
+    assert chain.finalization.body.record == record.digest
 
 
 def test_a_damaged_certificate_costs_what_is_built_on_it_and_one_line(store, caplog):
@@ -116,7 +117,7 @@ def test_a_damaged_certificate_costs_what_is_built_on_it_and_one_line(store, cap
 
 def test_certificates_of_branches_that_lost_leave_the_disk(store, monkeypatch):
     monkeypatch.setattr(module, "SWEEP_EVERY", 10)
-    log = log_over(store, ChainLimits(max_update_windows=64, max_members=8, max_side=3))
+    log = log_over(store, ChainLimits(max_update_windows=64, max_members=8, max_side_records=3))
     chain = log.chain
     made = maker(5, {1: 10})
     for c in made.certificates:
@@ -134,7 +135,7 @@ def test_certificates_of_branches_that_lost_leave_the_disk(store, monkeypatch):
 
 def made_digests(store: Store) -> list[Digest]:
     decoder = MessageDecoder(SPEC.run_id, OWNER.key)
-    return [decoder.certificate(data).record.digest for data in store.certificates()]
+    return [decoder.decode_certificate(data).record.digest for data in store.certificates()]
 
 
 def test_others_get_what_they_lack_and_strange_questions_an_error(store):

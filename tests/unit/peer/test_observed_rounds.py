@@ -43,7 +43,7 @@ async def test_the_observer_sees_how_each_rounds_time_splits_and_who_announced(t
         view = ObserverView(node, world.spec, Archive(tmp_path / "archive", world.spec))
         archiver = make_archiver(world.spec, tmp_path, view)
         config = CoordinatorConfig(tmp_path, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
-        coordinator = Coordinator(config, world.spec, sign_spec(OWNER, world.spec).sent, OWNER, view, archiver)
+        coordinator = Coordinator(config, world.spec, sign_spec(OWNER, world.spec).encoded, OWNER, view, archiver)
         await coordinator.start()
         made = coordinator
 

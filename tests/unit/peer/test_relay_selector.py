@@ -17,7 +17,7 @@ KEYS = [p.key for p in PEERS[:6]]
 def beats(deaf: set[tuple[int, int]]) -> dict[PeerKey, Signed[Heartbeat]]:
     """Of six members; (a, b) in `deaf`: b hears nothing of a."""
     return {
-        KEYS[b]: heartbeat(PEERS[b], unheard=tuple(short_id(KEYS[a]) for a in range(6) if (a, b) in deaf))
+        KEYS[b]: heartbeat(PEERS[b], unreachable=tuple(short_id(KEYS[a]) for a in range(6) if (a, b) in deaf))
         for b in range(6)
     }
 
@@ -46,7 +46,7 @@ def test_whoever_is_not_heard_reaches_everyone_by_few_who_hear_it_and_are_heard(
 
 def test_the_work_is_spread_over_those_who_can_do_it():
     half = [PEERS[i] for i in range(3)]
-    said = {p.key: heartbeat(p, unheard=tuple(short_id(o.key) for o in half if o is not p)) for p in half}
+    said = {p.key: heartbeat(p, unreachable=tuple(short_id(o.key) for o in half if o is not p)) for p in half}
     said |= {p.key: heartbeat(p) for p in PEERS[3:]}
     relaying = RelaySelector(said)
     doing = [k for p in half for to in relaying.cut_off_from(p.key) for k in relaying.relays(p.key, to)]
@@ -56,7 +56,7 @@ def test_the_work_is_spread_over_those_who_can_do_it():
 
 def test_strangers_neither_relay_nor_are_relayed_nor_ask_for_it():
     said = beats({(0, 1)})
-    strangers = {k: heartbeat(p, admission=b"", unheard=(short_id(KEYS[0]),)) for p in PEERS[2:6] if (k := p.key)}
+    strangers = {k: heartbeat(p, admission=b"", unreachable=(short_id(KEYS[0]),)) for p in PEERS[2:6] if (k := p.key)}
     relaying = RelaySelector(said | strangers)
     assert relaying.cut_off_from(KEYS[0]) == [KEYS[1]]
     assert relaying.relays(KEYS[0], KEYS[1]) == []  # all who hear both are strangers

@@ -48,7 +48,7 @@ def relaying(*, asker_hears=(), seated_hears=()) -> RelaySelector:
     unheard[ASKER.key] -= set(asker_hears)
     unheard[SEATED.key] -= set(seated_hears)
     said = {p: tuple(short_id(o.key) for o in unheard[p.key]) for p in nats}
-    beats = {p.key: heartbeat(p, admission=b"a", unheard=said.get(p, ())) for p in (*nats, *OTHERS)}
+    beats = {p.key: heartbeat(p, admission=b"a", unreachable=said.get(p, ())) for p in (*nats, *OTHERS)}
     return RelaySelector(beats)
 
 

@@ -389,7 +389,7 @@ def parts(number: int, count: int = 2) -> tuple[Digest, ...]:
 def reduce(w: World, *rounds: int) -> None:
     """As if these rounds had been reduced."""
     w.chain.certificates = [
-        replace(c, parts=parts(i)) if i in rounds else c for i, c in enumerate(w.chain.certificates)
+        replace(c, shards=parts(i)) if i in rounds else c for i, c in enumerate(w.chain.certificates)
     ]
 
 

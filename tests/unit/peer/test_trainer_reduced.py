@@ -16,7 +16,7 @@ from protocol.merkle import blob_digest
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
-from protocol.untransmitted import dropped
+from protocol.untransmitted import untransmitted
 from tests.support.local_trainer import born, closed, copied, loaded, same, train, update  # noqa: F401
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, peer_key, record_digest
 
@@ -70,10 +70,10 @@ def ask(record: RoundUpdates, made: UpdateMade) -> Apply:
 def left_out(world: World, record: RoundUpdates, made: UpdateMade) -> dict[str, Tensor]:
     """Return the values of this update that the round did not transmit."""
     own, sums = made.blob_path.read_bytes(), [p.read_bytes() for p in record.parts]
-    selection = dropped(own, sums, reduction(world))
+    selection = untransmitted(own, sums, reduction(world))
     into = {t.name: torch.zeros(t.shape) for t in world.spec.model.layout.tensors}
     if selection is not None:
-        reduction(world).codec.add_to(own, into, only=selection.over)
+        reduction(world).codec.add_to(own, into, mask=selection.batch_mask)
     return into
 
 

@@ -223,7 +223,7 @@ def test_without_memory_for_a_copy_it_is_written_at_once_and_told_once(world, mo
 
 def test_a_copy_takes_what_its_tensors_have_and_in_pinned_memory_powers_of_two():
     layout = Layout.of({"a": (1000,), "b": (1024,), "c": (3, 7)})
-    file = ShardedFile(layout, {0: layout.whole})
+    file = ShardedFile(layout, {0: layout.full_slices})
     assert copy_size(file, torch.device("cpu")) == 4 * (1000 + 1024 + 21)
     assert copy_size(file, torch.device("cuda:0")) == 4096 + 4096 + 128
     saver = ShardCheckpointWriter(0, torch.device("cpu"))

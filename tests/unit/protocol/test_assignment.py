@@ -9,7 +9,7 @@ from scipy import stats
 from protocol.assignment import WindowTable, window_of, windows_of
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey, sha256
-from protocol.spec import Shard
+from protocol.spec import DataShard
 
 
 def peer(i: int) -> PeerKey:
@@ -81,7 +81,7 @@ def test_what_is_out_of_range_is_refused(seed, first, count, total):
 
 def test_locate_finds_every_window_in_its_shard_and_leaves_none_out():
     window = 10
-    shards = [Shard(digest="0" * 64, size=2 * n, tokens=n) for n in (31, 10, 30, 1, 21)]
+    shards = [DataShard(digest="0" * 64, size=2 * n, tokens=n) for n in (31, 10, 30, 1, 21)]
     table = WindowTable.of(shards, window)
     assert table.total == 3 + 0 + 2 + 0 + 2
     found = [table.locate(i) for i in range(table.total)]

@@ -65,28 +65,28 @@ AUTO = ReducePlan("auto", committee=1, update_size=2 * CHUNK, mean_size=1)
     "contributors, parts, fits", [(1, 1, True), (2, 2, True), (5, 3, True), (1, 0, False), (5, 2, False), (2, 3, False)]
 )
 def test_a_reduced_round_has_the_parts_that_its_contributors_make(contributors, parts, fits):
-    chain = new(exchange=REDUCE)
+    chain = new(reduce_plan=REDUCE)
     made = make(chain.genesis, 0, {i: (0, 1) for i in range(contributors)}, parts=parts)
     if fits:
-        assert chain.add(made) and chain.certificate(chain.head).parts == made.parts
+        assert chain.add(made) and chain.certificate(chain.head).shards == made.shards
     else:
         with pytest.raises(ChainError, match="parts of the mean"):
             chain.add(made)
 
 
 def test_one_record_with_two_sets_of_parts_is_two_branches_and_children_say_which_they_follow():
-    chain = new(exchange=REDUCE)
+    chain = new(reduce_plan=REDUCE)
     a, b = (make(chain.genesis, 0, {0: (0, 1), 1: (0, 1)}, parts=2, label=label) for label in (b"a", b"b"))
     assert a.record == b.record and chain.add(a) and chain.add(b) and not chain.add(a)
     assert chain.head == min(a.digest, b.digest)
     lighter = next(c for c in (a, b) if c.digest != chain.head)
     child = make(lighter.digest, 1, {2: (0, 1)}, parts=1)
     assert chain.add(child) and chain.head == child.digest
-    assert [c.parts for c in chain.path(chain.genesis, chain.head)] == [lighter.parts, child.parts]
+    assert [c.shards for c in chain.path(chain.genesis, chain.head)] == [lighter.shards, child.shards]
     with pytest.raises(UnknownParent):  # the record alone says nothing of what was applied
         chain.add(make(a.record.digest, 1, {2: (0, 1)}, parts=1))
     other = next(c for c in (a, b) if c is not lighter)
-    assert chain.add_final(final(other)) and chain.head == other.digest and child.digest not in chain
+    assert chain.add_finalization(final(other)) and chain.head == other.digest and child.digest not in chain
 
 
 def test_a_gathered_round_has_no_parts():
@@ -97,12 +97,16 @@ def test_a_gathered_round_has_no_parts():
 
 def test_auto_follows_the_contributors_of_the_record_before_on_each_branch_and_after_an_anchor():
     # Reduced after four and more: (n - 1) * 2 chunks against 2 * (2 chunks and a byte).
-    chain = new(exchange=AUTO)
+    chain = new(reduce_plan=AUTO)
     few, many = ({i: (n, n + 1) for i in range(n)} for n in (3, 4))
     a, b = make(chain.genesis, 0, few), make(chain.genesis, 0, many)
     chain.add(a)
     chain.add(b)
-    assert [chain.reduces(x) for x in (chain.genesis, a.record.digest, b.record.digest)] == [False, False, True]
+    assert [chain.is_reduced_after(x) for x in (chain.genesis, a.record.digest, b.record.digest)] == [
+        False,
+        False,
+        True,
+    ]
     assert chain.add(make(a.record.digest, 1, {5: (0, 1)}))
     with pytest.raises(ChainError, match="parts of the mean"):
         chain.add(make(b.record.digest, 1, {5: (0, 1)}))
@@ -110,14 +114,14 @@ def test_auto_follows_the_contributors_of_the_record_before_on_each_branch_and_a
     assert chain.add(after)
     anchor = chain.anchor(b.record.digest, STATE)
     later = Chain(RUN, STATE, chain.limits, anchor=anchor)
-    assert later.reduces(later.root) and later.add(after) and not later.reduces(later.head)
+    assert later.is_reduced_after(later.root) and later.add(after) and not later.is_reduced_after(later.head)
 
 
 def test_an_empty_chain_is_its_genesis():
     chain = new()
     assert chain.head == genesis_digest(RUN) == chain.root
     assert chain.height(chain.head) == 0 and chain.weight(chain.head) == 0
-    assert chain.locator() == (chain.genesis,) and chain.after([]) == ((), False)
+    assert chain.locator() == (chain.genesis,) and chain.certificates_after([]) == ((), False)
 
 
 def test_weights_and_next_windows_follow_the_records():
@@ -177,7 +181,7 @@ def test_nothing_before_a_final_is_reverted_and_what_lost_to_it_is_dropped():
     chain = new()
     short, long = line(chain, chain.genesis, 0, 2, 0), line(chain, chain.genesis, 0, 9, 1)
     assert chain.head == long[-1].record.digest
-    assert chain.add_final(final(short[1])) and not chain.add_final(final(short[0]))
+    assert chain.add_finalization(final(short[1])) and not chain.add_finalization(final(short[0]))
     assert chain.head == short[1].record.digest and len(chain) == 2
     with pytest.raises(UnknownParent):
         chain.add(make(long[0].record.digest, 1, {2: (0, 99)}))
@@ -191,20 +195,20 @@ def test_a_final_that_comes_before_its_record_takes_effect_with_it():
     wanted = line(other, other.genesis, 0, 2, 0)
     chain = new()
     heavy = line(chain, chain.genesis, 0, 3, 1, step=50)
-    assert chain.add_final(final(wanted[1])) and chain.head == heavy[-1].record.digest
+    assert chain.add_finalization(final(wanted[1])) and chain.head == heavy[-1].record.digest
     for c in wanted:
         chain.add(c)
-    assert chain.head == wanted[1].record.digest and chain.final == final(wanted[1])
+    assert chain.head == wanted[1].record.digest and chain.finalization == final(wanted[1])
 
 
 def test_of_finals_that_contradict_each_other_the_first_stands():
     chain = new()
     a, b = line(chain, chain.genesis, 0, 1, 0), line(chain, chain.genesis, 0, 3, 1)
-    chain.add_final(final(a[0]))
-    assert chain.add_final(final(b[2]))  # its record is gone: only remembered
+    chain.add_finalization(final(a[0]))
+    assert chain.add_finalization(final(b[2]))  # its record is gone: only remembered
     with pytest.raises(ChainError):
         chain.add(b[0])
-    assert chain.head == a[0].record.digest and chain.final == final(a[0])
+    assert chain.head == a[0].record.digest and chain.finalization == final(a[0])
 
 
 def test_a_locator_finds_what_is_lacking_in_bounded_answers():
@@ -215,12 +219,12 @@ def test_a_locator_finds_what_is_lacking_in_bounded_answers():
     assert len(chain.locator()) < 20 and chain.locator()[-1] == chain.genesis
     rounds = 0
     while behind.head != chain.head:
-        found, more = chain.after(behind.locator(), count=16)
+        found, more = chain.certificates_after(behind.locator(), count=16)
         assert 0 < len(found) <= 16 and more == (found[-1] is not made[-1])
         assert sum(behind.add(c) for c in found) == len(found)
         rounds += 1
     assert rounds == 5
-    one, more = chain.after([chain.genesis], size=1)
+    one, more = chain.certificates_after([chain.genesis], size=1)
     assert len(one) == 1 and more
 
 
@@ -231,12 +235,12 @@ def test_a_fork_finds_the_common_ancestor_by_its_locator():
     asker = new()
     for c in (*made[:10], *fork):
         asker.add(c)
-    found, _ = chain.after(asker.locator())
+    found, _ = chain.certificates_after(asker.locator())
     assert found == tuple(made[10:])
 
 
 def test_memory_is_bounded_and_what_is_left_still_answers():
-    chain = new(max_records=50, keep_at_least=20, max_side=10)
+    chain = new(max_records=50, min_main_records=20, max_side_records=10)
     made = line(chain, chain.genesis, 0, 300, 0)
     for i in range(40):
         chain.add(make(made[-5].record.digest, 296, {1: (i, i + 1)}))
@@ -244,8 +248,8 @@ def test_memory_is_bounded_and_what_is_left_still_answers():
     assert chain.next_window(KEYS[0], chain.head) == 300
     assert chain.weight(chain.head) == 300 and chain.height(chain.head) == 300
     with pytest.raises(UnknownParent):
-        chain.after([genesis_digest(RUN)])
-    later, _ = chain.after(chain.locator()[3:])
+        chain.certificates_after([genesis_digest(RUN)])
+    later, _ = chain.certificates_after(chain.locator()[3:])
     assert later[-1].record.digest == chain.head
 
 
@@ -264,7 +268,7 @@ def test_an_anchor_starts_a_tree_without_what_came_before():
 
 def test_next_windows_agree_with_a_plain_count_on_random_trees():
     rng = random.Random(7)
-    chain = new(max_side=1000)
+    chain = new(max_side_records=1000)
     ends: dict[Digest, dict[int, int]] = {chain.genesis: {}}
     for _ in range(400):
         parent = rng.choice(list(ends)[-40:])
@@ -291,33 +295,33 @@ def test_what_the_head_would_be_with_a_branch_that_is_set_aside():
     light = line(chain, chain.genesis, 0, 1, 2)
     first, last = theirs[0].record.digest, theirs[2].record.digest
     for record in (first, last, light[0].record.digest):
-        chain.set_aside(record)
+        chain.quarantine(record)
     assert chain.head == ours[1].record.digest
     # Without the last, theirs is as long as ours: the smaller digest wins.
     equal = theirs[1].record.digest
-    assert chain.head_with(first) == (equal if equal < chain.head else None)
-    assert chain.head_with(last) is None and chain.head_with(light[0].record.digest) is None
+    assert chain.head_if_released(first) == (equal if equal < chain.head else None)
+    assert chain.head_if_released(last) is None and chain.head_if_released(light[0].record.digest) is None
     more = line(chain, equal, 2, 4, 3)
-    assert chain.head_with(first) == more[-1].record.digest and chain.head == ours[1].record.digest
-    chain.take_back(first)
-    assert chain.head == more[-1].record.digest and chain.head_with(last) is None
+    assert chain.head_if_released(first) == more[-1].record.digest and chain.head == ours[1].record.digest
+    chain.release(first)
+    assert chain.head == more[-1].record.digest and chain.head_if_released(last) is None
 
 
 def test_a_branch_set_aside_does_not_compete_until_it_is_taken_back():
     chain = new()
     light, heavy = line(chain, chain.genesis, 0, 1, 0), line(chain, chain.genesis, 0, 2, 1)
-    chain.set_aside(heavy[0].record.digest)
+    chain.quarantine(heavy[0].record.digest)
     assert chain.head == light[0].record.digest
     more = line(chain, heavy[1].record.digest, 2, 1, 1)
     assert chain.head == light[0].record.digest
-    chain.take_back(heavy[0].record.digest)
+    chain.release(heavy[0].record.digest)
     assert chain.head == more[0].record.digest
 
 
 def test_a_condemned_record_never_comes_back():
     chain = new()
     made = line(chain, chain.genesis, 0, 3, 0)
-    chain.condemn(made[1].record.digest)
+    chain.mark_invalid(made[1].record.digest)
     assert chain.head == made[0].record.digest and len(chain) == 1
     with pytest.raises(ChainError, match="broke the codec"):
         chain.add(made[1])

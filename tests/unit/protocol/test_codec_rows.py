@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec.rows import falling, largest, ones
+from protocol.codec.rows import nonzero, sort_descending, topk
 
 # Few different numbers, so that there are ties of every kind.
 numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 3.5, 1e-45, -1e-40, 2.0**29, -(2.0**29)])
@@ -26,7 +26,7 @@ def rows_and_k(draw) -> tuple[torch.Tensor, int]:
 @given(rows_and_k())
 def test_the_largest_are_k_distinct_coordinates_in_order_and_none_left_out_is_larger(case):
     x, k = case
-    chosen = largest(x, k)
+    chosen = topk(x, k)
     assert chosen.shape == (len(x), k) and chosen.dtype == torch.int64
     assert (chosen[:, 1:] > chosen[:, :-1]).all() and chosen.min() >= 0 and chosen.max() < x.shape[1]
     magnitudes = x.abs()
@@ -37,19 +37,19 @@ def test_the_largest_are_k_distinct_coordinates_in_order_and_none_left_out_is_la
 def test_what_is_not_finite_is_among_the_largest(bad):
     x = torch.full((2, 100), 2.0**29)
     x[1, 70] = bad
-    assert 70 in largest(x, 3)[1].tolist()
+    assert 70 in topk(x, 3)[1].tolist()
 
 
 @settings(deadline=None)
 @given(rows_and_k())
 def test_rows_fall(case):
     magnitudes = case[0].abs()
-    assert torch.equal(falling(magnitudes), magnitudes.sort(1, descending=True).values)
+    assert torch.equal(sort_descending(magnitudes), magnitudes.sort(1, descending=True).values)
 
 
 @given(st.lists(st.integers(0, 1), max_size=60))
 def test_ones_are_where_ones_are(bits):
-    found = ones(torch.tensor(bits, dtype=torch.uint8))
+    found = nonzero(torch.tensor(bits, dtype=torch.uint8))
     assert found.dtype == torch.int64 and found.tolist() == [i for i, bit in enumerate(bits) if bit]
 
 
@@ -60,7 +60,7 @@ def test_a_gpu_chooses_and_sorts_as_a_cpu():
     # Different magnitudes within each row: of equal ones either may choose any.
     x = torch.stack([torch.randperm(4096, generator=generator) - 2048.25 for _ in range(50)])
     for k in (1, 64, 1500):
-        assert torch.equal(largest(x.cuda(), k).cpu(), largest(x, k))
-    assert torch.equal(falling(x.abs().cuda()).cpu(), falling(x.abs()))
+        assert torch.equal(topk(x.cuda(), k).cpu(), topk(x, k))
+    assert torch.equal(sort_descending(x.abs().cuda()).cpu(), sort_descending(x.abs()))
     bits = torch.randint(0, 2, (1000,), dtype=torch.uint8)
-    assert torch.equal(ones(bits.cuda()).cpu(), ones(bits))
+    assert torch.equal(nonzero(bits.cuda()).cpu(), nonzero(bits))

@@ -33,16 +33,16 @@ def test_runs_cover_each_chunk_once_where_its_record_lies(layout, spec, limit):
             where[index, start] = (width, at)
             at += codec.record_size(width)
     seen = {}
-    for run in codec.runs(limit):
+    for run in codec.batches(limit):
         assert 1 <= run.count <= limit and run.numel == run.count * run.width
         row = 0
-        for piece in run.pieces:
+        for piece in run.segments:
             assert piece.row == row
             for i in range(piece.count):
                 key = (piece.index, piece.start + i * CODEC_CHUNK)
                 assert key not in seen
                 seen[key] = (run.width, piece.offset + i * codec.record_size(run.width))
-                assert run.piece_of(row + i) is piece
+                assert run.segment_at(row + i) is piece
             row += piece.count
         assert row == run.count
     assert seen == where

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import make_codec, make_sum_codec
-from protocol.codec.rows import _largest_by_torch, largest
+from protocol.codec import make_codec, make_shard_codec
+from protocol.codec.rows import _topk_by_torch, topk
 from protocol.codec.sparse8 import Sparse8Codec
 from protocol.errors import CodecError
 from protocol.layout import Layout
@@ -106,8 +106,8 @@ def test_a_gpus_way_to_choose_is_that_of_a_cpu_also_among_equals(pool, rows, wid
     k, seed = data.draw(st.integers(1, width - 1)), data.draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
     x = torch.tensor(pool)[torch.randint(len(pool), (rows, width), generator=generator)]
-    want = largest(x, k)
-    assert torch.equal(_largest_by_torch(x, k), want)
+    want = topk(x, k)
+    assert torch.equal(_topk_by_torch(x, k), want)
     assert (want[:, 1:] > want[:, :-1]).all()
     for row, chosen in zip(x.abs().nan_to_num(math.inf, posinf=1e38), want, strict=True):
         rest = torch.ones(width, dtype=torch.bool)
@@ -171,7 +171,7 @@ def test_sums_keep_four_times_the_coordinates_and_all_of_what_is_dense():
         (CodecSpec(kind="int8"), (2, 0)),
         (CodecSpec(kind="none"), (3, 0)),
     ):
-        sums = make_sum_codec(make_codec(spec, LAYOUT), LAYOUT)
+        sums = make_shard_codec(make_codec(spec, LAYOUT), LAYOUT)
         assert (sums.identifier, sums.kept) == want
     codec = Sparse8Codec(Layout.of({"w": (4096,)}), 256)
     assert codec.record_size(4096) == 2 + 128 + 64 + 256

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.chain import Chain
 from protocol.envelope import seal
-from protocol.errors import AdmissionError, ChainError, MalformedError, RivalOfFinal, UnknownParent
+from protocol.errors import AdmissionError, ChainError, FinalizedConflict, MalformedError, UnknownParent
 from protocol.ids import Digest, Round, sha256
 from protocol.message_codec import KeySigner
 from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundChanges, RoundRecord, UpdateHeader
@@ -27,14 +27,14 @@ from tests.support.specs import OWNER, digest
 
 
 def signed(**changes) -> bytes:
-    return KeySigner(OWNER).sign(replace(DIRECTIVE, **changes)).sent
+    return KeySigner(OWNER).sign(replace(DIRECTIVE, **changes)).encoded
 
 
 def test_only_the_owners_word_is_one_and_others_cost_no_signature(monkeypatch):
-    theirs = KeySigner(PEERS[0]).sign(DIRECTIVE).sent
+    theirs = KeySigner(PEERS[0]).sign(DIRECTIVE).encoded
     monkeypatch.setattr("protocol.message_codec.open_envelope", lambda *a, **k: pytest.fail("it was looked at"))
     with pytest.raises(AdmissionError, match="not signed by the run's owner"):
-        decoder().open(theirs, Directive)
+        decoder().decode(theirs, Directive)
 
 
 @pytest.mark.parametrize(
@@ -60,21 +60,21 @@ def test_only_the_owners_word_is_one_and_others_cost_no_signature(monkeypatch):
 def test_what_breaks_a_bound_is_refused_though_the_owner_signed_it(spoil):
     m = wire.Directive.FromString(wire.Envelope.FromString(signed()).payload)
     spoil(m)
-    sent = seal(OWNER, "directive", m.SerializeToString(deterministic=True)).sent
+    sent = seal(OWNER, "directive", m.SerializeToString(deterministic=True)).encoded
     with pytest.raises(MalformedError):
-        decoder().open(sent, Directive)
+        decoder().decode(sent, Directive)
 
 
 def test_a_word_with_a_field_of_a_later_version_is_refused_whole():
     payload = wire.Envelope.FromString(signed()).payload + bytes([0xF8, 0x07, 1])  # field 127
     with pytest.raises(MalformedError, match="does not know"):
-        decoder().open(seal(OWNER, "directive", payload).sent, Directive)
+        decoder().decode(seal(OWNER, "directive", payload).encoded, Directive)
 
 
 def test_without_directives_records_headers_finals_and_heartbeats_have_the_bytes_they_had():
     for message in ONE_OF_EACH:
         if not isinstance(message.body, Directive):
-            payload = wire.Envelope.FromString(message.sent).payload
+            payload = wire.Envelope.FromString(message.encoded).payload
             kind = {
                 RoundRecord: wire.RoundRecord,
                 UpdateHeader: wire.UpdateHeader,
@@ -88,11 +88,11 @@ def test_without_directives_records_headers_finals_and_heartbeats_have_the_bytes
 def test_a_record_carries_an_directive_and_one_that_is_not_the_owners_makes_it_none():
     word = KeySigner(OWNER).sign(DIRECTIVE)
     body = replace(RECORD.body, directive=word)
-    sent = KeySigner(PEERS[1]).sign(body).sent
-    assert decoder().open(sent, RoundRecord).body.directive == word
+    sent = KeySigner(PEERS[1]).sign(body).encoded
+    assert decoder().decode(sent, RoundRecord).body.directive == word
     with pytest.raises(AdmissionError):
         forged = replace(body, directive=KeySigner(PEERS[0]).sign(DIRECTIVE))
-        decoder().open(KeySigner(PEERS[1]).sign(forged).sent, RoundRecord)
+        decoder().decode(KeySigner(PEERS[1]).sign(forged).encoded, RoundRecord)
 
 
 # -- in the chain -----------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def word(sequence: int, **fields):
 def after(chain: Chain, parent: Digest, claims: dict[int, int], *, carry=None, epoch=None, state=STATE) -> Certificate:
     """Return the next record after one, with windows by contributor."""
     number = chain.height(parent)
-    epoch = chain.standing(parent).epoch if epoch is None else epoch
+    epoch = chain.directives(parent).epoch if epoch is None else epoch
     if carry is not None:
         epoch = max(epoch, carry.body.epoch)
     updates = []
@@ -122,7 +122,7 @@ def test_a_ban_holds_from_the_round_after_the_record_that_carries_it():
     chain = new()
     banning = word(1, banned=(KEYS[1],))
     a = after(chain, chain.genesis, {0: 1, 1: 1}, carry=banning)
-    assert chain.add(a) and chain.newest == banning
+    assert chain.add(a) and chain.newest_directive == banning
     with pytest.raises(ChainError, match="banned"):
         chain.add(after(chain, a.digest, {0: 1, 1: 1}))
     b = after(chain, a.digest, {0: 1}, carry=word(2))
@@ -145,16 +145,20 @@ def test_changes_hold_from_their_round_on_and_those_before_them_until_then():
     with pytest.raises(ChainError, match="too many"):
         chain.add(after(chain, c.digest, {0: 11}))
     assert chain.add(after(chain, c.digest, {0: 10, 1: 10}))
-    assert RoundPolicy(8, 100).under(chain.standing(c.digest).changes).max_update_windows == 10
+    assert RoundPolicy(8, 100).under(chain.directives(c.digest).changes).max_update_windows == 10
 
 
 def test_a_record_carries_no_word_that_is_not_newer():
     chain = new()
     a = after(chain, chain.genesis, {0: 1}, carry=word(5))
-    assert chain.add(a) and chain.to_carry(a.digest) is None
+    assert chain.add(a) and chain.directive_to_include(a.digest) is None
     with pytest.raises(ChainError, match="not newer"):
-        chain.add(after(chain, a.digest, {0: 1}, carry=word(4, order="paused")))
-    assert not chain.take(word(4)) and chain.take(word(6)) and chain.to_carry(a.digest) == word(6)
+        chain.add(after(chain, a.digest, {0: 1}, carry=word(4, run_status="paused")))
+    assert (
+        not chain.add_directive(word(4))
+        and chain.add_directive(word(6))
+        and chain.directive_to_include(a.digest) == word(6)
+    )
 
 
 def grown(chain: Chain, parent: Digest, count: int, *, who: int = 0, windows: int = 1) -> list[Certificate]:
@@ -174,18 +178,22 @@ def test_a_rollback_outweighs_whatever_was_built_and_what_was_final():
     chain = new()
     old = grown(chain, chain.genesis, 8, windows=50)
     old_final = CHAIN_OWNER.sign(Finalization(RUN, Round(5), old[5].digest))
-    assert chain.add_final(old_final)
+    assert chain.add_finalization(old_final)
     rolled = back_to(chain, old[3].digest, 9)
-    assert chain.take(rolled) and chain.head == old[3].digest == chain.floor and chain.final is None
-    with pytest.raises(RivalOfFinal):
+    assert (
+        chain.add_directive(rolled)
+        and chain.head == old[3].digest == chain.required_ancestor
+        and chain.finalization is None
+    )
+    with pytest.raises(FinalizedConflict):
         chain.add(old[4])
-    assert not chain.add_final(old_final) and chain.awaited is None  # a replay changes nothing
-    with pytest.raises(RivalOfFinal):  # nothing follows that does not carry the word
+    assert not chain.add_finalization(old_final) and chain.pending_finalization is None  # a replay changes nothing
+    with pytest.raises(FinalizedConflict):  # nothing follows that does not carry the word
         chain.add(after(chain, old[3].digest, {0: 1}))
-    first = after(chain, old[3].digest, {1: 1}, carry=chain.to_carry(old[3].digest))
+    first = after(chain, old[3].digest, {1: 1}, carry=chain.directive_to_include(old[3].digest))
     assert chain.add(first) and chain.head == first.digest
     new_final = CHAIN_OWNER.sign(Finalization(RUN, Round(4), first.digest, 1))
-    assert chain.add_final(new_final) and chain.final == new_final
+    assert chain.add_finalization(new_final) and chain.finalization == new_final
     with pytest.raises(ChainError, match="before a rollback"):
         chain.add(after(chain, first.digest, {0: 1}, epoch=0))
 
@@ -194,12 +202,17 @@ def test_the_rollback_is_learnt_from_the_record_that_carries_it():
     elsewhere = new()
     old = grown(elsewhere, elsewhere.genesis, 6)
     rolled = back_to(elsewhere, old[2].digest, 9)
-    elsewhere.take(rolled)
+    elsewhere.add_directive(rolled)
     first = after(elsewhere, old[2].digest, {1: 1}, carry=rolled)
     chain = new()
     for c in old:
         chain.add(c)
-    assert chain.add(first) and chain.head == first.digest and old[3].digest not in chain and chain.newest == rolled
+    assert (
+        chain.add(first)
+        and chain.head == first.digest
+        and old[3].digest not in chain
+        and chain.newest_directive == rolled
+    )
 
 
 def test_a_carried_rollback_must_be_to_the_parent_with_its_state():
@@ -208,7 +221,7 @@ def test_a_carried_rollback_must_be_to_the_parent_with_its_state():
     elsewhere = word(9, rollback=Rollback(1, digest("nowhere"), Round(7), STATE))
     with pytest.raises(ChainError):
         chain.add(after(chain, old[2].digest, {0: 1}, carry=elsewhere))
-    assert chain.is_seeking  # the word itself counts, whoever carried it wrongly
+    assert chain.is_missing_required_ancestor  # the word itself counts, whoever carried it wrongly
     chain = new()
     grown(chain, chain.genesis, 3)
     wrong = word(9, rollback=Rollback(1, old[2].digest, Round(3), digest("another state")))
@@ -220,8 +233,12 @@ def test_words_that_know_nothing_of_a_rollback_do_not_undo_it():
     chain = new()
     old = grown(chain, chain.genesis, 4)
     rolled = back_to(chain, old[1].digest, 9)
-    assert chain.take(rolled) and not chain.take(word(50, order="paused")) and chain.newest == rolled
-    assert chain.take(replace_word(rolled, sequence=51)) and chain.head == old[1].digest
+    assert (
+        chain.add_directive(rolled)
+        and not chain.add_directive(word(50, run_status="paused"))
+        and chain.newest_directive == rolled
+    )
+    assert chain.add_directive(replace_word(rolled, sequence=51)) and chain.head == old[1].digest
 
 
 def replace_word(signed_, **changes):
@@ -231,15 +248,15 @@ def replace_word(signed_, **changes):
 def test_a_tree_that_begins_after_the_rollbacks_record_says_so():
     chain = Chain(RUN, STATE, replace(LIMITS, max_records=70))
     old = grown(chain, chain.genesis, 90)
-    chain.take(word(9, rollback=Rollback(1, old[3].digest, Round(4), STATE)))
-    assert chain.is_stranded
-    with pytest.raises(RivalOfFinal):
+    chain.add_directive(word(9, rollback=Rollback(1, old[3].digest, Round(4), STATE)))
+    assert chain.is_rolled_back_past_root
+    with pytest.raises(FinalizedConflict):
         chain.add(after(chain, old[-1].digest, {0: 1}))
     anew = Chain(RUN, STATE, replace(LIMITS, max_records=70))
-    anew.take(chain.newest)  # type: ignore[arg-type]
+    anew.add_directive(chain.newest_directive)  # type: ignore[arg-type]
     for c in old[:4]:
         anew.add(c)
-    assert anew.head == old[3].digest and not anew.is_stranded
+    assert anew.head == old[3].digest and not anew.is_rolled_back_past_root
 
 
 @settings(max_examples=60, deadline=None)
@@ -253,16 +270,16 @@ def test_whatever_comes_in_whatever_order_all_end_on_the_branch_of_the_last_roll
         if epoch:
             way = [d for d in source.ancestors(source.head) if d != source.genesis]
             said.append(back_to(source, rng.choice(way), 10 * epoch, epoch))
-            source.take(said[-1])
+            source.add_directive(said[-1])
             tip = source.head
         for _ in range(rng.randint(1, 6)):
-            c = after(source, tip, {rng.randrange(3): rng.randint(1, 40)}, carry=source.to_carry(tip))
+            c = after(source, tip, {rng.randrange(3): rng.randint(1, 40)}, carry=source.directive_to_include(tip))
             assert source.add(c)
             made.append(c)
             tip = c.digest
         if rng.random() < 0.6:
             finals.append(CHAIN_OWNER.sign(Finalization(RUN, Round(source.height(tip) - 1), tip, epoch)))
-            source.add_final(finals[-1])
+            source.add_finalization(finals[-1])
     chain = new()
     things = [*made, *said, *finals]
     for _ in range(200):
@@ -271,12 +288,12 @@ def test_whatever_comes_in_whatever_order_all_end_on_the_branch_of_the_last_roll
             if isinstance(thing, Certificate):
                 chain.add(thing)
             elif isinstance(thing.body, Finalization):
-                chain.add_final(thing)
+                chain.add_finalization(thing)
             else:
-                chain.take(thing)
+                chain.add_directive(thing)
         except (UnknownParent, ChainError):
             pass
-        assert chain.newest is None or chain.newest in said
+        assert chain.newest_directive is None or chain.newest_directive in said
     for c in made:  # and at last everything once, in order
         try:
             chain.add(c)
@@ -284,7 +301,7 @@ def test_whatever_comes_in_whatever_order_all_end_on_the_branch_of_the_last_roll
             continue
     for other in (*said, *made):
         try:
-            chain.add(other) if isinstance(other, Certificate) else chain.take(other)
+            chain.add(other) if isinstance(other, Certificate) else chain.add_directive(other)
         except ChainError:
             continue
     assert chain.head == source.head == tip

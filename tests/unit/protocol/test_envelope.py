@@ -19,12 +19,12 @@ PAYLOADS = st.binary(max_size=200)
 @given(KINDS, PAYLOADS)
 def test_what_was_sealed_opens_as_it_was(kind: str, payload: bytes):
     sealed = seal(SIGNER, kind, payload)
-    opened = open_envelope(sealed.sent, kind)
+    opened = open_envelope(sealed.encoded, kind)
     assert opened == sealed
     assert (opened.kind, opened.author, opened.payload) == (kind, SIGNER.key, payload)
     assert opened.digest == sealed.digest == content_digest(kind, SIGNER.key, payload)
-    assert kind_of(sealed.sent) == kind and author_of(sealed.sent) == SIGNER.key
-    assert open_envelope(memoryview(sealed.sent), kind) == sealed  # type: ignore[arg-type]
+    assert kind_of(sealed.encoded) == kind and author_of(sealed.encoded) == SIGNER.key
+    assert open_envelope(memoryview(sealed.encoded), kind) == sealed  # type: ignore[arg-type]
 
 
 def test_the_signed_bytes_are_dsses():
@@ -42,8 +42,8 @@ def test_no_two_messages_have_the_same_signed_bytes(a: tuple[str, bytes], b: tup
 def test_a_message_of_one_kind_is_none_of_another(payload: bytes):
     sealed = seal(SIGNER, "vote", payload)
     with pytest.raises(SignatureError, match="'vote' where 'final' was expected"):
-        open_envelope(sealed.sent, "final")
-    relabelled = wire.Envelope.FromString(sealed.sent)
+        open_envelope(sealed.encoded, "final")
+    relabelled = wire.Envelope.FromString(sealed.encoded)
     relabelled.kind = "final"
     with pytest.raises(SignatureError, match="does not verify"):
         open_envelope(relabelled.SerializeToString(), "final")
@@ -51,7 +51,7 @@ def test_a_message_of_one_kind_is_none_of_another(payload: bytes):
 
 @given(PAYLOADS, st.data())
 def test_no_bit_can_change(payload: bytes, data: st.DataObject):
-    sent = bytearray(seal(SIGNER, "vote", payload).sent)
+    sent = bytearray(seal(SIGNER, "vote", payload).encoded)
     sent[data.draw(st.integers(0, len(sent) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises((MalformedError, SignatureError)):
         open_envelope(bytes(sent), "vote")
@@ -59,8 +59,8 @@ def test_no_bit_can_change(payload: bytes, data: st.DataObject):
 
 def test_every_bit_of_one_envelope_counts():
     sealed = seal(SIGNER, "vote", b"payload")
-    for bit in range(8 * len(sealed.sent)):
-        sent = bytearray(sealed.sent)
+    for bit in range(8 * len(sealed.encoded)):
+        sent = bytearray(sealed.encoded)
         sent[bit // 8] ^= 1 << bit % 8
         with pytest.raises((MalformedError, SignatureError)):
             open_envelope(bytes(sent), "vote")
@@ -68,7 +68,7 @@ def test_every_bit_of_one_envelope_counts():
 
 @given(PAYLOADS, st.data())
 def test_a_cut_or_lengthened_envelope_is_refused(payload: bytes, data: st.DataObject):
-    sent = seal(SIGNER, "vote", payload).sent
+    sent = seal(SIGNER, "vote", payload).encoded
     cut = data.draw(st.integers(0, len(sent) - 1))
     with pytest.raises((MalformedError, SignatureError)):
         open_envelope(sent[:cut], "vote")
@@ -82,9 +82,9 @@ def _field(number: int, value: bytes) -> bytes:
 
 def test_an_envelope_is_written_in_one_way_only():
     # Else whoever passes a header on could make thousands of it that all verify, and fill records with padding.
-    m = wire.Envelope.FromString(seal(SIGNER, "vote", b"payload").sent)
+    m = wire.Envelope.FromString(seal(SIGNER, "vote", b"payload").encoded)
     parts = [_field(1, b"vote"), _field(2, m.payload), _field(3, m.key), _field(4, m.signature)]
-    assert b"".join(parts) == seal(SIGNER, "vote", b"payload").sent
+    assert b"".join(parts) == seal(SIGNER, "vote", b"payload").encoded
     for other in (
         b"".join(parts[::-1]),
         b"".join(parts) + _field(15, b"padding"),
@@ -110,14 +110,14 @@ def test_wrong_keys_and_signatures_are_refused(key: bytes, signature: bytes):
 
 
 def test_somebody_elses_signature_is_refused():
-    m = wire.Envelope.FromString(seal(SIGNER, "vote", b"x").sent)
+    m = wire.Envelope.FromString(seal(SIGNER, "vote", b"x").encoded)
     m.key = bytes(identity("stranger").key)
     with pytest.raises(SignatureError):
         open_envelope(m.SerializeToString(), "vote")
 
 
 def test_an_oversized_envelope_is_refused_before_it_is_parsed():
-    sent = seal(SIGNER, "vote", b"x" * 1000).sent
+    sent = seal(SIGNER, "vote", b"x" * 1000).encoded
     assert open_envelope(sent, "vote", limit=len(sent)).payload == b"x" * 1000
     for refused in (
         open_envelope,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, RunId, b64url, sha256
-from protocol.invite import PREFIX, Endpoint, Invite, _base58, _from_base58
+from protocol.invite import PREFIX, HostPort, Invite, _base58, _from_base58
 
 RUN, FINGERPRINT = RunId(bytes(range(32))), Digest(bytes(range(32, 64)))
 KEY = Identity(bytes(32)).key
@@ -18,14 +18,14 @@ USUAL = f"/ip4/203.0.113.7/tcp/4001/p2p/{_base58(KEY.libp2p_id)}"
 
 def invite(**changes) -> Invite:
     fields = dict(
-        run=RUN, fingerprint=FINGERPRINT, coordinators=(Endpoint("203.0.113.7", 7100),), code="", addresses=()
+        run=RUN, fingerprint=FINGERPRINT, coordinators=(HostPort("203.0.113.7", 7100),), code="", addresses=()
     )
     return Invite(**(fields | changes))  # type: ignore[arg-type]
 
 
 def test_an_invite_is_read_back_as_it_was_written():
     full = invite(
-        coordinators=(Endpoint("run.example.org", 7100), Endpoint("2001:db8::1", 1)),
+        coordinators=(HostPort("run.example.org", 7100), HostPort("2001:db8::1", 1)),
         code="quiet-otter-41",
         addresses=(USUAL, "/dns4/a.example.org/tcp/9/p2p/abc", f"/ip6/::1/tcp/1/p2p/{_base58(KEY.libp2p_id)}"),
     )
@@ -81,7 +81,7 @@ def test_what_is_no_invite_is_named_so(text, says):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"coordinators": ()}, {"coordinators": (Endpoint("a", 1),) * 5},
+    [{"coordinators": ()}, {"coordinators": (HostPort("a", 1),) * 5},
      {"code": "x" * 65}, {"code": "a b"}, {"code": "é"}, {"addresses": ("nope",)}, {"addresses": (USUAL,) * 9}],
 )  # fmt: skip
 def test_what_does_not_fit_is_never_written(changes):
@@ -92,4 +92,4 @@ def test_what_does_not_fit_is_never_written(changes):
 @pytest.mark.parametrize("text", ["a", "a:", ":1", "a:0", "a:65536", "a:x", "::1:5", "a b:1", "[zz]:1", "a:१"])
 def test_what_is_no_endpoint_is_refused(text):
     with pytest.raises(MalformedError):
-        Endpoint.parse(text)
+        HostPort.parse(text)

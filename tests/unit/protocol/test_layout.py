@@ -95,7 +95,7 @@ def test_momentum_goes_in_and_comes_out():
     layout = tiny_spec().model.layout
     state = layout.with_momentum()
     assert state.numel == 2 * layout.numel
-    assert state.model_part() == layout
+    assert state.without_momentum() == layout
     assert {t.name for t in state.tensors} - {t.name for t in layout.tensors} == {
         MOMENTUM + t.name for t in layout.tensors
     }

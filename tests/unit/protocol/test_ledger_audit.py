@@ -9,10 +9,10 @@ import pytest
 
 from protocol.envelope import seal
 from protocol.ids import Digest
-from protocol.ledger.audit import SeenHead
-from protocol.ledger.books import Books
-from protocol.ledger.credits import CreditRule, account_for
+from protocol.ledger.audit import TrustedTreeHead
+from protocol.ledger.credits import CreditRule, credits_of
 from protocol.ledger.entries import decode_entry, decode_line, encode_entry
+from protocol.ledger.state import LedgerState
 from protocol.merkle import leaf_hash
 from tests.support.coordinator_fakes import back_to, peer
 from tests.support.ledger_world import LedgerWorld, Written
@@ -32,10 +32,10 @@ def test_an_honest_ledger_is_clean(world: LedgerWorld):
     world.sign()
     world.round({1: 4, 2: 3})
     report = world.audit(final=9)
-    assert report.differences == [] and report.unproved == [] and report.clean
+    assert report.findings == [] and report.unproved == [] and report.clean
     assert (report.entries, report.rounds) == (len(world.log), 10)
     assert report.issued == report.pending + report.settled + report.voided
-    assert report.standings == world.books.standings and report.voided == account.entries[1].micro_credits
+    assert report.balances == world.books.balances and report.voided == account.lines[1].micro_credits
 
 
 def test_an_honest_rollback_is_clean(world: LedgerWorld):
@@ -55,7 +55,7 @@ def test_an_empty_ledger_is_clean():
 
 def test_the_end_of_a_run_settles_all():
     world = LedgerWorld(8, total_tokens=16 * 93 * 6)
-    assert world.books.over and world.books.sums["pending"] == 0
+    assert world.books.is_complete and world.books.totals["pending"] == 0
     assert world.audit().clean
 
 
@@ -92,7 +92,7 @@ def test_more_windows_than_the_certificate_has_are_named_though_all_is_hashed_ag
 
 def test_a_credit_moved_to_another_peer_is_named(world: LedgerWorld):
     entry = world.entry_of(4)
-    lines = world.accounts[world.books.record_of(4)].entries  # type: ignore[arg-type]
+    lines = world.accounts[world.books.record_of(4)].lines  # type: ignore[arg-type]
     thief = next(i for i in map(identity, range(1000)) if lines[0].peer < i.key < lines[2].peer)
     world.change_line(entry, 1, peer=thief.key)
     world.hash_again(entry)
@@ -132,7 +132,7 @@ def test_a_deleted_entry_is_named(world: LedgerWorld):
 
 def test_a_deleted_settlement_is_named(world: LedgerWorld):
     entry = world.entry_of(4) + 1
-    of = decode_entry(world.log[entry].sent).what.entry  # type: ignore[union-attr]
+    of = decode_entry(world.log[entry].sent).payload.entry  # type: ignore[union-attr]
     world.heads.clear()
     del world.log[entry]
     found = world.found()
@@ -172,7 +172,7 @@ def test_an_entry_given_twice_is_named(world: LedgerWorld):
 
 
 def test_an_invented_round_is_named(world: LedgerWorld):
-    account = account_for(world.maker.fork(8).add({1: 60, 9: 60}), CreditRule.of(world.spec))
+    account = credits_of(world.maker.fork(8).add({1: 60, 9: 60}), CreditRule.of(world.spec))
     n = len(world.log)
     world.keep(world.books.post_round(account, world.time))
     only(world.found(), f"entry {n} credits round 8", "not in the chain", "invented")
@@ -180,10 +180,10 @@ def test_an_invented_round_is_named(world: LedgerWorld):
 
 def test_an_invented_round_in_the_place_of_a_true_one_is_named():
     world = LedgerWorld(6)
-    forged = account_for(world.maker.fork(6).add({1: 60, 9: 60}), CreditRule.of(world.spec))
+    forged = credits_of(world.maker.fork(6).add({1: 60, 9: 60}), CreditRule.of(world.spec))
     world.keep(world.books.post_round(forged, world.time))
     true = world.maker.add({1: 4, 2: 3, 3: 2})
-    world.accounts[true.digest] = account_for(true, CreditRule.of(world.spec))
+    world.accounts[true.digest] = credits_of(true, CreditRule.of(world.spec))
     only(world.found(), "entry", "invented")
 
 
@@ -194,13 +194,13 @@ def test_a_record_that_the_owner_has_not_made_final_is_named(world: LedgerWorld)
 
 def test_a_forged_head_is_named(world: LedgerWorld):
     head = world.heads[0].head
-    world.heads.append(SeenHead(replace(head, size=5, root=digest("forged"), time=head.time - 1)))
+    world.heads.append(TrustedTreeHead(replace(head, size=5, root=digest("forged"), time=head.time - 1)))
     only(world.found(), "the tree head over 5 entries", digest("forged").short)
 
 
 def test_two_heads_of_one_size_are_named(world: LedgerWorld):
     head = world.heads[0].head
-    world.heads.append(SeenHead(replace(head, root=digest("forged"))))
+    world.heads.append(TrustedTreeHead(replace(head, root=digest("forged"))))
     found = world.found()
     assert any(f"two tree heads over {head.size} entries" in f for f in found)
     assert any("root" in f and digest("forged").short in f for f in found)
@@ -208,7 +208,7 @@ def test_two_heads_of_one_size_are_named(world: LedgerWorld):
 
 def test_a_smaller_head_signed_later_is_named(world: LedgerWorld):
     short = LedgerWorld(3).sign()
-    world.heads.insert(0, SeenHead(replace(short, time=world.time + 1)))
+    world.heads.insert(0, TrustedTreeHead(replace(short, time=world.time + 1)))
     only(world.found(), "was signed after one over")
 
 
@@ -219,7 +219,7 @@ def test_a_log_rewritten_and_signed_again_differs_from_what_this_machine_saw(wor
         rewritten.round({1: 4 + r, 2: 3, 3: 3})
     rewritten.sign()
     assert rewritten.audit().clean  # by itself it is whole: another chain, another ledger
-    rewritten.heads.append(SeenHead(seen, "seen by this machine"))
+    rewritten.heads.append(TrustedTreeHead(seen, "seen by this machine"))
     found = rewritten.found()
     assert any("seen by this machine" in f for f in found)
 
@@ -229,10 +229,10 @@ def test_a_verdict_that_the_owner_did_not_sign_is_named():
     account = world.round({1: 4, 2: 3, 3: 2})
     world.void(account, 1)
     entry = len(world.log) - 1
-    what = decode_entry(world.log[entry].sent).what
-    stranger = seal(identity("stranger"), "verdict", b"x").sent
-    world.change_entry(entry, verdict=stranger)
-    assert what != decode_entry(world.log[entry].sent).what
+    what = decode_entry(world.log[entry].sent).payload
+    stranger = seal(identity("stranger"), "verdict", b"x").encoded
+    world.change_entry(entry, void_order=stranger)
+    assert what != decode_entry(world.log[entry].sent).payload
     only(world.found(), f"entry {entry} (void)", "verdict that does not count")
 
 
@@ -241,7 +241,7 @@ def test_a_void_of_another_line_than_the_verdict_names_is_named():
     account = world.round({1: 4, 2: 3, 3: 2})
     world.void(account, 1)
     entry = len(world.log) - 1
-    world.change_entry(entry, line=0, micro_credits=account.entries[0].micro_credits)
+    world.change_entry(entry, line=0, micro_credits=account.lines[0].micro_credits)
     only(world.found(), f"entry {entry} says line 0", "what follows from the chain is line 1")
 
 
@@ -266,8 +266,8 @@ def test_what_nobody_has_the_certificate_of_is_said(world: LedgerWorld):
         world.round({1: 5, 3: 2})
     del world.accounts[Digest(gone)]
     report = world.audit()
-    assert report.differences == [] and len(report.unproved) == 1 and not report.clean
-    assert "rolled back" in report.unproved[0].words
+    assert report.findings == [] and len(report.unproved) == 1 and not report.clean
+    assert "rolled back" in report.unproved[0].message
     # Without the owner's rollback it is an invention.
     world = LedgerWorld()
     del world.accounts[world.books.record_of(7)]  # type: ignore[arg-type]
@@ -311,7 +311,7 @@ def flipped(data: bytes, chance: random.Random) -> bytes:
 
 
 def test_the_world_makes_what_the_books_take(world: LedgerWorld):
-    books = Books.of(world.spec)
+    books = LedgerState.of(world.spec)
     for written in world.log:
         books.replay(written.sent, written.lines)
     world.hash_again()

@@ -8,10 +8,10 @@ from coordinator.errors import LedgerConflictError, LedgerError
 from coordinator.ledger import BindingRow, Ledger, RefusedUpdate, TreeHeadRow, integrity
 from coordinator.ledger.store import connect
 from protocol.ids import Digest, Round
-from protocol.ledger.books import Books
-from protocol.ledger.credits import CreditRule, account_for, pending
+from protocol.ledger.credits import CreditRule, credits_of, sum_credits
 from protocol.ledger.entries import decode_entry, decode_line
-from protocol.ledger.verdicts import Verdict, seal_verdict
+from protocol.ledger.state import LedgerState
+from protocol.ledger.void_orders import VoidOrder, seal_void_order
 from protocol.merkle import leaf_hash, tree_hash
 from tests.support import postgres_world
 from tests.support.coordinator_fakes import ChainMaker, back_to, make_spec, peer
@@ -34,12 +34,14 @@ def chain_of(rounds: int) -> ChainMaker:
 
 
 def accounts_of(chain: ChainMaker):
-    return [account_for(c, RULE) for c in chain.certificates]
+    return [credits_of(c, RULE) for c in chain.certificates]
 
 
 def verdict_on(account, i: int, reason: str = "too much for the time it had", by=OWNER) -> bytes:
-    line = account.entries[i]
-    return seal_verdict(by, Verdict(SPEC.run_id, account.round, account.record, line.peer, line.update, reason)).sent
+    line = account.lines[i]
+    return seal_void_order(
+        by, VoidOrder(SPEC.run_id, account.round, account.record, line.peer, line.update, reason)
+    ).encoded
 
 
 def kinds(ledger: Ledger) -> list[str]:
@@ -67,9 +69,9 @@ def test_credit_is_pending_until_enough_rounds_are_posted_after_it(ledger, ledge
         ledger.post(account)
         ledger = again(ledger, ledger_place)
     assert kinds(ledger) == ["round"] * 3 + ["settle", "round", "settle", "round", "settle"]
-    assert settled_in(ledger) == pending(accounts[:3])
+    assert settled_in(ledger) == sum_credits(accounts[:3])
     standing = ledger.balances()[peer(1).key]
-    assert standing.pending == pending(accounts[3:])[peer(1).key] and not standing.voided.rounds
+    assert standing.pending == sum_credits(accounts[3:])[peer(1).key] and not standing.voided.rounds
     assert [e.status for e in ledger.history_of(peer(1).key)] == ["pending"] * 2 + ["settled"] * 3
     assert [e.number for e in ledger.history_of(peer(1).key, limit=2)] == [4, 3]
     first = ledger.history_of(peer(1).key, limit=2)[-1].entry
@@ -90,10 +92,10 @@ def test_a_verdict_voids_a_line_while_it_is_pending_and_never_after(ledger, ledg
         ledger.void(verdict_on(accounts[1], 1))
     with pytest.raises(LedgerConflictError, match="does not own the run"):
         ledger.void(verdict_on(accounts[3], 1, by=identity("stranger")))
-    lost = accounts[1].entries[0]
+    lost = accounts[1].lines[0]
     standing = ledger.balances()[lost.peer]
     assert (standing.voided.micro_credits, standing.voided.rounds) == (lost.micro_credits, 1)
-    assert standing.settled.micro_credits == accounts[0].entries[0].micro_credits
+    assert standing.settled.micro_credits == accounts[0].lines[0].micro_credits
     assert [e.status for e in ledger.history_of(lost.peer)] == ["pending", "pending", "voided", "settled"]
     assert kinds(ledger) == ["round", "round", "void", "round", "settle", "round", "settle"]
 
@@ -120,7 +122,7 @@ def test_after_a_rollback_the_chain_goes_on_elsewhere_and_what_was_issued_stays(
     assert ledger.accounts(limit=9) == accounts_of(other)
     assert [r.round for r in ledger.rounds()] == [0, 1, 2, 3, 4]
     # All of the branch that was left settled by the count of rounds, like any other.
-    assert settled_in(ledger)[peer(0).key] == pending(accounts)[peer(0).key]
+    assert settled_in(ledger)[peer(0).key] == sum_credits(accounts)[peer(0).key]
     with pytest.raises(LedgerConflictError, match="branch has no such round"):
         ledger.rollback(accounts[3].record, Round(3), back_to(SPEC, accounts[3].record, 3, 2))
     with pytest.raises(LedgerConflictError, match="not signed by the run's owner"):
@@ -135,7 +137,7 @@ def test_all_settles_when_the_run_has_its_tokens(tmp_path):
         chain.add({n: 5000 + 100 * n + r for n in range(3)})
     ledger = Ledger(tmp_path / "ledger.sqlite", spec)
     for c in chain.certificates:
-        ledger.post(account_for(c, rule))
+        ledger.post(credits_of(c, rule))
     assert kinds(ledger)[-4:] == ["round", "settle", "settle", "settle"]
     assert not any(s.pending.rounds for s in ledger.balances().values()) and ledger.check() == []
     ledger.close()
@@ -165,12 +167,12 @@ def test_a_stranger_replays_the_log_and_gets_the_same_balances(ledger):
     for account in accounts:
         ledger.post(account)
     ledger.void(verdict_on(accounts[4], 2))
-    books = Books.of(SPEC)
+    books = LedgerState.of(SPEC)
     for i, sent in enumerate(ledger.entries(0, 1000)):
         books.replay(sent, ledger.lines(i))
-    assert books.standings == ledger.balances() and books.leaf == ledger.leaf(ledger.size() - 1)
+    assert books.balances == ledger.balances() and books.leaf == ledger.leaf(ledger.size() - 1)
     entry = ledger.entry_of(accounts[2].record)
-    assert entry == 2 and [decode_line(x) for x in ledger.lines(entry)] == list(accounts[2].entries)
+    assert entry == 2 and [decode_line(x) for x in ledger.lines(entry)] == list(accounts[2].lines)
     assert ledger.entry_of(Digest(bytes(32))) is None and ledger.lines(3) == []
 
 

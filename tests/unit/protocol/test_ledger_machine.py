@@ -21,10 +21,10 @@ from coordinator.ledger import Ledger
 from coordinator.ledger.store import connect
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round, sha256
-from protocol.ledger.accounts import Standing
-from protocol.ledger.credits import Balance, CreditRule, RoundAccount
-from protocol.ledger.entries import Line, decode_entry, first_previous
-from protocol.ledger.verdicts import Verdict, seal_verdict
+from protocol.ledger.accounts import AccountBalance
+from protocol.ledger.credits import Balance, CreditRule, RoundCredits
+from protocol.ledger.entries import CreditLine, decode_entry, genesis_leaf
+from protocol.ledger.void_orders import VoidOrder, seal_void_order
 from protocol.merkle import leaf_hash, tree_hash
 from tests.support.coordinator_fakes import back_to, make_spec, peer
 from tests.support.specs import OWNER, identity
@@ -36,7 +36,7 @@ work = st.dictionaries(st.integers(0, 4), st.integers(1, 9000), min_size=1, max_
 class Posted:
     """A round that was posted, as the model knows it."""
 
-    account: RoundAccount
+    account: RoundCredits
     voided: set[int] = field(default_factory=set)
 
 
@@ -49,9 +49,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.clock = 1_700_000_000.0
         self.made = 0
         self.posted: list[Posted] = []
-        self.branch: list[RoundAccount] = []
+        self.branch: list[RoundCredits] = []
         self.others = 0
-        self.gone: list[RoundAccount] = []
+        self.gone: list[RoundCredits] = []
 
     @initialize(hold=st.integers(0, 4), seed=st.integers(0, 2**40))
     def begin(self, hold: int, seed: int) -> None:
@@ -71,27 +71,27 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # -- what is made ----------------------------------------------------------------------------------------
 
-    def account(self, round_: int, parent: Digest, windows: dict[int, int]) -> RoundAccount:
+    def account(self, round_: int, parent: Digest, windows: dict[int, int]) -> RoundCredits:
         """Return the account of a new round."""
         self.made += 1
         record = Digest(sha256(b"record", self.made.to_bytes(8, "big")))
         lines = tuple(
-            Line(key, Digest(sha256(record, key)), w, w * self.rule_.window, self.rule_.micro_credits(w))
+            CreditLine(key, Digest(sha256(record, key)), w, w * self.rule_.window, self.rule_.micro_credits(w))
             for key, w in sorted((peer(n).key, w) for n, w in windows.items())
         )
-        return RoundAccount(Round(round_), record, parent, Digest(bytes(32)), 3.5, lines)
+        return RoundCredits(Round(round_), record, parent, Digest(bytes(32)), 3.5, lines)
 
     @property
     def tip(self) -> Digest:
         return self.branch[-1].record if self.branch else genesis_digest(self.spec.run_id)
 
-    def next(self, windows: dict[int, int]) -> RoundAccount:
+    def next(self, windows: dict[int, int]) -> RoundCredits:
         return self.account(len(self.branch), self.tip, windows)
 
-    def verdict(self, account: RoundAccount, i: int, by=OWNER) -> bytes:
-        line = account.entries[i]
-        verdict = Verdict(self.spec.run_id, account.round, account.record, line.peer, line.update, "checked by hand")
-        return seal_verdict(by, verdict).sent
+    def verdict(self, account: RoundCredits, i: int, by=OWNER) -> bytes:
+        line = account.lines[i]
+        verdict = VoidOrder(self.spec.run_id, account.round, account.record, line.peer, line.update, "checked by hand")
+        return seal_void_order(by, verdict).encoded
 
     def is_settled(self, number: int) -> bool:
         return len(self.posted) - 1 - number >= self.rule_.hold_rounds
@@ -121,15 +121,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def equivocate(self, data, windows: dict[int, int]) -> None:
         """Another record for a round that is there, other lines for its record, a round that does not follow."""
         account = data.draw(st.sampled_from(self.branch))
-        more = tuple(replace(e, micro_credits=e.micro_credits + 1) for e in account.entries)
+        more = tuple(replace(e, micro_credits=e.micro_credits + 1) for e in account.lines)
         follows = self.next(windows)
         for wrong in (
             self.account(account.round, account.parent, windows),
-            replace(account, entries=more),
+            replace(account, lines=more),
             replace(follows, round=Round(follows.round + 1)),
             replace(follows, parent=Digest(bytes(32))),
-            replace(follows, entries=(*follows.entries, follows.entries[0])),
-            replace(follows, entries=(replace(follows.entries[0], micro_credits=10**9),)),
+            replace(follows, lines=(*follows.lines, follows.lines[0])),
+            replace(follows, lines=(replace(follows.lines[0], micro_credits=10**9),)),
         ):
             with pytest.raises(LedgerConflictError):
                 self.ledger.post(wrong)
@@ -145,7 +145,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def void(self, data) -> None:
         number = data.draw(st.integers(max(0, len(self.posted) - 6), len(self.posted) - 1))
         posted = self.posted[number]
-        i = data.draw(st.integers(0, len(posted.account.entries) - 1))
+        i = data.draw(st.integers(0, len(posted.account.lines) - 1))
         with pytest.raises(LedgerConflictError):
             self.ledger.void(self.verdict(posted.account, i, by=identity("stranger")))
         verdict = self.verdict(posted.account, i)
@@ -204,11 +204,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
-        expected: dict[bytes, Standing] = {}
+        expected: dict[bytes, AccountBalance] = {}
         for number, posted in enumerate(self.posted):
-            for i, line in enumerate(posted.account.entries):
+            for i, line in enumerate(posted.account.lines):
                 kind = "voided" if i in posted.voided else "settled" if self.is_settled(number) else "pending"
-                s = expected.get(line.peer, Standing())
+                s = expected.get(line.peer, AccountBalance())
                 expected[line.peer] = replace(s, **{kind: getattr(s, kind).plus(line)})
         assert self.ledger.balances() == expected
         assert self.ledger.accounts(limit=1000) == self.branch
@@ -220,7 +220,7 @@ class LedgerMachine(RuleBasedStateMachine):
         db = connect(self.where, self.spec, reader=True)
         sums = dict(db.query("SELECT account, micro_credits FROM account_sums"))
         db.close()
-        issued = sum(e.micro_credits for p in self.posted for e in p.account.entries)
+        issued = sum(e.micro_credits for p in self.posted for e in p.account.lines)
         assert sum(sums.values()) == 0 and -sums.get("issuance", 0) == issued
 
     @invariant()
@@ -228,7 +228,7 @@ class LedgerMachine(RuleBasedStateMachine):
         sent = self.ledger.entries(0, 10_000)
         settled = sum(self.is_settled(n) for n in range(len(self.posted)))
         assert len(sent) == self.ledger.size() == len(self.posted) + settled + self.others
-        before, time, leaves = bytes(first_previous(self.spec.run_id)), 0, []
+        before, time, leaves = bytes(genesis_leaf(self.spec.run_id)), 0, []
         for i, entry in enumerate(map(decode_entry, sent)):
             assert (entry.sequence, entry.previous) == (i, before) and entry.time >= time
             before, time = leaf_hash(sent[i]), entry.time

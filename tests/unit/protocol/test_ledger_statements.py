@@ -43,11 +43,11 @@ REFUSED = dataclasses.replace(
 BINDING = bind(PEER, ACCOUNT, RUN, 1_700_000_000, "ada", "engines")
 
 SENT: dict[str, tuple[bytes, Any]] = {
-    "head": (sign(OWNER, HEAD).sent, lambda sent: open_tree_head(sent, RUN, OWNER.key)),
-    "receipt": (sign(OWNER, RECEIPT).sent, lambda sent: open_receipt(sent, RUN, OWNER.key)),
-    "refused": (sign(OWNER, REFUSED).sent, lambda sent: open_receipt(sent, RUN, OWNER.key)),
-    "peer": (sign(PEER, BindPeer(RUN, ACCOUNT.key, 5)).sent, lambda sent: open_bind_peer(sent, RUN)),
-    "binding": (BINDING.sent, lambda sent: open_binding(sent, RUN)),
+    "head": (sign(OWNER, HEAD).encoded, lambda sent: open_tree_head(sent, RUN, OWNER.key)),
+    "receipt": (sign(OWNER, RECEIPT).encoded, lambda sent: open_receipt(sent, RUN, OWNER.key)),
+    "refused": (sign(OWNER, REFUSED).encoded, lambda sent: open_receipt(sent, RUN, OWNER.key)),
+    "peer": (sign(PEER, BindPeer(RUN, ACCOUNT.key, 5)).encoded, lambda sent: open_bind_peer(sent, RUN)),
+    "binding": (BINDING.encoded, lambda sent: open_binding(sent, RUN)),
 }
 OPENERS = list({id(decoder): decoder for _, decoder in SENT.values()}.values())
 
@@ -55,27 +55,27 @@ OPENERS = list({id(decoder): decoder for _, decoder in SENT.values()}.values())
 def test_what_was_signed_opens_as_it_was():
     for body, decoder in ((HEAD, "head"), (RECEIPT, "receipt"), (REFUSED, "receipt")):
         word = sign(OWNER, body)
-        assert SENT[decoder][1](word.sent) == word
+        assert SENT[decoder][1](word.encoded) == word
         assert (word.body, word.author) == (body, OWNER.key)
-        assert sign(OWNER, body).sent == word.sent  # the same words, the same bytes
+        assert sign(OWNER, body).encoded == word.encoded  # the same words, the same bytes
 
 
 def test_a_binding_is_the_word_of_both():
-    b = open_binding(BINDING.sent, RUN)
+    b = open_binding(BINDING.encoded, RUN)
     assert (b.peer, b.account, b.name, b.team) == (PEER.key, ACCOUNT.key, "ada", "engines")
-    assert b.order == (1_700_000_000, 1_700_000_000)
-    theirs = sign(PEER, BindPeer(RUN, STRANGER.key, 5)).sent
+    assert b.precedence == (1_700_000_000, 1_700_000_000)
+    theirs = sign(PEER, BindPeer(RUN, STRANGER.key, 5)).encoded
     with pytest.raises(AdmissionError, match="not to"):
-        open_binding(sign(ACCOUNT, BindAccount(RUN, theirs, 5, "ada", "")).sent, RUN)
+        open_binding(sign(ACCOUNT, BindAccount(RUN, theirs, 5, "ada", "")).encoded, RUN)
     with pytest.raises(SignatureError):  # another word of the peer's is no binding
-        open_binding(sign(ACCOUNT, BindAccount(RUN, seal(PEER, "vote", b"").sent, 5, "ada", "")).sent, RUN)
+        open_binding(sign(ACCOUNT, BindAccount(RUN, seal(PEER, "vote", b"").encoded, 5, "ada", "")).encoded, RUN)
 
 
 def test_only_the_owner_signs_heads_and_receipts():
     for body, name in ((HEAD, "head"), (RECEIPT, "receipt")):
         with pytest.raises(AdmissionError, match="owner"):
-            SENT[name][1](sign(STRANGER, body).sent)
-        relabelled = swarm_pb2.Envelope.FromString(sign(STRANGER, body).sent)
+            SENT[name][1](sign(STRANGER, body).encoded)
+        relabelled = swarm_pb2.Envelope.FromString(sign(STRANGER, body).encoded)
         relabelled.key = OWNER.key
         with pytest.raises(SignatureError):
             SENT[name][1](relabelled.SerializeToString(deterministic=True))
@@ -84,12 +84,12 @@ def test_only_the_owner_signs_heads_and_receipts():
 def test_another_runs_words_are_none():
     for body, name in ((HEAD, "head"), (RECEIPT, "receipt")):
         with pytest.raises(MalformedError, match="another run"):
-            SENT[name][1](sign(OWNER, dataclasses.replace(body, run=OTHER_RUN)).sent)
+            SENT[name][1](sign(OWNER, dataclasses.replace(body, run=OTHER_RUN)).encoded)
     with pytest.raises(MalformedError, match="another run"):
-        open_binding(bind(PEER, ACCOUNT, OTHER_RUN, 1, "ada").sent, RUN)
+        open_binding(bind(PEER, ACCOUNT, OTHER_RUN, 1, "ada").encoded, RUN)
     with pytest.raises(MalformedError, match="another run"):  # the inner one
-        theirs = sign(PEER, BindPeer(OTHER_RUN, ACCOUNT.key, 5)).sent
-        open_binding(sign(ACCOUNT, BindAccount(RUN, theirs, 5, "ada", "")).sent, RUN)
+        theirs = sign(PEER, BindPeer(OTHER_RUN, ACCOUNT.key, 5)).encoded
+        open_binding(sign(ACCOUNT, BindAccount(RUN, theirs, 5, "ada", "")).encoded, RUN)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_makes_no_sense_is_neither_signed_nor_opened(body: Any):
     with pytest.raises(MalformedError):
         sign(OWNER, body)
     kind, _, encode, _ = statements._KINDS[type(body)]
-    sent = seal(OWNER, kind, encode(body).SerializeToString(deterministic=True)).sent
+    sent = seal(OWNER, kind, encode(body).SerializeToString(deterministic=True)).encoded
     for decoder in OPENERS:
         with pytest.raises(ProtocolError):
             decoder(sent)
@@ -120,10 +120,10 @@ def test_what_makes_no_sense_is_neither_signed_nor_opened(body: Any):
 
 def test_a_statement_is_written_in_one_way_only():
     payload = wire.TreeHead(run=RUN, size=1, root=digest("root"), time=5).SerializeToString(deterministic=True)
-    assert open_tree_head(seal(OWNER, "tree-head", payload).sent, RUN, OWNER.key).body.size == 1
+    assert open_tree_head(seal(OWNER, "tree-head", payload).encoded, RUN, OWNER.key).body.size == 1
     for other in (payload + b"\x7a\x01x", payload + payload, payload + b"\x10\x01"):
         with pytest.raises(MalformedError, match="canonical"):
-            open_tree_head(seal(OWNER, "tree-head", other).sent, RUN, OWNER.key)
+            open_tree_head(seal(OWNER, "tree-head", other).encoded, RUN, OWNER.key)
 
 
 def test_nothing_is_verified_that_is_too_long_or_of_the_wrong_author(monkeypatch: pytest.MonkeyPatch):
@@ -132,9 +132,9 @@ def test_nothing_is_verified_that_is_too_long_or_of_the_wrong_author(monkeypatch
 
     monkeypatch.setattr(statements, "open_envelope", never)
     with pytest.raises(MalformedError, match="at most"):
-        open_tree_head(seal(OWNER, "tree-head", b"x" * 5000).sent, RUN, OWNER.key)
+        open_tree_head(seal(OWNER, "tree-head", b"x" * 5000).encoded, RUN, OWNER.key)
     with pytest.raises(AdmissionError):
-        open_tree_head(sign(STRANGER, HEAD).sent, RUN, OWNER.key)
+        open_tree_head(sign(STRANGER, HEAD).encoded, RUN, OWNER.key)
 
 
 # -- fuzz -----------------------------------------------------------------------------------------------------
@@ -158,9 +158,9 @@ def test_whatever_its_author_signs_is_opened_or_an_error_of_the_protocol(name: s
     for _ in range(data.draw(st.integers(1, 3))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     signer = next(i for i in (OWNER, PEER, ACCOUNT) if i.key == e.key)
-    changed = seal(signer, e.kind, bytes(payload)).sent
+    changed = seal(signer, e.kind, bytes(payload)).encoded
     try:
         word = decoder(changed)
-        assert word.sent == changed
+        assert word.encoded == changed
     except ProtocolError as error:
         assert str(error).isprintable()

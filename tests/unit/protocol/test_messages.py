@@ -14,11 +14,11 @@ from protocol.errors import AdmissionError, MalformedError, ProtocolError, Signa
 from protocol.identity import Identity
 from protocol.ids import MAX_COUNT, MAX_ROUND, Round, short_id
 from protocol.merkle import MAX_BLOB
-from protocol.message_codec import HEADER_LIMIT, KINDS, KeySigner, MessageDecoder, body_digest
+from protocol.message_codec import KINDS, MAX_HEADER_ENVELOPE, KeySigner, MessageDecoder, message_digest
 from protocol.messages import (
     MAX_ADDRESS,
     MAX_ADDRESSES,
-    MAX_KNOWN,
+    MAX_KNOWN_HEADERS,
     MAX_NAME,
     PHASES,
     Admission,
@@ -57,9 +57,9 @@ from tests.support.specs import OWNER, admission, digest
 @pytest.mark.parametrize("signed", ONE_OF_EACH, ids=lambda s: type(s.body).__name__)
 def test_each_kind_opens_as_it_was_signed(signed: Signed[Any]):
     kind = KINDS[type(signed.body)][0]
-    assert decoder().open(signed.sent, type(signed.body)) == signed
-    assert decoder().open_any(signed.sent, kind) == signed
-    assert body_digest(signed.author, signed.body) == signed.digest
+    assert decoder().decode(signed.encoded, type(signed.body)) == signed
+    assert decoder().decode_kind(signed.encoded, kind) == signed
+    assert message_digest(signed.author, signed.body) == signed.digest
 
 
 def test_there_is_a_sample_of_each_kind():
@@ -80,7 +80,7 @@ DIGESTS = st.integers(0, 9).map(digest)
 )  # fmt: skip
 def test_every_header_survives_the_wire(fields: dict[str, Any]):
     signed = header(PEERS[1], **fields)
-    opened = decoder().header(signed.sent)
+    opened = decoder().decode_header(signed.encoded)
     assert opened == signed
     assert opened.body.windows == fields["end_window"] - fields["first_window"]
 
@@ -89,7 +89,7 @@ def test_every_header_survives_the_wire(fields: dict[str, Any]):
     st.builds(
         dict, sequence=COUNTS, round=st.integers(0, MAX_ROUND), head=DIGESTS, weight=COUNTS, windows=COUNTS,
         phase=st.sampled_from(PHASES), tokens_per_second=st.floats(0, 2.0**50, width=32), loss=FLOATS, bytes_up=COUNTS,
-        bytes_down=COUNTS, known=st.lists(st.integers(0, 2**64 - 1), max_size=9).map(tuple),
+        bytes_down=COUNTS, known_headers=st.lists(st.integers(0, 2**64 - 1), max_size=9).map(tuple),
         addresses=st.lists(st.text("abc/é ", max_size=30), max_size=MAX_ADDRESSES).map(tuple),
         device=st.text("RTX é", max_size=40),
         admission=st.sampled_from([b"", ADMISSIONS[PEERS[1].key]]),
@@ -97,12 +97,12 @@ def test_every_header_survives_the_wire(fields: dict[str, Any]):
 )  # fmt: skip
 def test_every_heartbeat_survives_the_wire(fields: dict[str, Any]):
     signed = heartbeat(PEERS[1], **fields)
-    assert decoder().open(signed.sent, Heartbeat) == signed
+    assert decoder().decode(signed.encoded, Heartbeat) == signed
 
 
 @given(st.floats(-1e30, 1e30))
 def test_a_signer_holds_the_loss_that_others_read(loss: float):
-    assert decoder().header(header(PEERS[1], loss=loss).sent) == header(PEERS[1], loss=loss)
+    assert decoder().decode_header(header(PEERS[1], loss=loss).encoded) == header(PEERS[1], loss=loss)
 
 
 def test_a_digest_is_short_only_for_asking():
@@ -113,7 +113,7 @@ def test_a_digest_is_short_only_for_asking():
     "changes",
     [{"loss": math.nan}, {"loss": math.inf}, {"loss": 1e300}, {"end_window": 10}, {"inner_steps": 0},
      {"round": MAX_ROUND + 1}, {"blob_size": MAX_BLOB + 1}, {"end_window": MAX_COUNT + 1},
-     {"admission": bytes(HEADER_LIMIT)}],
+     {"admission": bytes(MAX_HEADER_ENVELOPE)}],
 )  # fmt: skip
 def test_nobody_signs_a_header_that_others_would_refuse(changes: dict[str, Any]):
     with pytest.raises(MalformedError):
@@ -131,9 +131,9 @@ def test_nobody_signs_a_header_that_others_would_refuse(changes: dict[str, Any])
      {"loss": math.inf}, {"loss": -math.inf}, {"run": bytes(OTHER_RUN)}],
 )  # fmt: skip
 def test_an_impossible_header_is_malformed(changes: dict[str, Any]):
-    decoder().header(raw(PEERS[1], "update", wire_header()))  # without the change it is a good one
+    decoder().decode_header(raw(PEERS[1], "update", wire_header()))  # without the change it is a good one
     with pytest.raises(MalformedError):
-        decoder().header(raw(PEERS[1], "update", wire_header(**changes)))
+        decoder().decode_header(raw(PEERS[1], "update", wire_header(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -145,27 +145,27 @@ def test_an_impossible_header_is_malformed(changes: dict[str, Any]):
      {"round": 2**64 - 1}, {"head": b""}],
 )  # fmt: skip
 def test_an_impossible_heartbeat_is_malformed(changes: dict[str, Any]):
-    m = wire.Heartbeat.FromString(wire.Envelope.FromString(heartbeat(PEERS[1]).sent).payload)
-    decoder().open(raw(PEERS[1], "heartbeat", m), Heartbeat)
+    m = wire.Heartbeat.FromString(wire.Envelope.FromString(heartbeat(PEERS[1]).encoded).payload)
+    decoder().decode(raw(PEERS[1], "heartbeat", m), Heartbeat)
     for field, value in changes.items():
         setattr(m, field, value)
     with pytest.raises(MalformedError):
-        decoder().open(raw(PEERS[1], "heartbeat", m), Heartbeat)
+        decoder().decode(raw(PEERS[1], "heartbeat", m), Heartbeat)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"known": [1] * (MAX_KNOWN + 1)}, {"addresses": ["a"] * (MAX_ADDRESSES + 1)},
+    [{"known": [1] * (MAX_KNOWN_HEADERS + 1)}, {"addresses": ["a"] * (MAX_ADDRESSES + 1)},
      {"addresses": ["a" * (MAX_ADDRESS + 1)]}, {"addresses": ["é" * (MAX_ADDRESS // 2 + 1)]},
      {"addresses": ["/ip4/\x00"]},
      {"addresses": ["/ip4/\x9b2J"]}],
 )  # fmt: skip
 def test_a_heartbeat_that_lists_too_much_is_malformed(fields: dict[str, list]):
-    m = wire.Heartbeat.FromString(wire.Envelope.FromString(heartbeat(PEERS[1]).sent).payload)
+    m = wire.Heartbeat.FromString(wire.Envelope.FromString(heartbeat(PEERS[1]).encoded).payload)
     m.ClearField(next(iter(fields)))  # type: ignore[arg-type]
     m.MergeFrom(wire.Heartbeat(**fields))  # type: ignore[arg-type]
     with pytest.raises(MalformedError):
-        decoder().open(raw(PEERS[1], "heartbeat", m), Heartbeat)
+        decoder().decode(raw(PEERS[1], "heartbeat", m), Heartbeat)
 
 
 @pytest.mark.parametrize(
@@ -174,33 +174,33 @@ def test_a_heartbeat_that_lists_too_much_is_malformed(fields: dict[str, list]):
 def test_a_name_that_would_trick_a_reader_is_malformed(name: str):
     m = wire.Admission(run=RUN, peer=PEERS[1].key, not_after=1, name=name)
     with pytest.raises(MalformedError):
-        decoder().open(raw(OWNER, "admission", m), Admission)
+        decoder().decode(raw(OWNER, "admission", m), Admission)
 
 
 def test_invalid_utf8_is_malformed():
     payload = wire.Admission(run=RUN, peer=PEERS[1].key).SerializeToString() + b"\x2a\x02\xff\xfe"
     with pytest.raises(MalformedError):
-        decoder().open(seal(OWNER, "admission", payload).sent, Admission)
+        decoder().decode(seal(OWNER, "admission", payload).encoded, Admission)
 
 
 def test_an_unknown_kind_is_malformed():
     with pytest.raises(MalformedError, match="unknown kind"):
-        decoder().open_any(HEADERS[0].sent, "\x1b[2Jupdate")
+        decoder().decode_kind(HEADERS[0].encoded, "\x1b[2Jupdate")
 
 
 def test_a_field_that_a_newer_version_adds_is_passed_over():
     # Bounded by the limit of the kind, signed by the author and named by its digest: it harms nobody.
     payload = wire_header().SerializeToString() + b"\x7a\x03new"
-    assert decoder().header(seal(PEERS[1], "update", payload).sent).body == HEADERS[1].body
+    assert decoder().decode_header(seal(PEERS[1], "update", payload).encoded).body == HEADERS[1].body
 
 
 @pytest.mark.parametrize("body", [Admission, UpdateHeader, Vote, Finalization, Goodbye, Heartbeat])
 def test_each_kind_has_its_limit(body: type):
     kind, limit, *_ = KINDS[body]
-    padded = seal(OWNER, kind, b"\x7a" + b"\xff\xff\x03" + bytes(65535)).sent
+    padded = seal(OWNER, kind, b"\x7a" + b"\xff\xff\x03" + bytes(65535)).encoded
     assert len(padded) > limit
     with pytest.raises(MalformedError, match=f"at most {limit} are accepted"):
-        decoder().open(padded, body)
+        decoder().decode(padded, body)
 
 
 # -- who may say what -----------------------------------------------------------------------------------------
@@ -209,71 +209,71 @@ def test_each_kind_has_its_limit(body: type):
 @pytest.mark.parametrize("signed", ONE_OF_EACH, ids=lambda s: type(s.body).__name__)
 def test_nothing_of_another_run_opens(signed: Signed[Any]):
     with pytest.raises(ProtocolError, match="of another run"):
-        MessageDecoder(OTHER_RUN, OWNER.key).open(signed.sent, type(signed.body))
+        MessageDecoder(OTHER_RUN, OWNER.key).decode(signed.encoded, type(signed.body))
 
 
 @pytest.mark.parametrize("body", KINDS, ids=lambda b: b.__name__)
 def test_no_kind_opens_as_another(body: type):
     for signed in ONE_OF_EACH:
-        if type(signed.body) is not body and len(signed.sent) <= KINDS[body][1]:
+        if type(signed.body) is not body and len(signed.encoded) <= KINDS[body][1]:
             with pytest.raises(SignatureError, match="was expected"):
-                decoder().open(signed.sent, body)
+                decoder().decode(signed.encoded, body)
 
 
 def test_what_is_remembered_as_one_kind_is_not_opened_as_another():
     o = decoder()
-    assert o.open(VOTES[0].sent, Vote) == VOTES[0]
+    assert o.decode(VOTES[0].encoded, Vote) == VOTES[0]
     with pytest.raises(SignatureError):
-        o.open(VOTES[0].sent, Finalization)
+        o.decode(VOTES[0].encoded, Finalization)
 
 
 @pytest.mark.parametrize("signer", [PEERS[1], STRANGER], ids=["a member", "a stranger"])
 def test_only_the_owner_admits_and_finalises(signer: Identity):
     forged = KeySigner(signer).sign(Admission(RUN, signer.key, 0, 2**33, "me"))
     with pytest.raises(AdmissionError, match="not signed by the run's owner"):
-        decoder().open(forged.sent, Admission)
+        decoder().decode(forged.encoded, Admission)
     with pytest.raises(AdmissionError):
-        decoder().open(KeySigner(signer).sign(Finalization(RUN, Round(3), RECORD.digest)).sent, Finalization)
+        decoder().decode(KeySigner(signer).sign(Finalization(RUN, Round(3), RECORD.digest)).encoded, Finalization)
 
 
 @pytest.mark.parametrize("how", ["header", "open", "open_any", "in a record"])
 def test_a_header_without_its_authors_admission_never_opens(how: str):
-    foreign = KeySigner(OWNER).sign(Admission(OTHER_RUN, STRANGER.key, 0, 2**33, "me")).sent
-    forged = KeySigner(STRANGER).sign(Admission(RUN, STRANGER.key, 0, 2**33, "me")).sent
+    foreign = KeySigner(OWNER).sign(Admission(OTHER_RUN, STRANGER.key, 0, 2**33, "me")).encoded
+    forged = KeySigner(STRANGER).sign(Admission(RUN, STRANGER.key, 0, 2**33, "me")).encoded
     for presented in (b"", b"x", ADMISSIONS[PEERS[1].key], foreign, forged):
         signed = header(STRANGER, admission=presented)
         o = decoder()
         with pytest.raises(ProtocolError):
             if how == "header":
-                o.header(signed.sent)
+                o.decode_header(signed.encoded)
             elif how == "open":
-                o.open(signed.sent, UpdateHeader)
+                o.decode(signed.encoded, UpdateHeader)
             elif how == "open_any":
-                o.open_any(signed.sent, "update")
+                o.decode_kind(signed.encoded, "update")
             else:
-                o.open(record([signed]).sent, RoundRecord)
+                o.decode(record([signed]).encoded, RoundRecord)
         with pytest.raises(ProtocolError):  # nor at the second try
-            o.open(signed.sent, UpdateHeader)
+            o.decode(signed.encoded, UpdateHeader)
 
 
 def test_a_heartbeat_shows_its_authors_admission_or_none():
-    assert decoder().open(heartbeat(STRANGER, admission=b"").sent, Heartbeat).author == STRANGER.key
+    assert decoder().decode(heartbeat(STRANGER, admission=b"").encoded, Heartbeat).author == STRANGER.key
     with pytest.raises(AdmissionError, match="presents an admission of"):
-        decoder().open(heartbeat(STRANGER, admission=ADMISSIONS[PEERS[1].key]).sent, Heartbeat)
+        decoder().decode(heartbeat(STRANGER, admission=ADMISSIONS[PEERS[1].key]).encoded, Heartbeat)
 
 
 @pytest.mark.parametrize(
     ("now", "valid"), [(0, False), (399, False), (400, True), (2000, True), (3600, True), (3601, False)]
 )
 def test_an_admission_is_for_a_time(now: float, valid: bool):
-    sent = admission(SPEC, PEERS[1], not_before=1000, not_after=3000).sent
+    sent = admission(SPEC, PEERS[1], not_before=1000, not_after=3000).encoded
     if valid:
-        assert decoder().admission_at(sent, PEERS[1].key, now).peer == PEERS[1].key
+        assert decoder().decode_admission_at(sent, PEERS[1].key, now).peer == PEERS[1].key
     else:
         with pytest.raises(AdmissionError, match="wrong clock, or a renewal"):
-            decoder().admission_at(sent, PEERS[1].key, now)
+            decoder().decode_admission_at(sent, PEERS[1].key, now)
 
 
 def test_an_admission_is_for_one_peer():
     with pytest.raises(AdmissionError, match="presents an admission of"):
-        decoder().admission_at(ADMISSIONS[PEERS[1].key], PEERS[2].key, 0)
+        decoder().decode_admission_at(ADMISSIONS[PEERS[1].key], PEERS[2].key, 0)

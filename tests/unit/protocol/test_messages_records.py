@@ -12,22 +12,29 @@ from protocol.envelope import MAX_ENVELOPE
 from protocol.errors import MalformedError, SignatureError
 from protocol.ids import MAX_COUNT, MAX_ROUND, Round
 from protocol.merkle import MAX_BLOB
-from protocol.message_codec import HEADER_LIMIT, KINDS, VOTE_LIMIT, KeySigner, check_certificate, encode_certificate
+from protocol.message_codec import (
+    KINDS,
+    MAX_HEADER_ENVELOPE,
+    MAX_VOTE_ENVELOPE,
+    KeySigner,
+    check_certificate,
+    encode_certificate,
+)
 from protocol.messages import (
     MAX_ADDRESS,
     MAX_ADDRESSES,
     MAX_CERTIFICATE,
     MAX_CONTRIBUTORS,
-    MAX_KNOWN,
-    MAX_LACKING,
+    MAX_KNOWN_HEADERS,
+    MAX_MISSING_AUTHORS,
     MAX_NAME,
-    MAX_PARTS,
+    MAX_SHARDS,
     Admission,
     Certificate,
     Heartbeat,
     RoundRecord,
     ShardAttestation,
-    parts_digest,
+    shards_digest,
     votes_needed,
 )
 from protocol.wire import swarm_pb2 as wire
@@ -63,12 +70,13 @@ def test_a_record_knows_its_contributors_and_its_work():
 
 @pytest.mark.parametrize(
     "headers",
-    [[], SENT[::-1], [SENT[0], SENT[0]], [SENT[0], header(PEERS[0], loss=1.0).sent], [SENT[1], SENT[0], SENT[2]], [b""],
-     [SENT[0], b"rubbish"], [VOTES[0].sent], [b"\x00" * 600], [SENT[0] + b"\x7a\x01x"]],
+    [[], SENT[::-1], [SENT[0], SENT[0]], [SENT[0], header(PEERS[0], loss=1.0).encoded],
+     [SENT[1], SENT[0], SENT[2]], [b""],
+     [SENT[0], b"rubbish"], [VOTES[0].encoded], [b"\x00" * 600], [SENT[0] + b"\x7a\x01x"]],
 )  # fmt: skip
 def test_a_record_lists_each_author_once_in_order(headers: list[bytes]):
     with pytest.raises((MalformedError, SignatureError)):
-        decoder().open(raw(PEERS[0], "record", wire_record(headers)), RoundRecord)
+        decoder().decode(raw(PEERS[0], "record", wire_record(headers)), RoundRecord)
 
 
 @pytest.mark.parametrize(
@@ -77,35 +85,35 @@ def test_a_record_lists_each_author_once_in_order(headers: list[bytes]):
 def test_a_record_lists_updates_of_its_own_round_alone(changes: dict[str, Any]):
     odd = header(PEERS[2], **changes)
     with pytest.raises(MalformedError):
-        decoder().open(raw(PEERS[0], "record", wire_record([SENT[0], odd.sent])), RoundRecord)
+        decoder().decode(raw(PEERS[0], "record", wire_record([SENT[0], odd.encoded])), RoundRecord)
 
 
 @pytest.mark.parametrize(
     "changes", [{"attempt": 2**20 + 1}, {"round": 2**64 - 1}, {"parent": b""}, {"run": bytes(OTHER_RUN)}]
 )
 def test_an_impossible_record_is_malformed(changes: dict[str, Any]):
-    decoder().open(raw(PEERS[0], "record", wire_record(SENT)), RoundRecord)
+    decoder().decode(raw(PEERS[0], "record", wire_record(SENT)), RoundRecord)
     with pytest.raises(MalformedError):
-        decoder().open(raw(PEERS[0], "record", wire_record(SENT, **changes)), RoundRecord)
+        decoder().decode(raw(PEERS[0], "record", wire_record(SENT, **changes)), RoundRecord)
 
 
 # -- certificates ---------------------------------------------------------------------------------------------
 
 
-def certified(votes: list[bytes], of: bytes = RECORD.sent) -> bytes:
+def certified(votes: list[bytes], of: bytes = RECORD.encoded) -> bytes:
     return wire.Certificate(record=of, votes=votes).SerializeToString()
 
 
 def test_a_certificate_survives_the_wire():
-    assert decoder().certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
+    assert decoder().decode_certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
     assert check_certificate(CERTIFICATE) is CERTIFICATE
 
 
 def test_a_certificate_with_parts_survives_the_wire():
     sent = encode_certificate(REDUCED_CERTIFICATE)
-    assert decoder().certificate(sent) == REDUCED_CERTIFICATE
+    assert decoder().decode_certificate(sent) == REDUCED_CERTIFICATE
     assert check_certificate(REDUCED_CERTIFICATE) is REDUCED_CERTIFICATE
-    assert encode_certificate(decoder().certificate(sent)) == sent
+    assert encode_certificate(decoder().decode_certificate(sent)) == sent
 
 
 def test_what_the_chain_calls_a_record_binds_its_parts_and_is_the_records_digest_without():
@@ -116,24 +124,26 @@ def test_what_the_chain_calls_a_record_binds_its_parts_and_is_the_records_digest
 
 
 @pytest.mark.parametrize(
-    "parts", [(), PARTS[:6], PARTS[::-1], (*PARTS, PARTS[0]), (digest("else"), *PARTS[1:]), (PARTS[0],) * MAX_PARTS]
+    "parts", [(), PARTS[:6], PARTS[::-1], (*PARTS, PARTS[0]), (digest("else"), *PARTS[1:]), (PARTS[0],) * MAX_SHARDS]
 )
 def test_votes_for_some_parts_certify_no_others(parts):
     with pytest.raises(MalformedError, match="other parts"):
-        decoder().certificate(encode_certificate(Certificate(RECORD, REDUCED_CERTIFICATE.votes, parts)))
+        decoder().decode_certificate(encode_certificate(Certificate(RECORD, REDUCED_CERTIFICATE.votes, parts)))
 
 
 def test_votes_for_no_parts_certify_none_and_mixed_votes_nothing():
     for votes in (VOTES[:5], [*REDUCED_CERTIFICATE.votes[:4], VOTES[4]]):
         with pytest.raises(MalformedError, match="other parts"):
-            decoder().certificate(encode_certificate(Certificate(RECORD, tuple(votes), PARTS)))
+            decoder().decode_certificate(encode_certificate(Certificate(RECORD, tuple(votes), PARTS)))
 
 
-@pytest.mark.parametrize("parts", [[b""], [bytes(31)], [bytes(32)] * (MAX_PARTS + 1)])
+@pytest.mark.parametrize("parts", [[b""], [bytes(31)], [bytes(32)] * (MAX_SHARDS + 1)])
 def test_impossible_parts_are_malformed(parts: list[bytes]):
-    votes = [v.sent for v in REDUCED_CERTIFICATE.votes]
+    votes = [v.encoded for v in REDUCED_CERTIFICATE.votes]
     with pytest.raises(MalformedError):
-        decoder().certificate(wire.Certificate(record=RECORD.sent, votes=votes, parts=parts).SerializeToString())
+        decoder().decode_certificate(
+            wire.Certificate(record=RECORD.encoded, votes=votes, parts=parts).SerializeToString()
+        )
 
 
 _KEYS = [bytes(p.key) for p in PEERS]
@@ -142,7 +152,7 @@ _KEYS = [bytes(p.key) for p in PEERS]
 @pytest.mark.parametrize(
     "changes",
     [
-        {"part": MAX_PARTS},
+        {"part": MAX_SHARDS},
         {"part": 2**32 - 1},
         {"blob": b""},
         {"blob": b"short"},
@@ -150,7 +160,7 @@ _KEYS = [bytes(p.key) for p in PEERS]
         {"blob": b"", "lacking": [_KEYS[1], _KEYS[0]]},
         {"blob": b"", "lacking": [_KEYS[0], _KEYS[0]]},
         {"blob": b"", "lacking": [b"key"]},
-        {"blob": b"", "lacking": [i.to_bytes(32, "big") for i in range(MAX_LACKING + 1)]},
+        {"blob": b"", "lacking": [i.to_bytes(32, "big") for i in range(MAX_MISSING_AUTHORS + 1)]},
         {"record": b""},
         {"round": 2**64 - 1},
     ],
@@ -160,10 +170,10 @@ def test_an_impossible_word_on_a_part_is_malformed(changes: dict[str, Any]):
         fields = {"run": RUN, "round": 3, "record": RECORD.digest, "part": 1, "blob": PARTS[1]}
         return raw(PEERS[0], "reduced", wire.ShardAttestation(**{**fields, **changes}))
 
-    decoder().open(sent(), ShardAttestation)
-    decoder().open(sent(blob=b"", lacking=_KEYS), ShardAttestation)
+    decoder().decode(sent(), ShardAttestation)
+    decoder().decode(sent(blob=b"", lacking=_KEYS), ShardAttestation)
     with pytest.raises(MalformedError):
-        decoder().open(sent(**changes), ShardAttestation)
+        decoder().decode(sent(**changes), ShardAttestation)
 
 
 @given(st.integers(1, 10**6))
@@ -175,15 +185,15 @@ def test_a_certificate_needs_more_than_two_thirds_and_no_more(contributors: int)
 
 @given(st.sets(st.sampled_from(range(7))))
 def test_any_five_of_seven_certify_and_no_four(voters: set[int]):
-    sent = certified([VOTES[i].sent for i in sorted(voters)])
+    sent = certified([VOTES[i].encoded for i in sorted(voters)])
     if len(voters) >= 5:
-        assert decoder().certificate(sent).record == RECORD
+        assert decoder().decode_certificate(sent).record == RECORD
     else:
         with pytest.raises(MalformedError, match="not more than two thirds"):
-            decoder().certificate(sent)
+            decoder().decode_certificate(sent)
 
 
-_V = [v.sent for v in VOTES]
+_V = [v.encoded for v in VOTES]
 _OTHER = record(HEADERS, attempt=1)
 
 
@@ -195,11 +205,11 @@ _OTHER = record(HEADERS, attempt=1)
         [_V[0]] * 5,
         _V[:4] + [_V[3]],
         _V[:5][::-1],
-        _V[:4] + [vote(STRANGER, RECORD).sent],
-        sorted(_V[:4] + [vote(STRANGER, RECORD).sent], key=lambda s: wire.Envelope.FromString(s).key),
-        _V[:4] + [vote(PEERS[4], _OTHER).sent],
-        _V[:4] + [vote(PEERS[4], RECORD, round=Round(4)).sent],
-        _V[:4] + [vote(PEERS[4], RECORD, run=OTHER_RUN).sent],
+        _V[:4] + [vote(STRANGER, RECORD).encoded],
+        sorted(_V[:4] + [vote(STRANGER, RECORD).encoded], key=lambda s: wire.Envelope.FromString(s).key),
+        _V[:4] + [vote(PEERS[4], _OTHER).encoded],
+        _V[:4] + [vote(PEERS[4], RECORD, round=Round(4)).encoded],
+        _V[:4] + [vote(PEERS[4], RECORD, run=OTHER_RUN).encoded],
         _V[:4] + [raw(PEERS[4], "final", wire.Vote(run=RUN, round=3, record=RECORD.digest))],
         _V[:4] + [_V[4][:-1] + bytes([_V[4][-1] ^ 1])],
         _V[:4] + [b""],
@@ -209,13 +219,13 @@ _OTHER = record(HEADERS, attempt=1)
 )
 def test_a_certificate_that_its_votes_do_not_make_is_refused(votes: list[bytes]):
     with pytest.raises((MalformedError, SignatureError)):
-        decoder().certificate(certified(votes))
+        decoder().decode_certificate(certified(votes))
 
 
 def test_votes_for_one_record_do_not_certify_another():
-    assert decoder().certificate(certified(_V[:5])).record == RECORD
+    assert decoder().decode_certificate(certified(_V[:5])).record == RECORD
     with pytest.raises(MalformedError, match="vote for another record"):
-        decoder().certificate(certified(_V[:5], of=_OTHER.sent))
+        decoder().decode_certificate(certified(_V[:5], of=_OTHER.encoded))
 
 
 def test_votes_of_strangers_do_not_count_when_made_here_either():
@@ -225,7 +235,7 @@ def test_votes_of_strangers_do_not_count_when_made_here_either():
 
 def test_an_oversized_certificate_is_refused_before_it_is_parsed():
     with pytest.raises(MalformedError, match="at most"):
-        decoder().certificate(encode_certificate(CERTIFICATE) + bytes(MAX_CERTIFICATE))
+        decoder().decode_certificate(encode_certificate(CERTIFICATE) + bytes(MAX_CERTIFICATE))
 
 
 def _len_field(size: int) -> int:
@@ -233,10 +243,10 @@ def _len_field(size: int) -> int:
 
 
 def test_the_largest_certificate_fits_one_message():
-    updates = MAX_CONTRIBUTORS * _len_field(HEADER_LIMIT)
+    updates = MAX_CONTRIBUTORS * _len_field(MAX_HEADER_ENVELOPE)
     record_envelope = updates + 400
     assert record_envelope <= KINDS[RoundRecord][1] == MAX_ENVELOPE
-    votes, parts = MAX_CONTRIBUTORS * _len_field(VOTE_LIMIT), MAX_PARTS * _len_field(32)
+    votes, parts = MAX_CONTRIBUTORS * _len_field(MAX_VOTE_ENVELOPE), MAX_SHARDS * _len_field(32)
     assert _len_field(record_envelope) + votes + parts <= MAX_CERTIFICATE
 
 
@@ -245,17 +255,23 @@ def test_the_largest_honest_messages_are_within_their_limits():
     large = KeySigner(OWNER).sign(Admission(RUN, PEERS[1].key, MAX_COUNT, MAX_COUNT, name))
     big = header(
         PEERS[1], round=MAX_ROUND, end_window=MAX_COUNT, first_window=MAX_COUNT - 1, inner_steps=2**32 - 1,
-        blob_size=MAX_BLOB, admission=large.sent,
+        blob_size=MAX_BLOB, admission=large.encoded,
     )  # fmt: skip
-    assert decoder().header(big.sent) == big
-    assert len(big.sent) <= HEADER_LIMIT - 64  # a field or two more
-    assert len(vote(PEERS[1], RECORD, round=MAX_ROUND, parts=parts_digest(PARTS)).sent) <= VOTE_LIMIT - 32
-    lacking = tuple(sorted(identity(f"lacking {i}").key for i in range(MAX_LACKING)))
+    assert decoder().decode_header(big.encoded) == big
+    assert len(big.encoded) <= MAX_HEADER_ENVELOPE - 64  # a field or two more
+    assert (
+        len(vote(PEERS[1], RECORD, round=MAX_ROUND, shards_digest=shards_digest(PARTS)).encoded)
+        <= MAX_VOTE_ENVELOPE - 32
+    )
+    lacking = tuple(sorted(identity(f"lacking {i}").key for i in range(MAX_MISSING_AUTHORS)))
     word = KeySigner(PEERS[1]).sign(
-        ShardAttestation(RUN, Round(MAX_ROUND), RECORD.digest, MAX_PARTS - 1, None, lacking)
+        ShardAttestation(RUN, Round(MAX_ROUND), RECORD.digest, MAX_SHARDS - 1, None, lacking)
     )
-    assert decoder().open(word.sent, ShardAttestation) == word
+    assert decoder().decode(word.encoded, ShardAttestation) == word
     beat = heartbeat(
-        PEERS[1], known=(2**64 - 1,) * MAX_KNOWN, addresses=("a" * MAX_ADDRESS,) * MAX_ADDRESSES, admission=large.sent
+        PEERS[1],
+        known_headers=(2**64 - 1,) * MAX_KNOWN_HEADERS,
+        addresses=("a" * MAX_ADDRESS,) * MAX_ADDRESSES,
+        admission=large.encoded,
     )
-    assert decoder().open(beat.sent, Heartbeat) == beat
+    assert decoder().decode(beat.encoded, Heartbeat) == beat

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protocol.codec import Codec, make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.layout import MOMENTUM, Layout
-from protocol.outer import Contribution, apply, clip_factors, fp32, shares
+from protocol.outer import Contribution, apply, clip_factors, mean_weights, round_to_fp32
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_digest, state_layout
 from tests.support.codec_cases import SPECS, dense, every_codec, noise, same_bits
@@ -33,7 +33,7 @@ def after(codec, outer, updates, **options) -> dict[str, torch.Tensor]:
 def plain_apply(state, updates, codec: Codec, outer: OuterSpec) -> None:
     """Apply the same step in numpy, on whole tensors: an independent implementation that must give the same bits."""
     updates = sorted(updates, key=lambda c: bytes(c.author))
-    weights = shares([c.windows for c in updates], outer.weight_cap)
+    weights = mean_weights([c.windows for c in updates], outer.weight_cap)
     f = np.float32
     for index, tensor in enumerate(codec.layout.tensors):
         values = [dense(codec, c.blob, index).numpy() for c in updates]
@@ -46,7 +46,7 @@ def plain_apply(state, updates, codec: Codec, outer: OuterSpec) -> None:
         for v, w, c in zip(values, weights, factors, strict=True):
             total = total + v * f(w * c)
             weight = weight + (v != 0).astype(f) * f(w)
-        if outer.mean == "senders" and not codec.everyone_sends:
+        if outer.mean == "senders" and not codec.sends_all:
             total = np.where(weight > 0, total / np.where(weight > 0, weight, f(1)), f(0))
         x = state[tensor.name].view(-1).numpy()
         if outer.optimiser == "nesterov":
@@ -87,7 +87,7 @@ def test_neither_threads_nor_slicing_change_a_bit(spec):
     try:
         for n, run in ((1, 1), (1, 7), (2, 100), (3, 10_000)):
             torch.set_num_threads(n)
-            assert same_states(after(codec, outer, updates, run_chunks=run), want)
+            assert same_states(after(codec, outer, updates, batch_chunks=run), want)
     finally:
         torch.set_num_threads(threads)
 
@@ -210,13 +210,13 @@ def test_norms_are_exact(spec):
     blob = codec.encode(noise(LAYOUT, 3, 1e-3))
     for index in range(len(LAYOUT.tensors)):
         exact = sum((Fraction(x) ** 2 for x in dense(codec, blob, index).tolist()), Fraction())
-        got = codec.energies(blob)[index]
+        got = codec.sum_squares(blob)[index]
         assert abs(Fraction(got) - exact) <= exact * Fraction(1, 2**48)
 
 
 @given(st.lists(st.integers(1, 2**53), min_size=1, max_size=20), st.floats(1e-3, 1))
 def test_shares_keep_the_cap_the_order_and_the_proportions(windows, cap):
-    got = shares(windows, cap)
+    got = mean_weights(windows, cap)
     assert math.isclose(sum(got), 1, rel_tol=1e-12)
     if len(windows) * Fraction(cap) <= 1:
         assert got == [1 / len(windows)] * len(windows)
@@ -230,11 +230,11 @@ def test_shares_keep_the_cap_the_order_and_the_proportions(windows, cap):
 
 
 def test_shares_without_a_cap_are_by_windows():
-    assert shares([1, 3], 1.0) == [0.25, 0.75]
-    assert shares([1, 1, 8], 0.5) == [0.25, 0.25, 0.5]
-    assert shares([10, 1, 8], 0.4) == pytest.approx([0.4, 0.2, 0.4], rel=1e-15)
+    assert mean_weights([1, 3], 1.0) == [0.25, 0.75]
+    assert mean_weights([1, 1, 8], 0.5) == [0.25, 0.25, 0.5]
+    assert mean_weights([10, 1, 8], 0.4) == pytest.approx([0.4, 0.2, 0.4], rel=1e-15)
     with pytest.raises(CodecError, match="no windows"):
-        shares([1, 0], 1.0)
+        mean_weights([1, 0], 1.0)
 
 
 def test_two_updates_by_one_author_are_refused():
@@ -292,7 +292,7 @@ def test_any_round_gives_the_bits_of_a_plain_implementation_in_any_order(spec, o
 
 
 def test_fp32_rounds_to_nearest():
-    assert fp32(0.1) == float(np.float32(0.1))
+    assert round_to_fp32(0.1) == float(np.float32(0.1))
 
 
 @pytest.mark.gpu

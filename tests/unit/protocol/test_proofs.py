@@ -12,10 +12,10 @@ from protocol.merkle import leaf_hash, tree_hash
 from protocol.proofs import (
     EMPTY,
     MAX_PROOF,
-    Appender,
+    MerkleFrontier,
     check_consistency,
     check_inclusion,
-    completed,
+    completed_subtrees,
     consistency_proof,
     inclusion_proof,
     root_at,
@@ -62,7 +62,7 @@ class Log:
     def __init__(self, size: int):
         self.nodes: dict[tuple[int, int], bytes] = {}
         self.asked = 0
-        appender = Appender()
+        appender = MerkleFrontier()
         for leaf in LEAVES[:size]:
             for done in appender.append(leaf):
                 assert (done.level, done.index) not in self.nodes
@@ -88,15 +88,15 @@ def test_the_appender_keeps_the_tree(size: int):
 
 @given(SIZES, SIZES)
 def test_an_appender_goes_on_where_a_log_ends(a: int, b: int):
-    appender = Appender(min(a, b), WHOLE.node)
+    appender = MerkleFrontier(min(a, b), WHOLE.node)
     for i in range(min(a, b), max(a, b)):
-        assert appender.append(LEAVES[i]) == completed(i, LEAVES[i], WHOLE.node)
+        assert appender.append(LEAVES[i]) == completed_subtrees(i, LEAVES[i], WHOLE.node)
     assert appender.size == max(a, b) and appender.root() == tree_hash(LEAVES[: max(a, b)])
 
 
 def test_an_appender_in_the_middle_needs_the_nodes():
     with pytest.raises(ValueError, match="nodes"):
-        Appender(3)
+        MerkleFrontier(3)
 
 
 @st.composite
@@ -236,7 +236,7 @@ def test_every_byte_of_a_proof_counts():
 
 def test_a_rewritten_past_has_no_consistency_proof():
     other = [*LEAVES[:10], leaf_hash(b"forged"), *LEAVES[11:20]]
-    appender, nodes = Appender(), {}
+    appender, nodes = MerkleFrontier(), {}
     for leaf in other:
         nodes.update({(d.level, d.index): d.hash for d in appender.append(leaf)})
     proof = consistency_proof(12, 20, lambda level, index: nodes[level, index])

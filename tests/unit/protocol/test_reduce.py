@@ -12,12 +12,12 @@ from torch import Tensor
 
 from protocol.codec import Codec
 from protocol.errors import CodecError
-from protocol.layout import MOMENTUM, Layout, Part
+from protocol.layout import MOMENTUM, Layout, TensorSlice
 from protocol.merkle import CHUNK, blob_digest
-from protocol.messages import MAX_PARTS
+from protocol.messages import MAX_SHARDS
 from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
-from protocol.reduce_plan import part_count
+from protocol.reduce_plan import shard_count
 from protocol.spec import CodecSpec, OuterSpec
 from tests.support.codec_cases import LAYOUT, SPECS, every_codec, layouts, noise, specs
 from tests.support.outer_step import OUTERS, contributions, key, reduced, same_states, state_of, sum_means
@@ -50,36 +50,36 @@ def means(codec: Codec, updates: list[Contribution], outer: OuterSpec) -> dict[s
 def test_parts_are_all_of_the_model_in_order_and_of_like_size(layout, spec, count):
     reduction = Reduction(spec, layout)
     count = min(count, layout.chunks)
-    parts = reduction.parts(count)
-    joined: list[Part] = []
+    parts = reduction.slices(count)
+    joined: list[TensorSlice] = []
     for part in parts:
         assert part and len({p.index for p in part}) == len(part)
         for p in part:
             if joined and joined[-1].index == p.index:
                 assert joined[-1].stop == p.start and p.start % 4096 == 0
-                joined[-1] = Part(p.index, joined[-1].start, p.stop)
+                joined[-1] = TensorSlice(p.index, joined[-1].start, p.stop)
             else:
                 joined.append(p)
-    assert tuple(joined) == layout.whole
+    assert tuple(joined) == layout.full_slices
     sizes = [sum(p.chunks for p in part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
-    slices = [reduction.slice(count, p) for p in range(count)]
+    slices = [reduction.update_slice(count, p) for p in range(count)]
     assert [a for a, _ in slices] == [0, *(b for _, b in slices[:-1])] and slices[-1][1] == reduction.codec.size
-    assert sum(reduction.size(count, p) for p in range(count)) == reduction.total(count)
+    assert sum(reduction.size(count, p) for p in range(count)) == reduction.total_size(count)
 
 
 def test_there_is_a_part_for_each_contributor_but_none_much_smaller_than_a_chunk_of_a_blob():
-    assert [part_count(n, 10 * CHUNK) for n in (0, 1, 7, 10, 50)] == [1, 1, 7, 10, 10]
-    assert part_count(50, 100) == 1
-    assert part_count(4096, 1 << 40) == MAX_PARTS
+    assert [shard_count(n, 10 * CHUNK) for n in (0, 1, 7, 10, 50)] == [1, 1, 7, 10, 10]
+    assert shard_count(50, 100) == 1
+    assert shard_count(4096, 1 << 40) == MAX_SHARDS
 
 
 @pytest.mark.parametrize("kind", ["sparse", "sign", "int8", "none"])
 def test_as_many_parts_as_a_round_has_are_never_empty(kind):
     for shapes in ({"w": (70_000,)}, {f"{i:04d}": (1,) for i in range(2000)} | {"w": (600, 700)}):
         reduction = Reduction(CodecSpec(kind=kind, k=4096), Layout.of(shapes))
-        count = part_count(10**6, reduction.codec.size)
-        assert all(reduction.parts(count))
+        count = shard_count(10**6, reduction.codec.size)
+        assert all(reduction.slices(count))
 
 
 def test_a_part_that_is_not_there_is_an_error():
@@ -100,7 +100,7 @@ def test_a_reduced_mean_is_that_of_apply_to_the_precision_of_its_codec(spec, out
     want = means(reduction.codec, updates, outer)
     # One part: the norms are those of whole tensors.
     sums = reduced(reduction, updates, outer, 1)
-    reduction.check(sums[0], 1, 0)
+    reduction.check_shard(sums[0], 1, 0)
     got = sum_means(reduction, sums)
     for name, mean in want.items():
         for start in range(0, mean.numel(), 4096):
@@ -155,14 +155,14 @@ def test_processes_that_hold_a_state_together_step_as_one_does(spec, outer):
     reduction = Reduction(spec, LAYOUT)
     sums = reduced(reduction, contributions(reduction.codec, 3), outer, 3)
     whole, state = stepped(reduction, sums, outer), state_of(reduction.codec, outer)
-    a, b, c = LAYOUT.whole
-    for parts in ([Part(0, 0, 8192)], [Part(0, 8192, 15_000), b], [c], []):
+    a, b, c = LAYOUT.full_slices
+    for parts in ([TensorSlice(0, 0, 8192)], [TensorSlice(0, 8192, 15_000), b], [c], []):
         mine = {}
         for prefix in ("", MOMENTUM):
             for p in parts:
                 if (name := prefix + LAYOUT.tensors[p.index].name) in state:
                     mine[name] = state[name].view(-1)[p.start : p.stop].clone()
-        apply_reduced(mine, sums, reduction, outer, run_chunks=1, parts=parts)
+        apply_reduced(mine, sums, reduction, outer, batch_chunks=1, slices=parts)
         for prefix in ("", MOMENTUM):
             for p in parts:
                 if (name := prefix + LAYOUT.tensors[p.index].name) in state:
@@ -229,7 +229,7 @@ def test_only_a_parts_chunks_are_needed_to_reduce_it(spec, tmp_path):
     reduction = Reduction(spec, Layout.of({"a": (1500, 1024), "b": (1024, 3000), "c": (77,)}))
     size = reduction.codec.size
     updates = contributions(reduction.codec, 3)
-    count = part_count(3, size)
+    count = shard_count(3, size)
     for part in range(count):
         sparse = []
         for i, update in enumerate(updates):
@@ -254,7 +254,7 @@ def test_a_defect_of_an_update_is_its_parts_affair(spec):
     good = bytes(reduction.codec.encode(noise(LAYOUT)))
     count = 3
     for part in range(count):
-        start, stop = reduction.slice(count, part)
+        start, stop = reduction.update_slice(count, part)
         bad = bytearray(good)
         bad[max(start, 40) : stop] = b"\xff" * (stop - max(start, 40))
         for other in range(count):
@@ -295,7 +295,7 @@ def test_a_reduced_part_that_is_not_the_rounds_is_refused_before_the_state_chang
             apply_reduced(state, wrong, reduction, outer)
         assert same_states(state, state_of(reduction.codec, outer))
     with pytest.raises(CodecError):
-        reduction.check(sums[1], 2, 0)
+        reduction.check_shard(sums[1], 2, 0)
 
 
 @settings(deadline=None, max_examples=150)
@@ -309,10 +309,10 @@ def test_mutated_reduced_parts_are_refused_or_finite(spec, edits):
     for at, value in edits:
         blob[at % len(blob)] = value
     try:
-        reduction.check(blob, 2, 1)
+        reduction.check_shard(blob, 2, 1)
     except CodecError:
         return
-    for _, values in reduction.runs(
+    for _, values in reduction.batches(
         [reduction.reduce(contributions(reduction.codec, 2), OuterSpec(), 2, 0), blob], CPU
     ):
         assert values.isfinite().all() and values.abs().max() <= 2.0**30
@@ -329,5 +329,5 @@ def test_the_largest_values_that_the_decoder_lets_through_can_be_reduced(spec):
         blob[40:44] = torch.full((2,), 2.0**30).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
     reduction.codec.check(blob)
     sums = reduced(reduction, [Contribution(key(1), 1, blob)], OuterSpec(), 1)
-    reduction.check(sums[0], 1, 0)
+    reduction.check_shard(sums[0], 1, 0)
     assert sum_means(reduction, sums)["w"].abs().max() >= 2.0**28

@@ -11,7 +11,7 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import Layout
 from protocol.merkle import CHUNK
 from protocol.reduce import Reduction
-from protocol.reduce_plan import ReducePlan, blob_size, committees, mean_size, part_count
+from protocol.reduce_plan import ReducePlan, blob_size, committees, mean_size, shard_count
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import CodecSpec
 from tests.support.specs import tiny_spec
@@ -26,7 +26,7 @@ KEYS = [PeerKey(sha256(b"key", bytes([i]))) for i in range(40)]
      (4096, 5000 * CHUNK, 1024)],
 )  # fmt: skip
 def test_there_are_as_many_parts_as_contributors_but_none_below_a_chunk(contributors, size, parts):
-    assert part_count(contributors, size) == parts
+    assert shard_count(contributors, size) == parts
 
 
 @pytest.mark.parametrize("people, parts, size", [(40, 40, 3), (40, 13, 3), (7, 7, 5), (5, 4, 3), (2, 2, 3), (1, 1, 3)])
@@ -47,22 +47,22 @@ def test_committees_depend_on_parent_and_attempt_and_not_on_the_order_of_names()
 
 
 def test_the_spec_or_the_bytes_choose():
-    assert not ReducePlan("gather").reduces(1000)
-    assert ReducePlan("reduce", 3, 10, 10).reduces(0)
+    assert not ReducePlan("gather").is_reduced(1000)
+    assert ReducePlan("reduce", 3, 10, 10).is_reduced(0)
     auto = ReducePlan("auto", 3, 1000, 2000)
     # Updates to fetch, (n - 1) * 1000, against 2 * (3 * 1000 + 2000).
-    assert [auto.reduces(n) for n in (0, 1, 11, 12)] == [False, False, False, True]
+    assert [auto.is_reduced(n) for n in (0, 1, 11, 12)] == [False, False, False, True]
 
 
 def test_a_spec_says_how_its_rounds_are_exchanged():
     spec = tiny_spec()
-    assert ReducePlan.of(spec).kind == "gather" and not ReducePlan.of(spec).reduces(10**6)
+    assert ReducePlan.of(spec).kind == "gather" and not ReducePlan.of(spec).is_reduced(10**6)
     changed = spec.model_copy(update={"round": spec.round.model_copy(update={"exchange": "auto", "committee": 5})})
     exchange = ReducePlan.of(changed)
     assert (exchange.kind, exchange.committee) == ("auto", 5)
     assert exchange.update_size == make_codec(spec.codec, spec.model.layout).size
     assert exchange.mean_size == mean_size(spec.codec, spec.model.layout)
-    assert RoundPolicy.of(changed).exchange == RoundPolicy.of(changed).chain_limits.exchange == exchange
+    assert RoundPolicy.of(changed).exchange == RoundPolicy.of(changed).chain_limits.reduce_plan == exchange
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_sizes_are_those_of_the_codecs(kind, k):
     layout = Layout.of({"a": (3, 5000), "b": (7,), "c": (4096,), "d": (2, 4097), "e": (1,), "f": (130, 33)})
     spec = CodecSpec(kind=kind, k=k)
     assert blob_size(spec, layout) == make_codec(spec, layout).size
-    assert mean_size(spec, layout) == Reduction(spec, layout).total(1)
+    assert mean_size(spec, layout) == Reduction(spec, layout).total_size(1)

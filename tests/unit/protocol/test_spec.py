@@ -266,7 +266,7 @@ def test_a_changed_byte_is_refused_or_is_another_run(data: st.DataObject):
 
 def test_a_signed_spec_opens_for_its_run():
     spec = tiny_spec()
-    assert open_spec(sign_spec(OWNER, spec).sent, spec.run_id) == spec
+    assert open_spec(sign_spec(OWNER, spec).encoded, spec.run_id) == spec
 
 
 def test_only_the_owner_signs_a_spec():
@@ -275,25 +275,26 @@ def test_only_the_owner_signs_a_spec():
         sign_spec(stranger, spec)
     forged = seal(stranger, KIND, spec.canonical())
     with pytest.raises(SignatureError, match="not signed by the owner"):
-        open_spec(forged.sent, spec.run_id)
+        open_spec(forged.encoded, spec.run_id)
 
 
 def test_a_spec_of_another_run_is_refused_though_its_owner_signed_it():
     other = tiny_spec(seed=2)
     with pytest.raises(SpecError, match="not that of run"):
-        open_spec(sign_spec(OWNER, other).sent, tiny_spec().run_id)
+        open_spec(sign_spec(OWNER, other).encoded, tiny_spec().run_id)
 
 
 def test_a_spec_signed_for_another_purpose_is_refused():
     spec = tiny_spec()
     with pytest.raises(SignatureError):
-        open_spec(seal(OWNER, "final", spec.canonical()).sent, spec.run_id)
+        open_spec(seal(OWNER, "final", spec.canonical()).encoded, spec.run_id)
 
 
 def test_the_largest_spec_fits_its_envelope():
-    assert len(seal(OWNER, KIND, b"x" * MAX_SPEC).sent) <= MAX_SPEC + 1024
+    assert len(seal(OWNER, KIND, b"x" * MAX_SPEC).encoded) <= MAX_SPEC + 1024
     assert (
-        open_envelope(seal(OWNER, KIND, b"x" * MAX_SPEC).sent, KIND, limit=MAX_SPEC + 1024).payload == b"x" * MAX_SPEC
+        open_envelope(seal(OWNER, KIND, b"x" * MAX_SPEC).encoded, KIND, limit=MAX_SPEC + 1024).payload
+        == b"x" * MAX_SPEC
     )
 
 

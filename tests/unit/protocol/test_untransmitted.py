@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from protocol.codec import make_codec
 from protocol.errors import CodecError
-from protocol.layout import Layout, Part
+from protocol.layout import Layout, TensorSlice
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
-from protocol.untransmitted import Selection, dropped
+from protocol.untransmitted import ResidualMask, untransmitted
 from tests.support.codec_cases import LAYOUT, dense, layouts, noise, same_bits
 from tests.support.outer_step import contributions, key, reduced, sum_means
 
@@ -25,10 +25,10 @@ def empty(layout: Layout) -> dict[str, torch.Tensor]:
     return {t.name: torch.zeros(t.shape) for t in layout.tensors}
 
 
-def put_back(codec, blob, selection: Selection | None, into=None, parts=None):
+def put_back(codec, blob, selection: ResidualMask | None, into=None, parts=None):
     into = empty(codec.layout) if into is None else into
     if selection is not None:
-        codec.add_to(blob, into, parts, selection.over)
+        codec.add_to(blob, into, parts, selection.batch_mask)
     return into
 
 
@@ -42,7 +42,7 @@ def test_each_value_of_an_update_is_in_the_sums_or_goes_back(layout, k, peers, c
     sums = reduced(reduction, updates, OuterSpec(), min(count, layout.chunks))
     means = sum_means(reduction, sums)
     for update in updates:
-        back = put_back(reduction.codec, update.blob, dropped(update.blob, sums, reduction))
+        back = put_back(reduction.codec, update.blob, untransmitted(update.blob, sums, reduction))
         for index, tensor in enumerate(layout.tensors):
             value, had = dense(reduction.codec, update.blob, index), means[tensor.name] != 0
             assert same_bits(back[tensor.name].view(-1), torch.where(had, 0, value) + 0.0)
@@ -51,11 +51,11 @@ def test_each_value_of_an_update_is_in_the_sums_or_goes_back(layout, k, peers, c
 def test_of_many_peers_some_is_dropped_and_of_one_nothing():
     reduction = Reduction(SPARSE, LAYOUT)
     alone = contributions(reduction.codec, 1)
-    assert dropped(alone[0].blob, reduced(reduction, alone, OuterSpec(), 2), reduction) is None
+    assert untransmitted(alone[0].blob, reduced(reduction, alone, OuterSpec(), 2), reduction) is None
     many = contributions(reduction.codec, 12, [1.0] * 12)
-    selection = dropped(many[0].blob, reduced(reduction, many, OuterSpec(), 2), reduction)
+    selection = untransmitted(many[0].blob, reduced(reduction, many, OuterSpec(), 2), reduction)
     assert selection is not None
-    share = sum(map(int.bit_count, selection.packed())) / (8 * len(selection.packed()))
+    share = sum(map(int.bit_count, selection.to_bytes())) / (8 * len(selection.to_bytes()))
     assert 0.1 < share < 0.9
 
 
@@ -63,9 +63,9 @@ def test_of_many_peers_some_is_dropped_and_of_one_nothing():
 def test_codecs_that_say_all_drop_nothing(kind):
     reduction = Reduction(CodecSpec(kind=kind), LAYOUT)
     updates = contributions(reduction.codec, 3)
-    assert dropped(updates[0].blob, reduced(reduction, updates, OuterSpec(), 2), reduction) is None
+    assert untransmitted(updates[0].blob, reduced(reduction, updates, OuterSpec(), 2), reduction) is None
     with pytest.raises(CodecError, match="says all"):
-        Selection(reduction.codec)
+        ResidualMask(reduction.codec)
 
 
 @every_k
@@ -73,29 +73,29 @@ def test_a_selection_is_the_same_once_packed_and_whatever_lies_in_a_run_together
     layout = Layout.of({"a": (3, 5000), "b": (77,), "c": (), "d": (77,)})
     codec = make_codec(CodecSpec(kind="sparse", k=k), layout)
     blob = codec.encode(noise(layout))
-    made = Selection(codec)
+    made = ResidualMask(codec)
     generator = torch.Generator().manual_seed(1)
     want = empty(layout)
     for index, tensor in enumerate(layout.tensors):
-        for run in codec.runs(1, tensor=index):
-            decoded = codec.decode_run(blob, run)
+        for run in codec.batches(1, tensor=index):
+            decoded = codec.decode_batch(blob, run)
             chosen = torch.rand((run.count, decoded.values.numel() // run.count), generator=generator) < 0.5
-            made.put(run, chosen)
+            made.set_batch(run, chosen)
             at = torch.arange(run.numel) if decoded.positions is None else decoded.positions
-            want[tensor.name].view(-1)[run.pieces[0].start + at] = decoded.values * chosen.view(-1)
+            want[tensor.name].view(-1)[run.segments[0].start + at] = decoded.values * chosen.view(-1)
     assert not made.is_empty
-    again = Selection.unpacked(codec, made.packed())
-    assert again.packed() == made.packed()
+    again = ResidualMask.from_bytes(codec, made.to_bytes())
+    assert again.to_bytes() == made.to_bytes()
     assert all(same_bits(t, want[n] + 0.0) for n, t in put_back(codec, blob, again).items())
-    parts = [Part(0, 4096, 15_000), Part(3, 0, 77)]
+    parts = [TensorSlice(0, 4096, 15_000), TensorSlice(3, 0, 77)]
     mine = {layout.tensors[p.index].name: torch.zeros(p.numel) for p in parts}
     put_back(codec, blob, again, mine, parts)
     for p in parts:
         name = layout.tensors[p.index].name
         assert same_bits(mine[name], want[name].view(-1)[p.start : p.stop] + 0.0)
-    for wrong in (b"", made.packed()[:-1], made.packed() + b"\0"):
+    for wrong in (b"", made.to_bytes()[:-1], made.to_bytes() + b"\0"):
         with pytest.raises(CodecError, match="selection"):
-            Selection.unpacked(codec, wrong)
+            ResidualMask.from_bytes(codec, wrong)
 
 
 def test_what_is_of_another_run_is_refused():
@@ -104,4 +104,4 @@ def test_what_is_of_another_run_is_refused():
     sums = reduced(reduction, updates, OuterSpec(), 2)
     for own, parts in ((updates[0].blob[:-1], sums), (updates[0].blob, sums[:1]), (updates[0].blob, sums[::-1])):
         with pytest.raises(CodecError):
-            dropped(own, parts, reduction)
+            untransmitted(own, parts, reduction)

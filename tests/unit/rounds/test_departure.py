@@ -96,7 +96,7 @@ def test_a_banned_peer_stops_at_once_and_an_observer_never():
     b.step(ev.MessageReceived(ban))
     assert [f.reason for f in b.of(do.Finished)] == ["banned by the run's owner"] and not b.of(do.RunCompleted)
     b = Bench(observer=True)
-    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, order="ended"))))
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="ended"))))
     assert b.of(do.RunCompleted)
     for second in range(1, 700, 5):
         assert not b.step(ev.Tick(), float(second)) or not b.of(do.Finished)

@@ -26,7 +26,7 @@ def started_again(kept) -> Bench:
     """A peer that comes back with a word that it heard in an earlier life."""
     b = Bench()
     b.now, b.chain = 0.0, Chain(RUN, STATE, POLICY.chain_limits)
-    b.chain.take(kept)
+    b.chain.add_directive(kept)
     b.machine = RoundMachine(
         POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9, status=LocalStatus(admission=b"me")
     )
@@ -35,7 +35,7 @@ def started_again(kept) -> Bench:
     return b
 
 
-@pytest.mark.parametrize("orders", [{"order": "ended"}, {"banned": (ME,)}])
+@pytest.mark.parametrize("orders", [{"run_status": "ended"}, {"banned": (ME,)}])
 def test_who_starts_again_hears_whether_the_word_that_sent_it_away_still_counts(orders):
     b = started_again(word(1, **orders))
     assert not b.of(do.Finished) and b.directives.resting
@@ -46,7 +46,7 @@ def test_who_starts_again_hears_whether_the_word_that_sent_it_away_still_counts(
     assert not b.directives.resting
 
 
-@pytest.mark.parametrize("orders", [{"order": "ended"}, {"banned": (ME,)}])
+@pytest.mark.parametrize("orders", [{"run_status": "ended"}, {"banned": (ME,)}])
 def test_it_leaves_when_nobody_knows_a_newer_word_and_at_once_when_it_is_said_again(orders):
     b = started_again(word(1, **orders))
     ends = []
@@ -54,11 +54,11 @@ def test_it_leaves_when_nobody_knows_a_newer_word_and_at_once_when_it_is_said_ag
         b.step(ev.Tick(), t / 2)
         if b.of(do.Resync):
             b.step(ev.StateReached(b.chain.genesis, STATE))
-        ends += [b.now] * len(b.of(do.RunCompleted if "order" in orders else do.Finished))
+        ends += [b.now] * len(b.of(do.RunCompleted if "run_status" in orders else do.Finished))
     assert ends == [POLICY.member_seconds]
     b = started_again(word(1, **orders))
     b.step(ev.MessageReceived(word(2, **orders)), 1.0)
-    assert b.of(do.RunCompleted if "order" in orders else do.Finished)
+    assert b.of(do.RunCompleted if "run_status" in orders else do.Finished)
 
 
 def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
@@ -129,11 +129,11 @@ def test_who_cannot_follow_a_rollback_because_it_goes_too_far_back_trains_no_mor
         b.chain._advance_root()
     back = word(1, rollback=Rollback(1, made[1].digest, Round(2), NEXT))
     b.step(ev.MessageReceived(back))
-    assert [f.again for f in b.of(do.Finished)] == [True] and b.chain.is_stranded
+    assert [f.again for f in b.of(do.Finished)] == [True] and b.chain.is_rolled_back_past_root
     b.step(ev.TrainingProgress(50, 1.0, 1.0))
     assert not b.of(do.RequestUpdate)
     again = Chain(RUN, STATE, POLICY.chain_limits)
-    again.take(back)
+    again.add_directive(back)
     for c in made[:2]:
         again.add(c)
-    assert not again.is_stranded and again.head == made[1].digest
+    assert not again.is_rolled_back_past_root and again.head == made[1].digest

@@ -71,7 +71,7 @@ def test_what_nobody_gave_is_asked_for_again_and_followed_when_it_is_here():
 def test_where_a_branch_led_that_the_tree_has_dropped_nobody_looks_any_more():
     """A tree has room for so many records beside its main branch: the lightest tips go."""
     b = Split()
-    b.chain.limits = replace(b.chain.limits, max_side=8)
+    b.chain.limits = replace(b.chain.limits, max_side_records=8)
     small = b.hears(b"b", parent=b.hears(b"a"), windows=2)
     b.passes(2 * PATIENCE + 2)
     assert b.tip == small.digest
@@ -105,7 +105,7 @@ def test_a_branch_that_has_become_final_is_aside_no_more():
     b.passes(PATIENCE + 1)
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
     assert b.chain.head == made.digest
-    b.chain.limits = replace(b.chain.limits, keep_at_least=1, max_records=1)
+    b.chain.limits = replace(b.chain.limits, min_main_records=1, max_records=1)
     b.hears(b"b", parent=made)
     assert b.chain.root == made.digest and not len(b.machine._sync._quarantine)
     b.passes(4 * PATIENCE)
@@ -119,7 +119,7 @@ def test_who_is_on_the_way_from_a_branch_that_is_gone_does_not_say_that_it_train
     b.passes(1)
     assert b.machine._sync.sync_target == made.digest and b.machine.phase == "training"
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
-    b.chain.limits = replace(b.chain.limits, keep_at_least=1, max_records=1)
+    b.chain.limits = replace(b.chain.limits, min_main_records=1, max_records=1)
     b.hears(b"b", parent=made)
     assert b.first not in b.chain and b.machine._sync.applied == b.first
     assert b.machine.phase == "syncing"

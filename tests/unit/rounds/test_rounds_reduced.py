@@ -8,7 +8,7 @@ import pytest
 
 from protocol.ids import Digest, Round, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Goodbye, RoundRecord, ShardAttestation, UpdateHeader, Vote, parts_digest
+from protocol.messages import Goodbye, RoundRecord, ShardAttestation, UpdateHeader, Vote, shards_digest
 from protocol.reduce_plan import ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
@@ -87,8 +87,8 @@ def test_a_lone_peer_reduces_its_own_update():
     assert not b.all_said(Vote)
     b.step(ev.ShardReduced(duty.record.digest, 0, part(0)))
     (kept,) = b.of(do.StoreCertificate)
-    assert kept.certificate.parts == (part(0),)
-    assert kept.certificate.votes[0].body.parts == parts_digest((part(0),))
+    assert kept.certificate.shards == (part(0),)
+    assert kept.certificate.votes[0].body.shards_digest == shards_digest((part(0),))
     assert b.of(do.ApplyRecord)[0].certificate == kept.certificate
 
 
@@ -112,7 +112,7 @@ def test_a_vote_needs_every_part_from_more_than_half_of_its_committee():
     assert not b.all_said(Vote)
     b.word(OTHERS[0], record, 2)
     (vote,) = b.all_said(Vote)
-    assert vote.body.parts == parts_digest([part(i) for i in range(3)])
+    assert vote.body.shards_digest == shards_digest([part(i) for i in range(3)])
 
 
 def test_a_part_of_others_is_fetched_from_those_who_signed_it():
@@ -136,16 +136,16 @@ def test_votes_certify_with_the_parts_that_they_name_and_with_no_others():
     record = b.slate()
     for key, parts in zip(b.others, ((part(0), part(1), part(9)), tuple(part(i) for i in range(3))), strict=True):
         b.step(
-            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, parts_digest(parts))))
+            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, shards_digest(parts))))
         )
     b.reduce_all(record)
     for i in range(3):
         b.word(OTHERS[0], record, i)
     assert b.all_said(Vote) and not b.all_of(do.StoreCertificate)  # two of three votes name these parts
-    good = Vote(RUN, record.body.round, record.digest, parts_digest([part(i) for i in range(3)]))
+    good = Vote(RUN, record.body.round, record.digest, shards_digest([part(i) for i in range(3)]))
     b.step(ev.MessageReceived(FakeSigner(b.others[0]).sign(good)))
     (kept,) = b.all_of(do.StoreCertificate)
-    assert kept.certificate.parts == tuple(part(i) for i in range(3)) and len(kept.certificate.votes) == 3
+    assert kept.certificate.shards == tuple(part(i) for i in range(3)) and len(kept.certificate.votes) == 3
 
 
 def test_votes_without_parts_do_not_count():
@@ -170,7 +170,7 @@ def test_words_and_votes_that_come_before_the_slate_count():
         for i in range(3):
             b.word(key, record, i)
         b.step(
-            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, parts_digest(parts))))
+            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, shards_digest(parts))))
         )
     b.now += 2 * THREE.exchange_seconds  # whatever we proposed ourselves is over
     b.step(ev.MessageReceived(record))
@@ -186,8 +186,8 @@ def test_an_author_whose_slices_most_of_a_committee_cannot_get_is_left_out_of_th
     committees = THREE.exchange.committees(record.body)
     i, committee = next((i, c) for i, c in enumerate(committees) if ME in c and lost in c)
     b.step(ev.ShardUnavailable(record.digest, i, (lost,)))
-    (word,) = [m for m in b.all_said(ShardAttestation) if m.body.part == i]
-    assert word.body.lacking == (lost,) and word.body.blob is None
+    (word,) = [m for m in b.all_said(ShardAttestation) if m.body.shard == i]
+    assert word.body.missing == (lost,) and word.body.blob is None
     other = next(k for k in committee if k not in (ME, lost))
     b.word(other, record, i, lacking=(lost,))
     assert [a.record for a in b.of(do.CancelReduce)] == [record.digest]
@@ -254,7 +254,7 @@ def test_a_bad_slice_is_said_to_be_lacking_and_its_author_is_excluded():
     b = Reducing()
     record = b.slate()
     b.step(ev.BlobInvalid(b.headers[0].body.blob, "scales"))
-    assert {(m.body.part, m.body.lacking) for m in b.all_said(ShardAttestation)} == {
+    assert {(m.body.shard, m.body.missing) for m in b.all_said(ShardAttestation)} == {
         (i, (OTHERS[0],)) for i in range(3)
     }
     assert OTHERS[0] in [r.about for r in b.of(do.Notice) if r.kind == "bad-blob"]
@@ -290,7 +290,7 @@ def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_m
     means = [certificate(record, [liar], (part(0, label),)) for label in (b"a", b"b")]
     ours, theirs = sorted(means, key=lambda c: c.digest)
     b.step(ev.CertificateReceived(ours, liar))
-    b.step(ev.BlobHeld(ours.parts[0]))
+    b.step(ev.BlobHeld(ours.shards[0]))
     b.step(ev.StateReached(ours.digest, Digest(sha256(b"ours"))))
     b.step(ev.CertificateReceived(theirs, liar))
     assert [(r.kind, r.about) for r in b.of(do.Notice)] == [("equivocation", liar)]
@@ -300,8 +300,8 @@ def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_m
     second = certificate(FakeSigner(liar).sign(RoundRecord(RUN, *after, 0, (child,))), [liar], (part(0, b"c"),))
     b.step(ev.CertificateReceived(second, liar))
     assert b.chain.head == second.digest
-    assert [a.blob for a in b.of(do.FetchShard)] == [*theirs.parts, *second.parts]
-    for blob in (*theirs.parts, *second.parts):
+    assert [a.blob for a in b.of(do.FetchShard)] == [*theirs.shards, *second.shards]
+    for blob in (*theirs.shards, *second.shards):
         assert not b.of(do.Resync)
         b.step(ev.BlobHeld(blob))
     assert b.of(do.Resync)[0].path == (theirs, second)
@@ -315,7 +315,7 @@ def test_a_bad_part_drops_the_mean_that_has_it_not_the_record_with_another():
     for made in (good, bad):
         b.step(ev.CertificateReceived(made, OTHERS[0]))
     assert b.chain.head == bad.digest
-    b.step(ev.BlobInvalid(bad.parts[0], "scales"))
+    b.step(ev.BlobInvalid(bad.shards[0], "scales"))
     assert b.chain.head == good.digest and bad.digest not in b.chain
 
 
@@ -325,7 +325,7 @@ def test_a_certificates_parts_are_fetched_from_its_voters_and_applied():
     made = certificate(record, [ME, *b.others], tuple(part(i) for i in range(3)))
     b.step(ev.CertificateReceived(made, OTHERS[0]))
     fetched = b.of(do.FetchShard)
-    assert [a.blob for a in fetched] == list(made.parts) and all(set(a.holders) == set(b.others) for a in fetched)
+    assert [a.blob for a in fetched] == list(made.shards) and all(set(a.holders) == set(b.others) for a in fetched)
     assert [a.record for a in b.of(do.CancelReduce)] == [record.digest]
     for i in range(3):
         assert not b.of(do.ApplyRecord)
@@ -377,7 +377,9 @@ def test_auto_gathers_after_few_contributors():
     b = Bench(policy=auto)
     b.announce()
     assert (
-        b.said(Vote)[0].parts is None and b.of(do.ApplyRecord)[0].certificate.parts == () and not b.of(do.ReduceShard)
+        b.said(Vote)[0].shards_digest is None
+        and b.of(do.ApplyRecord)[0].certificate.shards == ()
+        and not b.of(do.ReduceShard)
     )
     assert b.said(UpdateHeader)
 

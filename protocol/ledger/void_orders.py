@@ -10,7 +10,7 @@ from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import MalformedError, SignatureError
 from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId
-from protocol.ledger.entries import MAX_VERDICT
+from protocol.ledger.entries import MAX_VOID_ORDER
 from protocol.wire import ledger_pb2 as wire
 
 KIND = "verdict"
@@ -19,7 +19,7 @@ MAX_REASON = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VoidOrder:
     """On the update `update` (digest of its signed header) of `peer` in the round that `record` ended."""
 
     run: RunId
@@ -30,15 +30,15 @@ class Verdict:
     reason: str
 
 
-def seal_verdict(owner: Identity, verdict: Verdict) -> Envelope:
+def seal_void_order(owner: Identity, order: VoidOrder) -> Envelope:
     """The signed verdict. Raises MalformedError when the reason is empty, too long or not for people."""
-    _check_reason(verdict.reason)
-    return seal(owner, KIND, _encode(verdict))
+    _check_reason(order.reason)
+    return seal(owner, KIND, _encode(order))
 
 
-def open_verdict(sent: bytes, run: RunId, owner: PeerKey) -> Verdict:
+def open_void_order(encoded: bytes, run: RunId, owner: PeerKey) -> VoidOrder:
     """A verdict of this run by its owner. Raises MalformedError, SignatureError."""
-    envelope = open_envelope(sent, KIND, limit=MAX_VERDICT)
+    envelope = open_envelope(encoded, KIND, limit=MAX_VOID_ORDER)
     if envelope.author != owner:
         raise SignatureError(f"a verdict signed by {envelope.author.short}, who does not own the run")
     m = wire.Verdict()
@@ -48,7 +48,7 @@ def open_verdict(sent: bytes, run: RunId, owner: PeerKey) -> Verdict:
         raise MalformedError("the payload of a verdict does not parse") from None
     if m.round > MAX_ROUND:
         raise MalformedError(f"round is {m.round}: at most {MAX_ROUND} is accepted")
-    verdict = Verdict(RunId(m.run), Round(m.round), Digest(m.record), PeerKey(m.peer), Digest(m.update), m.reason)
+    verdict = VoidOrder(RunId(m.run), Round(m.round), Digest(m.record), PeerKey(m.peer), Digest(m.update), m.reason)
     _check_reason(verdict.reason)
     if verdict.run != run:
         raise SignatureError(f"a verdict on run {verdict.run.short}, not on {run.short}")
@@ -62,7 +62,7 @@ def _check_reason(reason: str) -> None:
         raise MalformedError(f"the reason of a verdict is 1 to {MAX_REASON} bytes of printable text")
 
 
-def _encode(v: Verdict) -> bytes:
+def _encode(v: VoidOrder) -> bytes:
     message = wire.Verdict(
         run=v.run, round=v.round, record=v.record, peer=v.peer, update=v.update, reason=v.reason
     )  # fmt: skip

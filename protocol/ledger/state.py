@@ -17,25 +17,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from protocol.chain import genesis_digest
-from protocol.errors import AdmissionError, BooksError, MalformedError, SignatureError
+from protocol.errors import AdmissionError, LedgerRuleError, MalformedError, SignatureError
 from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.ledger.accounts import ISSUANCE, PENDING, SETTLED, VOIDED, Account, Standing, Transfer
-from protocol.ledger.credits import CreditRule, RoundAccount
+from protocol.ledger.accounts import ISSUANCE, PENDING, SETTLED, VOIDED, AccountBalance, LedgerAccount, Transfer
+from protocol.ledger.credits import CreditRule, RoundCredits
 from protocol.ledger.entries import (
-    Entry,
-    Line,
+    CreditLine,
+    EntryPayload,
+    LedgerEntry,
     RollbackEntry,
     RoundEntry,
     SettleEntry,
     VoidEntry,
-    What,
     decode_entry,
     decode_line,
     encode_entry,
-    first_previous,
+    genesis_leaf,
     lines_root,
 )
-from protocol.ledger.verdicts import Verdict, open_verdict
+from protocol.ledger.void_orders import VoidOrder, open_void_order
 from protocol.merkle import leaf_hash
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Directive, Rollback
@@ -43,38 +43,38 @@ from protocol.spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
+class PostedEntry:
     """An entry that was made: its bytes, the lines under it (a round's), and what it does to accounts.
 
     `number`: how many round entries are before it (a round's; else -1).
     """
 
-    entry: Entry
-    sent: bytes
-    lines: tuple[Line, ...] = ()
+    entry: LedgerEntry
+    encoded: bytes
+    lines: tuple[CreditLine, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    number: int = -1
+    round_index: int = -1
 
     @property
     def leaf(self) -> Digest:
         """The entry's leaf hash in the log, and what the next entry names as the one before."""
-        return Digest(leaf_hash(self.sent))
+        return Digest(leaf_hash(self.encoded))
 
 
 @dataclass(slots=True)
-class Held:
+class PendingRound:
     """A round that is posted and not settled yet."""
 
     sequence: int
-    number: int
+    round_index: int
     round: Round
     record: Digest
-    lines: tuple[Line, ...]
+    lines: tuple[CreditLine, ...]
     voided: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
-class BooksState:
+class LedgerSnapshot:
     """What the books are made of, to go on from where a database ends: the log's size, its last leaf and time, the
     round entries in it, the newest rollback's epoch (0: none), the branch (record, own tokens and sequence of each of
     its rounds), records that were rolled back, what is held (oldest first), and each peer's standing."""
@@ -82,15 +82,15 @@ class BooksState:
     size: int
     leaf: Digest
     time: int
-    posted: int
+    rounds_posted: int
     epoch: int
     branch: Iterable[tuple[Digest, int, int]]
     reverted: Iterable[Digest]
-    held: Iterable[Held]
-    standings: dict[PeerKey, Standing]
+    pending: Iterable[PendingRound]
+    balances: dict[PeerKey, AccountBalance]
 
 
-class Books:
+class LedgerState:
     """The accounts of one run as its log leaves them. Every method raises BooksError and then has changed nothing."""
 
     def __init__(self, run: RunId, rule: CreditRule, owner: PeerKey):
@@ -99,43 +99,43 @@ class Books:
         self.owner = owner
         self.size = 0
         """Entries in the log."""
-        self.leaf = first_previous(run)
+        self.leaf = genesis_leaf(run)
         """The leaf hash of the last entry."""
         self.time = 0
         self.posted = 0
         """Round entries in the log."""
         self.epoch = 0
         """Of the newest rollback: each is done once, in the order in which the owner numbered them."""
-        self.standings: dict[PeerKey, Standing] = {}
+        self.balances: dict[PeerKey, AccountBalance] = {}
         """What each peer has pending, settled and voided."""
-        self.sums: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()
         """The sum over all accounts of a kind; issuance is what was issued, below zero."""
-        self._held: dict[int, Held] = {}
+        self._pending: dict[int, PendingRound] = {}
         self._reverted: set[Digest] = set()
         self._records = bytearray()
         self._tokens = array("q")
         self._sequences = array("q")
 
     @classmethod
-    def of(cls, spec: RunSpec) -> Books:
+    def of(cls, spec: RunSpec) -> LedgerState:
         """Empty books of a run."""
         return cls(spec.run_id, CreditRule.of(spec), spec.owner_key)
 
     @classmethod
-    def resumed(cls, run: RunId, rule: CreditRule, owner: PeerKey, state: BooksState) -> Books:
+    def from_snapshot(cls, run: RunId, rule: CreditRule, owner: PeerKey, state: LedgerSnapshot) -> LedgerState:
         """Books that go on from a state. The state is trusted: an auditor replays instead."""
         books = cls(run, rule, owner)
-        books.size, books.leaf, books.time, books.posted = state.size, state.leaf, state.time, state.posted
+        books.size, books.leaf, books.time, books.posted = state.size, state.leaf, state.time, state.rounds_posted
         books.epoch = state.epoch
         for record, tokens, sequence in state.branch:
-            books._grow(record, tokens, sequence)
+            books._extend_branch(record, tokens, sequence)
         books._reverted = set(state.reverted)
-        books._held = {h.sequence: h for h in state.held}
-        books.standings = dict(state.standings)
-        for s in books.standings.values():
+        books._pending = {h.sequence: h for h in state.pending}
+        books.balances = dict(state.balances)
+        for s in books.balances.values():
             for kind in (PENDING, SETTLED, VOIDED):
-                books.sums[kind] += s.of(kind).micro_credits
-                books.sums[ISSUANCE] -= s.of(kind).micro_credits
+                books.totals[kind] += s.of(kind).micro_credits
+                books.totals[ISSUANCE] -= s.of(kind).micro_credits
         return books
 
     # -- what is known ---------------------------------------------------------------------------------------
@@ -166,227 +166,235 @@ class Books:
         return self._tokens[-1] if self._tokens else 0
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the branch has the run's tokens."""
         return 0 < self.rule.total_tokens <= self.tokens
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def pending(self) -> tuple[PendingRound, ...]:
         """What is posted and not settled, oldest first."""
-        return tuple(self._held.values())
+        return tuple(self._pending.values())
 
     @property
     def due(self) -> int | None:
         """The round entry that must be settled before anything else is written."""
-        oldest = next(iter(self._held.values()), None)
-        if oldest is None or not (self.over or self.posted - 1 - oldest.number >= self.rule.hold_rounds):
+        oldest = next(iter(self._pending.values()), None)
+        if oldest is None or not (self.is_complete or self.posted - 1 - oldest.round_index >= self.rule.hold_rounds):
             return None
         return oldest.sequence
 
-    def zero(self) -> int:
+    def imbalance(self) -> int:
         """The sum over all accounts; anything but 0 is a fault of this program."""
-        return sum(self.sums.values())
+        return sum(self.totals.values())
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def post_round(self, account: RoundAccount, time: int) -> list[Posted]:
+    def post_round(self, account: RoundCredits, time: int) -> list[PostedEntry]:
         """The round's entry, then the settlements that it makes due, oldest first. `time`: unix milliseconds."""
-        posted = [self._post(account, self._later(time))]
+        rounds_posted = [self._post(account, self._monotonic(time))]
         while (entry := self.due) is not None:
-            posted.append(self._settle(entry, self.time))
-        return posted
+            rounds_posted.append(self._settle(entry, self.time))
+        return rounds_posted
 
-    def void(self, verdict: bytes, time: int) -> Posted:
+    def void(self, void_order: bytes, time: int) -> PostedEntry:
         """Void the line that a verdict of the owner names (see `verdicts`), while it is pending."""
-        return self._void(verdict, self._later(time))
+        return self._void(void_order, self._monotonic(time))
 
-    def rollback(self, record: Digest, round_: Round, directive: bytes, time: int) -> Posted:
+    def rollback(self, record: Digest, round_: Round, directive: bytes, time: int) -> PostedEntry:
         """Let the next round be the child of a record on the branch, by a signed directive of the owner."""
-        return self._rollback(record, round_, directive, self._later(time))
+        return self._rollback(record, round_, directive, self._monotonic(time))
 
-    def has_done(self, directive: bytes) -> bool:
+    def has_rollback(self, directive: bytes) -> bool:
         """Whether the rollback that a directive orders is in the log already, by this word or by an earlier one."""
-        return self._ordered(directive).epoch <= self.epoch
+        return self._rollback_in(directive).epoch <= self.epoch
 
     # -- checking --------------------------------------------------------------------------------------------
 
-    def replay(self, sent: bytes, lines: Sequence[bytes] = ()) -> Posted:
+    def replay(self, encoded: bytes, lines: Sequence[bytes] = ()) -> PostedEntry:
         """Take in the next entry of a log that somebody else keeps, with the lines of a round.
 
         Raises BooksError when it is not the entry that these books would have made, MalformedError when it does not
         parse. The certificate of a round is not looked at: whoever has the chain compares `lines` with it.
         """
-        entry = decode_entry(sent)
+        entry = decode_entry(encoded)
         if entry.time < self.time:
-            raise BooksError(f"entry {self.size} is of {entry.time} ms, before the entry before it ({self.time} ms)")
-        what = entry.what
+            raise LedgerRuleError(
+                f"entry {self.size} is of {entry.time} ms, before the entry before it ({self.time} ms)"
+            )
+        what = entry.payload
         if lines and not isinstance(what, RoundEntry):
-            raise BooksError(f"entry {self.size} is no round, and has lines")
-        check = _Expected(sent, self.size)
+            raise LedgerRuleError(f"entry {self.size} is no round, and has lines")
+        check = _Expected(encoded, self.size)
         if isinstance(what, RoundEntry):
             shares = tuple(decode_line(line) for line in lines)
-            account = RoundAccount(what.round, what.record, what.parent, what.parent, 0.0, shares)
+            account = RoundCredits(what.round, what.record, what.parent, what.parent, 0.0, shares)
             return self._post(account, entry.time, check)
         if isinstance(what, SettleEntry):
             return self._settle(what.entry, entry.time, check)
         if isinstance(what, VoidEntry):
-            return self._void(what.verdict, entry.time, check)
+            return self._void(what.void_order, entry.time, check)
         return self._rollback(what.record, what.round, what.directive, entry.time, check)
 
     # -- the rules -------------------------------------------------------------------------------------------
 
-    def _post(self, account: RoundAccount, time: int, expected: _Expected | None = None) -> Posted:
-        self._nothing_due()
+    def _post(self, account: RoundCredits, time: int, expected: _Expected | None = None) -> PostedEntry:
+        self._check_nothing_due()
         if account.round != self.rounds or account.parent != self.tip:
             where = f"ends with round {self.rounds - 1}, record {self.tip.short}" if self.rounds else "is empty"
-            raise BooksError(
+            raise LedgerRuleError(
                 f"round {account.round} (record {account.record.short}, parent {account.parent.short}) does not "
                 f"follow the ledger, which {where}"
             )
         if account.record in self._reverted:
-            raise BooksError(f"record {account.record.short} was rolled back, and its credit was issued then")
-        lines = account.entries
+            raise LedgerRuleError(f"record {account.record.short} was rolled back, and its credit was issued then")
+        lines = account.lines
         if not lines:
-            raise BooksError(f"round {account.round} has no lines: a record has a contributor at least")
+            raise LedgerRuleError(f"round {account.round} has no lines: a record has a contributor at least")
         for i, line in enumerate(lines):
             if i and line.peer <= lines[i - 1].peer:
-                raise BooksError(f"the lines of round {account.round} are not by ascending peer: line {i}")
+                raise LedgerRuleError(f"the lines of round {account.round} are not by ascending peer: line {i}")
             tokens, credit = line.windows * self.rule.window, self.rule.micro_credits(line.windows)
             if (line.tokens, line.micro_credits) != (tokens, credit):
-                raise BooksError(
+                raise LedgerRuleError(
                     f"line {i} of round {account.round} says {line.tokens} tokens and {line.micro_credits} "
                     f"micro-credits; {line.windows} windows are {tokens} tokens and earn {credit}"
                 )
         what = RoundEntry(
             account.round, account.record, account.parent, lines_root(lines), len(lines), account.micro_credits
         )
-        entry, sent = self._made(what, time, expected)
-        moved = [(i, Account(ISSUANCE), Account(PENDING, line.peer)) for i, line in enumerate(lines)]
-        transfers = self._move(entry, entry.sequence, lines, moved)
+        entry, sent = self._make_entry(what, time, expected)
+        moved = [(i, LedgerAccount(ISSUANCE), LedgerAccount(PENDING, line.peer)) for i, line in enumerate(lines)]
+        transfers = self._transfer(entry, entry.sequence, lines, moved)
         number = self.posted
-        self._held[entry.sequence] = Held(entry.sequence, number, account.round, account.record, lines)
+        self._pending[entry.sequence] = PendingRound(entry.sequence, number, account.round, account.record, lines)
         self.posted += 1
-        self._grow(account.record, account.tokens, entry.sequence)
-        return self._written(Posted(entry, sent, lines, transfers, number))
+        self._extend_branch(account.record, account.tokens, entry.sequence)
+        return self._append(PostedEntry(entry, sent, lines, transfers, number))
 
-    def _settle(self, sequence: int, time: int, expected: _Expected | None = None) -> Posted:
+    def _settle(self, sequence: int, time: int, expected: _Expected | None = None) -> PostedEntry:
         if sequence != self.due:
             what = "nothing is due" if self.due is None else f"entry {self.due} is due"
-            raise BooksError(f"entry {self.size} settles entry {sequence}, but {what}")
-        held = self._held[sequence]
+            raise LedgerRuleError(f"entry {self.size} settles entry {sequence}, but {what}")
+        held = self._pending[sequence]
         good = [i for i in range(len(held.lines)) if i not in held.voided]
         amount = sum(held.lines[i].micro_credits for i in good)
-        entry, sent = self._made(SettleEntry(sequence, len(good), amount), time, expected)
-        moved = [(i, Account(PENDING, held.lines[i].peer), Account(SETTLED, held.lines[i].peer)) for i in good]
-        transfers = self._move(entry, sequence, held.lines, moved)
-        del self._held[sequence]
-        return self._written(Posted(entry, sent, (), transfers))
+        entry, sent = self._make_entry(SettleEntry(sequence, len(good), amount), time, expected)
+        moved = [
+            (i, LedgerAccount(PENDING, held.lines[i].peer), LedgerAccount(SETTLED, held.lines[i].peer)) for i in good
+        ]
+        transfers = self._transfer(entry, sequence, held.lines, moved)
+        del self._pending[sequence]
+        return self._append(PostedEntry(entry, sent, (), transfers))
 
-    def _void(self, sent_verdict: bytes, time: int, expected: _Expected | None = None) -> Posted:
-        self._nothing_due()
+    def _void(self, sent_verdict: bytes, time: int, expected: _Expected | None = None) -> PostedEntry:
+        self._check_nothing_due()
         try:
-            verdict = open_verdict(sent_verdict, self.run, self.owner)
+            verdict = open_void_order(sent_verdict, self.run, self.owner)
         except (MalformedError, SignatureError) as e:
-            raise BooksError(f"a verdict that does not count: {e}") from None
-        held, i = self._named(verdict)
+            raise LedgerRuleError(f"a verdict that does not count: {e}") from None
+        held, i = self._line_of(verdict)
         line = held.lines[i]
         what = VoidEntry(held.sequence, i, line.micro_credits, sent_verdict)
-        entry, sent = self._made(what, time, expected)
-        moved = [(i, Account(PENDING, line.peer), Account(VOIDED, line.peer))]
-        transfers = self._move(entry, held.sequence, held.lines, moved)
+        entry, sent = self._make_entry(what, time, expected)
+        moved = [(i, LedgerAccount(PENDING, line.peer), LedgerAccount(VOIDED, line.peer))]
+        transfers = self._transfer(entry, held.sequence, held.lines, moved)
         held.voided.add(i)
-        return self._written(Posted(entry, sent, (), transfers))
+        return self._append(PostedEntry(entry, sent, (), transfers))
 
-    def _named(self, verdict: Verdict) -> tuple[Held, int]:
+    def _line_of(self, verdict: VoidOrder) -> tuple[PendingRound, int]:
         """The line that a verdict is about."""
-        for held in self._held.values():
+        for held in self._pending.values():
             if (held.record, held.round) == (verdict.record, verdict.round):
                 for i, line in enumerate(held.lines):
                     if (line.peer, line.update) == (verdict.peer, verdict.update):
                         if i in held.voided:
-                            raise BooksError(f"line {i} of entry {held.sequence} is voided already")
+                            raise LedgerRuleError(f"line {i} of entry {held.sequence} is voided already")
                         return held, i
-        raise BooksError(
+        raise LedgerRuleError(
             f"a verdict on update {verdict.update.short} of {verdict.peer.short} in round {verdict.round}: no such "
             "line is pending (what is settled stays)"
         )
 
     def _rollback(
         self, record: Digest, round_: Round, directive: bytes, time: int, expected: _Expected | None = None
-    ) -> Posted:
-        self._nothing_due()
+    ) -> PostedEntry:
+        self._check_nothing_due()
         if not 0 <= round_ < self.rounds or self.record_of(round_) != record:
-            raise BooksError(
+            raise LedgerRuleError(
                 f"a rollback to round {round_}, record {record.short}: the ledger's branch has no such round"
             )
-        back = self._ordered(directive)
+        back = self._rollback_in(directive)
         if (back.record, back.round) != (record, round_ + 1):
-            raise BooksError(
+            raise LedgerRuleError(
                 f"a rollback to round {round_}, record {record.short}, by a directive that goes back to round "
                 f"{back.round - 1}, record {back.record.short}"
             )
         if back.epoch <= self.epoch:
-            raise BooksError(f"rollback {back.epoch} of the run, after rollback {self.epoch}: each is done once")
-        entry, sent = self._made(RollbackEntry(record, round_, directive), time, expected)
+            raise LedgerRuleError(f"rollback {back.epoch} of the run, after rollback {self.epoch}: each is done once")
+        entry, sent = self._make_entry(RollbackEntry(record, round_, directive), time, expected)
         self.epoch = back.epoch
         self._reverted |= {self.record_of(Round(r)) for r in range(round_ + 1, self.rounds)}
         del self._records[32 * (round_ + 1) :]
         del self._tokens[round_ + 1 :]
         del self._sequences[round_ + 1 :]
-        return self._written(Posted(entry, sent))
+        return self._append(PostedEntry(entry, sent))
 
-    def _ordered(self, directive: bytes) -> Rollback:
+    def _rollback_in(self, directive: bytes) -> Rollback:
         """The rollback that the owner's word orders."""
         try:
-            back = MessageDecoder(self.run, self.owner, remember=1).open(directive, Directive).body.rollback
+            back = MessageDecoder(self.run, self.owner, remember=1).decode(directive, Directive).body.rollback
         except (MalformedError, SignatureError, AdmissionError) as e:
-            raise BooksError(f"a directive that does not count: {e}") from None
+            raise LedgerRuleError(f"a directive that does not count: {e}") from None
         if back is None:
-            raise BooksError("a directive that rolls nothing back")
+            raise LedgerRuleError("a directive that rolls nothing back")
         return back
 
-    def _nothing_due(self) -> None:
+    def _check_nothing_due(self) -> None:
         if (due := self.due) is not None:
-            raise BooksError(f"entry {self.size} must settle entry {due}, which is due")
+            raise LedgerRuleError(f"entry {self.size} must settle entry {due}, which is due")
 
-    def _later(self, time: int) -> int:
+    def _monotonic(self, time: int) -> int:
         """A clock that was set back writes the time of the entry before."""
         return max(int(time), self.time)
 
-    def _made(self, what: What, time: int, expected: _Expected | None) -> tuple[Entry, bytes]:
-        entry = Entry(self.run, self.size, self.leaf, time, what)
+    def _make_entry(self, what: EntryPayload, time: int, expected: _Expected | None) -> tuple[LedgerEntry, bytes]:
+        entry = LedgerEntry(self.run, self.size, self.leaf, time, what)
         sent = encode_entry(entry)
         if expected is not None:
             expected.check(entry, sent)
         return entry, sent
 
-    def _written(self, posted: Posted) -> Posted:
+    def _append(self, posted: PostedEntry) -> PostedEntry:
         self.size += 1
         self.leaf = posted.leaf
         self.time = posted.entry.time
         return posted
 
-    def _move(
-        self, entry: Entry, of: int, lines: Sequence[Line], moved: Iterable[tuple[int, Account, Account]]
+    def _transfer(
+        self,
+        entry: LedgerEntry,
+        of: int,
+        lines: Sequence[CreditLine],
+        moved: Iterable[tuple[int, LedgerAccount, LedgerAccount]],
     ) -> tuple[Transfer, ...]:
         """Transfers of the lines `moved` of the round entry `of`, done to the accounts."""
         transfers = []
         for i, source, target in moved:
             line = lines[i]
             transfers.append(Transfer(entry.sequence, of, i, source, target, line.micro_credits))
-            self.sums[source.kind] -= line.micro_credits
-            self.sums[target.kind] += line.micro_credits
-            standing = self.standings.get(line.peer, _NOTHING)
-            self.standings[line.peer] = standing.moved(line, source.kind, target.kind)
+            self.totals[source.kind] -= line.micro_credits
+            self.totals[target.kind] += line.micro_credits
+            standing = self.balances.get(line.peer, _NOTHING)
+            self.balances[line.peer] = standing.moved(line, source.kind, target.kind)
         return tuple(transfers)
 
-    def _grow(self, record: Digest, tokens: int, sequence: int) -> None:
+    def _extend_branch(self, record: Digest, tokens: int, sequence: int) -> None:
         self._records += record
         self._tokens.append(self.tokens + tokens)
         self._sequences.append(sequence)
 
 
-_NOTHING = Standing()
+_NOTHING = AccountBalance()
 
 
 class _Expected:
@@ -396,13 +404,15 @@ class _Expected:
         self._sent = sent
         self._sequence = sequence
 
-    def check(self, made: Entry, sent: bytes) -> None:
+    def check(self, made: LedgerEntry, sent: bytes) -> None:
         if sent == self._sent:
             return
         theirs = decode_entry(self._sent)
         for name in ("run", "sequence", "previous", "time"):
             if getattr(made, name) != getattr(theirs, name):
-                raise BooksError(
+                raise LedgerRuleError(
                     f"entry {self._sequence}: {name} is {getattr(theirs, name)}, not {getattr(made, name)}"
                 )
-        raise BooksError(f"entry {self._sequence} says {theirs.what}, and follows from the ones before as {made.what}")
+        raise LedgerRuleError(
+            f"entry {self._sequence} says {theirs.payload}, and follows from the ones before as {made.payload}"
+        )

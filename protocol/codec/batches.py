@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from protocol.layout import CODEC_CHUNK
 
-RUN_CHUNKS = 288
+BATCH_CHUNKS = 288
 """Chunks in a run on a CPU: 4.5 MiB of fp32 stay near the caches, and a model of a million parameters is one run."""
-RUN_CHUNKS_DEVICE = 8192
+BATCH_CHUNKS_DEVICE = 8192
 """Chunks in a run on an accelerator: 2**25 coordinates, so that the launches do not show."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ChunkRange:
     """Coordinates `start` (a chunk's first) to `stop` (a chunk's end, or the tensor's) of tensor `index`.
 
     `offset` is where the record of its first chunk lies.
@@ -32,7 +32,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """`count` consecutive chunks of tensor `index`, from its coordinate `start` on.
 
     `row` is the first one's place in the run, `offset` where the first of their records lies in the blob.
@@ -46,63 +46,63 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Batch:
     """Chunks of `width` coordinates: those of its pieces, one after the other."""
 
     width: int
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
 
     @property
     def count(self) -> int:
         """How many chunks."""
-        last = self.pieces[-1]
+        last = self.segments[-1]
         return last.row + last.count
 
     @property
     def numel(self) -> int:
         return self.count * self.width
 
-    def source(self, piece: Piece, origin: int = 0) -> slice:
+    def source_slice(self, segment: Segment, origin: int = 0) -> slice:
         """Where a piece's coordinates are in its flattened tensor, or in what is held of it, from `origin` on."""
-        start = piece.start - origin
-        return slice(start, start + piece.count * self.width)
+        start = segment.start - origin
+        return slice(start, start + segment.count * self.width)
 
-    def within(self, piece: Piece) -> slice:
+    def batch_slice(self, segment: Segment) -> slice:
         """Where they are among the run's."""
-        return slice(piece.row * self.width, (piece.row + piece.count) * self.width)
+        return slice(segment.row * self.width, (segment.row + segment.count) * self.width)
 
-    def piece_of(self, row: int) -> Piece:
+    def segment_at(self, row: int) -> Segment:
         """The piece that has the run's chunk `row`."""
-        return next(p for p in self.pieces if row < p.row + p.count)
+        return next(p for p in self.segments if row < p.row + p.count)
 
 
-def cut(spans: Iterable[Span], limit: int, record: int) -> Iterator[Run]:
+def split_into_batches(ranges: Iterable[ChunkRange], limit: int, record: int) -> Iterator[Batch]:
     """The runs, of at most `limit` chunks, that cover the spans. `record`: bytes of a full chunk's record.
 
     First all shorter last chunks, by width; then the full ones, in the order of the spans.
     """
-    spans = list(spans)
-    shorter: dict[int, list[Piece]] = {}
-    for span in spans:
+    ranges = list(ranges)
+    shorter: dict[int, list[Segment]] = {}
+    for span in ranges:
         if width := span.stop % CODEC_CHUNK:
             start = span.stop - width
             offset = span.offset + (start - span.start) // CODEC_CHUNK * record
             pieces = shorter.setdefault(width, [])
-            pieces.append(Piece(span.index, start, 1, len(pieces), offset))
+            pieces.append(Segment(span.index, start, 1, len(pieces), offset))
             if len(pieces) == limit:
-                yield Run(width, tuple(shorter.pop(width)))
+                yield Batch(width, tuple(shorter.pop(width)))
     for width, pieces in shorter.items():
-        yield Run(width, tuple(pieces))
+        yield Batch(width, tuple(pieces))
     pieces, row = [], 0
-    for span in spans:
+    for span in ranges:
         start, chunks = span.start, span.stop // CODEC_CHUNK - span.start // CODEC_CHUNK
         while chunks:
             count = min(chunks, limit - row)
             offset = span.offset + (start - span.start) // CODEC_CHUNK * record
-            pieces.append(Piece(span.index, start, count, row, offset))
+            pieces.append(Segment(span.index, start, count, row, offset))
             start, chunks, row = start + count * CODEC_CHUNK, chunks - count, row + count
             if row == limit:
-                yield Run(CODEC_CHUNK, tuple(pieces))
+                yield Batch(CODEC_CHUNK, tuple(pieces))
                 pieces, row = [], 0
     if pieces:
-        yield Run(CODEC_CHUNK, tuple(pieces))
+        yield Batch(CODEC_CHUNK, tuple(pieces))
