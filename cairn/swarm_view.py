@@ -104,22 +104,22 @@ class ObserverView:
     def coordinator_address(self) -> Signed[Any] | None:
         return self._node.locator.newest
 
-    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
-        if not self._node.locator.take(word.sent):  # else the node passes it on by itself
-            self._node.network.outbox.broadcast(self._node.network.directory.peers(), word)
+    async def publish_coordinator_address(self, address: Signed[Any]) -> None:
+        if not self._node.locator.take(address.sent):  # else the node passes it on by itself
+            self._node.network.outbox.broadcast(self._node.network.directory.peers(), address)
 
     @property
     def directive(self) -> Signed[Directive] | None:
         return self._node.chain.newest
 
-    async def publish_directive(self, word: Signed[Directive]) -> None:
-        self._node.post(events.MessageReceived(word))
+    async def publish_directive(self, directive: Signed[Directive]) -> None:
+        self._node.post(events.MessageReceived(directive))
         end = time.monotonic() + DIRECTIVE_SECONDS
-        while (newest := self._node.chain.newest) is None or newest.body.rank < word.body.rank:
+        while (newest := self._node.chain.newest) is None or newest.body.rank < directive.body.rank:
             if time.monotonic() > end:
                 raise CairnError("the observer does not accept the owner's directive: its log says why")
             await asyncio.sleep(0.01)
-        self._node.network.broadcast(word)
+        self._node.network.broadcast(directive)
 
     async def offer_state(self, state: Digest, record: Digest) -> None:
         archived = self._archive.all()
