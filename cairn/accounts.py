@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cairn.connection import connect, parse_invite
-from cairn.formatting import count, credits
+from cairn.number_format import count, credits
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, b64url, from_b64url

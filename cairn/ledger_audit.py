@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cairn.connection import CoordinatorConnection, connect
-from cairn.formatting import credits
+from cairn.number_format import credits
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, from_b64url
 from protocol.ledger.audit import Auditor, Difference, Report, SeenHead

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cairn.formatting import byte_size, count, credits
+from cairn.number_format import byte_size, count, credits
 from protocol.ids import PeerKey
 
 LINE_SECONDS = 30.0

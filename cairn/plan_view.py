@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cairn.formatting import byte_size, count
+from cairn.number_format import byte_size, count
 
 if TYPE_CHECKING:
     from coordinator.authoring.plan import RunPlan

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cairn.formatting import byte_size, count, credits, sparkline
+from cairn.number_format import byte_size, count, credits, sparkline
 from cairn.peer_screen import bar
 
 HEALTH = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cairn.formatting import byte_size
+from cairn.number_format import byte_size
 from protocol.errors import CairnError, MalformedError
 
 

@@ -60,6 +60,13 @@ class Process:
         """Return the last lines of its output."""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """Kill the process with SIGKILL, as a power cut would."""
         self._process.kill()
@@ -67,7 +74,7 @@ class Process:
 
     def ask_to_stop(self) -> None:
         if self.running:
-            self._process.send_signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM)
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end; return whether it came within this time."""

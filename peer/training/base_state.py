@@ -95,7 +95,7 @@ class BaseState(ThreadOwned):
             return self._folder.read()
         except SavedStateError as e:
             try:
-                self._folder.set_aside()
+                self._folder.quarantine()
             except OSError as problem:
                 self._report("warning", "saved-state", f"{self._folder.folder} cannot be written to: {problem}")
             text = f"{e}. It was set aside, and training starts from the run's state: what was not announced is lost"

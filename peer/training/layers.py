@@ -121,22 +121,22 @@ class Layers:
                 chosen.append(compiled)
                 return out
             except FailOnRecompileLimitHit:
-                self._outgrow()
+                self._report_outgrown()
             except TorchDynamoException as e:  # raised before anything is computed
                 cause = getattr(e, "inner_exception", None) or e
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
-                self._give_up(cause)
+                self._disable_compile(cause)
         chosen.append(plain)
         return plain(*positional, **named)
 
-    def _outgrow(self) -> None:
+    def _report_outgrown(self) -> None:
         if not self._outgrown:
             self._outgrown = True
             text = "torch.compile has met too many forms of a layer's input: new ones run without it, which is slower"
             self._report("warning", "compile", text)
 
-    def _give_up(self, why: BaseException) -> None:
+    def _disable_compile(self, why: BaseException) -> None:
         self.compiled = False
         self._report(
             "warning",

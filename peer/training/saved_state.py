@@ -208,8 +208,8 @@ class SavedFolder:
             raise SavedStateError(f"the trainer's state in {self.folder} is of another run, peer or model")
         return manifest
 
-    def set_aside(self) -> None:
-        """Rename a state that cannot be used; the last such state is kept for inspection."""
+    def quarantine(self) -> None:
+        """Rename a state that cannot be used; the last one is kept for inspection."""
         for earlier in self.folder.glob("unusable-*"):
             earlier.unlink()
         for path in (self.folder / STATE_MANIFEST, self.folder / UPDATE_MANIFEST, *self._files()):

@@ -216,7 +216,7 @@ class TrainerService:
             case Load():
                 self._load(trainer, message)
             case Orders():
-                trainer.steps.obey(message)
+                trainer.steps.set_orders(message)
             case Stop():
                 saved = self.save(trainer, lambda: trainer.checkpointer.save_now(STOP_SHARE * SAVE_SECONDS))
                 self._send_notes()

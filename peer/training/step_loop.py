@@ -79,8 +79,8 @@ class StepLoop(ThreadOwned):
             return False
         return self._exchange.holds_state and windows.room(self._orders.max_update_windows) >= self._spec.inner.batch
 
-    def obey(self, orders: Orders) -> None:
-        """Follow these orders from the next step on."""
+    def set_orders(self, orders: Orders) -> None:
+        """Put the owner's orders in force from the next step on."""
         self.assert_owner()
         self._orders = orders
 

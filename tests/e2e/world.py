@@ -21,7 +21,7 @@ from cairn.commands.serve import coordinator_folder
 from cairn.demo.processes import Process, free_ports, stop_all
 from coordinator.authoring.resolve import SPEC
 from coordinator.authoring.runfile import tomllib
-from peer.coordinator_client import CoordinatorClient, Status
+from peer.coordinator_client import CoordinatorClient, SwarmStatus
 from peer.node.membership import ADMISSION, run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.identity import Identity, from_key_file
@@ -192,7 +192,7 @@ class World:
     def stop(self, *names: str, numbers: Sequence[int] = (signal.SIGTERM,)) -> None:
         """Signal these processes at once, each with the next of the numbers, and wait until all have ended."""
         for name, number in zip(names, itertools.cycle(numbers), strict=False):
-            self.processes[name]._process.send_signal(number)
+            self.processes[name].signal(number)
         try:
             waiting.wait_until(lambda: not any(self.processes[n].running for n in names), "all stop", every=0.02)
         except waiting.NotInTime as e:
@@ -212,7 +212,7 @@ class World:
 
     def trainer_of(self, name: str) -> int:
         """Return the process id of a peer's trainer."""
-        parent = self.processes[name]._process.pid
+        parent = self.processes[name].pid
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):
@@ -281,7 +281,7 @@ class World:
         assert snapshot is not None, self.logs(name)
         return snapshot
 
-    async def status(self) -> Status:
+    async def status(self) -> SwarmStatus:
         async with CoordinatorClient(self.invite, timeout=60.0) as client:
             return await client.status()
 

@@ -14,8 +14,7 @@ from protocol.codec import make_codec
 from protocol.errors import CodecError
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.support.codec_checks import assert_refused_or_sane
-from tests.support.codec_values import LAYOUT, SPECS, every_codec, noise
+from tests.support.codec_cases import LAYOUT, SPECS, assert_refused_or_sane, every_codec, noise
 
 CHUNKS = Layout.of({"first": (4096,), "second": (2, 4096)})
 K64, BITMAP, DENSE, SIGN, INT8, NONE = (

@@ -174,7 +174,7 @@ async def test_a_frozen_holder_does_not_hold_up_the_others(pool, tmp_path):
 
 
 async def test_a_holder_that_freezes_alone_ends_at_the_deadline_of_its_replies(pool, tmp_path):
-    async with pool.borrow(2, tmp_path) as (a, b):
+    async with pool.borrow(2, tmp_path, streams=StreamLimits(open_seconds=30, reply_seconds=1)) as (a, b):
         digest, thaw = a.store.put(b"x"), asyncio.Event()
         a.may_serve = lambda blob, requester: thaw.wait()
         with pytest.raises(BlobFetchError, match="no answer in"):

@@ -16,9 +16,9 @@ from coordinator.service import Coordinator, CoordinatorConfig
 from peer.store import Store
 from protocol.errors import MalformedError
 from protocol.ids import Digest
-from tests.support.archives import Observed
 from tests.support.checkpoint_world import CheckpointWorld
 from tests.support.command_line import refused
+from tests.support.observer_world import Observed
 from tests.support.specs import OWNER
 from tests.support.waiting import until
 

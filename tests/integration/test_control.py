@@ -1,4 +1,4 @@
-"""The owner's orders at the coordinator: on disk before they are told; what is not the owner's or newer is refused."""
+"""The owner's directives at the coordinator: on disk before they are sent; foreign and old ones are refused."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_a_word_that_the_swarm_has_from_elsewhere_is_heeded_and_no_order_i
         swarm.directives.append(theirs)
         async with client(coordinator) as c:
             with pytest.raises(CoordinatorRefused, match="the swarm knows a newer directive"):
-                await c.publish_directive(word(8, order="paused").sent)  # by who knows nothing of the ban
+                await c.publish_directive(word(8, order="paused").sent)  # by a peer that does not know of the ban
         swarm.turn_to(swarm.chain.fork(3))
         await until(lambda: coordinator._finalizer.epoch == 1 and chain.posted == (2, to.digest))
         async with client(coordinator) as c:

@@ -1,4 +1,4 @@
-"""What /metrics exports, and that the dashboard and the alert rules name nothing else."""
+"""The metrics of /metrics; the dashboard and the alert rules name no others."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from coordinator.alerts.rules import RULES
 from coordinator.metrics import HEALTHS
 from coordinator.peer_registry import PHASES
 from coordinator.round_metrics import MAX_BYTES_PER_SECOND, RoundTimer, TrafficCounter
-from tests.support.coordinator_fakes import FakeSwarm, peer
+from tests.support.coordinator_fakes import FakeSwarm, make_spec, overview, peer
 from tests.support.coordinator_service import client, running, settled, web
-from tests.support.overviews import SPEC, overview
+
+SPEC = make_spec()
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 LATER = {"cairn_tree_head_age_seconds"}
@@ -54,7 +55,7 @@ def names_in(expression: str) -> set[str]:
 
 
 def expressions(kind: str) -> list[str]:
-    """Of the dashboard, or of the alert rules."""
+    """Return the metrics that the dashboard or the alert rules name."""
     if kind == "rules":
         return [r["expr"] for g in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"] for r in g["rules"]]
     board = json.loads((DOCKER / "grafana" / "cairn.json").read_text())
@@ -156,7 +157,7 @@ def test_a_pause_is_no_part_of_a_round():
 def test_bytes_only_grow_also_when_peers_start_again_leave_or_lie():
     traffic = TrafficCounter()
     traffic.update(overview(1, {1: ("training", 1000), 2: ("training", 500)}), 0)
-    assert (traffic.up, traffic.down) == (0, 0)  # what was before one looked is not known
+    assert (traffic.up, traffic.down) == (0, 0)  # the time before the first sample is unknown
     traffic.update(overview(1, {1: ("training", 1500), 2: ("training", 100)}), 10)
     assert (traffic.up, traffic.down) == (600, 1200)
     traffic.update(overview(1, {1: ("training", 1600)}), 20)

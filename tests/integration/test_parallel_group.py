@@ -1,4 +1,4 @@
-"""Where ranks hear each other."""
+"""The network interface on which ranks listen."""
 
 from __future__ import annotations
 

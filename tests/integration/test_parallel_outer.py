@@ -55,7 +55,7 @@ def noise(seed: int, of: Layout, scale: float = 0.01) -> dict[str, Tensor]:
 
 
 def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
-    """What happens to an outer side, and the digests of all that comes of it. `folder`: of this process."""
+    """Drive an outer side, and return the digests of all results. `folder`: of this process."""
     seen = []
     others = [Contribution(KEYS[1], 2, dense(10)), Contribution(KEYS[2], 5, dense(11))]
     for r in range(3):
@@ -83,7 +83,7 @@ def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
         side.subtract(dense(31), 0.5, selection.packed())
     blob = side.announce()
     seen.append(blob_digest(blob).hex() if blob else "")
-    # What one rank alone finds, all are told.
+    # An error on one rank is raised on all.
     if _codec.everyone_sends:
         sums[2].write_bytes(sums[2].read_bytes()[:-40] + (b"\xff" if isinstance(_codec, RawCodec) else b"\x80") * 40)
     with pytest.raises(CodecError):
@@ -96,7 +96,7 @@ def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
 
 
 def sums_of(contributions: list[Contribution], outer: OuterSpec, folder: Path) -> list[Path]:
-    """The reduced parts of a round, as files."""
+    """Return the reduced shards of a round, as files."""
     assert _codec is not None
     folder.mkdir()
     paths = [folder / f"{part}" for part in range(3)]
@@ -141,7 +141,7 @@ def genesis(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def spoilt(codec) -> bytes:
-    """A blob whose last record is no record: that of one rank alone."""
+    """Return a blob whose last record, which one rank owns, is invalid."""
     blob = bytearray(dense(3))
     blob[-codec.record_size(1) :] = b"\xff" * codec.record_size(1)
     blob[-40:] = b"\xff" * 40

@@ -1,4 +1,4 @@
-"""Many ranks save beside the training: each writes its own part, what fails on one is told to all, and all go on."""
+"""Several ranks save beside the training: each writes its shard, and all learn of an error on one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from peer.errors import SavedStateError
 from peer.training.parallel import sharded_file
 from peer.training.time_breakdown import Activity, TimeBreakdown
 from peer.training.trainer import Trainer
-from tests.support.trainer_states import Heard, same, train, update
+from tests.support.local_trainer import Heard, same, train, update
 from tests.support.trainer_world import BATCH, World, finish, saved_counter
 from tests.support.waiting import LIMIT
 
@@ -77,7 +77,7 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         with trainer.gate.closed(Activity.APPLYING):
             go.set()
             time.sleep(0.05)
-            assert not trainer.backend.is_written  # it stands aside
+            assert not trainer.backend.is_written  # it yields
         finish(trainer)
         assert (folder / "trainer-2.safetensors").read_bytes() == at_once
         state = trainer.folder.read()  # of the digest that all ranks made together
@@ -88,7 +88,7 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         keep(trainer)
         trainer.save()  # replaces what was kept
         assert saved_counter(trainer) == 5 * BATCH
-    # One process takes it up, and saves it with the same bytes but for what was learnt since: that is computed anew.
+    # One process restores it, and saves the same bytes, except for later progress, which is computed again.
     many = load_file(folder / "trainer-3.safetensors")
     header = len((folder / "trainer-3.safetensors").read_bytes()) - 4 * sum(t.numel() for t in many.values())
     with trainer_of(world, "dp=1") as (one, heard):

@@ -41,7 +41,7 @@ def dealt(layout: Layout, ranks: int, stages: int = 1) -> ChunkOwnership:
 
 
 def cut(layout: Layout, tensors: dict[str, Tensor], parts: tuple[Part, ...]) -> dict[str, Tensor]:
-    """Copies of these parts."""
+    """Return copies of these slices."""
     return {
         layout.tensors[p.index].name: tensors[layout.tensors[p.index].name].view(-1)[p.start : p.stop].clone()
         for p in parts

@@ -99,7 +99,7 @@ def one_process(layout: str) -> tuple[dict[str, Tensor], list[tuple[float, float
 
 
 def calls_of_mlps(built: RankModel) -> list[str]:
-    """Filled at each forward call of a layer's MLP."""
+    """Return a list that each forward call of a layer's MLP extends."""
     seen: list[str] = []
     for name, layer in decoder_layers(built.body).items():
         layer.get_submodule("mlp").register_forward_pre_hook(lambda *_, name=name: seen.append(name))
@@ -107,7 +107,7 @@ def calls_of_mlps(built: RankModel) -> list[str]:
 
 
 def rank(me: int, world: int, folder: Path) -> None:
-    """The same, on each layout."""
+    """Do the same on each layout."""
     layers.BACKEND = "aot_eager"  # all of torch.compile but the machine's code, which takes long to make
     for layout in LAYOUTS[world]:
         join(me, world, folder / f"meet-{layout}")

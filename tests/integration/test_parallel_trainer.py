@@ -23,6 +23,7 @@ from peer.channel import Applied, Apply, Failed, MakeUpdate, Note, Progress, Rea
 from peer.channel.messages import from_line, to_line
 from peer.errors import TrainingError
 from peer.node.assets import start_message
+from peer.node.options import NodeOptions
 from peer.store import Store
 from peer.training.layers import USUAL, LayerOptions
 from peer.training.parallel.distributed_backend import DistributedBackend
@@ -37,9 +38,9 @@ from protocol.errors import CodecError, MalformedError
 from protocol.merkle import blob_digest
 from protocol.spec import CodecSpec, OuterSpec
 from tests.support import trainer_world
+from tests.support.local_trainer import Heard, same, train, update
 from tests.support.parallel_world import run_ranks
 from tests.support.trainer_process import Node
-from tests.support.trainer_states import Heard, same, train, update
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, apply, record_digest
 from tests.support.waiting import ended, until, wait_until
 
@@ -52,13 +53,13 @@ def born(world: World, n: int, parallel: str) -> tuple[Trainer, Heard]:
 
 
 def two_layers(monkeypatch) -> None:
-    """A model that makes two stages."""
+    """Give the model two layers, for two stages."""
     plain = trainer_world.plain_config
     monkeypatch.setattr(trainer_world, "plain_config", lambda config: plain(config | {"num_hidden_layers": 2}))
 
 
 def learnt(world: World, blob: Path) -> dict[str, torch.Tensor]:
-    """What an update says, dense."""
+    """Return an update as dense tensors."""
     layout = world.spec.model.layout
     into = {t.name: torch.zeros(t.shape) for t in layout.tensors}
     make_codec(world.spec.codec, layout).add_to(blob.read_bytes(), into)
@@ -73,7 +74,7 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
     world = World.make(tmp_path, outer=OuterSpec(optimiser="nesterov", lr=0.7), codec=CodecSpec(kind="none", beta=0.9))
     one, _ = born(world, 1, "dp=1")
     many, heard = born(world, 2, parallel)
-    twin, _ = born(world, 2, "dp=1")  # what the second peer would be with one process
+    twin, _ = born(world, 2, "dp=1")  # the second peer, with one process
     twin.folder.folder = tmp_path / "twin"
     assert heard == [("info", "parallel", f"--parallel {ParallelDims.parse(parallel)}, as asked")]
     try:
@@ -141,7 +142,7 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
 
 @asynccontextmanager
 async def node(world: World, parallel: str):
-    """A real trainer's process with ranks of its own."""
+    """Yield a real trainer's process with ranks of its own."""
     link = await TrainerLink.start(threads=1)
     try:
         made = Node(link)
@@ -153,7 +154,7 @@ async def node(world: World, parallel: str):
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The processes that a process has started."""
+    """Return the children of a process."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -189,12 +190,12 @@ async def test_a_life_with_ranks_from_start_to_stop_and_after_the_death_of_one(t
     load = world.load(accepted_round(0, (1, made)), next_window=made.end_window)
     async with node(world, "fsdp=2") as n:
         assert (await n.ask(load, Applied)).state_digest == applied.state_digest
-        await n.until(Progress, lambda p: p.windows >= 5 * BATCH)  # what was saved, and more
+        await n.until(Progress, lambda p: p.windows >= 5 * BATCH)  # the saved windows, and more
         ranks = ranks_of(n.link.pid)
         assert len(ranks) == 1
         os.kill(ranks[0], signal.SIGKILL)
         await n.link.send(MakeUpdate(1, record_digest(0), tmp_path / "u1"))
-        # Who sees it first, the update or the watch over the ranks, is a race. The trainer ends, and says why.
+        # The update and the watch over the ranks race to notice it. The trainer ends, and reports why.
         said = await n.failures()
         assert all("rank 1 of 2 ended with code -9" in f.reason for f in said)
         assert [f.what for f in said if f.fatal] == ["train"] and {f.what for f in said} <= {"update", "train"}
@@ -246,7 +247,7 @@ def not_started(me: int, world: int, folder: Path) -> None:
     met = RankGroup.join
 
     def later(*given) -> RankGroup:
-        """When the watch over the ranks has seen the end of rank 1, and told it."""
+        """Meet after the watch over the ranks has reported the end of rank 1."""
         time.sleep(1.0)
         return met(*given)
 
@@ -312,7 +313,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
-    """A start whose passes need memory that rank 1 does not have, unless activations are recomputed."""
+    """Start with passes that need more memory than rank 1 has, unless activations are recomputed."""
     script = folder / "python"
     script.write_text(OUT_OF_MEMORY_ON_RANK_1)
     script.chmod(0o700)
@@ -326,7 +327,7 @@ def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
             return
         with pytest.raises(TrainingError, match="memory of .* does not suffice|rank 1 of 2 ended with code 3"):
             many.inner.forward_backward(windows)
-        # Who sees it first says it: the look that failed, or the watch over the ranks, which may be at it still.
+        # The failed step or the watch over the ranks, which may be late, reports it.
         wait_until(lambda: said, "the end of rank 1 is reported", seconds=60)
         assert len(said) == 1 and said[0].startswith("rank 1 of 2 ended with code 3"), said
         assert said[0].endswith(
@@ -391,9 +392,8 @@ def test_the_command_line_s_layout_and_what_is_done_to_layers_reach_the_trainer(
     assert done.exit_code == 2 and "'ep=2' is no degree" in done.output
     world = World.make(tmp_path)
     with Store(tmp_path / "store", 2**30) as store:
-        start = start_message(
-            world.spec, store, tmp_path, world.start(1).identity_key, "auto", 1, asked[0].parallel, "on", "off"
-        )
+        options = NodeOptions(tmp_path, parallel=asked[0].parallel, recompute="on", compile="off")
+        start = start_message(world.spec, store, world.start(1).identity_key, options)
     assert start.parallel == "fsdp=4,tp=2" and from_line(to_line(start)[:-1]) == start
     assert (start.recompute, start.compile) == ("on", "off")
 

@@ -1,4 +1,4 @@
-"""A trainer's process that is killed while it saves, or told to stop, or whose disk hangs or is full."""
+"""A trainer's process that is killed or stopped while it saves, or whose disk hangs or is full."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 
 from peer.channel import Applied, Apply, Note, Progress, Ready, Stop, Stopped, TrainerLink
 from peer.training.saved_state import STATE_MANIFEST
+from tests.support.local_trainer import born, closed, train, update
 from tests.support.trainer_process import Node
-from tests.support.trainer_states import born, closed, train, update
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round
 from tests.support.waiting import LIMIT, ended
 
@@ -36,7 +36,7 @@ from pathlib import Path
 from peer.training import saved_state
 from peer.training.parallel import sharded_file
 from peer.training.trainer import Trainer
-from tests.support.trainer_states import loaded, train
+from tests.support.local_trainer import loaded, train
 from tests.support.trainer_world import World
 world = World.make(Path(sys.argv[1]))
 trainer = loaded(world)
@@ -96,7 +96,7 @@ def test_one_killed_while_it_saves_finds_the_old_state_or_the_new_one(tmp_path, 
 
 @asynccontextmanager
 async def slow_node(world: World, monkeypatch):
-    """A real trainer's process, whose disk waits while there is a file."""
+    """Yield a real trainer's process, whose disk waits while a file exists."""
     folder = world.folder / "disk"
     folder.mkdir()
     monkeypatch.setenv("CAIRN_TEST_DISK", str(folder))

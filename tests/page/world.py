@@ -99,8 +99,7 @@ class World:
 
     def start(self) -> World:
         spec = self.swarm.spec
-        self.swarm._callbacks.clear()
-        self.swarm._listeners.clear()
+        self.swarm.forget_subscribers()
 
         async def start() -> Coordinator:
             config = CoordinatorConfig(
@@ -223,7 +222,7 @@ class QuickChain(ChainMaker):
         number = Round(len(self.certificates))
         headers = []
         for identity in sorted((_peer(n) for n in work), key=lambda i: i.key):
-            windows, first = work[_number(identity.key)], self._next.get(identity.key, 0)
+            windows, first = work[_number(identity.key)], self.next_windows.get(identity.key, 0)
             digest = Digest(sha256(b"header", identity.key, bytes(self.head)))
             body = UpdateHeader(
                 self.run, number, self.head, state(number), first, first + windows, 1, digest, 100, loss, b""

@@ -40,7 +40,7 @@ class Judge:
         """The round in which the last peer that was started began to train."""
         self._up = up
 
-    def _peers(self, step: script._OfPeers) -> list[str]:
+    def _peers(self, step: script.OfPeers) -> list[str]:
         return list(step.peers) or list(self._up)
 
     def branches(self, names: list[str]) -> dict[str, Branch]:

@@ -129,7 +129,7 @@ class Play:
     def _in(branch: Branch, key: PeerKey) -> int:
         return sum(key in c.record.body.contributors for c in branch.path)
 
-    def _peers(self, step: script._OfPeers) -> list[str]:
+    def _peers(self, step: script.OfPeers) -> list[str]:
         return list(step.peers) or list(self._up)
 
     # -- what is done ----------------------------------------------------------------------------------------

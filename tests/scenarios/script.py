@@ -56,11 +56,11 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _OfPeers(_Part):
+class OfPeers(_Part):
     peers: Names = ()
 
 
-class Start(_OfPeers):
+class Start(OfPeers):
     """Start peers (again: the same home, so the same peer); `wait`: until each trains.
 
     `old_invite`: with the invite that there was before the coordinator moved.
@@ -72,14 +72,14 @@ class Start(_OfPeers):
     seconds: Seconds = 150
 
 
-class History(_OfPeers):
+class History(OfPeers):
     """Before the first start: these peers have `rounds` rounds behind them (see `history`)."""
 
     do: Literal["history"]
     rounds: int = Field(ge=1, le=2000)
 
 
-class Rounds(_OfPeers):
+class Rounds(OfPeers):
     """Until these are `count` rounds further than the first of them is now."""
 
     do: Literal["rounds"]
@@ -116,7 +116,7 @@ class Flap(_Part):
     on: Seconds
 
 
-class Interrupt(_OfPeers):
+class Interrupt(OfPeers):
     """Each of these is cut off from everybody for `off` seconds when `share` of a state that it fetches has come."""
 
     do: Literal["interrupt"]
@@ -125,26 +125,26 @@ class Interrupt(_OfPeers):
     seconds: Seconds = 120
 
 
-class PowerOff(_OfPeers):
+class PowerOff(OfPeers):
     """Hosts lose their power: no farewell, and no packet. "home" is the coordinator's."""
 
     do: Literal["power off"]
 
 
-class Stop(_OfPeers):
+class Stop(OfPeers):
     """SIGTERM, and wait for the end."""
 
     do: Literal["stop"]
 
 
-class Freeze(_OfPeers):
+class Freeze(OfPeers):
     """SIGSTOP for everything on these hosts; `exchanging`: in the middle of an exchange."""
 
     do: Literal["freeze"]
     exchanging: bool = False
 
 
-class Thaw(_OfPeers):
+class Thaw(OfPeers):
     do: Literal["thaw"]
 
 
@@ -155,7 +155,7 @@ class Coordinator(_Part):
     moved: bool = False
 
 
-class Churn(_OfPeers):
+class Churn(OfPeers):
     """Churn for a number of rounds: after each, every peer loses power with chance 1/`life`, and is back `away`
     seconds later.
 
@@ -171,14 +171,14 @@ class Churn(_OfPeers):
     seconds: Seconds = 600
 
 
-class Damage(_OfPeers):
+class Damage(OfPeers):
     """Of a peer that is off: the end of its newest checkpoint or update is torn off, or its disk is full."""
 
     do: Literal["damage"]
     how: Literal["torn", "full"]
 
 
-class OneChain(_OfPeers):
+class OneChain(OfPeers):
     """All hold the same chain up to the last round but one, and equal states, within `rounds` rounds of that chain.
 
     From then on no two of them may hold different states after one record, until one's state was seen of all. "home"
@@ -190,14 +190,14 @@ class OneChain(_OfPeers):
     seconds: Seconds = 60
 
 
-class Forks(_OfPeers):
+class Forks(OfPeers):
     """On the disks of these peers no lost branch has more than `most` records: no fork lasted longer."""
 
     do: Literal["expect forks"]
     most: int = Field(default=1, ge=0)
 
 
-class Contribute(_OfPeers):
+class Contribute(OfPeers):
     """Each of these is in at least `share` of the last `last` rounds."""
 
     do: Literal["expect contributions"]
@@ -205,7 +205,7 @@ class Contribute(_OfPeers):
     share: float = Field(default=0.5, gt=0, le=1)
 
 
-class Joined(_OfPeers):
+class Joined(OfPeers):
     """Each of these trains within `seconds`, and contributes at most `rounds` rounds after its trainer was ready."""
 
     do: Literal["expect joined"]
@@ -213,7 +213,7 @@ class Joined(_OfPeers):
     seconds: Seconds = 90
 
 
-class Download(_OfPeers):
+class Download(OfPeers):
     """Each of these has fetched a state (the largest blob that it fetched, since it was started last).
 
     Meanwhile `share` of its downlink was used, and at least `donors` hosts sent a tenth of the state or more each. No
@@ -226,7 +226,7 @@ class Download(_OfPeers):
     most: float = Field(default=2.0, gt=1)
 
 
-class Goodput(_OfPeers):
+class Goodput(OfPeers):
     """At least `share` of the work of these peers' trainers in all their lives was accepted, each window once.
 
     Undecided work is not counted. Work that a power cut destroyed within a round counts as lost, and is reported.
@@ -238,7 +238,7 @@ class Goodput(_OfPeers):
     each: bool = False
 
 
-class PutBack(_OfPeers):
+class PutBack(OfPeers):
     """Every update of these peers in this life that the chain does not have went back into their error feedback.
 
     The last one or two are open and do not count. There were at least `least` of them in all.
@@ -249,7 +249,7 @@ class PutBack(_OfPeers):
     seconds: Seconds = 20
 
 
-class Carried(_OfPeers):
+class Carried(OfPeers):
     """Since the last one of them was started these peers were in fewer rounds than there were: in `fewest` or more, and
     in at most `share` of them. (That what they did was accepted at last is `expect goodput`'s to say.)
     """
@@ -259,7 +259,7 @@ class Carried(_OfPeers):
     share: float = Field(default=0.7, gt=0, lt=1)
 
 
-class Pace(_OfPeers):
+class Pace(OfPeers):
     """The median of the last `last` rounds took at most `factor` times that of the rounds before the first fault.
 
     Rounds count from when the last peer that was started then has been training.
@@ -270,7 +270,7 @@ class Pace(_OfPeers):
     factor: float = Field(gt=0)
 
 
-class Credits(_OfPeers):
+class Credits(OfPeers):
     """`cairn status` on one of these hosts, with the oldest invite, agrees with the chain: the credits of everybody,
     of every round. They are settled for all but the newest rounds."""
 
@@ -278,7 +278,7 @@ class Credits(_OfPeers):
     seconds: Seconds = 60
 
 
-class Logged(_OfPeers):
+class Logged(OfPeers):
     """Each of these has logged something that this pattern finds, at least `least` and at most `most` times."""
 
     do: Literal["expect log"]
@@ -287,7 +287,7 @@ class Logged(_OfPeers):
     most: int = Field(default=10**6, ge=0)
 
 
-class Ended(_OfPeers):
+class Ended(OfPeers):
     """Each of these has ended with a message that this pattern finds."""
 
     do: Literal["expect end"]

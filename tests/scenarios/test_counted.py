@@ -68,7 +68,7 @@ def test_windows_that_the_chain_passed_over_are_lost():
     spec = make_spec()
     chain = ChainMaker(spec)
     first = chain.add({1: 10})
-    chain._next[ADA.key] = 20
+    chain.next_windows[ADA.key] = 20
     counted = Counted(16)
     counted.shown("ada", shown(30, 30))
     found = counted.goodput("ada", ADA.key, Branch((first, chain.add({1: 10})), 2, None))

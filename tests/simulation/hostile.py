@@ -131,7 +131,8 @@ class Recorder(Node):
 class TwoMinded(Recorder):
     """Gets one record certified with two sets of shards, wherever the committees and votes of its kind suffice.
 
-    Every second peer gets the right digests and votes; the others wrong ones, of shards that its kind has a majority for.
+    Every second peer gets the right digests and votes. The others get wrong ones, of shards for which its kind has a
+    majority.
     """
 
     honest = False

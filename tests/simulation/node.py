@@ -125,7 +125,7 @@ class Node:
 
     # -- actions ---------------------------------------------------------------------------------------------
 
-    def carry_out(self, actions) -> None:
+    def carry_out(self, actions) -> None:  # noqa: C901 (a flat dispatch)
         w = self.world
         for action in actions:
             match action:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure import private_attributes
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "peer", "coordinator", "cairn")
-MAX_LINES = {"tests": 700}
-"""Lines of a file, by its package; 500 elsewhere."""
 
 MAY_IMPORT = {
     "protocol": {"protocol"},
@@ -280,10 +281,42 @@ def test_every_folder_of_code_is_a_package():
     assert not [str(f) for f in folders if not (ROOT / f / "__init__.py").exists()]
 
 
-def test_files_are_small():
-    lines = {s: s.text.count("\n") for s in sources() if not s.generated}
-    wrong = {s.path: count for s, count in lines.items() if count > MAX_LINES.get(s.package, 500)}
-    assert not wrong, "split it: one idea each"
+def test_no_test_imports_another_test():
+    """What several tests use is in tests/support, or beside them in a module that is no test."""
+    modules = {m for s in sources("tests", "benchmarks") for m in s.imports if m.startswith("tests.")}
+    assert not {m for m in modules if any(word.startswith("test_") for word in m.split("."))}
+
+
+def test_private_attributes_of_other_packages_are_touched_no_more_than_before():
+    """See `private_attributes`: a lower count is stored by `python -m tests.structure.private_attributes --write`."""
+    bounds = json.loads(private_attributes.BOUNDS.read_text())
+    places = private_attributes.of_the_project()
+    assert not {folder: found for folder, found in places.items() if len(found) > bounds.get(folder, 0)}
+
+
+def test_every_kind_of_foreign_private_attribute_is_seen_and_no_other():
+    product = """
+import os
+from peer.a import _imported
+class A:
+    _field: int = 0
+    def __init__(self): self._own = self._unset
+    def f(self, other): return other._own, other._field, super()._inherited, self.__class__, os._exit
+"""
+    test = """
+def _helper(): pass
+def test(monkeypatch, a):
+    monkeypatch.setattr(a, "_own", 1)
+    monkeypatch.setattr("peer.b._own", 1)
+    a.b._foreign.c, getattr(a, "_own"), getattr(a, "public"), a._helper
+"""
+    other = "def f(a): return a._own"
+    files = {"peer/x/a.py": product, "peer/x/b.py": other, "peer/y/c.py": other, "tests/x/test_a.py": test}
+    assert private_attributes.foreign((path, ast.parse(text)) for path, text in files.items()) == {
+        "peer/x": ["peer/x/a.py:3 _imported"],
+        "peer/y": ["peer/y/c.py:1 _own"],
+        "tests/x": [f"tests/x/test_a.py:{at}" for at in ("4 _own", "5 _own", "6 _foreign", "6 _own")],
+    }
 
 
 def test_files_are_named_for_what_is_in_them():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def tokenizer_json() -> bytes:
 
 
 def checkpoint(spec: RunSpec, seed: int, change: Any = None) -> bytes:
-    """The canonical file of a state."""
+    """Write the canonical file of a state."""
     tensors = {n: p.detach().clone() for n, p in parameters_of(build_model(TINY_LLAMA, seed=seed)).items()}
     if change is not None:
         change(tensors)
@@ -116,7 +117,7 @@ class CheckpointWorld:
         return self.archive.mark_final(archived, final.sent, encode_certificate(c))
 
     def final(self, round_: int) -> ArchivedState:
-        """An archived state that is final; round 0 is by the spec."""
+        """Archive a finalized state; the spec finalizes round 0."""
         while len(self.swarm.chain.certificates) <= round_:
             self.rounds(1)
         archived = self.add(round_)
@@ -128,10 +129,36 @@ class CheckpointWorld:
         return KeySigner(OWNER).sign(Finalization(self.spec.run_id, round_, record))
 
     def keeper(self, **settings: Any) -> CheckpointArchiver:
-        """With evaluation off unless it is asked for."""
+        """Make an archiver, by default without evaluation."""
         wanted = CheckpointSettings.model_validate({"evaluation": {"every": 0}} | settings)
         return CheckpointArchiver(self.archive, self.evaluations, self.spec, self.swarm, wanted, shards=[self.shard])
 
 
 def nan(tensors: dict[str, torch.Tensor]) -> None:
     next(iter(tensors.values())).fill_(float("nan"))
+
+
+class Uniform(torch.nn.Module):
+    """Knows nothing: every token is as likely. Notes what it was asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.firsts: list[int] = []
+
+    def forward(self, input_ids: torch.Tensor):
+        self.firsts += input_ids[:, 0].tolist()
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 256))
+
+
+def shards(folder: Path, *windows: int) -> list[Path]:
+    """So many windows in each shard, each window begun by its number over all."""
+    paths, number = [], 0
+    for n, count in enumerate(windows):
+        tokens = np.zeros(count * 16 + 1, dtype="<u2")
+        for i in range(count):
+            tokens[i * 16] = number
+            number += 1
+        paths.append(folder / str(n))
+        tokens.tofile(paths[-1])
+    return paths

@@ -1,4 +1,4 @@
-"""Shared by several tests: command line."""
+"""The command line in the process of the test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Done:
 
 
 def cairn(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
-    """A command as the console script runs it, in this process: imports cost seconds."""
+    """Run a command like the console script, but in this process, since imports cost seconds."""
     result = CliRunner().invoke(main, list(map(str, arguments)), env=env, prog_name="cairn")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -26,7 +26,7 @@ def cairn(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
 
 
 def refused(*arguments: str | Path, env: dict[str, str] | None = None) -> str:
-    """What a refused command leaves on stderr: one error, which may list several lines to mend."""
+    """Return the one error that a refused command writes to stderr; it may have several lines."""
     done = cairn(*arguments, env=env)
     assert done.returncode != 0, done.stdout
     assert "Traceback" not in done.stdout + done.stderr, done.stderr

@@ -11,11 +11,13 @@ from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.settings import CheckpointSettings
+from coordinator.overview import Overview, PeerOverview
 from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat, SwarmView
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.ledger.credits import CreditRule, RoundAccount, account_for
 from protocol.message_codec import KeySigner
 from protocol.messages import (
     Admission,
@@ -38,24 +40,25 @@ PARAMETERS = 28_832
 
 
 def make_spec(**changes) -> RunSpec:
-    """The tiny run with rounds that become final soon and settle at once; `changes` replace whole top-level fields."""
+    """Return the tiny run with rounds that are finalized soon and settle at once; `changes` replace top-level
+    fields."""
     return tiny_spec(**({"checkpoint": {"final_depth": 3, "every": 5}, "credit": {"hold_rounds": 0}} | changes))
 
 
 def peer(number: int) -> Identity:
-    """The same key for the same number, always."""
+    """Return the peer key of a number."""
     return Identity(sha256(b"peer", number.to_bytes(8, "big")))
 
 
 def state(round_: int) -> Digest:
-    """The digest of state[round] in these tests."""
+    """Return the digest of state[round] in these tests."""
     return Digest(sha256(b"state", round_.to_bytes(8, "big")))
 
 
 def back_to(
     spec: RunSpec, record: Digest, round_: int, epoch: int = 1, *, sequence: int = 1, by: Identity = OWNER
 ) -> bytes:
-    """The owner's word that rolls the run back to the record of a round, for the `epoch`-th time."""
+    """Return the owner's directive that rolls the run back to the record of a round, for the `epoch`-th time."""
     back = Rollback(epoch, record, Round(round_ + 1), state(round_ + 1))
     return KeySigner(by).sign(Directive(spec.run_id, sequence, rollback=back)).sent
 
@@ -68,7 +71,7 @@ class ChainMaker:
         self.run = spec.run_id
         self.head = genesis_digest(self.run)
         self.certificates: list[Certificate] = []
-        self._next: dict[PeerKey, int] = {}
+        self.next_windows: dict[PeerKey, int] = {}
         self.directive: Signed[Directive] | None = None
         """The owner's word that a record carries; headers from then on name its rollback."""
         self._carries = -1
@@ -81,17 +84,17 @@ class ChainMaker:
         return other
 
     def carry(self, directive: Signed[Directive]) -> None:
-        """The next record does."""
+        """Let the next record carry a directive."""
         self.directive, self._carries = directive, len(self.certificates)
 
     def _take(self, certificate: Certificate) -> None:
         self.certificates.append(certificate)
         self.head = certificate.record.digest
         for u in certificate.record.body.updates:
-            self._next[u.author] = u.body.end_window
+            self.next_windows[u.author] = u.body.end_window
 
     def add(self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0) -> Certificate:
-        """The next round: windows by the number of the peer."""
+        """Add the next round, with windows by the number of the peer."""
         round_ = Round(len(self.certificates))
         identities = sorted((peer(n) for n in work), key=lambda i: i.key)
         windows = {peer(n).key: w for n, w in work.items()}
@@ -99,7 +102,7 @@ class ChainMaker:
         headers = []
         for identity in identities:
             admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, 0, 2**33, ""))
-            first = self._next.get(identity.key, 0)
+            first = self.next_windows.get(identity.key, 0)
             header = UpdateHeader(
                 self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
                 Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.sent, epoch=epoch,
@@ -181,6 +184,11 @@ class FakeSwarm:
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
         self._listeners.append(callback)
 
+    def forget_subscribers(self) -> None:
+        """A coordinator that subscribed has stopped."""
+        self._callbacks.clear()
+        self._listeners.clear()
+
     def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         return self.heard
 
@@ -221,13 +229,13 @@ class FakeSwarm:
         return certificate
 
     def hear(self, *messages: Signed[Any]) -> None:
-        """The observer hears these."""
+        """Let the observer receive these messages."""
         for message in messages:
             for listener in self._listeners:
                 listener(message)
 
     def announced_round(self, work: Mapping[int, int], **how) -> Certificate:
-        """A round that the observer hears all of: the updates announced, the record proposed, the certificate."""
+        """Let the observer receive a whole round: the announced updates, the proposed record, the certificate."""
         certificate = self.chain.add(work, **how)
         self.hear(*certificate.record.body.updates, certificate.record)
         self.changed()
@@ -238,9 +246,33 @@ class FakeSwarm:
         self.changed()
 
     def beat(self, number: int, *, seconds_since: float = 0.0, **fields) -> None:
-        """A heartbeat of a peer, heard so long ago."""
+        """Add a heartbeat of a peer, received some seconds ago."""
         heartbeat = Heartbeat(
             self.chain.run, 1, Round(len(self.chain.certificates)), self.chain.head, 0, 0, "training", 2000.0, 5.0,
             10_000, 20_000, (), (), b"", "cpu",
         )  # fmt: skip
         self.heard[peer(number).key] = ReceivedHeartbeat(replace(heartbeat, **fields), seconds_since)
+
+
+def make_accounts(rounds: int) -> list[RoundAccount]:
+    """Return the accounts of the first rounds of a chain with three peers."""
+    chain = ChainMaker(make_spec())
+    for r in range(rounds):
+        chain.add({n: 500 + 10 * n + r for n in range(3)}, loss=5 - r / 100)
+    return [account_for(c, CreditRule.of(chain.spec)) for c in chain.certificates]
+
+
+def overview(round_: int, peers: dict[int, tuple[str, int]]) -> Overview:
+    """Peers by number: phase, and bytes that they say they have sent."""
+    run = make_spec().run_id
+    views = tuple(
+        PeerOverview(
+            peer(n).key, str(n), phase,
+            Heartbeat(run, 1, Round(round_), Digest(bytes(32)), 0, 0, phase, 1.0, 1.0, up, 2 * up, (), (), b"", ""),
+            0.0, 0, 0,
+        ) for n, (phase, up) in peers.items()
+    )  # fmt: skip
+    nothing = Digest(bytes(32))
+    return Overview(
+        "", "", "healthy", "", round_, nothing, nothing, 0, 0, 0, 0.0, None, len(views), views, (), 0, 0, None, "", None
+    )  # fmt: skip

@@ -63,14 +63,14 @@ class LedgerWorld:
         self.log += [Written(p.sent, [encode_line(line) for line in p.lines]) for p in posted]
 
     def sign(self) -> TreeHead:
-        """A tree head over the log as it is now."""
+        """Return a tree head over the present log."""
         root = tree_hash([leaf_hash(w.sent) for w in self.log])
         head = TreeHead(self.spec.run_id, len(self.log), root, self.time)
         self.heads.insert(0, SeenHead(head))
         return head
 
     def entry_of(self, round_: int) -> int:
-        """The number of the entry of a round."""
+        """Return the number of the entry of a round."""
         return self.books.entry_of(Round(round_))
 
     # -- falsifying ------------------------------------------------------------------------------------------
@@ -83,12 +83,12 @@ class LedgerWorld:
         lines[line] = encode_line(replace(decode_line(lines[line]), **changes))
 
     def change_entry(self, entry: int, **changes: Any) -> None:
-        """What an entry says, its hash chain left as it is."""
+        """Change the contents of an entry, and leave the hash chain."""
         old = decode_entry(self.log[entry].sent)
         self.log[entry].sent = encode_entry(replace(old, what=replace(old.what, **changes)))  # type: ignore[arg-type]
 
     def hash_again(self, first: int = 0) -> None:
-        """As someone who has the whole database would: numbers, lines' roots, sums and the hash chain made anew."""
+        """Forge the log like an attacker with the whole database: numbers, roots of lines, sums and hash chain."""
         from protocol.ledger.entries import RoundEntry, decode_line
 
         previous = first_previous(self.spec.run_id)
@@ -114,5 +114,5 @@ class LedgerWorld:
         return auditor.finish(None if final is None else Round(final))
 
     def found(self, **how: Any) -> list[str]:
-        """What an audit finds, in words."""
+        """Return the differences that an audit finds, in words."""
         return [d.words for d in self.audit(**how).differences]

@@ -1,4 +1,4 @@
-"""Shared by several tests: open files."""
+"""A limit on open files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def few_files(more: int) -> Iterator[None]:
-    """So many files more than there are can be opened."""
+    """Allow only a number of additional open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + more, hard))
     try:

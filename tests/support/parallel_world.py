@@ -72,7 +72,7 @@ def _parent() -> subprocess.Popen[str]:
 
 
 def _end(parent: subprocess.Popen[str]) -> None:
-    """With all ranks that it has."""
+    """End a process group with all its ranks."""
     _parent.cache_clear()
     with suppress(ProcessLookupError):
         os.killpg(parent.pid, signal.SIGKILL)
@@ -80,7 +80,7 @@ def _end(parent: subprocess.Popen[str]) -> None:
 
 
 def _serve() -> None:
-    """A line for each call of `run_ranks`, answered with the rank that did not end well, or null."""
+    """Answer each line, a call of `run_ranks`, with the rank that failed, or null."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import torch
@@ -96,7 +96,7 @@ def _serve() -> None:
 
 
 def _wrong(ranks: list[int], seconds: float) -> int | None:
-    """The first that did not end with code 0 within so long; the others do not go on."""
+    """Return the first rank that did not end with code 0 within `seconds`, and end the others."""
     deadline, left = time.monotonic() + seconds, dict(enumerate(ranks))
     try:
         while left:
@@ -127,7 +127,7 @@ def _fork(rank: int, ask: dict[str, Any]) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(ask["environment"] | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"})
-        faulthandler.dump_traceback_later(480)  # where it hangs, before it is killed
+        faulthandler.dump_traceback_later(480)  # shows the place of a hang before the kill
         module, _, name = ask["function"].partition(":")
         getattr(importlib.import_module(module), name)(rank, ask["world"], folder)
         code = 0

@@ -30,7 +30,8 @@ def _binary(name: str) -> str | None:
 
 @contextmanager
 def server(*, fsync: bool = False) -> Iterator[str]:
-    """A server with an empty database `ledger`: its URL. It refuses to run as root, so root starts it as `postgres`."""
+    """Run a server with an empty database `ledger`; return its URL. It refuses to run as root, so root starts it as
+    `postgres`."""
     # Not pytest's folder: a socket's path is short, and another user must get there.
     folder = Path(tempfile.mkdtemp(prefix="cairn-pg-", dir="/tmp"))
     user = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
@@ -62,7 +63,7 @@ _made = itertools.count()
 
 @contextmanager
 def empty_database(url: str) -> Iterator[str]:
-    """A database of its own on a running server: its URL."""
+    """Make a separate database on a running server; return its URL."""
     import psycopg
 
     name = f"ledger_{next(_made)}"

@@ -1,4 +1,4 @@
-"""Shared by several tests: rounds bench."""
+"""A round machine past joining, with short forms for what it receives."""
 
 from __future__ import annotations
 

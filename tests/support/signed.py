@@ -87,7 +87,7 @@ ONE_OF_EACH: list[Signed[Any]] = [
 
 
 def raw(signer: Identity, kind: str, message: Any) -> bytes:
-    """A signed message that no honest signer would make."""
+    """Return a signed message that no honest signer would make."""
     return seal(signer, kind, message.SerializeToString()).sent
 
 

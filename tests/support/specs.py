@@ -12,12 +12,12 @@ from protocol.spec import RunSpec
 
 
 def identity(name: str | int) -> Identity:
-    """The same key for the same name, always."""
+    """Return the identity of a name."""
     return Identity(sha256(f"test identity {name}".encode()))
 
 
 def digest(name: str | int) -> Digest:
-    """The same digest for the same name, always."""
+    """Return the digest of a name."""
     return Digest(sha256(f"test digest {name}".encode()))
 
 
@@ -49,11 +49,11 @@ def _tiny_llama_tensors() -> list[tuple[str, list[int]]]:
 
 
 TINY_LLAMA_TENSORS = _tiny_llama_tensors()
-"""What `protocol.model.model_layout` finds in a model of TINY_LLAMA: 28,832 parameters."""
+"""The layout of a model of TINY_LLAMA by `protocol.model.model_layout`: 28,832 parameters."""
 
 
 def spec_fields(**changes: Any) -> dict[str, Any]:
-    """The fields of a tiny valid spec, as plain values; `changes` replace whole top-level fields, None removes one."""
+    """Return the fields of a tiny valid spec as plain values; `changes` replace top-level fields, None removes one."""
     fields: dict[str, Any] = {
         "name": "tiny",
         "owner": OWNER.key.hex(),
@@ -84,11 +84,11 @@ def spec_fields(**changes: Any) -> dict[str, Any]:
 
 
 def tiny_spec(**changes: Any) -> RunSpec:
-    """A tiny valid spec; `changes` replace whole top-level fields (see `spec_fields`)."""
+    """Return a tiny valid spec; `changes` replace whole top-level fields (see `spec_fields`)."""
     return RunSpec.model_validate(spec_fields(**changes))
 
 
 def admission(spec: RunSpec, peer: Identity, *, not_before: int = 0, not_after: int = 2**33) -> Signed[Admission]:
-    """The owner's admission of a peer to this run."""
+    """Return the owner's admission of a peer to this run."""
     body = Admission(spec.run_id, peer.key, not_before, not_after, f"peer {peer.key.short}")
     return KeySigner(OWNER).sign(body)

@@ -1,4 +1,4 @@
-"""Shared by several tests: trainer process."""
+"""The node's side of a trainer process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=FromTrainer)
 
 
 class Node:
-    """What a node does with a link, for tests: sends, and waits for a kind of answer; keeps all that came."""
+    """A node that sends, waits for a kind of answer, and keeps every message that it received."""
 
     def __init__(self, link: TrainerLink):
         self.link = link
@@ -36,7 +36,7 @@ class Node:
             assert not isinstance(message, Failed), message
 
     async def failures(self) -> list[Failed]:
-        """What fails from here on, until something that ends the trainer does."""
+        """Return the failures from now on, up to the fatal one."""
         said: list[Failed] = []
         while not any(f.fatal for f in said):
             message = await ended(anext(self.messages))

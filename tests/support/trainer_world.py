@@ -114,7 +114,7 @@ class World:
 
 
 def accepted_round(number: int, *made: tuple[int, UpdateMade]) -> RoundUpdates:
-    """Round `number`'s record that accepts these updates of peers."""
+    """Return round `number`'s record, which accepts these updates of peers."""
     files = sorted(
         (UpdateFile(peer_key(n), m.end_window - m.first_window, m.blob_path) for n, m in made), key=lambda u: u.author
     )
@@ -122,7 +122,7 @@ def accepted_round(number: int, *made: tuple[int, UpdateMade]) -> RoundUpdates:
 
 
 def apply(trainer: Trainer, ask: Apply) -> Applied:
-    """All that a trainer's two threads do for one Apply."""
+    """Do all that a trainer's two threads do for one Apply."""
     move = trainer.base.advance(ask)
     answer = trainer.base.applied(0.0, move.record, ask.write_checkpoint)
     trainer.swap_base(move)
@@ -130,7 +130,7 @@ def apply(trainer: Trainer, ask: Apply) -> Applied:
 
 
 def finish(trainer: Trainer) -> None:
-    """Look after what is being saved, as the loop does, until it is saved."""
+    """Poll the checkpointer, as the loop does, until everything is saved."""
     while not trainer.checkpointer.is_idle:
         trainer.checkpointer.step(now=True)
 

@@ -18,6 +18,7 @@ from peer.swarm.transfer.frames import (
     BITS_PER_PAGE,
     LEAVES_PER_PAGE,
     REQUEST_BYTES,
+    SERVER_IDLE_SECONDS,
     BlobOp,
     BlobReply,
     BlobRequest,
@@ -53,7 +54,7 @@ class ServeLimits:
     rest_seconds: float = 0.5
     room_seconds: float = 5
     read_ahead: int = 2
-    idle_seconds: float = 1800
+    idle_seconds: float = SERVER_IDLE_SECONDS
     write_seconds: float = 20
     linger_seconds: float = 1
     """Seconds a stream stays open after its last reply, unless the other side closes it.

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from peer.swarm.transfer.actions import CancelRequest, OpenChunkStream, RequestChunk, RequestSlot
 from peer.swarm.transfer.chunk_picker import ChunkPicker
+from peer.swarm.transfer.congestion import FIRST
 from peer.swarm.transfer.frames import BITS_PER_PAGE, BlobOp, ReplyStatus
 from peer.swarm.transfer.outcomes import ChunkCheck, Declined, Given, Lost, Outcome
 from peer.swarm.transfer.providers import BITMAP_SECONDS, Pause, Provider, ProviderActivity
@@ -21,13 +22,14 @@ ACTIVE = 8
 AGAIN_SECONDS = 3.0
 """A provider that had nothing of the blob is asked again after this time, while others still give it."""
 
-EARLY, PROVED_EARLY = 3, 6
+EARLY = FIRST - 1
+PROVED_EARLY = 2 * EARLY
 """Chunks of one blob requested before their hashes are known, which wait in memory.
 
-EARLY is one less than a new stream allows, so that the hashes need not wait. PROVED_EARLY, for a provider that gave
+With EARLY, one less than a new stream allows, the hashes need not wait. PROVED_EARLY, for a provider that gave
 other chunks on the same stream, keeps its uplink busy until the rest is requested."""
 
-UNPROVED = 4
+UNPROVED = FIRST
 """Chunks requested from a provider at once before one has arrived, unless it gave others on the same stream."""
 
 IDLE_SECONDS = 0.02

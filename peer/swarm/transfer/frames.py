@@ -25,6 +25,9 @@ REPLY_HEAD_BYTES = _REPLY.size
 SIZE_BYTES = _SIZE.size
 LEAVES_PER_PAGE = CHUNK // 32
 BITS_PER_PAGE = CHUNK * 8
+SERVER_IDLE_SECONDS = 1800.0
+CLIENT_IDLE_SECONDS = SERVER_IDLE_SECONDS - 60
+"""Less than the server's: the side that closes a stream knows at once that it is closed."""
 MAX_REASON = 200
 MAX_INDEX = MAX_BLOB // CHUNK
 

@@ -19,7 +19,7 @@ import async_timeout
 from peer.swarm.errors import PeerUnreachable
 from peer.swarm.traffic import ByteCount
 from peer.swarm.transfer.congestion import CongestionController, SentMark
-from peer.swarm.transfer.frames import REPLY_HEAD_BYTES, BlobReply, BlobRequest, parse_reply_head
+from peer.swarm.transfer.frames import CLIENT_IDLE_SECONDS, REPLY_HEAD_BYTES, BlobReply, BlobRequest, parse_reply_head
 from peer.swarm.transfer.outcomes import Lost
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
@@ -40,8 +40,7 @@ class StreamLimits:
     open_seconds: float = 10
     reply_seconds: float = 15
     slow_replies: float = 4
-    idle_seconds: float = 1740
-    """Less than the server waits: the side that closes a stream knows at once that it is closed."""
+    idle_seconds: float = CLIENT_IDLE_SECONDS
     streams: int = 192
 
 

@@ -104,7 +104,7 @@ class RankWorker:
         self.checkpoint = RankCheckpoint(spec, self.built, self.inner, self.outer, group, background_hook)
         self._step: StepResult | None = None
 
-    def do(self, command: Command, payload: bytes = b"") -> CommandResult:
+    def do(self, command: Command, payload: bytes = b"") -> CommandResult:  # noqa: C901 (a flat dispatch)
         """Execute a command; collective. Raise what all ranks agree on; any other error ends this rank."""
         match command:
             case Command.BEGIN:

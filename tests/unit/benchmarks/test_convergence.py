@@ -34,8 +34,7 @@ def setting() -> Setting:
     """Four peers on random tokens of which every second one repeats the one before: something to learn."""
     draw = np.random.default_rng(0).integers(0, 512, 40_000).astype(np.uint16)
     tokens = np.repeat(draw, 2)
-    corpus = Corpus(tokens, tokens[:2_000], tuple(tokens[i * 9_000 : (i + 1) * 9_000] for i in range(4)), None)  #
-    type: ignore[arg - type]
+    corpus = Corpus(tokens, tokens[:2_000], tuple(tokens[i * 9_000 : (i + 1) * 9_000] for i in range(4)), None)
     return Setting(replace(PROFILES["tiny"], steps=12, batch=2), 0, corpus)
 
 

@@ -22,8 +22,9 @@ from protocol.ids import Digest
 from protocol.layout import MOMENTUM
 from protocol.model import build_model, parameters_of
 from protocol.spec import DataSpec
-from tests.support.archives import SPEC, Observed, Uniform, shards
+from tests.support.checkpoint_world import Uniform, shards
 from tests.support.coordinator_fakes import state
+from tests.support.observer_world import SPEC, Observed
 from tests.support.specs import digest
 
 

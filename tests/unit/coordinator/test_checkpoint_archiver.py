@@ -28,8 +28,8 @@ from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.job import JobError, run_job
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
-from tests.support.archives import SPEC, Uniform, shards
-from tests.support.checkpoint_world import CheckpointWorld, nan
+from tests.support.checkpoint_world import CheckpointWorld, Uniform, nan, shards
+from tests.support.observer_world import SPEC
 from tests.support.waiting import LIMIT, NEVER, until
 
 

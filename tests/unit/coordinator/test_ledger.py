@@ -17,8 +17,10 @@ from coordinator.ledger.schema import migrate, migrations
 from coordinator.ledger.store import connect
 from protocol.ids import Digest
 from protocol.ledger.credits import Balance, CreditRule, account_for, pending
-from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_spec, peer
-from tests.support.ledger_accounts import RULE, SPEC, make_accounts
+from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_accounts, make_spec, peer
+
+SPEC = make_spec()
+RULE = CreditRule.of(SPEC)
 
 
 def settled_in(ledger: Ledger):

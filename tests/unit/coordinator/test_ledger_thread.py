@@ -10,8 +10,7 @@ import pytest
 from coordinator.errors import LedgerConflictError, LedgerError, TooManyError
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import MAX_WAITING, LedgerThread
-from tests.support.coordinator_fakes import make_spec, peer
-from tests.support.ledger_accounts import make_accounts
+from tests.support.coordinator_fakes import make_accounts, make_spec, peer
 from tests.support.waiting import LIMIT, ended, until
 
 SPEC = make_spec()

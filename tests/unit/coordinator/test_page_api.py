@@ -26,8 +26,7 @@ from coordinator.service import Coordinator
 from protocol.ids import Digest
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
-from tests.support.coordinator_fakes import FakeSwarm, peer
-from tests.support.overviews import overview
+from tests.support.coordinator_fakes import FakeSwarm, overview, peer
 from tests.support.waiting import LIMIT
 
 ROUNDS = 9

@@ -200,8 +200,12 @@ def test_a_window_that_does_not_exist_and_a_token_beyond_the_vocabulary_are_refu
 def test_memory_is_bounded_by_the_cache(shards):
     folder, refs, _ = shards
     reader = WindowReader(spec(refs), local(folder, refs), cache_bytes=CHUNK)
-    reader.read(range(0, reader.total, 50))
-    assert len(reader._chunks) == 1
+    reader.read([0, reader.total - 1])
+    for path in local(folder, refs).values():
+        path.unlink()
+    reader.read([reader.total - 1])  # the only chunk in memory
+    with pytest.raises(DataUnavailableError):
+        reader.read([0])
 
 
 def test_validation_has_windows_of_its_own(shards):

@@ -15,8 +15,8 @@ from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.layers import LayerOptions, compiles, decoder_layers
 from protocol.model import build_model, plain_config
 from protocol.spec import InnerSpec, Schedule
+from tests.support.local_trainer import Heard, born, loaded, same, train
 from tests.support.specs import TINY_LLAMA
-from tests.support.trainer_states import Heard, born, loaded, same, train
 from tests.support.trainer_world import World
 
 BATCH, LAYERS = 4, 2
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """What was compiled for one test does not count in the next: torch keeps it by code, for all models."""
+    """Reset torch before each test, since it keeps compiled code for all models."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield

@@ -1,4 +1,4 @@
-"""Files are mapped without being held open, and let go of when nobody looks at them any more."""
+"""Files are mapped without being held open, and unmapped with their last view."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.open_files import few_files
 
 
 def mappings(path: Path) -> int:
-    """Of this process, by what the system says."""
+    """Return the number of this process's mappings of a file."""
     return sum(str(path) in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 

@@ -16,6 +16,7 @@ from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import CHUNK
 from protocol.wire import swarm_pb2 as wire
 from tests.support.memory_transport import MemoryNetwork
+from tests.support.waiting import LIMIT
 
 RUN = RunId(b"r" * 32)
 
@@ -87,9 +88,9 @@ async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three
     with pytest.raises(BlobFetchError, match="not announced"):
         await c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=0.3)
     assert not a.requested
-    await b.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=20)
+    await b.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT)
     assert b.store.read(blob) == data and set(a.requested) == {(blob, b.key)}
-    await c.swarm.fetch_blob(blob, None, [a.key, b.key], deadline_seconds=20)
+    await c.swarm.fetch_blob(blob, None, [a.key, b.key], deadline_seconds=LIMIT)
     assert c.store.read(blob) == data
 
 

@@ -32,7 +32,7 @@ def noise(seed: int, scale: float = 0.01) -> dict[str, Tensor]:
 
 
 def side(spec: CodecSpec, *, beta: float = 1.0, outer: OuterSpec | None = None, start: int = 99) -> OuterState:
-    """A peer's outer side that holds the state made from `start`."""
+    """Return a peer's outer state with the base made from `start`."""
     outer = outer or OuterSpec()
     local = {t.name: torch.zeros(t.shape) for t in LAYOUT.tensors}
     made = OuterState(local, make_codec(spec, LAYOUT), beta, outer)

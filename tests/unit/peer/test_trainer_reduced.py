@@ -1,5 +1,4 @@
-"""A trainer in rounds that are reduced: the same bits as everybody, and what the sums leave out of its updates comes
-back into its feedback once, whatever happens to it and to the chain."""
+"""A trainer in reduced rounds: the same bits as every peer, and untransmitted values return to its feedback once."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.untransmitted import dropped
-from tests.support.trainer_states import born, closed, copied, loaded, same, train, update  # noqa: F401
+from tests.support.local_trainer import born, closed, copied, loaded, same, train, update  # noqa: F401
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, peer_key, record_digest
 
 SPARSE = CodecSpec(kind="sparse", k=64, beta=1.0)
@@ -27,7 +26,7 @@ OTHERS = 8
 
 @pytest.fixture
 def world(tmp_path) -> World:
-    """A run in which rounds of many peers drop much, and feedback decays by nothing: sums can be checked."""
+    """A run whose rounds of many peers leave much out, and whose feedback does not decay: sums can be checked."""
     return World.make(tmp_path, codec=SPARSE)
 
 
@@ -44,7 +43,7 @@ def reduced_round(
     seed: int = 0,
     count: int = 3,
 ) -> RoundUpdates:
-    """Round `number`, reduced, of these peers' updates and of some `others`, as peer `me` is told of it."""
+    """Return round `number`, reduced, of these peers' updates and of some `others`, as peer `me` receives it."""
     by = reduction(world)
     generator = torch.Generator().manual_seed(100 * number + seed)
     found = [Contribution(peer_key(n), m.end_window - m.first_window, m.blob_path.read_bytes()) for n, m in made]
@@ -69,7 +68,7 @@ def ask(record: RoundUpdates, made: UpdateMade) -> Apply:
 
 
 def left_out(world: World, record: RoundUpdates, made: UpdateMade) -> dict[str, Tensor]:
-    """What the round dropped of this update."""
+    """Return the values of this update that the round did not transmit."""
     own, sums = made.blob_path.read_bytes(), [p.read_bytes() for p in record.parts]
     selection = dropped(own, sums, reduction(world))
     into = {t.name: torch.zeros(t.shape) for t in world.spec.model.layout.tensors}
@@ -93,7 +92,7 @@ def some(tensors: dict[str, Tensor]) -> bool:
 
 
 def announced(world: World, name: str, saved: bool = False) -> tuple[Trainer, UpdateMade, dict[str, Tensor]]:
-    """A trainer that has announced: its update, and what was left behind in the feedback."""
+    """Return a trainer that has announced, its update, and the rest in its feedback."""
     trainer = loaded(world)
     train(trainer, 2)
     made = update(trainer, world.folder / name)
@@ -296,7 +295,7 @@ def test_reduced_parts_that_cannot_be_used_are_an_error_and_cost_no_work(world, 
     damage(record.parts[1])
     with pytest.raises((CodecError, OSError)):
         apply(trainer, ask(record, made))
-    assert trainer.steps.may_train is (damage is Path.unlink)  # what cannot be opened is not begun with
+    assert trainer.steps.may_train is (damage is Path.unlink)  # it fails before the base changes
     good = reduced_round(world, 0, (1, made), others=OTHERS, seed=3)
     trainer.load(world.load(good, next_window=made.end_window))
     same(trainer.backend.outer.feedback, plus(rest, left_out(world, good, made)), atol=0)

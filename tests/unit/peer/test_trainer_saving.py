@@ -26,7 +26,7 @@ from peer.training.time_breakdown import Activity, TimeBreakdown
 from peer.training.trainer import Trainer
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.support.trainer_states import Heard, born, closed, copied, loaded, same, train, update
+from tests.support.local_trainer import Heard, born, closed, copied, loaded, same, train, update
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, finish, saved_counter
 from tests.support.waiting import LIMIT
 
@@ -42,7 +42,7 @@ def world(tmp_path) -> World:
 
 @dataclass
 class Disk:
-    """A disk that waits within the first write until it is let go; `error` is then raised there."""
+    """A disk that waits within the first write until `go` is set; `error` is then raised there."""
 
     reached: threading.Event
     go: threading.Event
@@ -81,7 +81,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def saving_behind(disk: Disk, world: World) -> Trainer:
-    """A trainer that has made a step, whose state is being written and waits for the disk."""
+    """Return a trainer that has made a step, and whose state is being written to a slow disk."""
     trainer = loaded(world)
     train(trainer, 1)
     trainer.checkpointer.start()
@@ -187,7 +187,7 @@ def test_a_sheet_that_cannot_be_written_is_told_and_the_old_state_is_read(world,
         with pytest.raises(SavedStateError, match="free some space"):
             finish(trainer)
     assert saved_counter(trainer) == BATCH
-    assert len(list(trainer.folder.folder.glob("trainer-*"))) == 1  # what was written takes no room on a full disk
+    assert len(list(trainer.folder.folder.glob("trainer-*"))) == 1  # the new file uses no space on a full disk
     trainer.save()
     assert saved_counter(trainer) == 2 * BATCH
 
@@ -298,7 +298,7 @@ def test_one_killed_after_its_update_was_missed_finds_a_state_that_has_it_and_th
         finish(before)
     apply(before, Apply(accepted_round(0), (made.blob_path,), 0, 0))
     finish(before)
-    made.blob_path.unlink()  # the store may let go of it
+    made.blob_path.unlink()  # the store may remove it
 
     after, heard = born(raw)
     after.load(raw.load(accepted_round(0)))

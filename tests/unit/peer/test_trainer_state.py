@@ -18,7 +18,7 @@ from protocol.ids import Digest
 from protocol.merkle import blob_digest
 from protocol.spec import CodecSpec, OuterSpec, RunSpec, Schedule
 from protocol.state import state_digest, state_layout
-from tests.support.trainer_states import born, closed, copied, loaded, make_update, same, train, update, world
+from tests.support.local_trainer import born, closed, copied, loaded, make_update, same, train, update, world
 from tests.support.trainer_world import BATCH, GENESIS, WINDOW, World, accepted_round, apply, peer_key, record_digest
 
 __all__ = ["closed", "world"]  # fixtures
@@ -197,11 +197,11 @@ def test_while_the_run_rests_nothing_is_trained_and_an_update_claims_what_the_ow
     trainer = loaded(world)
     train(trainer, 2)
     orders = Orders(False, world.spec.max_update_windows, world.spec.round.target_tokens)
-    trainer.steps.obey(replace(orders, rests=True))
+    trainer.steps.set_orders(replace(orders, rests=True))
     assert not trainer.steps.may_train
-    trainer.steps.obey(orders)
+    trainer.steps.set_orders(orders)
     assert trainer.steps.may_train
-    trainer.steps.obey(replace(orders, max_update_windows=BATCH))
+    trainer.steps.set_orders(replace(orders, max_update_windows=BATCH))
     assert not trainer.steps.may_train  # more is trained already than one update may claim
     made = trainer.base.make_update(MakeUpdate(0, GENESIS, world.folder / "u"), BATCH)
     assert isinstance(made, UpdateMade) and made.end_window == BATCH
@@ -307,7 +307,7 @@ def test_steps_that_are_not_finite_are_skipped_and_too_many_are_an_error_with_a_
         assert step is not None and not step.is_finite
     poisoned.copy_(healthy[name])
     same(trainer.backend.outer.local, healthy, atol=0)
-    train(trainer, 1)  # one good step, and the count starts anew
+    train(trainer, 1)  # one good step, and the count restarts
     poisoned.view(-1)[0] = float("inf")
     with pytest.raises(TrainingError, match=r"inner\.lr"):
         for _ in range(NON_FINITE_MOST):
@@ -393,7 +393,7 @@ def test_one_killed_right_after_announcing_gives_the_same_update_and_counts_it_o
         bool(t.any())
         for t in (*still_open.backend.outer.feedback.values(), *still_open.backend.outer.progress().values())
     )
-    assert still_open.windows.counter == 3 * BATCH  # what was trained since is trained again
+    assert still_open.windows.counter == 3 * BATCH  # windows trained since are trained again
     train(still_open, 1)
     again = update(still_open, raw.folder / "again")
     assert replace(again, blob_path=made.blob_path) == made

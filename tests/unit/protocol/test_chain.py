@@ -13,7 +13,7 @@ from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Finalization, RoundRecord, UpdateHeader
 from protocol.reduce_plan import ReducePlan
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.chain_blocks import KEYS, LIMITS, OWNER, RUN, STATE, new
+from tests.support.empty_chain import KEYS, LIMITS, OWNER, RUN, STATE, new
 
 
 def make(
@@ -27,7 +27,7 @@ def make(
     parts=0,
     label=b"",
 ) -> Certificate:
-    """A certificate whose contributors claim these windows."""
+    """Return a certificate whose contributors claim these windows."""
     updates = []
     for i, (first, end) in sorted(claims.items()):
         blob = Digest(sha256(b"blob", KEYS[i], parent, bytes([first % 251, end % 251])))

@@ -14,8 +14,7 @@ from protocol.codec.sparse import two_levels
 from protocol.errors import CodecError, MalformedError
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.support.codec_layouts import layouts, specs
-from tests.support.codec_values import LAYOUT, awkward, dense, every_codec, noise, same_bits
+from tests.support.codec_cases import LAYOUT, awkward, dense, every_codec, layouts, noise, same_bits, specs
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,11 +15,11 @@ from protocol.codec.bits import pack, packed_size, unpack
 from protocol.codec.positions import Positions
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.support.codec_layouts import layouts, read_bf16, read_bits, specs
+from tests.support.codec_cases import layouts, read_bf16, read_bits, specs
 
 
 def read_sparse(record: bytes, m: int, k: int) -> dict[int, float]:
-    """A record of a chunk of m coordinates of which k are kept, from docs/codec.md."""
+    """Return a record of a chunk of m coordinates of which k are kept, by docs/codec.md."""
     lo, hi = read_bf16(record[0:2]), read_bf16(record[2:4])
     at = 4
     if k == m:

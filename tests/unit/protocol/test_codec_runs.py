@@ -12,7 +12,7 @@ from protocol.ids import PeerKey
 from protocol.layout import CODEC_CHUNK, Layout
 from protocol.outer import Contribution, apply
 from protocol.spec import OuterSpec
-from tests.support.codec_values import SPECS, noise, same_bits
+from tests.support.codec_cases import SPECS, noise, same_bits
 
 # Many tensors, several of one width, full chunks and short ones.
 layouts = st.lists(

@@ -16,15 +16,23 @@ from protocol.codec.sparse8 import Sparse8Codec
 from protocol.errors import CodecError
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.support.codec_checks import assert_refused_or_sane
-from tests.support.codec_layouts import layouts, read_bf16, read_bits
-from tests.support.codec_values import LAYOUT, awkward, dense, noise, same_bits
+from tests.support.codec_cases import (
+    LAYOUT,
+    assert_refused_or_sane,
+    awkward,
+    dense,
+    layouts,
+    noise,
+    read_bf16,
+    read_bits,
+    same_bits,
+)
 
 kept = st.one_of(st.integers(256, 4096), st.sampled_from([256, 1024, 4096]))
 
 
 def read_chunk(record: bytes, m: int, k: int) -> tuple[dict[int, float], bytes]:
-    """What a record of m coordinates says, of which k are kept, and what comes after it."""
+    """Return the values in a record of m coordinates of which k are kept, and the bytes after it."""
     scale, at = read_bf16(record[:2]), 2
     positions = list(range(m))
     if k < m:

@@ -1,4 +1,4 @@
-"""Where the coordinator is: the owner's word alone counts, the newest of them, and never more than it may weigh."""
+"""The coordinator address record: only the owner's newest one counts, and its size is limited."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def word(sequence: int = 1000, **changes: Any):
 
 
 def raw(signer=OWNER, kind: str = KIND, **fields: Any) -> bytes:
-    """What no honest owner would sign."""
+    """Records that no honest owner would sign."""
     m = wire.CoordinatorAddress(run=RUN, sequence=5, coordinators=["c.example:1"], fingerprint=bytes(32))
     for name, value in fields.items():
         if isinstance(value, list):

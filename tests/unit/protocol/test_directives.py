@@ -18,8 +18,8 @@ from protocol.messages import Certificate, Directive, Finalization, Rollback, Ro
 from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.chain_blocks import KEYS, LIMITS, RUN, STATE, new
-from tests.support.chain_blocks import OWNER as CHAIN_OWNER
+from tests.support.empty_chain import KEYS, LIMITS, RUN, STATE, new
+from tests.support.empty_chain import OWNER as CHAIN_OWNER
 from tests.support.signed import DIRECTIVE, ONE_OF_EACH, PEERS, RECORD, decoder
 from tests.support.specs import OWNER, digest
 
@@ -103,7 +103,7 @@ def word(sequence: int, **fields):
 
 
 def after(chain: Chain, parent: Digest, claims: dict[int, int], *, carry=None, epoch=None, state=STATE) -> Certificate:
-    """The next record after one: windows by contributor."""
+    """Return the next record after one, with windows by contributor."""
     number = chain.height(parent)
     epoch = chain.standing(parent).epoch if epoch is None else epoch
     if carry is not None:

@@ -55,7 +55,7 @@ def ledger(ledger_place):
 
 
 def again(ledger: Ledger, where: str) -> Ledger:
-    """What a new process finds."""
+    """Return the ledger that a new process reads."""
     ledger.close()
     ledger.__init__(where, SPEC)  # the fixture closes this one
     return ledger

@@ -58,7 +58,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.spec = make_spec(credit={"hold_rounds": hold}, seed=seed)
         self.rule_ = CreditRule.of(self.spec)
         self.where = os.environ.get("CAIRN_LEDGER_URL") or f"{self.folder}/ledger.sqlite"
-        if "CAIRN_LEDGER_URL" in os.environ:  # what an example before this one left
+        if "CAIRN_LEDGER_URL" in os.environ:  # the schema of an earlier example
             db = connect(self.where, self.spec)
             db.query(f"DROP SCHEMA cairn_{self.spec.run_id.hex()[:16]} CASCADE")
             db.close()
@@ -72,7 +72,7 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- what is made ----------------------------------------------------------------------------------------
 
     def account(self, round_: int, parent: Digest, windows: dict[int, int]) -> RoundAccount:
-        """A round that nobody has seen before."""
+        """Return the account of a new round."""
         self.made += 1
         record = Digest(sha256(b"record", self.made.to_bytes(8, "big")))
         lines = tuple(
@@ -176,7 +176,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(windows=work, then=st.sampled_from(["fail", "part", "other process"]))
     def crash(self, windows: dict[int, int], then: str) -> None:
-        """A transaction that does not come to its end; a part of one; another process that writes meanwhile."""
+        """Interrupt a transaction, apply part of one, or let another process write meanwhile."""
         account = self.next(windows)
         if then == "other process":
             other = Ledger(self.where, self.spec, now=lambda: self.clock)

@@ -18,8 +18,8 @@ from protocol.layout import MOMENTUM, Layout
 from protocol.outer import Contribution, apply, clip_factors, fp32, shares
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_digest, state_layout
-from tests.support.codec_values import SPECS, dense, every_codec, noise, same_bits
-from tests.support.outer_states import OUTERS, contributions, key, same_states, state_of
+from tests.support.codec_cases import SPECS, dense, every_codec, noise, same_bits
+from tests.support.outer_step import OUTERS, contributions, key, same_states, state_of
 
 LAYOUT = Layout.of({"a": (3, 5000), "b": (77,), "c": ()})
 
@@ -31,7 +31,7 @@ def after(codec, outer, updates, **options) -> dict[str, torch.Tensor]:
 
 
 def plain_apply(state, updates, codec: Codec, outer: OuterSpec) -> None:
-    """The same step in numpy, whole tensors at a time: another implementation that must give the same bits."""
+    """Apply the same step in numpy, on whole tensors: an independent implementation that must give the same bits."""
     updates = sorted(updates, key=lambda c: bytes(c.author))
     weights = shares([c.windows for c in updates], outer.weight_cap)
     f = np.float32

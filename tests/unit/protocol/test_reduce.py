@@ -19,10 +19,8 @@ from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
 from protocol.reduce_plan import part_count
 from protocol.spec import CodecSpec, OuterSpec
-from tests.support.codec_layouts import layouts, specs
-from tests.support.codec_values import LAYOUT, SPECS, every_codec, noise
-from tests.support.outer_states import OUTERS, contributions, key, same_states, state_of
-from tests.support.reduced_means import reduced, sum_means
+from tests.support.codec_cases import LAYOUT, SPECS, every_codec, layouts, noise, specs
+from tests.support.outer_step import OUTERS, contributions, key, reduced, same_states, state_of, sum_means
 
 NO_CLIP = OuterSpec(clip="none")
 SPARSE = CodecSpec(kind="sparse", k=64)
@@ -37,7 +35,7 @@ def stepped(reduction: Reduction, sums: list[bytes], outer: OuterSpec, **options
 
 
 def means(codec: Codec, updates: list[Contribution], outer: OuterSpec) -> dict[str, Tensor]:
-    """What `apply` steps by: the step of a state of zeros."""
+    """Return the step of `apply` from a state of zeros."""
     plain = outer.model_copy(update={"optimiser": "plain", "lr": 1.0})
     state = {t.name: torch.zeros(t.shape) for t in codec.layout.tensors}
     apply(state, updates, codec, plain)

@@ -1,4 +1,4 @@
-"""Run specs: one canonical form, bounded, and every mistake told with its field and its remedy."""
+"""Run specs: one canonical form, bounded, and an error with field and remedy for every mistake."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_config(**config: Any) -> dict[str, Any]:
 
 
 def table(name: str, **changes: Any) -> dict[str, Any]:
-    """A change of some fields of one table of the tiny spec; None removes a field."""
+    """Return the tiny spec with some changed fields of one table; None removes a field."""
     fields = spec_fields().get(name, {}) | changes
     return {name: {k: v for k, v in fields.items() if v is not None}}
 

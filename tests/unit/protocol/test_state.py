@@ -15,7 +15,7 @@ from protocol.layout import MOMENTUM, Layout
 from protocol.merkle import CHUNK, blob_digest
 from protocol.spec import OuterSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, state_leaves, tensors_from_checkpoint
-from tests.support.codec_values import noise, same_bits
+from tests.support.codec_cases import noise, same_bits
 
 # Tensors within a chunk, across chunks, ending exactly at a boundary (CHUNK / 4 = 65,536 coordinates).
 LAYOUT = Layout.of({"a": (65_536 - 3,), "b": (3,), "c": (300, 1000), "d": (), "e": (65_536 * 2,), "f": (5, 5)})

@@ -1,4 +1,4 @@
-"""What a reduced round leaves out of an update goes back to its author: no value is lost, and none counts twice."""
+"""Values that a reduced round does not use return to their author: none is lost, and none counts twice."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.untransmitted import Selection, dropped
-from tests.support.codec_layouts import layouts
-from tests.support.codec_values import LAYOUT, dense, noise, same_bits
-from tests.support.outer_states import contributions, key
-from tests.support.reduced_means import reduced, sum_means
+from tests.support.codec_cases import LAYOUT, dense, layouts, noise, same_bits
+from tests.support.outer_step import contributions, key, reduced, sum_means
 
 SPARSE = CodecSpec(kind="sparse", k=64)
 every_k = pytest.mark.parametrize("k", [64, 300, 1500, 4096])

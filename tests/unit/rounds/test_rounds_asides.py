@@ -10,7 +10,7 @@ from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import OTHERS, POLICY, RUN, STATE
-from tests.support.rounds_late_member import Second
+from tests.support.second_round import Second
 
 LIAR, *HONEST = OTHERS[3:8]
 PATIENCE = POLICY.patience_seconds

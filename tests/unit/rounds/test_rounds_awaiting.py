@@ -17,7 +17,7 @@ from tests.simulation.node import Node
 from tests.simulation.signer import certificate
 from tests.simulation.world import REDUCE, World, policy_for
 from tests.support.rounds_bench import ME, OTHERS, POLICY, Bench
-from tests.support.rounds_late_member import BUSY, LASTED, NEXT, SLOW, Second
+from tests.support.second_round import BUSY, LASTED, NEXT, SLOW, Second
 
 
 @pytest.mark.parametrize("behind, longest", [(True, LASTED), (False, POLICY.heartbeat_seconds)])

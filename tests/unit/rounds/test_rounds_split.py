@@ -15,7 +15,7 @@ from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import World, policy_for
 from tests.support.rounds_bench import OTHERS, POLICY, RUN
-from tests.support.rounds_late_member import BUSY, NEXT, SLOW, Second
+from tests.support.second_round import BUSY, NEXT, SLOW, Second
 
 PEERS, SPLIT_SECONDS = 8, 94.0
 

@@ -1,0 +1,57 @@
+"""A machine of three members at the start of its second round, after a first round that took long."""
+
+from __future__ import annotations
+
+from protocol.ids import Digest, Round, sha256
+from protocol.rounds import events as ev
+from tests.simulation.signer import certificate
+from tests.support.rounds_bench import ME, OTHERS, Bench, blob_of
+
+NEXT = Digest(sha256(b"next"))
+
+
+LASTED = 6.0
+"""Seconds that the first round takes."""
+
+
+BUSY, SLOW = OTHERS[:2]
+
+
+class Second(Bench):
+    """The first round, of three, took LASTED seconds; the second begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.beats = 1
+        for key in (BUSY, SLOW):
+            self.beat(key)
+        self.announce()
+        headers = [self.header(BUSY), self.header(SLOW)]
+        self.hold(*headers)
+        first = certificate(self.record(BUSY, [self.mine, *headers]), [BUSY, SLOW, ME])
+        self.step(ev.CertificateReceived(first, BUSY), LASTED)
+        self.first = self.chain.head
+        self.step(ev.StateReached(self.first, NEXT))
+
+    def say(self, key, head, windows=5):
+        self.beats += 1
+        self.beat(key, windows=windows, sequence=self.beats, head=head, weight=45)
+
+    def announced(self):
+        """We, and the busy one, whose update is here."""
+        theirs = self.header(BUSY, label=b"2", round=Round(1), parent=self.first, base_state=NEXT, first_window=10,
+                             end_window=20)  # fmt: skip
+        self.hold(theirs)
+        self.step(ev.TrainingProgress(25, 1.0, 1.0))
+        self.step(ev.UpdateReady(self.first, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
+
+    def waits_until(self, last=30.0):
+        """Return the time from which nobody is waited for; both others keep sending the same heartbeats."""
+        for tenth in range(int(10 * self.now) + 1, int(10 * last)):
+            if tenth % 10 == 0:
+                self.say(BUSY, self.first)
+                self.say(SLOW, *self.slow)
+            self.step(ev.Tick(), tenth / 10)
+            if not self.machine.summary(self.now).awaited:
+                return self.now
+        return None

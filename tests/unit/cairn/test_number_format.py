@@ -1,0 +1,37 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from cairn.number_format import SPARKS, byte_size, count, credits, sparkline
+
+
+@pytest.mark.parametrize(
+    "n, text",
+    [(0, "0"), (7, "7"), (999, "999"), (999.6, "1.0k"), (1000, "1.0k"), (99_949, "99.9k"), (99_960, "100k"),
+     (999_499, "999k"), (999_950, "1.0M"), (1_234_567, "1.2M"), (5e15, "5000T"), (-1500, "-1.5k")],
+)  # fmt: skip
+def test_counts(n, text):
+    assert count(n) == text
+
+
+@pytest.mark.parametrize(
+    "n, text", [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (999_999, "1.0 MB"), (2e9, "2.0 GB")]
+)
+def test_sizes(n, text):
+    assert byte_size(n) == text
+
+
+@pytest.mark.parametrize(
+    "micro, text", [(0, "0.000000"), (1, "0.000001"), (12_345_678, "12.35"), (10**10, "10,000.00")]
+)
+def test_credits_have_as_many_digits_as_they_need(micro, text):
+    assert credits(micro) == text
+
+
+def test_a_sparkline_shows_every_value_as_a_bar_between_the_lowest_and_the_highest():
+    assert sparkline([]) == "" and sparkline([5.0, 5.0]) == SPARKS[0] * 2
+    assert sparkline([1.0, 2.0, 3.0]) == SPARKS[0] + sparkline([1.0, 2.0, 3.0])[1] + SPARKS[-1]
+    long = sparkline([float(i) for i in range(1000)], 40)
+    assert len(long) == 40 and long[0] == SPARKS[0] and long[-1] == SPARKS[-1] and list(long) == sorted(long)
