@@ -185,7 +185,7 @@ class FakeSwarm:
         self._listeners.append(callback)
 
     def forget_subscribers(self) -> None:
-        """A coordinator that subscribed has stopped."""
+        """Drop all subscriptions: the coordinator that made them has stopped."""
         self._callbacks.clear()
         self._listeners.clear()
 
