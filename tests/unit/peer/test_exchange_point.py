@@ -13,7 +13,7 @@ from peer.training.exchange_point import ExchangePoint
 from peer.training.owner import ThreadOwned
 from peer.training.windows import WindowAccounting
 from protocol.spec import CodecSpec
-from tests.support.trainer_states import closed, loaded, train, update
+from tests.support.local_trainer import closed, loaded, train, update
 from tests.support.trainer_world import World, accepted_round, finish
 
 __all__ = ["closed"]  # a fixture
